@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user can set: one frozen dataclass, checked at birth and read once, and the flags it is made from."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+POLICIES = ("off", "observe", "adapt")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be; names the flag, the value and what would be accepted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptraConfig:
+    """Settings of one run. Raises ConfigError at construction."""
+
+    policy: str = "adapt"
+    """off: Megatron untouched. observe: stock's order, measured. adapt: planned orders."""
+    plan_csv: Path | None = None
+    """A fixed schedule in torch.distributed.pipelining's format instead of a planned one."""
+    costs_json: Path | None = None
+    """Costs to plan from at once, instead of measuring the first iterations."""
+    max_in_flight: float | None = None
+    """Cap on activations (of one chunk's micro-batch) held by a stage; None: what stock's fullest stage holds."""
+    trace_dir: Path | None = None
+    """Where each rank writes what it did and when; None: nothing is recorded."""
+    timeout_s: float = 600.0
+    """Longest wait for any message or decision of another rank."""
+    receive_lookahead: int = 8
+    """Receives posted ahead per neighbour; each holds one activation-sized buffer."""
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"--adaptra-policy is {self.policy!r}; it must be one of {', '.join(POLICIES)}")
+        if self.plan_csv is not None and self.costs_json is not None:
+            raise ConfigError("--adaptra-plan-csv and --adaptra-costs exclude each other: a fixed plan needs no costs")
+        if self.policy != "adapt" and (self.plan_csv or self.costs_json):
+            raise ConfigError(
+                f"--adaptra-plan-csv and --adaptra-costs set the order of actions, but --adaptra-policy "
+                f"{self.policy} keeps stock's; use --adaptra-policy adapt"
+            )
+        for flag, path in (("--adaptra-plan-csv", self.plan_csv), ("--adaptra-costs", self.costs_json)):
+            if path is not None and not path.is_file():
+                raise ConfigError(f"{flag}: there is no file {path}")
+        if self.max_in_flight is not None and not (math.isfinite(self.max_in_flight) and self.max_in_flight >= 1):
+            raise ConfigError(
+                f"--adaptra-max-in-flight is {self.max_in_flight}; a stage needs room for at least 1 activation"
+            )
+        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            raise ConfigError(f"--adaptra-timeout-s is {self.timeout_s}; it must be above 0")
+        if self.receive_lookahead < 1:
+            raise ConfigError(f"receive_lookahead is {self.receive_lookahead}; at least 1 receive must be posted")
+
+
+def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the --adaptra flags in a group of their own, in Megatron's style."""
+    group = parser.add_argument_group(title="adaptra")
+    group.add_argument(
+        "--adaptra", action="store_true", help="Keep pipeline-parallel training at full speed when links turn slow."
+    )
+    group.add_argument(
+        "--adaptra-policy",
+        choices=POLICIES,
+        default="adapt",
+        help="off: leave Megatron untouched; observe: keep the stock order and measure; adapt: re-plan the order of "
+        "forward, input-gradient and weight-gradient actions from what was measured.",
+    )
+    group.add_argument(
+        "--adaptra-plan-csv",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="Run this fixed schedule (the CSV of torch.distributed.pipelining) instead of a planned one.",
+    )
+    group.add_argument(
+        "--adaptra-costs",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="Plan from these costs (JSON, as for `adaptra plan`) instead of measuring the first iterations.",
+    )
+    group.add_argument(
+        "--adaptra-max-in-flight",
+        type=float,
+        default=None,
+        metavar="N",
+        help="Cap on the activations (of one model chunk and micro-batch) that a stage may hold at once. "
+        "Default: as many as the fullest stage of the stock schedule holds.",
+    )
+    group.add_argument(
+        "--adaptra-trace-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="Write what every rank did, and when, into this directory.",
+    )
+    group.add_argument(
+        "--adaptra-timeout-s",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="Longest wait for a message or a decision of another rank before the run stops with an error.",
+    )
+    return parser
+
+
+def config_from_arguments(arguments: argparse.Namespace) -> AdaptraConfig:
+    """The settings in parsed arguments. Raises ConfigError."""
+    return AdaptraConfig(
+        policy=arguments.adaptra_policy,
+        plan_csv=arguments.adaptra_plan_csv,
+        costs_json=arguments.adaptra_costs,
+        max_in_flight=arguments.adaptra_max_in_flight,
+        trace_dir=arguments.adaptra_trace_dir,
+        timeout_s=arguments.adaptra_timeout_s,
+    )

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels between stages, named by key, and the interface that moves it.
+
+Callers never learn which path carries a key: they post, ask whether a key has arrived, and wait with a deadline.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Direction(str, enum.Enum):
+    """Which way along the model a message travels."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+
+
+class MessageKey(NamedTuple):
+    """Names one message of the job for good. `chunk` is the consumer's model chunk."""
+
+    iteration: int
+    direction: Direction
+    chunk: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.direction.value} of micro-batch {self.micro_batch} for chunk {self.chunk} "
+            f"in iteration {self.iteration}"
+        )
+
+
+class MessageTimes(NamedTuple):
+    """When the two ends of a message acted, in seconds of the local monotonic clock.
+
+    A receive that was posted after the message had been sent says nothing of the link, hence `posted_s`.
+    """
+
+    key: MessageKey
+    peer: int
+    posted_s: float
+    done_s: float
+
+
+class TransportError(RuntimeError):
+    """A message could not be moved. Names this rank, the link, the key, the cause and the remedy."""
+
+
+@dataclass(frozen=True)
+class TensorSpecification:
+    """What every message of an iteration looks like; `shape` is None when shapes vary (a header then goes first)."""
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Transport(Protocol):
+    """Moves tensors between the stages of one pipeline.
+
+    `peer` is always the rank of the other stage in the pipeline's process group. Failure contract: when a peer
+    dies or a path breaks, `wait` and `flush` raise TransportError no later than their deadline; the transport is
+    then unusable and `close` still returns.
+    """
+
+    def describe(self, specification: TensorSpecification) -> None:
+        """Set what the messages to come look like; called while none is under way."""
+
+    def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
+        """Send `tensor` (any shape and dtype). Returns at once; the bytes are held until they have left."""
+
+    def post_receive(self, key: MessageKey, peer: int) -> None:
+        """Announce that `key` will come from `peer`. Keys of one peer must be posted in the order it sends them."""
+
+    def ready(self, key: MessageKey) -> bool:
+        """Whether `wait(key)` would return without waiting. False where arrivals are invisible to the CPU."""
+
+    def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
+        """The received tensor (fresh, no autograd history), waiting at most until `deadline_s` (time.monotonic)."""
+
+    def flush(self, deadline_s: float) -> None:
+        """Wait until every posted send has left."""
+
+    def take_times(self) -> tuple[Sequence[MessageTimes], Sequence[MessageTimes]]:
+        """Times of the messages sent and received since the last call; empty where they cannot be seen."""
+
+    def close(self) -> None:
+        """Release threads and groups. Safe to call twice."""

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The header that goes before a message whose shape its receiver cannot know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .messages import TransportError
+
+_DIMENSIONS = 8
+HEADER_NUMBERS = 1 + _DIMENSIONS
+
+
+def encode_shape(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 [9]: the number of dimensions, then the dimensions, then zeros. Raises TransportError beyond 8."""
+    if len(shape) > _DIMENSIONS:
+        raise TransportError(f"a message of shape {tuple(shape)} has more than {_DIMENSIONS} dimensions")
+    padded = [len(shape), *shape, *[0] * (_DIMENSIONS - len(shape))]
+    return torch.tensor(padded, dtype=torch.int64, device=device)
+
+
+def decode_shape(header: torch.Tensor) -> tuple[int, ...]:
+    """The inverse of `encode_shape`; raises TransportError for a header that no sender writes."""
+    dimensions, *sizes = header.tolist()
+    if not 0 <= dimensions <= _DIMENSIONS or any(size < 0 for size in sizes):
+        raise TransportError(f"received an impossible shape header {header.tolist()}")
+    return tuple(sizes[:dimensions])

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device path on CPU tensors: torch.distributed with a backend whose waits block the calling thread (gloo).
+
+gloo reports completion only to a thread that waits, and an expired wait closes the pair for good. So each neighbour
+has one thread that waits for its receives and one that waits for its sends: arrivals become visible (and timed) the
+moment they happen, sent tensors are freed as soon as they have left, and the training thread only waits on events.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .messages import Direction, MessageKey, MessageTimes, TensorSpecification, TransportError
+from .shapes import HEADER_NUMBERS, decode_shape, encode_shape
+
+
+@dataclass
+class _Pending:
+    """One message under way."""
+
+    key: MessageKey
+    peer: int
+    tensor: torch.Tensor | None
+    posted_s: float
+    done: threading.Event = field(default_factory=threading.Event)
+    done_s: float = 0.0
+    cause: Exception | None = None
+
+
+class WaitingThreadTransport:
+    """Transport over torch.distributed on a backend with tags, one waiting thread per neighbour and direction."""
+
+    def __init__(self, group: dist.ProcessGroup, chunks: int, timeout_s: float) -> None:
+        """`group`: the pipeline's process group. `timeout_s`: longest wait of any single message."""
+        self._group = group
+        self._chunks = chunks
+        self._timeout_s = timeout_s
+        self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
+        self._receives: dict[MessageKey, _Pending] = {}
+        self._sends: list[_Pending] = []
+        self._received: list[MessageTimes] = []
+        self._sent: list[MessageTimes] = []
+        self._waiters: dict[tuple[str, int], _Waiter] = {}
+
+    def describe(self, specification: TensorSpecification) -> None:
+        """Set shape and dtype of the messages to come (fixed within an iteration)."""
+        self._specification = specification
+
+    def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
+        # An alias: Megatron's deallocate_output_tensor swaps the storage under the caller's tensor.
+        outgoing = tensor.detach().contiguous()
+        now = time.monotonic()
+        pending = _Pending(key, peer, None, now)  # the bytes live in `works`, and no longer than the send
+        works = []
+        if self._specification.shape is None:
+            header = encode_shape(outgoing.shape, outgoing.device)
+            works.append((self._isend(header, peer, self._tag(key, header=True)), header))
+        works.append((self._isend(outgoing, peer, self._tag(key)), outgoing))
+        self._sends.append(pending)
+        self._sent.append(MessageTimes(key, peer, now, now))
+        self._waiter("send", peer).submit(pending, lambda: self._wait_all(works))
+
+    def post_receive(self, key: MessageKey, peer: int) -> None:
+        assert key not in self._receives, f"{key} was posted twice"
+        specification = self._specification
+        if specification.shape is None:
+            buffer = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=specification.device)
+        else:
+            buffer = torch.empty(specification.shape, dtype=specification.dtype, device=specification.device)
+        pending = _Pending(key, peer, buffer, time.monotonic())
+        work = self._irecv(buffer, peer, self._tag(key, header=specification.shape is None))
+        self._receives[key] = pending
+
+        def complete() -> None:
+            self._wait_all([(work, buffer)])
+            if specification.shape is None:
+                body = torch.empty(decode_shape(buffer), dtype=specification.dtype, device=specification.device)
+                self._wait_all([(self._irecv(body, peer, self._tag(key)), body)])
+                pending.tensor = body
+
+        self._waiter("receive", peer).submit(pending, complete)
+
+    def ready(self, key: MessageKey) -> bool:
+        return self._receives[key].done.is_set()
+
+    def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
+        pending = self._receives.pop(key)
+        self._settle(pending, deadline_s, receiving=True)
+        self._received.append(MessageTimes(key, pending.peer, pending.posted_s, pending.done_s))
+        assert pending.tensor is not None
+        return pending.tensor
+
+    def flush(self, deadline_s: float) -> None:
+        for pending in self._sends:
+            self._settle(pending, deadline_s, receiving=False)
+        self._sends.clear()
+
+    def take_times(self) -> tuple[Sequence[MessageTimes], Sequence[MessageTimes]]:
+        sent, self._sent = self._sent, []
+        received, self._received = self._received, []
+        return sent, received
+
+    def close(self) -> None:
+        for waiter in self._waiters.values():
+            waiter.stop()
+        self._waiters.clear()
+
+    def _settle(self, pending: _Pending, deadline_s: float, *, receiving: bool) -> None:
+        arrived = pending.done.wait(max(0.0, deadline_s - time.monotonic()))
+        if arrived and pending.cause is None:
+            return
+        rank = self._group.rank()
+        link = f"{pending.peer}->{rank}" if receiving else f"{rank}->{pending.peer}"
+        seen = f"torch.distributed reported: {pending.cause}" if arrived else "nothing happened until the deadline"
+        raise TransportError(
+            f"stage {rank}, link {link}: {'waited for' if receiving else 'could not send'} the {pending.key} "
+            f"for {time.monotonic() - pending.posted_s:.1f} s; {seen}. Look at stage {pending.peer} first: it died, "
+            "hangs, or cannot be reached; restart from the last checkpoint once it is back"
+        ) from pending.cause
+
+    def _waiter(self, name: str, peer: int) -> _Waiter:
+        waiter = self._waiters.get((name, peer))
+        if waiter is None:
+            waiter = self._waiters[name, peer] = _Waiter(f"adaptra-{name}-{peer}")
+        return waiter
+
+    def _wait_all(self, works: Sequence[tuple[dist.Work | None, torch.Tensor]]) -> None:
+        for work, _held in works:
+            if work is not None:
+                work.wait(timedelta(seconds=self._timeout_s))
+
+    def _tag(self, key: MessageKey, *, header: bool = False) -> int:
+        # Stock's own point-to-point traffic has tag 0.
+        number = 2 * (key.micro_batch * self._chunks + key.chunk) + (key.direction is Direction.GRADIENT)
+        return 1 + 2 * number + header
+
+    # The functions are looked up at each call: fault injection and instrumentation replace them there.
+    def _isend(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
+        return dist.isend(tensor, dist.get_global_rank(self._group, peer), group=self._group, tag=tag)
+
+    def _irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
+        return dist.irecv(tensor, dist.get_global_rank(self._group, peer), group=self._group, tag=tag)
+
+
+class _Waiter:
+    """A thread that completes messages in the order in which they were submitted."""
+
+    def __init__(self, name: str) -> None:
+        self._work: queue.SimpleQueue[tuple[_Pending, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, pending: _Pending, complete: Callable[[], None]) -> None:
+        self._work.put((pending, complete))
+
+    def stop(self) -> None:
+        self._work.put(None)
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            pending, complete = item
+            try:
+                complete()
+            except Exception as cause:  # handed to the training thread, which raises it with the key's name
+                pending.cause = cause
+            pending.done_s = time.monotonic()
+            pending.done.set()
+            del item, pending, complete
