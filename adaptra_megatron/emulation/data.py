@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches of a training or evaluation run, the same on every rank that asks for the same ones."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from adaptra_megatron.emulation.corpus import VOCABULARY, ByteTokenizer
+
+Batch = dict[str, torch.Tensor]
+
+
+class Sequences(Protocol):
+    """Samples by number: int64 `tokens`, `labels`, `position_ids` and float32 `loss_mask`, each [seq_length]."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Batch: ...
+
+
+class MemorisedSequences:
+    """A few random sequences, again and again: learnt within a few iterations, without any file."""
+
+    def __init__(self, *, seq_length: int, samples: int, seed: int, distinct: int = 32) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._tokens = torch.randint(0, VOCABULARY, (distinct, seq_length + 1), generator=generator)
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> Batch:
+        text = self._tokens[index % len(self._tokens)]
+        return {
+            "tokens": text[:-1],
+            "labels": text[1:],
+            "position_ids": torch.arange(len(text) - 1),
+            "loss_mask": torch.ones(len(text) - 1),
+        }
+
+
+def build_datasets(args: argparse.Namespace) -> tuple[Sequences, Sequences]:
+    """Training and validation samples, enough for the whole run. Collective: every rank must call it.
+
+    Raises:
+        ValueError: the validation split holds nothing although evaluation is asked for.
+    """
+    training_samples = args.train_iters * args.global_batch_size
+    evaluations = args.train_iters // args.eval_interval + 1 if args.eval_iters else 0
+    validation_samples = evaluations * args.eval_iters * args.global_batch_size
+    if args.mock_data:
+        length = args.seq_length
+        return (
+            MemorisedSequences(seq_length=length, samples=training_samples, seed=args.seed),
+            MemorisedSequences(seq_length=length, samples=validation_samples, seed=args.seed),
+        )
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=([args.data_path], None),
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        tokenizer=ByteTokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    sizes = [training_samples, validation_samples, 0]
+    training, validation, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    if validation is None and args.eval_iters:
+        raise ValueError(f"--split {args.split} leaves no validation data for --eval-iters {args.eval_iters}")
+    return training, validation
+
+
+def micro_batches(
+    sequences: Sequences,
+    *,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    consumed_samples: int,
+    device: Any,
+) -> Iterator[Batch]:
+    """Micro-batches of this data-parallel rank from sample `consumed_samples` on, in Megatron's sequential order.
+
+    Each tensor is [micro_batch_size, seq_length]. Ends when no full micro-batch for all data-parallel ranks is left.
+    """
+    step = micro_batch_size * data_parallel_size
+    for start in range(consumed_samples, len(sequences) - step + 1, step):
+        first = start + data_parallel_rank * micro_batch_size
+        samples = [sequences[index] for index in range(first, first + micro_batch_size)]
+        yield {
+            name: torch.stack([sample[name] for sample in samples]).to(device)
+            for name in ("tokens", "labels", "position_ids", "loss_mask")
+        }

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names replaced in other people's modules and classes, all together, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """`owner.name` becomes `value`; `reason` says why, for people and for tools that list what was replaced."""
+
+    owner: Any
+    name: str
+    value: Any
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}: {self.reason}"
+
+
+class Replaced:
+    """Replacements in force. Also a context manager that undoes them."""
+
+    def __init__(self, replacements: Iterable[Replacement]) -> None:
+        """Apply in order. When one of them fails, those applied are undone and the error is re-raised."""
+        self.replacements: tuple[Replacement, ...] = tuple(replacements)
+        self._previous: list[tuple[Any, str, Any]] = []
+        try:
+            for replacement in self.replacements:
+                owner, name = replacement.owner, replacement.name
+                # vars(), not getattr(): an inherited name must be deleted again, and a staticmethod must stay one.
+                previous = vars(owner).get(name, _ABSENT)
+                setattr(owner, name, replacement.value)
+                self._previous.append((owner, name, previous))
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Put every name back, last first. A second call does nothing."""
+        while self._previous:
+            owner, name, previous = self._previous.pop()
+            if previous is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, previous)
+
+    def __enter__(self) -> Replaced:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.undo()

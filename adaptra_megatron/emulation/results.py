@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training leaves behind on one rank, to the bit, and the comparison of two of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class ResultsDifferError(AssertionError):
+    """Two results are not bitwise equal, or cannot be compared; the message names the first difference."""
+
+
+@dataclass
+class TrainingResult:
+    """One rank's part of a training.
+
+    Losses are exact: float32 sums in float64. Lists are empty on ranks that do not compute losses (all but the last
+    stage), which the grad norm and the tensors are not.
+    """
+
+    micro_batch_losses: list[list[float]] = field(default_factory=list)
+    """Per iteration, per micro-batch of this data-parallel rank, in micro-batch order: mean loss of its tokens."""
+    losses: list[float] = field(default_factory=list)
+    """Per iteration: mean loss over the global batch."""
+    grad_norms: list[float] = field(default_factory=list)
+    iteration_seconds: list[float] = field(default_factory=list)
+    evaluation_losses: list[float] = field(default_factory=list)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Final parameters by `<chunk>.<name>`."""
+    optimizer_state: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Final main parameters and moments by `<optimizer>.<group>.<parameter>.<what>`, this rank's shard of them."""
+    links_struck: dict[str, int] = field(default_factory=dict)
+    """Messages that each emulated slow link delayed, by `<source stage>><target stage>`."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that must be equal between two trainings with the same numbers. Times are not among them."""
+        micro_batches = [torch.tensor(losses, dtype=torch.float64) for losses in self.micro_batch_losses]
+        return {
+            **{f"micro-batch losses of iteration {number}": losses for number, losses in enumerate(micro_batches)},
+            "losses": torch.tensor(self.losses, dtype=torch.float64),
+            "grad norms": torch.tensor(self.grad_norms, dtype=torch.float64),
+            "evaluation losses": torch.tensor(self.evaluation_losses, dtype=torch.float64),
+            **{f"parameter {name}": tensor for name, tensor in self.parameters.items()},
+            **{f"optimizer state {name}": tensor for name, tensor in self.optimizer_state.items()},
+        }
+
+
+def differences(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> list[str]:
+    """What is not bitwise equal (NaN equals the same NaN, 0.0 differs from -0.0), one line each; empty when all is.
+
+    Raises:
+        ResultsDifferError: there is nothing to compare: an empty result proves nothing.
+    """
+    if not any(tensor.numel() for tensor in expected.values()):
+        raise ResultsDifferError("the expected result is empty: there is nothing to compare with")
+    found = [f"{name} is missing" for name in expected if name not in actual]
+    found += [f"{name} is not expected" for name in actual if name not in expected]
+    for name, left in expected.items():
+        right = actual.get(name)
+        if right is None:
+            continue
+        if left.shape != right.shape or left.dtype != right.dtype:
+            found.append(f"{name} is {right.dtype} {tuple(right.shape)}, expected {left.dtype} {tuple(left.shape)}")
+            continue
+        unequal = (_bytes(left) != _bytes(right)).any(dim=-1)
+        if unequal.any():
+            distance = (left.double() - right.double()).abs().max().item()
+            found.append(f"{name}: {int(unequal.sum())} of {left.numel()} elements differ, by {distance:.3e} at most")
+    return found
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[elements, bytes per element], uint8."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).reshape(flat.numel(), flat.element_size())
+
+
+def model_tensors(model: list[Any]) -> dict[str, torch.Tensor]:
+    """Copies of all parameters of model chunks wrapped by DistributedDataParallel."""
+    return {
+        f"{chunk_index}.{name}": parameter.detach().clone()
+        for chunk_index, chunk in enumerate(model)
+        for name, parameter in chunk.module.named_parameters()
+    }
+
+
+def optimizer_tensors(optimizer: Any) -> dict[str, torch.Tensor]:
+    """Copies of the main parameters and of all per-parameter state of a Megatron optimizer of any kind."""
+    found: dict[str, torch.Tensor] = {}
+    for index, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        for group_index, group in enumerate(part.optimizer.param_groups):
+            for parameter_index, parameter in enumerate(group["params"]):
+                prefix = f"{index}.{group_index}.{parameter_index}"
+                found[f"{prefix}.main"] = parameter.detach().clone()
+                for name, value in part.optimizer.state[parameter].items():
+                    if isinstance(value, torch.Tensor):
+                        found[f"{prefix}.{name}"] = value.detach().clone()
+    return found
+
+
+def save_result(result: TrainingResult, directory: str | Path, *, rank: int, world_size: int) -> Path:
+    """Write `rank<N>.pt` into `directory`, for `compare_directories`."""
+    path = Path(directory) / f"rank{rank}.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"world_size": world_size, "tensors": result.tensors(), "times": result.iteration_seconds}, path)
+    return path
+
+
+def compare_directories(expected: str | Path, actual: str | Path) -> int:
+    """Compare the dumps of two runs bitwise, rank by rank. Returns the number of elements that were compared.
+
+    Raises:
+        ResultsDifferError: dumps are missing or empty, or something differs: the first difference is named.
+    """
+    left_dumps, right_dumps = _load_dumps(Path(expected)), _load_dumps(Path(actual))
+    if len(left_dumps) != len(right_dumps):
+        raise ResultsDifferError(f"{expected} holds {len(left_dumps)} ranks, {actual} holds {len(right_dumps)}")
+    elements = 0
+    for rank, (left, right) in enumerate(zip(left_dumps, right_dumps, strict=True)):
+        found = differences(left, right)
+        if found:
+            raise ResultsDifferError(f"rank {rank}: {found[0]} ({len(found)} differences in all)")
+        elements += sum(tensor.numel() for tensor in left.values())
+    return elements
+
+
+def _load_dumps(directory: Path) -> list[dict[str, torch.Tensor]]:
+    paths = sorted(directory.glob("rank*.pt"))
+    if not paths:
+        raise ResultsDifferError(f"{directory} holds no dumps: the run that should have written them did not")
+    dumps = {path.stem: torch.load(path, weights_only=True) for path in paths}
+    world_size = next(iter(dumps.values()))["world_size"]
+    missing = [f"rank{rank}.pt" for rank in range(world_size) if f"rank{rank}" not in dumps]
+    if missing or len(dumps) != world_size:
+        raise ResultsDifferError(f"{directory} holds {len(dumps)} dumps of {world_size} ranks; missing: {missing}")
+    return [dumps[f"rank{rank}"]["tensors"] for rank in range(world_size)]
