@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a schedule can run: complete, ordered, within the cap, free of deadlock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NoReturn
+
+from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule
+from adaptra_megatron.schedule.deadlock import check_progress
+from adaptra_megatron.schedule.errors import ScheduleError
+
+__all__ = ["ScheduleError", "check_schedule"]
+
+_INPUT_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_ROUNDING = 1e-9
+"""Fractions of an activation add up with rounding errors; less than this over the cap is none."""
+
+
+def check_schedule(
+    schedule: Schedule,
+    *,
+    max_in_flight: Sequence[float | None] | None = None,
+    released_at_backward_input: float = 0.0,
+) -> None:
+    """Return if the schedule can run; else raise ScheduleError for the first thing wrong.
+
+    Checked in this order: every stage runs each of its forwards and backwards exactly once, in the right order and,
+    per chunk, by ascending micro-batch (which is what keeps gradient sums bitwise equal to stock's); no stage holds
+    more than `max_in_flight[stage]` activations (None: no cap), where a forward takes 1, an input gradient gives
+    `released_at_backward_input` back and the weight gradient the rest; and the stages' orders do not wait on each
+    other for ever. Linear in the number of actions.
+    """
+    for name in ("stages", "chunks", "micro_batches"):
+        if getattr(schedule, name) < 1:
+            raise ScheduleError(f"{name} of the schedule must be at least 1, got {getattr(schedule, name)}")
+    if len(schedule.orders) != schedule.stages:
+        raise ScheduleError(
+            f"the schedule has {len(schedule.orders)} orders for {schedule.stages} stages: give each one"
+        )
+    for stage in range(schedule.stages):
+        _StageCheck(schedule, stage).run()
+    if max_in_flight is not None:
+        if len(max_in_flight) != schedule.stages:
+            raise ScheduleError(f"max_in_flight has {len(max_in_flight)} entries for {schedule.stages} stages")
+        for stage, cap in enumerate(max_in_flight):
+            if cap is not None:
+                _check_cap(schedule, stage, cap, released_at_backward_input)
+    check_progress(schedule)
+
+
+class _StageCheck:
+    """Walks one stage's order. Per chunk only counts are kept, because each kind must come in ascending order."""
+
+    def __init__(self, schedule: Schedule, stage: int) -> None:
+        self.schedule = schedule
+        self.stage = stage
+        self.order = schedule.orders[stage]
+        self.forwards = [0] * schedule.chunks
+        self.backwards = [0] * schedule.chunks
+        self.weights_due: list[deque[int]] = [deque() for _ in range(schedule.chunks)]
+
+    def run(self) -> None:
+        stage, chunks, micro_batches = self.stage, self.schedule.chunks, self.schedule.micro_batches
+        for position, action in enumerate(self.order):
+            owner, kind, chunk, micro_batch = action
+            if owner != stage:
+                self._fail(position, action, f"does not belong in stage {stage}'s order: move it to stage {owner}'s")
+            if not 0 <= chunk < chunks:
+                self._fail(position, action, f"names chunk {chunk}, known are 0..{chunks - 1}")
+            if not 0 <= micro_batch < micro_batches:
+                self._fail(position, action, f"names micro-batch {micro_batch}, known are 0..{micro_batches - 1}")
+            if kind is Kind.FORWARD:
+                if micro_batch != self.forwards[chunk]:
+                    self._fail_sequence(position, action, self.forwards[chunk])
+                self.forwards[chunk] += 1
+            elif kind is Kind.BACKWARD_WEIGHT:
+                due = self.weights_due[chunk]
+                if not due or due[0] != micro_batch:
+                    self._fail_weight(position, action)
+                due.popleft()
+            else:
+                if micro_batch != self.backwards[chunk]:
+                    self._fail_sequence(position, action, self.backwards[chunk])
+                if micro_batch >= self.forwards[chunk]:
+                    self._fail_before(position, action, action._replace(kind=Kind.FORWARD))
+                self.backwards[chunk] += 1
+                if kind is Kind.BACKWARD_INPUT:
+                    self.weights_due[chunk].append(micro_batch)
+        self._check_complete()
+
+    def _check_complete(self) -> None:
+        for chunk in range(self.schedule.chunks):
+            for kind, done in ((Kind.FORWARD, self.forwards[chunk]), (Kind.BACKWARD, self.backwards[chunk])):
+                if done < self.schedule.micro_batches:
+                    self._fail_missing(Action(self.stage, kind, chunk, done))
+            if self.weights_due[chunk]:
+                missing = Action(self.stage, Kind.BACKWARD_WEIGHT, chunk, self.weights_due[chunk][0])
+                self._raise(
+                    missing,
+                    f"{missing} is missing: its input gradient (I) runs, so add its weight gradient (W), or replace "
+                    "the I with a whole backward (B)",
+                )
+
+    def _fail_sequence(self, position: int, action: Action, expected: int) -> NoReturn:
+        """`action` is not the micro-batch due next in its chunk."""
+        if action.micro_batch < expected:
+            self._fail_doubled(position, action)
+        kinds = (Kind.FORWARD,) if action.kind is Kind.FORWARD else _INPUT_GRADIENTS
+        self._fail_ascending(position, action, kinds, expected)
+
+    def _fail_weight(self, position: int, action: Action) -> NoReturn:
+        """`action` is not the weight gradient due next in its chunk."""
+        before = self._first(self.order[:position], _INPUT_GRADIENTS, action)
+        if before is None:
+            self._fail_before(position, action, action._replace(kind=Kind.BACKWARD_INPUT))
+        if before.kind is Kind.BACKWARD:
+            self._fail(
+                position,
+                action,
+                "has no input gradient (I) of its own: its micro-batch runs as a whole backward (B), which computes "
+                "the weight gradient too; remove the W, or replace the B with an I",
+            )
+        if self._first(self.order[:position], (Kind.BACKWARD_WEIGHT,), action) is not None:
+            self._fail_doubled(position, action)
+        self._fail_ascending(position, action, (Kind.BACKWARD_WEIGHT,), self.weights_due[action.chunk][0])
+
+    def _fail_before(self, position: int, action: Action, needed: Action) -> NoReturn:
+        """`needed`, an action of this stage, has not run before `action`."""
+        kinds = (Kind.FORWARD,) if needed.kind is Kind.FORWARD else _INPUT_GRADIENTS
+        later = self._first(self.order[position:], kinds, needed)
+        if later is None:
+            self._fail_missing(needed)
+        self._fail(position, action, f"comes before {later}, which it needs: move it behind")
+
+    def _fail_ascending(self, position: int, action: Action, kinds: tuple[Kind, ...], expected: int) -> NoReturn:
+        """Micro-batch `expected` was due, in one of `kinds`, where `action` stands."""
+        due = action._replace(micro_batch=expected)
+        later = self._first(self.order[position:], kinds, due)
+        if later is None:
+            self._fail_missing(due)
+        self._fail(
+            position,
+            action,
+            f"comes before {later}: each kind of action of a chunk must run in ascending micro-batch order, or "
+            "gradient sums would differ from stock's; swap the two",
+        )
+
+    def _fail_doubled(self, position: int, action: Action) -> NoReturn:
+        self._fail(position, action, "runs a second time: remove one of the two")
+
+    def _fail_missing(self, action: Action) -> NoReturn:
+        self._raise(action, f"{action} is missing: every micro-batch needs it in every chunk; add it")
+
+    def _fail(self, position: int, action: Action, what: str) -> NoReturn:
+        self._raise(action, f"{action}, at position {position} of stage {self.stage}'s order, {what}")
+
+    def _raise(self, action: Action, message: str) -> NoReturn:
+        raise ScheduleError(message, stage=self.stage, action=action)
+
+    @staticmethod
+    def _first(order: Order, kinds: tuple[Kind, ...], like: Action) -> Action | None:
+        """The first action of `order` of one of `kinds` on the chunk and micro-batch of `like`."""
+        for action in order:
+            if action.kind in kinds and action.chunk == like.chunk and action.micro_batch == like.micro_batch:
+                return action
+        return None
+
+
+def _check_cap(schedule: Schedule, stage: int, cap: float, released_at_backward_input: float) -> None:
+    forwards = backward_inputs = ended = 0
+    for position, action in enumerate(schedule.orders[stage]):
+        kind = action.kind
+        if kind is Kind.FORWARD:
+            forwards += 1
+            held = forwards - ended - released_at_backward_input * backward_inputs
+            if held > cap + _ROUNDING:
+                raise ScheduleError(
+                    f"{action}, at position {position} of stage {stage}'s order, makes the stage hold {held:g} "
+                    f"activations, its cap is {cap:g}: move a backward or a weight gradient "
+                    "in front of it, or raise the cap",
+                    stage=stage,
+                    action=action,
+                )
+        elif kind is Kind.BACKWARD_INPUT:
+            backward_inputs += 1
+        else:
+            ended += 1
+            if kind is Kind.BACKWARD_WEIGHT:
+                backward_inputs -= 1

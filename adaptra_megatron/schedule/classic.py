@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedules the field knows: GPipe, 1F1B, interleaved 1F1B and the hand-crafted zero-bubble schedules.
+
+The 1F1B and interleaved orders are those of Megatron-core 0.16.1 (`megatron/core/pipeline_parallel/schedules.py`),
+action for action. The orders with split backward are the same ones with each weight gradient put off.
+"""
+
+from __future__ import annotations
+
+from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule
+from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.split import delay_weights
+
+
+def gpipe(stages: int, micro_batches: int, *, chunks: int = 1) -> Schedule:
+    """All forwards, chunk after chunk, then all backwards (GPipe, arXiv 1811.06965).
+
+    Backwards run in ascending micro-batch order, so gradients accumulate in the order of every other schedule here.
+    """
+    _require_counts(stages=stages, micro_batches=micro_batches, chunks=chunks)
+
+    def order(stage: int) -> Order:
+        forwards = (
+            Action(stage, Kind.FORWARD, chunk, micro_batch)
+            for chunk in range(chunks)
+            for micro_batch in range(micro_batches)
+        )
+        backwards = (
+            Action(stage, Kind.BACKWARD, chunk, micro_batch)
+            for chunk in reversed(range(chunks))
+            for micro_batch in range(micro_batches)
+        )
+        return (*forwards, *backwards)
+
+    return _schedule(stages, chunks, micro_batches, [order(stage) for stage in range(stages)])
+
+
+def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
+    """1F1B: what Megatron's `forward_backward_pipelining_without_interleaving` runs.
+
+    Stage `s` runs `min(stages - s - 1, micro_batches)` forwards, then one forward and one backward in turn.
+    """
+    _require_counts(stages=stages, micro_batches=micro_batches)
+    table = [(micro_batch, 0) for micro_batch in range(micro_batches)]
+    orders = [_one_forward_one_backward(stage, table, 1, stages - stage - 1) for stage in range(stages)]
+    return _schedule(stages, 1, micro_batches, orders)
+
+
+def interleaved(stages: int, micro_batches: int, chunks: int, group_size: int | None = None) -> Schedule:
+    """Interleaved 1F1B: what Megatron's `forward_backward_pipelining_with_interleaving` runs.
+
+    `group_size` is Megatron's `microbatch_group_size_per_vp_stage`, the micro-batches a stage runs on one chunk before
+    it turns to the next chunk; None means Megatron's default, the number of stages. Raises ScheduleError for the
+    micro-batch counts and group sizes that Megatron refuses.
+    """
+    table = _interleaved_table(stages, micro_batches, chunks, group_size)
+    group = stages if group_size is None else group_size
+    orders = [
+        _one_forward_one_backward(stage, table, chunks, 2 * (stages - stage - 1) + (chunks - 1) * group)
+        for stage in range(stages)
+    ]
+    return _schedule(stages, chunks, micro_batches, orders)
+
+
+def stock_order(stages: int, micro_batches: int, chunks: int = 1, group_size: int | None = None) -> Schedule:
+    """The order stock Megatron trains with: 1F1B for one chunk per stage, interleaved for more."""
+    if chunks == 1:
+        return one_f_one_b(stages, micro_batches)
+    return interleaved(stages, micro_batches, chunks, group_size)
+
+
+def forward_only(stages: int, micro_batches: int, chunks: int = 1, group_size: int | None = None) -> Schedule:
+    """The order stock Megatron evaluates with: the forwards of `stock_order` and nothing else.
+
+    Raises ScheduleError where Megatron refuses to evaluate, which is where it refuses to train.
+    """
+    if chunks == 1:
+        _require_counts(stages=stages, micro_batches=micro_batches)
+        table = [(micro_batch, 0) for micro_batch in range(micro_batches)]
+    else:
+        table = _interleaved_table(stages, micro_batches, chunks, group_size)
+    orders = [
+        tuple(Action(stage, Kind.FORWARD, chunk, micro_batch) for micro_batch, chunk in table)
+        for stage in range(stages)
+    ]
+    return _schedule(stages, chunks, micro_batches, orders)
+
+
+def zb_h1(stages: int, micro_batches: int) -> Schedule:
+    """ZB-H1 of Zero Bubble Pipeline Parallelism (arXiv 2401.10241, section 2.1).
+
+    1F1B whose weight gradients stage `s` puts off by `s` backwards: every stage holds at most `stages` activations,
+    1F1B's peak, if nothing is released before the weight gradient. With equal times the bubble is a third of 1F1B's.
+    """
+    return delay_weights(one_f_one_b(stages, micro_batches), range(stages))
+
+
+def zb_h2(stages: int, micro_batches: int) -> Schedule:
+    """ZB-H2 of Zero Bubble Pipeline Parallelism (arXiv 2401.10241, section 2.2).
+
+    Twice the warm-up of 1F1B, and stage `s` puts its weight gradients off by `2 s` backwards: every stage holds at
+    most `2 stages - 1` activations. With equal times and enough micro-batches no stage idles between its first and its
+    last action; stage `s` ends `s` forwards later than stage 0, so an optimizer step that synchronises all stages
+    sees the makespan of ZB-H1.
+    """
+    _require_counts(stages=stages, micro_batches=micro_batches)
+    table = [(micro_batch, 0) for micro_batch in range(micro_batches)]
+    orders = [_one_forward_one_backward(stage, table, 1, 2 * (stages - stage - 1)) for stage in range(stages)]
+    return delay_weights(_schedule(stages, 1, micro_batches, orders), range(0, 2 * stages, 2))
+
+
+def interleaved_split(stages: int, micro_batches: int, chunks: int, group_size: int | None = None) -> Schedule:
+    """Interleaved 1F1B with split backward: ZB-H1's idea on Megatron's interleaved order.
+
+    Stage `s` puts its weight gradients off by `2 s` backwards, which fill the bubbles of its cool-down. Every stage
+    then holds as many activations as stage 0 of `interleaved`, and no more. Raises ScheduleError as `interleaved`.
+    """
+    return delay_weights(interleaved(stages, micro_batches, chunks, group_size), range(0, 2 * stages, 2))
+
+
+def _one_forward_one_backward(stage: int, table: list[tuple[int, int]], chunks: int, warm_up: int) -> Order:
+    """Warm-up forwards, then forward and backward in turn, then the backwards left.
+
+    `table` holds `(micro-batch, chunk)` in forward order. Backwards follow the same table with the chunks mirrored
+    (`get_model_chunk_id` in Megatron), because the last chunk's gradient comes first.
+    """
+    forwards = [Action(stage, Kind.FORWARD, chunk, micro_batch) for micro_batch, chunk in table]
+    backwards = [Action(stage, Kind.BACKWARD, chunks - 1 - chunk, micro_batch) for micro_batch, chunk in table]
+    warm_up = min(warm_up, len(table))
+    steady = len(table) - warm_up
+    order = forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards[:steady], strict=True):
+        order += (forward, backward)
+    return (*order, *backwards[steady:])
+
+
+def _interleaved_table(stages: int, micro_batches: int, chunks: int, group_size: int | None) -> list[tuple[int, int]]:
+    """`(micro-batch, chunk)` in forward order: Megatron's `get_schedule_table`, and the rules that guard its use."""
+    _require_counts(stages=stages, micro_batches=micro_batches, chunks=chunks)
+    if stages < 2 or chunks < 2:
+        raise ScheduleError(
+            f"an interleaved schedule needs at least 2 stages and 2 chunks per stage, got {stages} and {chunks}: "
+            "take 1F1B instead"
+        )
+    group = stages if group_size is None else group_size
+    if not stages <= group <= micro_batches:
+        raise ScheduleError(
+            f"Megatron's interleaved schedule needs stages <= group size <= micro-batches, got {stages} stages, group "
+            f"size {group} and {micro_batches} micro-batches: raise the micro-batches to at least {max(stages, group)}"
+            f" or set microbatch_group_size_per_vp_stage between {stages} and the micro-batches"
+        )
+    remainder = micro_batches % group
+    if 0 < remainder < stages:
+        raise ScheduleError(
+            f"Megatron's interleaved schedule needs micro-batches modulo group size to be 0 or at least the number of "
+            f"stages, got {micro_batches} modulo {group} = {remainder} with {stages} stages: take "
+            f"{micro_batches - remainder} or {micro_batches - remainder + stages} micro-batches, or another "
+            "microbatch_group_size_per_vp_stage"
+        )
+    return [
+        (micro_batch, chunk)
+        for first in range(0, micro_batches, group)
+        for chunk in range(chunks)
+        for micro_batch in range(first, min(first + group, micro_batches))
+    ]
+
+
+def _require_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ScheduleError(f"{name} must be a whole number of at least 1, got {count!r}")
+
+
+def _schedule(stages: int, chunks: int, micro_batches: int, orders: list[Order]) -> Schedule:
+    return Schedule(stages=stages, chunks=chunks, micro_batches=micro_batches, orders=tuple(orders))

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the schedule package raises for a schedule that cannot be."""
+
+from __future__ import annotations
+
+from adaptra_megatron.schedule.actions import Action
+
+
+class ScheduleError(ValueError):
+    """A schedule that breaks a rule: the message names the rule, the place, the numbers and the remedy.
+
+    `stage` and `action` say where, for programs; both are None when the schedule as a whole is wrong.
+    """
+
+    def __init__(self, message: str, *, stage: int | None = None, action: Action | None = None) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.action = action
