@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Sequence
+from typing import TypedDict
+
+class Problem:
+    def __init__(
+        self,
+        *,
+        stages: int,
+        chunks: int,
+        micro_batches: int,
+        forward_s: Sequence[float],
+        backward_input_s: Sequence[float],
+        backward_weight_s: Sequence[float],
+        to_next: Sequence[tuple[float, float]],
+        to_previous: Sequence[tuple[float, float]],
+        cap: Sequence[float],
+        released: float,
+    ) -> None: ...
+
+class Replayed(TypedDict):
+    makespan_s: float
+    start_s: list[list[float]]
+    end_s: list[list[float]]
+    position: list[int]
+
+class Dispatched(TypedDict):
+    makespan_s: float
+    start_s: list[list[float]]
+    end_s: list[list[float]]
+    orders: list[list[int]]
+
+class Planned(TypedDict):
+    makespan_s: float
+    orders: list[list[int]]
+    simulated_actions: int
+    bound_s: float
+    bound_kind: str
+    bound_place: int
+
+def replay(problem: Problem, orders: Sequence[Sequence[int]]) -> Replayed: ...
+def dispatch(problem: Problem) -> Dispatched: ...
+def plan(problem: Problem, split: bool, budget: int) -> Planned: ...
+def lower_bound(problem: Problem) -> tuple[float, str, int]: ...
+def least_cap(problem: Problem, group: int) -> int: ...

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a schedule takes: exact, event-driven simulation of fixed orders and of online dispatch.
+
+A stage runs its actions one after another. F of virtual stage v needs the activation from v-1, a backward of v the
+gradient from v+1 (the last virtual stage: its own F), W its own I. The action that makes a message hands it to the
+directed link between the two ranks when it ends. A link carries messages in the order in which they were handed over:
+each starts when the link is free, keeps it busy for `occupancy_s` and arrives `latency_s` after that. With two
+stages and several chunks, one directed link carries activations and gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from adaptra_megatron.schedule import _native
+from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule, placement, virtual_stage
+from adaptra_megatron.schedule.blocking import replay_blocking
+from adaptra_megatron.schedule.costs import CostError, Costs
+from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.native import decode_orders, encode_order, problem_from_costs
+
+Times = tuple[tuple[float, ...], ...]
+
+
+class SimulationError(ScheduleError):
+    """A schedule that cannot be simulated: it does not fit the costs, or its orders wait on each other for ever."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What one iteration does. `start_s[stage][k]` and `end_s[stage][k]` are seconds of `schedule.orders[stage][k]`."""
+
+    schedule: Schedule
+    """The simulated schedule; for online dispatch, the orders that resulted."""
+    makespan_s: float
+    start_s: Times
+    end_s: Times
+    peak_in_flight: tuple[float, ...]
+    """Most activations each stage holds at once."""
+
+    @property
+    def bubble_fraction(self) -> tuple[float, ...]:
+        """Share of the makespan that each stage idles."""
+        return tuple(
+            1.0 - math.fsum(end - start for start, end in zip(starts, ends, strict=True)) / self.makespan_s
+            if self.makespan_s
+            else 0.0
+            for starts, ends in zip(self.start_s, self.end_s, strict=True)
+        )
+
+
+def simulate(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Simulation:
+    """Replay the fixed orders of `schedule`; caps are not enforced.
+
+    With `blocking` the sends and receives are those of stock Megatron-core (see `blocking.replay_blocking`), else
+    sends never block and receives are posted early. Raises SimulationError if the schedule does not fit `costs`, or
+    names the stages and the actions that wait if the orders deadlock.
+    """
+    _check_fits(schedule, costs)
+    if blocking:
+        start_s, end_s = replay_blocking(schedule, costs)
+        makespan_s = max((ends[-1] for ends in end_s if ends), default=0.0)
+        return _simulation(schedule, costs, makespan_s, start_s, end_s)
+    replayed = _native.replay(
+        problem_from_costs(costs), [encode_order(order, costs.chunks) for order in schedule.orders]
+    )
+    if math.isinf(replayed["makespan_s"]):
+        raise SimulationError(_describe_deadlock(schedule, replayed["position"]))
+    return _simulation(schedule, costs, replayed["makespan_s"], replayed["start_s"], replayed["end_s"])
+
+
+def simulate_online(costs: Costs) -> Simulation:
+    """Dispatch online: each stage runs the first of B > F > W that is ready and within its cap, else waits.
+
+    F and B of a chunk run in ascending micro-batch order, W in the order of their I. Among chunks that are ready, the
+    one that comes first in Megatron's interleaved order goes first. Stages that decide at the same instant do so in
+    ascending order. Raises CostError if some stage's cap cannot hold one activation of each of its chunks.
+    """
+    require_room_for_chunks(costs)
+    dispatched = _native.dispatch(problem_from_costs(costs))
+    schedule = decode_orders(dispatched["orders"], costs)
+    return _simulation(schedule, costs, dispatched["makespan_s"], dispatched["start_s"], dispatched["end_s"])
+
+
+def peak_in_flight(schedule: Schedule, released_at_backward_input: float) -> tuple[float, ...]:
+    """Most activations each stage holds at once: a static function of its order.
+
+    F takes 1 at its start, I gives `released_at_backward_input` back at its end and W the rest, B gives all.
+    """
+    return tuple(_peak_of_order(order, released_at_backward_input) for order in schedule.orders)
+
+
+def require_room_for_chunks(costs: Costs) -> None:
+    """Raise CostError unless each cap holds one activation per chunk: micro-batch 0 runs all its F before its first B."""
+    for stage, cap in enumerate(costs.max_in_flight):
+        if cap is not None and cap < costs.chunks:
+            raise CostError(
+                f"max_in_flight of stage {stage} is {cap}, but {costs.chunks} chunks need at least {costs.chunks}: a "
+                "micro-batch runs forward through all chunks of a stage before its first backward there; raise the cap"
+            )
+
+
+def _peak_of_order(order: Order, released: float) -> float:
+    forwards = inputs = weights = 0
+    peak = 0.0
+    for action in order:
+        kind = action.kind
+        if kind is Kind.FORWARD:
+            forwards += 1
+            peak = max(peak, forwards - (released * inputs + (1.0 - released) * weights))
+        else:
+            inputs += kind is not Kind.BACKWARD_WEIGHT
+            weights += kind is not Kind.BACKWARD_INPUT
+    return peak
+
+
+def _simulation(
+    schedule: Schedule,
+    costs: Costs,
+    makespan_s: float,
+    start_s: Sequence[Sequence[float]],
+    end_s: Sequence[Sequence[float]],
+) -> Simulation:
+    return Simulation(
+        schedule=schedule,
+        makespan_s=makespan_s,
+        start_s=tuple(map(tuple, start_s)),
+        end_s=tuple(map(tuple, end_s)),
+        peak_in_flight=peak_in_flight(schedule, costs.released_at_backward_input),
+    )
+
+
+def _check_fits(schedule: Schedule, costs: Costs) -> None:
+    for name in ("stages", "chunks", "micro_batches"):
+        if getattr(schedule, name) != getattr(costs, name):
+            raise SimulationError(
+                f"the schedule has {getattr(schedule, name)} {name}, the costs have {getattr(costs, name)}"
+            )
+    if len(schedule.orders) != schedule.stages:
+        raise SimulationError(f"the schedule has {len(schedule.orders)} orders for {schedule.stages} stages")
+    for stage, order in enumerate(schedule.orders):
+        for action in order:
+            inside = 0 <= action.chunk < schedule.chunks and 0 <= action.micro_batch < schedule.micro_batches
+            if action.stage != stage or not inside:
+                raise SimulationError(
+                    f"{action} in the order of stage {stage} is outside the schedule's {schedule.stages} stages, "
+                    f"{schedule.chunks} chunks, {schedule.micro_batches} micro-batches or belongs to another stage",
+                    stage=stage,
+                    action=action,
+                )
+
+
+def _describe_deadlock(schedule: Schedule, position: Sequence[int]) -> str:
+    waits = []
+    for stage, order in enumerate(schedule.orders):
+        if position[stage] < len(order):
+            action = order[position[stage]]
+            waits.append(f"{action} waits for {_needed_by(action, schedule)}")
+    return "the orders wait on each other for ever: " + "; ".join(waits)
+
+
+def _needed_by(action: Action, schedule: Schedule) -> Action:
+    """The action whose result `action` waits for."""
+    position = virtual_stage(action.stage, action.chunk, schedule.stages)
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return action._replace(kind=Kind.BACKWARD_INPUT)
+    if action.kind is Kind.FORWARD:
+        stage, chunk = placement(position - 1, schedule.stages)
+        return Action(stage, Kind.FORWARD, chunk, action.micro_batch)
+    if position + 1 == schedule.virtual_stages:
+        return action._replace(kind=Kind.FORWARD)
+    stage, chunk = placement(position + 1, schedule.stages)
+    return Action(stage, action.kind, chunk, action.micro_batch)

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "pipeline.hpp"
+
+namespace adaptra {
+
+// How a dispatcher decides. The default is what the executor does online: B > F > W, never idle by choice.
+struct Policy {
+    bool split = true;
+    // Idle for a message that arrives before the action at hand would be `patience` of the way through.
+    double forward_patience = 0.0;  // F waits for B
+    double weight_patience = 0.0;   // W waits for B or F
+    std::vector<double> cap;        // per stage, never above the problem's
+    int group = 1;                  // micro-batches per chunk in the reference order of interleaved schedules
+};
+
+// Runs, at each step, the first action that is ready and within the cap, stage by stage in order of time.
+//
+// Why a cap cannot deadlock it. All stages share one reference order of forwards, F_0 F_1 ..., Megatron's
+// interleaved one with `group` micro-batches, and F_k may start only if a stage that held all of F_0..F_max(k, k')
+// (k' the highest started so far), less what its backwards gave back, would keep the cap. So forwards that were
+// skipped always keep their room, and F_k starts only within it. Let B_j be the first backward in the reference
+// order that never runs. Each forward it depends on has an index <= D(j), the index of its own micro-batch in the
+// last chunk; the j backwards before it ran everywhere, and their weight gradients, which wait for nobody, run when
+// the cap blocks. A stage thus needs room for D(j) + 1 - j activations at most: with that much (`least_cap`), every
+// one of these forwards can start, by induction over index and virtual stage, and so can B_j.
+class Dispatcher {
+public:
+    explicit Dispatcher(const Problem& problem) : problem_(problem) {}
+
+    // Returns the makespan, or kNever if some stage's cap is below `least_cap(group)`.
+    double run(const Policy& policy);
+
+    const Orders& orders() const { return orders_; }
+    const std::vector<std::vector<double>>& start() const { return start_; }
+    const std::vector<std::vector<double>>& end() const { return end_; }
+
+private:
+    struct Stage {
+        double free = 0.0;
+        int forwards = 0;
+        int inputs = 0;
+        int weights = 0;
+        int highest = -1;  // highest index in the reference order of a forward started here
+    };
+    struct Choice {
+        double time = kNever;
+        Code code = 0;
+    };
+
+    void reset();
+    Choice choose(int stage) const;
+    bool within_cap(const Stage& state, int stage, int index) const;
+    void start_action(int stage, const Choice& choice);
+    void update(int stage);
+
+    const Problem& problem_;
+    Policy policy_;
+    Messages messages_;
+    std::vector<Stage> state_;
+    std::vector<int> next_forward_;   // [virtual stage]
+    std::vector<int> next_backward_;  // [virtual stage]
+    std::vector<Choice> choice_;
+    std::vector<int> winner_;  // tournament over stages by (time, stage); leaves start at `leaves_`
+    int leaves_ = 1;
+    Orders orders_;
+    std::vector<std::vector<double>> start_;
+    std::vector<std::vector<double>> end_;
+    std::vector<Order> weight_queue_;  // [stage]: in the order in which the input gradients ran
+};
+
+// Index of the forward of (chunk, micro-batch) in Megatron's interleaved order with groups of `group`.
+int reference_index(const Problem& problem, int group, int chunk, int micro_batch);
+
+// Activations that every stage must be able to hold so that groups of `group` cannot deadlock.
+int least_cap(const Problem& problem, int group);
+
+// The largest group, up to one per stage, that the smallest cap has room for; 0 if not even 1 fits.
+int largest_group(const Problem& problem);
+
+}  // namespace adaptra

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "replay.hpp"
+
+namespace adaptra {
+
+// No event queue is needed: the only shared resource is a directed link, one rank alone sends on it, in the order
+// of its actions. So every time follows from the orders, whichever stage is advanced first.
+double Replay::run(const Orders& orders) {
+    const int stages = problem_.stages;
+    messages_.reset(problem_);
+    position_.assign(stages, 0);
+    free_.assign(stages, 0.0);
+    start_.resize(stages);
+    end_.resize(stages);
+    pending_.clear();
+    is_pending_.assign(stages, 1);
+    for (int stage = stages - 1; stage >= 0; --stage) {
+        start_[stage].assign(orders[stage].size(), kNever);
+        end_[stage].assign(orders[stage].size(), kNever);
+        pending_.push_back(stage);
+    }
+    while (!pending_.empty()) {
+        const int stage = pending_.back();
+        pending_.pop_back();
+        is_pending_[stage] = 0;
+        advance(orders[stage], stage);
+    }
+    double makespan = 0.0;
+    for (int stage = 0; stage < stages; ++stage) {
+        if (position_[stage] < static_cast<int>(orders[stage].size())) return kNever;
+        makespan = std::max(makespan, free_[stage]);
+    }
+    return makespan;
+}
+
+void Replay::advance(const Order& order, int stage) {
+    const int length = static_cast<int>(order.size());
+    int position = position_[stage];
+    double now = free_[stage];
+    while (position < length) {
+        const Code code = order[position];
+        const Kind kind = kind_of(code);
+        const int chunk = problem_.chunk_in(code);
+        const int virtual_stage = chunk * problem_.stages + stage;
+        const int micro_batch = problem_.micro_batch_in(code);
+        const double ready_at = ready(kind, virtual_stage, micro_batch);
+        if (ready_at == kNever) break;
+        const double begin = std::max(now, ready_at);
+        now = begin + problem_.seconds(kind, stage * problem_.chunks + chunk);
+        start_[stage][position] = begin;
+        end_[stage][position] = now;
+        ++position;
+        const int target = messages_.deliver(problem_, kind, virtual_stage, micro_batch, now);
+        if (target >= 0 && target != stage && !is_pending_[target]) {
+            is_pending_[target] = 1;
+            pending_.push_back(target);
+        }
+    }
+    position_[stage] = position;
+    free_[stage] = now;
+}
+
+double Replay::ready(Kind kind, int virtual_stage, int micro_batch) const {
+    const int slot = virtual_stage * problem_.micro_batches + micro_batch;
+    switch (kind) {
+        case kForward: return messages_.activation[slot];
+        case kBackwardWeight: return messages_.input_end[slot];
+        default: return messages_.gradient[slot];
+    }
+}
+
+}  // namespace adaptra

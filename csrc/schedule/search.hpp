@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "pipeline.hpp"
+
+namespace adaptra {
+
+struct SearchResult {
+    double makespan = kNever;  // kNever: no schedule fits the caps
+    Orders orders;
+    std::int64_t simulated_actions = 0;
+};
+
+// Looks for the orders of least makespan within the caps, among equals those of least memory. Stops when `budget`
+// actions have been simulated or `bound` is reached; the same problem and budget always give the same orders.
+SearchResult search(const Problem& problem, bool split, double bound, std::int64_t budget);
+
+}  // namespace adaptra
