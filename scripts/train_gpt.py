@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 
 from adaptra_megatron.emulation.arguments import parse_arguments
 
@@ -21,6 +22,8 @@ def main() -> None:
     if args.emulate_cpu:
         from adaptra_megatron.emulation.megatron_on_cpu import install
 
+        # Of apex and Transformer Engine, which there are not for CPUs.
+        warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         args.distributed_backend = "gloo"
         install()
     from adaptra_megatron.emulation.process_groups import leave_job
