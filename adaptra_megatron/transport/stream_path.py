@@ -14,8 +14,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .messages import MessageKey, MessageTimes, TensorSpecification, TransportError
-from .shapes import HEADER_NUMBERS, decode_shape, encode_shape
+from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
+from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
 
 Link = tuple[int, int]
 

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Relates the monotonic clocks of the hosts of one pipeline, so that one-way times make sense."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROUNDS = 8
+
+
+def boot_identity() -> str:
+    """Same on two ranks exactly if they share one monotonic clock (Linux: one boot of one kernel)."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def serve_clock(group: dist.ProcessGroup, peer: int) -> None:
+    """Answer `offset_to` of `peer` (global rank). Raises RuntimeError when the group's timeout expires."""
+    for _ in range(ROUNDS):
+        dist.recv(torch.zeros(1, dtype=torch.float64), src=peer, group=group)
+        dist.send(torch.tensor([time.monotonic()], dtype=torch.float64), dst=peer, group=group)
+
+
+def offset_to(group: dist.ProcessGroup, peer: int) -> float:
+    """Seconds to add to this rank's monotonic clock to get `peer`'s; the error is below half the best round trip.
+
+    `peer` (global rank) must run `serve_clock` at the same time. Raises RuntimeError when the group's timeout expires.
+    """
+    best_round_trip, best_offset = float("inf"), 0.0
+    answer = torch.zeros(1, dtype=torch.float64)
+    for _ in range(ROUNDS):
+        start = time.monotonic()
+        dist.send(torch.zeros(1, dtype=torch.float64), dst=peer, group=group)
+        dist.recv(answer, src=peer, group=group)
+        end = time.monotonic()
+        if end - start < best_round_trip:
+            best_round_trip, best_offset = end - start, answer.item() - (start + end) / 2
+    return best_offset

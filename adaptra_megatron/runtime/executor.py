@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one iteration of a pipeline in any valid order of forwards, input gradients and weight gradients.
+
+Numbers are stock's: the same functions compute, F, B and W of a chunk each run in micro-batch order, and gradients
+are accumulated in that order. Only the interleaving of the three, and the waiting, differ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
+
+from adaptra_megatron.runtime.activations import ActivationAccount
+from adaptra_megatron.runtime.computation import StageComputation
+from adaptra_megatron.runtime.device import current_device
+from adaptra_megatron.runtime.gradient_sync import GradientSync, ParameterSync
+from adaptra_megatron.runtime.megatron_call import PipelineCall
+from adaptra_megatron.runtime.program import Program, ReceiveWindow, Step, message_key
+from adaptra_megatron.runtime.timers import ActionTimer
+from adaptra_megatron.schedule.actions import Kind
+from adaptra_megatron.telemetry.records import ActionRecord
+from adaptra_megatron.transport.messages import TensorSpecification, Transport
+
+
+@dataclass(frozen=True)
+class IterationReport:
+    """What one rank did in one iteration."""
+
+    records: list[ActionRecord]
+    peak_in_flight: float
+
+
+@dataclass
+class _Run:
+    """State of one iteration."""
+
+    call: PipelineCall
+    program: Program
+    computation: StageComputation
+    gradients: GradientSync | None
+    """None in evaluation."""
+    parameters: ParameterSync | None
+    account: ActivationAccount
+    iteration: int
+    windows: dict[int, ReceiveWindow]
+    inputs: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+
+class PipelineExecutor:
+    """Executes programs on one stage, with one transport and one timer for the life of the job."""
+
+    def __init__(self, transport: Transport, timer: ActionTimer, *, lookahead: int, timeout_s: float) -> None:
+        """`lookahead`: receives posted ahead per neighbour. `timeout_s`: longest wait for one message."""
+        self._transport = transport
+        self._timer = timer
+        self._lookahead = lookahead
+        self._timeout_s = timeout_s
+        self._run_action: dict[Kind, Callable[[_Run, Step, torch.Tensor | None], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward,
+            Kind.BACKWARD_WEIGHT: self._weight_gradient,
+        }
+
+    def run(
+        self,
+        call: PipelineCall,
+        program: Program,
+        computation: StageComputation,
+        *,
+        iteration: int,
+        account: ActivationAccount,
+    ) -> IterationReport:
+        """Run every step of `program`; gradients are complete (not yet finalized) when this returns.
+
+        Raises TransportError when a peer fails or stays silent for longer than the timeout.
+        """
+        self._transport.describe(TensorSpecification(call.message_shape, call.config.pipeline_dtype, current_device()))
+        training = not call.forward_only
+        run = _Run(
+            call=call,
+            program=program,
+            computation=computation,
+            gradients=GradientSync(call.config, call.model_chunks) if training else None,
+            parameters=ParameterSync(call.config, call.model_chunks) if training else None,
+            account=account,
+            iteration=iteration,
+            windows={peer: ReceiveWindow(messages, self._lookahead) for peer, messages in program.expected.items()},
+        )
+        self._timer.begin()
+        for peer in run.windows:
+            self._post_receives(run, peer)
+        marks: list[Any] = []
+        for step in program.steps:
+            marks.append(self._timer.mark())
+            received = self._receive(run, step)
+            marks.append(self._timer.mark())
+            self._perform(run, step, received)
+            marks.append(self._timer.mark())
+        self._transport.flush(self._deadline())
+        if run.gradients is not None:
+            run.gradients.finish()
+        return IterationReport(self._records(run, marks), account.peak)
+
+    def _perform(self, run: _Run, step: Step, received: torch.Tensor | None) -> None:
+        action = step.action
+        run.account.before(action.kind, action.micro_batch, action.chunk)
+        if run.gradients is not None and step.completes_chunk and action.kind is Kind.BACKWARD:
+            run.gradients.before_last_backward(action.chunk)
+        self._run_action[action.kind](run, step, received)
+        if run.gradients is not None and step.completes_chunk:
+            run.gradients.after_last_gradient(action.chunk)
+        run.account.after(action.kind)
+
+    def _forward(self, run: _Run, step: Step, received: torch.Tensor | None) -> None:
+        action, call = step.action, run.call
+        if run.parameters is not None:
+            run.parameters.before_forward(action.chunk)
+        if received is not None:
+            received.requires_grad_()
+        output = run.computation.forward(action.chunk, action.micro_batch, received)
+        if step.send is not None:
+            self._transport.post_send(message_key(step.send, run.iteration), step.send.target, output)
+        if call.forward_only:
+            return
+        # Sent tensors are held by the transport; autograd needs the graph of this one, not its bytes.
+        if step.send is not None or not call.interleaved:
+            deallocate_output_tensor(output, call.config.deallocate_pipeline_outputs)
+        run.inputs[action.chunk, action.micro_batch] = received
+        run.outputs[action.chunk, action.micro_batch] = output
+
+    def _backward(self, run: _Run, step: Step, received: torch.Tensor | None) -> None:
+        action = step.action
+        position = (action.chunk, action.micro_batch)
+        input_gradient = run.computation.backward(
+            action.chunk,
+            action.micro_batch,
+            run.inputs.pop(position),
+            run.outputs.pop(position),
+            received,
+            split=action.kind is Kind.BACKWARD_INPUT,
+        )
+        if step.send is not None:
+            assert input_gradient is not None, f"{action} has no input gradient to send"
+            self._transport.post_send(message_key(step.send, run.iteration), step.send.target, input_gradient)
+
+    def _weight_gradient(self, run: _Run, step: Step, received: torch.Tensor | None) -> None:
+        assert received is None
+        run.computation.weight_gradient(step.action.chunk, step.action.micro_batch)
+
+    def _receive(self, run: _Run, step: Step) -> torch.Tensor | None:
+        message = step.receive
+        if message is None:
+            return None
+        self._post_receives(run, message.source, step)
+        tensor = self._transport.wait(message_key(message, run.iteration), self._deadline())
+        run.windows[message.source].consume()
+        self._post_receives(run, message.source)
+        return tensor
+
+    def _post_receives(self, run: _Run, peer: int, step: Step | None = None) -> None:
+        for message in run.windows[peer].open_until(step.receive if step is not None else None):
+            self._transport.post_receive(message_key(message, run.iteration), peer)
+
+    def _records(self, run: _Run, marks: list[Any]) -> list[ActionRecord]:
+        times = self._timer.resolve(marks)
+        return [
+            ActionRecord(
+                run.iteration,
+                step.action.stage,
+                step.action.kind.value,
+                step.action.chunk,
+                step.action.micro_batch,
+                *times[3 * index : 3 * index + 3],
+            )
+            for index, step in enumerate(run.program.steps)
+        ]
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_s

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which schedule an iteration runs, and when a new one is worth a switch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.schedule.checks import check_schedule
+from adaptra_megatron.schedule.classic import forward_only, stock_order
+from adaptra_megatron.schedule.costs import Costs, costs_from_json, uniform_costs
+from adaptra_megatron.schedule.csv_format import schedule_from_csv
+from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.planner import plan
+from adaptra_megatron.schedule.simulator import peak_in_flight, simulate
+from adaptra_megatron.schedule.split import split_backward
+
+logger = logging.getLogger("adaptra_megatron.runtime")
+
+RELEASED_AT_BACKWARD_INPUT = 0.0
+"""Megatron's native layers keep inputs and output gradients of their linears until W: about the whole activation."""
+WORTH_A_SWITCH = 0.02
+"""Predicted gain below which a running plan is kept."""
+MATERIAL_CHANGE = 0.1
+"""Change of a cost, relative to the mean action, that makes planning anew worth the effort."""
+
+
+class PlanMismatchError(ValueError):
+    """A given plan or given costs are for another pipeline than the one that runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The pipeline a plan is for."""
+
+    stages: int
+    chunks: int
+    group_size: int | None
+    can_split: bool
+    """False: weight gradients stay in the backward (full recompute would hold whole layers for each pending W)."""
+
+
+class PlanBook:
+    """The schedule to run, from a file, from costs, or stock's until there is something better.
+
+    Every rank has one. Plans from a file or from given costs are computed by every rank alike; measured ones are
+    computed by one rank and installed by all.
+    """
+
+    def __init__(self, config: AdaptraConfig, layout: Layout) -> None:
+        self.layout = layout
+        self.number = 0
+        """Counts installed plans; 0 while none is."""
+        self._config = config
+        self._schedules: dict[int, Schedule] = {}
+        self._stock: dict[int, Schedule] = {}
+        self._evaluation: dict[int, Schedule] = {}
+        self._given_costs = _read_costs(config.costs_json, layout) if config.costs_json is not None else None
+        if config.plan_csv is not None:
+            self._install_file(config.plan_csv)
+
+    @property
+    def adapts(self) -> bool:
+        """Whether measured costs decide."""
+        return self._config.policy == "adapt" and self._config.plan_csv is None and self._given_costs is None
+
+    def caps(self, micro_batches: int) -> tuple[float | None, ...]:
+        """Activations each stage may hold: the given cap, or what stock's fullest stage holds."""
+        cap = self._config.max_in_flight
+        if cap is None:
+            cap = max(peak_in_flight(self._stock_schedule(micro_batches), RELEASED_AT_BACKWARD_INPUT))
+        return (cap,) * self.layout.stages
+
+    def enforced_cap(self, micro_batches: int, stage: int) -> float | None:
+        """What the executor must not pass; None under policy observe, which runs stock's order whatever it holds."""
+        return None if self._config.policy == "observe" else self.caps(micro_batches)[stage]
+
+    def schedule_for(self, micro_batches: int) -> Schedule:
+        """The schedule for an iteration of `micro_batches`. Raises PlanMismatchError, ScheduleError or PlanError."""
+        installed = self._schedules.get(micro_batches)
+        if installed is not None:
+            return installed
+        if self._config.plan_csv is not None:
+            (planned_for,) = self._schedules
+            raise PlanMismatchError(
+                f"--adaptra-plan-csv {self._config.plan_csv} is a plan for {planned_for} micro-batches, but an "
+                f"iteration has {micro_batches}; write a plan for {micro_batches}, or drop --rampup-batch-size"
+            )
+        if self._config.policy == "observe":
+            return self._stock_schedule(micro_batches)
+        if self._given_costs is not None:
+            self._install_given(self._given_costs, micro_batches)
+        else:
+            self._schedules[micro_batches] = self._calibration_schedule(micro_batches)
+        return self._schedules[micro_batches]
+
+    def evaluation_schedule(self, micro_batches: int) -> Schedule:
+        """Forwards alone, in stock's order."""
+        if micro_batches not in self._evaluation:
+            layout = self.layout
+            self._evaluation[micro_batches] = forward_only(
+                layout.stages, micro_batches, layout.chunks, layout.group_size
+            )
+        return self._evaluation[micro_batches]
+
+    def install(self, schedule: Schedule, number: int) -> None:
+        """Run `schedule` from now on. Raises ScheduleError and changes nothing if it is not valid under the caps."""
+        check_schedule(
+            schedule,
+            max_in_flight=self.caps(schedule.micro_batches),
+            released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
+        )
+        self._schedules[schedule.micro_batches] = schedule
+        self.number = number
+
+    def _stock_schedule(self, micro_batches: int) -> Schedule:
+        if micro_batches not in self._stock:
+            layout = self.layout
+            self._stock[micro_batches] = stock_order(layout.stages, micro_batches, layout.chunks, layout.group_size)
+        return self._stock[micro_batches]
+
+    def _calibration_schedule(self, micro_batches: int) -> Schedule:
+        """What runs while costs are measured: stock's order with W right after I, if that is within the caps."""
+        layout, caps = self.layout, self.caps(micro_batches)
+        stock = self._stock_schedule(micro_batches)
+        peaks = peak_in_flight(stock, RELEASED_AT_BACKWARD_INPUT)
+        if all(cap is None or peak <= cap for peak, cap in zip(peaks, caps, strict=True)):
+            return split_backward(stock, 0) if layout.can_split else stock
+        equal = uniform_costs(
+            layout.stages,
+            micro_batches,
+            chunks=layout.chunks,
+            forward_s=1.0,
+            backward_input_s=1.0,
+            backward_weight_s=1.0,
+            max_in_flight=caps[0],
+            released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
+        )
+        return plan(equal, split=layout.can_split).schedule
+
+    def _install_file(self, path: Path) -> None:
+        layout = self.layout
+        try:
+            schedule = schedule_from_csv(path.read_text(), chunks=layout.chunks)
+            if (schedule.stages, schedule.chunks) != (layout.stages, layout.chunks):
+                raise PlanMismatchError(
+                    f"--adaptra-plan-csv {path} is a plan for {schedule.stages} stages of {schedule.chunks} chunks, "
+                    f"but this pipeline has {layout.stages} stages of {layout.chunks}"
+                )
+            if schedule.splits_backward and not layout.can_split:
+                logger.warning("%s splits backwards under full recompute: each pending W holds whole layers", path)
+            self.install_checked_by_flag(schedule)
+        except ScheduleError as error:
+            raise ScheduleError(
+                f"--adaptra-plan-csv {path}: {error}", stage=error.stage, action=error.action
+            ) from error
+
+    def install_checked_by_flag(self, schedule: Schedule) -> None:
+        """Install a user's own plan: the cap counts only if the user set one."""
+        cap = self._config.max_in_flight
+        check_schedule(
+            schedule,
+            max_in_flight=None if cap is None else (cap,) * self.layout.stages,
+            released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
+        )
+        self._schedules[schedule.micro_batches] = schedule
+        self.number = 1
+
+    def _install_given(self, costs: Costs, micro_batches: int) -> None:
+        caps = costs.max_in_flight
+        if self._config.max_in_flight is not None or all(cap is None for cap in caps):
+            caps = self.caps(micro_batches)
+        costs = dataclasses.replace(
+            costs,
+            micro_batches=micro_batches,
+            max_in_flight=caps,
+            released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
+        )
+        self._schedules[micro_batches] = plan(costs, split=self.layout.can_split).schedule
+        self.number += 1
+
+
+class Replanner:
+    """Decides, on one rank, whether measured costs call for another schedule."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._planned: Costs | None = None
+
+    def decide(self, costs: Costs, current: Schedule) -> Schedule | None:
+        """A schedule to switch to, or None to keep `current`. Logs why."""
+        if self._planned is not None and not changed_materially(self._planned, costs):
+            return None
+        first, self._planned = self._planned is None, costs
+        candidate = plan(costs, split=self._layout.can_split)
+        now_s = simulate(current, costs).makespan_s if current.micro_batches == costs.micro_batches else float("inf")
+        if candidate.makespan_s > (1.0 - WORTH_A_SWITCH) * now_s:
+            logger.info(
+                "adaptra: costs changed, plan kept: %.1f ms, best %.1f ms", now_s * 1e3, candidate.makespan_s * 1e3
+            )
+            return None
+        slow = max(costs.links.items(), key=lambda item: item[1].latency_s, default=None)
+        logger.info(
+            "adaptra: %s plan: %.1f ms instead of %.1f ms, lower bound %.1f ms%s",
+            "first" if first else "new",
+            candidate.makespan_s * 1e3,
+            now_s * 1e3,
+            candidate.lower_bound.seconds * 1e3,
+            "" if slow is None else f"; slowest link {slow[0][0]}->{slow[0][1]} {slow[1].latency_s * 1e3:.1f} ms",
+        )
+        return candidate.schedule
+
+
+def changed_materially(before: Costs, after: Costs) -> bool:
+    """Whether the difference can matter to a plan: a cost moved by a tenth of the mean action."""
+    if before.micro_batches != after.micro_batches:
+        return True
+    names = ("forward_s", "backward_input_s", "backward_weight_s")
+    old_s = [seconds for name in names for row in getattr(before, name) for seconds in row]
+    new_s = [seconds for name in names for row in getattr(after, name) for seconds in row]
+    threshold_s = MATERIAL_CHANGE * sum(new_s) / len(new_s)
+    if any(abs(new - old) > threshold_s for old, new in zip(old_s, new_s, strict=True)):
+        return True
+    links = set(before.links) | set(after.links)
+    return any(abs(after.link(*link).latency_s - before.link(*link).latency_s) > threshold_s for link in links)
+
+
+def _read_costs(path: Path, layout: Layout) -> Costs:
+    try:
+        costs = costs_from_json(json.loads(path.read_text()))
+    except ValueError as error:
+        raise PlanMismatchError(f"--adaptra-costs {path}: {error}") from error
+    if (costs.stages, costs.chunks) != (layout.stages, layout.chunks):
+        raise PlanMismatchError(
+            f"--adaptra-costs {path} is for {costs.stages} stages of {costs.chunks} chunks, "
+            f"but this pipeline has {layout.stages} stages of {layout.chunks}"
+        )
+    return costs

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the executor cannot run, refused before anything of an iteration is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import schedules
+
+
+class UnsupportedFeatureError(RuntimeError):
+    """A Megatron feature that does not go together with --adaptra; says which, why, and what to drop."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One feature: how to see that it is on, and why it cannot be."""
+
+    feature: str
+    is_on: Callable[[Any], bool]
+    reason: str
+
+
+def _setting(name: str) -> Callable[[Any], bool]:
+    return lambda config: bool(getattr(config, name, False))
+
+
+REFUSALS = (
+    Refusal(
+        "CUDA graphs (--cuda-graph-impl)",
+        lambda config: (
+            getattr(config, "cuda_graph_impl", "none") != "none"
+            or bool(getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False))
+        ),
+        "a captured graph fixes the order of actions that is re-planned here",
+    ),
+    Refusal(
+        "combined 1F1B (--overlap-moe-expert-parallel-comm)",
+        _setting("overlap_moe_expert_parallel_comm"),
+        "it fuses a forward and a backward into one action",
+    ),
+    Refusal(
+        "delayed weight gradients (--delay-wgrad-compute)",
+        _setting("delay_wgrad_compute"),
+        "it needs combined 1F1B, and weight gradients are scheduled here already",
+    ),
+    Refusal(
+        "hybrid context parallelism (--hybrid-context-parallel)",
+        _setting("hybrid_context_parallel"),
+        "it runs a schedule of its own",
+    ),
+    Refusal(
+        "fine-grained activation offloading (--fine-grained-activation-offloading)",
+        _setting("fine_grained_activation_offloading"),
+        "it assumes that backwards come in the order of the stock schedule",
+    ),
+    Refusal(
+        "ring exchange (use_ring_exchange_p2p)",
+        _setting("use_ring_exchange_p2p"),
+        "it replaces the same point-to-point communication",
+    ),
+    Refusal(
+        "partial activation checkpointing (--num-microbatches-with-partial-activation-checkpoints)",
+        lambda config: config.num_microbatches_with_partial_activation_checkpoints is not None,
+        "it counts micro-batches in flight by the stock schedule",
+    ),
+    Refusal(
+        "multi-token prediction (--mtp-num-layers)",
+        lambda config: bool(getattr(config, "mtp_num_layers", None)),
+        "its shared output layer has not been compared with stock under re-ordered weight gradients",
+    ),
+)
+
+
+def refuse_unsupported(config: Any, model_chunks: Sequence[torch.nn.Module], arguments: Mapping[str, Any]) -> None:
+    """Raise UnsupportedFeatureError for the first feature found that the executor cannot run."""
+    for refusal in REFUSALS:
+        if refusal.is_on(config):
+            raise UnsupportedFeatureError(
+                f"--adaptra does not run with {refusal.feature}: {refusal.reason}. Drop one of the two"
+            )
+    if arguments.get("adjust_tensor_shapes_fn") is not None:
+        raise UnsupportedFeatureError(
+            "--adaptra does not run with adjust_tensor_shapes_fn (knowledge distillation): messages of several "
+            "tensors per micro-batch are not carried. Drop one of the two"
+        )
+    for model in model_chunks:
+        if schedules.get_model_type(model) == ModelType.encoder_and_decoder:
+            raise UnsupportedFeatureError(
+                "--adaptra does not run encoder-decoder models: it schedules a single chain of stages. Drop --adaptra"
+            )
+        if not _reduces_as_expected(model):
+            raise UnsupportedFeatureError(
+                f"--adaptra does not run models wrapped in {type(model).__name__}: it has to know when gradients are "
+                "reduced. Use Megatron's DistributedDataParallel (drop --use-megatron-fsdp / --use-torch-fsdp2)"
+            )
+
+
+def refuse_single_stage() -> UnsupportedFeatureError:
+    """The error for a pipeline of one stage."""
+    return UnsupportedFeatureError(
+        "--adaptra re-orders the work of pipeline stages, but this pipeline has 1 stage (PP 1): "
+        "use --pipeline-model-parallel-size of at least 2, or drop --adaptra"
+    )
+
+
+def _reduces_as_expected(model: torch.nn.Module) -> bool:
+    name = type(model).__name__.lower()
+    return "fsdp" not in name and "fullysharded" not in name

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in for Megatron's two pipeline schedules: plan lookup, execution, measuring, re-planning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
+
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.runtime.activations import ActivationAccount
+from adaptra_megatron.runtime.computation import MegatronComputation, StageComputation
+from adaptra_megatron.runtime.device import current_device
+from adaptra_megatron.runtime.exchange import PlanExchange
+from adaptra_megatron.runtime.executor import IterationReport, PipelineExecutor
+from adaptra_megatron.runtime.measurements import estimate_costs, stage_measurement
+from adaptra_megatron.runtime.megatron_call import PipelineCall, pipeline_call
+from adaptra_megatron.runtime.plans import RELEASED_AT_BACKWARD_INPUT, Layout, PlanBook, Replanner
+from adaptra_megatron.runtime.program import Program, compile_program
+from adaptra_megatron.runtime.split_backward import WeightGradientQueue
+from adaptra_megatron.runtime.timers import make_timer
+from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
+from adaptra_megatron.telemetry.trace import TraceWriter
+from adaptra_megatron.transport.messages import Transport
+from adaptra_megatron.transport.stream_path import StreamTransport
+from adaptra_megatron.transport.torch_path import WaitingThreadTransport
+
+logger = logging.getLogger("adaptra_megatron.runtime")
+
+Decorate = Callable[[StageComputation, int], StageComputation]
+
+
+@dataclass
+class _Pipeline:
+    """What one rank keeps for one pipeline over the whole job."""
+
+    layout: Layout
+    stage: int
+    transport: Transport
+    executor: PipelineExecutor
+    book: PlanBook
+    exchange: PlanExchange | None
+    """None where nothing is decided from measurements."""
+    replanner: Replanner
+    trace: TraceWriter | None
+    costs: Costs | None = None
+    iteration: int = 0
+    training_iterations: int = 0
+
+
+class AdaptraRuntime:
+    """Runs every forward_backward call of one process. Built by `patches.enable`, closed by undoing the patches."""
+
+    def __init__(self, config: AdaptraConfig, queue: WeightGradientQueue, decorate: Decorate | None = None) -> None:
+        """`decorate(computation, stage)` may wrap what a stage computes (emulation, instrumentation)."""
+        self.last_report: IterationReport | None = None
+        self.last_schedule: Schedule | None = None
+        self._config = config
+        self.weight_gradients = queue
+        self._decorate = decorate
+        self._pipelines: dict[tuple[int, ...], _Pipeline] = {}
+        self._programs: dict[int, Program] = {}
+
+    def forward_backward(self, arguments: Mapping[str, Any], *, interleaved: bool) -> list[Any]:
+        """One call of Megatron's forward_backward function, training or evaluation.
+
+        Returns what stock returns: the loss functions' results in micro-batch order on the last stage, else an empty
+        list. Raises UnsupportedFeatureError or a plan's error before anything is computed, TransportError or
+        ExchangeError when a peer fails.
+        """
+        call = pipeline_call(arguments, interleaved=interleaved)
+        pipeline = self._pipeline(call)
+        schedule = self._schedule(pipeline, call)
+        computation = MegatronComputation(call, self.weight_gradients)
+        decorated = self._decorate(computation, call.stage) if self._decorate is not None else computation
+        embedding = self._start_stock_bookkeeping(call)
+        report = pipeline.executor.run(
+            call,
+            self._program(schedule, call.stage),
+            decorated,
+            iteration=pipeline.iteration,
+            account=self._account(pipeline, call),
+        )
+        if not call.forward_only:
+            self._finalize_gradients(call, computation, embedding)
+            self._after_training_iteration(pipeline, call, schedule, report)
+        else:
+            pipeline.transport.take_times()
+        if call.config.timers is not None:
+            call.config.timers("forward-backward").stop()
+        if pipeline.trace is not None:
+            pipeline.trace.write(pipeline.iteration, report.records)
+        pipeline.iteration += 1
+        self.last_report, self.last_schedule = report, schedule
+        return computation.losses
+
+    def close(self) -> None:
+        """Release transports, groups and trace files."""
+        for pipeline in self._pipelines.values():
+            pipeline.transport.close()
+            if pipeline.exchange is not None:
+                pipeline.exchange.close()
+            if pipeline.trace is not None:
+                pipeline.trace.close()
+        self._pipelines.clear()
+
+    def _pipeline(self, call: PipelineCall) -> _Pipeline:
+        layout = Layout(
+            stages=call.stages,
+            chunks=call.chunks,
+            group_size=call.group_size,
+            can_split=call.config.recompute_granularity != "full",
+        )
+        identity = (*dist.get_process_group_ranks(call.pipeline_group), call.chunks)
+        if identity not in self._pipelines:
+            self._pipelines[identity] = self._make_pipeline(call, layout)
+        return self._pipelines[identity]
+
+    def _make_pipeline(self, call: PipelineCall, layout: Layout) -> _Pipeline:
+        config = self._config
+        book = PlanBook(config, layout)  # first: it refuses an impossible plan before anything is set up
+        device = current_device()
+        transport: Transport
+        if device.type == "cuda":
+            transport = StreamTransport(call.pipeline_group, config.timeout_s)
+        else:
+            transport = WaitingThreadTransport(call.pipeline_group, call.chunks, config.timeout_s)
+        exchange = PlanExchange(call.pipeline_group, config.timeout_s) if book.adapts else None
+        _warn_of_dropout(call)
+        return _Pipeline(
+            layout=layout,
+            stage=call.stage,
+            transport=transport,
+            executor=PipelineExecutor(
+                transport, make_timer(device), lookahead=config.receive_lookahead, timeout_s=config.timeout_s
+            ),
+            book=book,
+            exchange=exchange,
+            replanner=Replanner(layout),
+            trace=None
+            if config.trace_dir is None
+            else TraceWriter(
+                config.trace_dir,
+                dist.get_rank(),
+                call.stage,
+                clock_offset_s=exchange.clock_offset_s if exchange is not None else 0.0,
+            ),
+        )
+
+    def _schedule(self, pipeline: _Pipeline, call: PipelineCall) -> Schedule:
+        if call.forward_only:
+            return pipeline.book.evaluation_schedule(call.micro_batches)
+        return pipeline.book.schedule_for(call.micro_batches)
+
+    def _program(self, schedule: Schedule, stage: int) -> Program:
+        program = self._programs.get(id(schedule))
+        if program is None or program.schedule is not schedule:
+            program = self._programs[id(schedule)] = compile_program(schedule, stage)
+        return program
+
+    def _account(self, pipeline: _Pipeline, call: PipelineCall) -> ActivationAccount:
+        # Evaluation keeps no activations, and Megatron's order for it would pass any cap by count.
+        cap = None if call.forward_only else pipeline.book.enforced_cap(call.micro_batches, call.stage)
+        return ActivationAccount(call.stage, cap, RELEASED_AT_BACKWARD_INPUT)
+
+    def _start_stock_bookkeeping(self, call: PipelineCall) -> Any:
+        """What stock does before its first action; returns the embedding module that finalizing needs."""
+        config, embedding = call.config, None
+        if config.finalize_model_grads_func is not None and not call.forward_only:
+            model = call.model_chunks if call.interleaved else call.model_chunks[0]
+            embedding = schedules.clear_embedding_activation_buffer(config, model, call.holds_last_stage)
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        return embedding
+
+    def _finalize_gradients(self, call: PipelineCall, computation: MegatronComputation, embedding: Any) -> None:
+        config = call.config
+        if config.finalize_model_grads_func is None:
+            return
+        schedules.finish_embedding_wgrad_compute(config, embedding, call.holds_last_stage, call.groups.tp)
+        config.finalize_model_grads_func(
+            call.model_chunks,
+            computation.tokens if config.calculate_per_token_loss else None,
+            pg_collection=call.groups,
+            force_all_reduce=call.force_all_reduce,
+        )
+
+    def _after_training_iteration(
+        self, pipeline: _Pipeline, call: PipelineCall, schedule: Schedule, report: IterationReport
+    ) -> None:
+        times = pipeline.transport.take_times()
+        pipeline.training_iterations += 1
+        # The first iteration pays for allocations and lazy set-up everywhere: it would mislead the planner.
+        if pipeline.exchange is None or pipeline.training_iterations == 1:
+            return
+        exchange, layout, book = pipeline.exchange, pipeline.layout, pipeline.book
+        measurements = exchange.gather(
+            stage_measurement(
+                exchange.pipeline, call.stage, call.chunks, report.records, times, exchange.clock_offset_s
+            )
+        )
+        decision: tuple[int, str | None] = (book.number, None)
+        if exchange.leads:
+            pipeline.costs = estimate_costs(
+                measurements,
+                stages=layout.stages,
+                chunks=layout.chunks,
+                micro_batches=call.micro_batches,
+                can_split=layout.can_split,
+                caps=book.caps(call.micro_batches),
+                released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
+                previous=pipeline.costs,
+            )
+            if pipeline.costs is not None:
+                chosen = pipeline.replanner.decide(pipeline.costs, schedule)
+                if chosen is not None:
+                    decision = (book.number + 1, schedule_to_csv(chosen))
+        number, csv = exchange.announce(decision)
+        if csv is not None:
+            book.install(schedule_from_csv(csv, chunks=layout.chunks), number)
+            self._programs.clear()
+
+
+def _warn_of_dropout(call: PipelineCall) -> None:
+    config = call.config
+    if call.chunks > 1 and (config.hidden_dropout > 0 or config.attention_dropout > 0):
+        logger.warning(
+            "dropout with interleaved chunks: stock draws the masks of all chunks of a rank from one random stream in "
+            "its own order of chunks, so another order draws other masks; losses then equal stock's in distribution, "
+            "not bit for bit"
+        )

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits the backward of Megatron's native linear layers in input gradient (now) and weight gradient (later).
+
+Source: `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron/core/tensor_parallel/layers.py. What is
+split: its weight gradients, fused accumulation included. What stays in the input gradient: embeddings, norms, biases
+and routers, whose gradients autograd accumulates on the way. The arithmetic and its order per parameter are stock's,
+so the accumulated gradients are bitwise the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class LinearWeightGradient:
+    """The weight gradient of one linear layer for one micro-batch, not computed yet."""
+
+    input: torch.Tensor
+    """[sequence (/ tensor-parallel size with sequence parallelism), batch, input features]."""
+    weight: torch.nn.Parameter
+    """[output features, input features]."""
+    grad_output: torch.Tensor
+    """[sequence, batch, output features]."""
+    fused_main_grad: torch.Tensor | None
+    """Where gradient accumulation fusion adds to; None without fusion."""
+    gather_group: dist.ProcessGroup | None
+    """Tensor-parallel group the input is scattered over; None without sequence parallelism."""
+
+    def compute(self, layers: ModuleType) -> None:
+        """Compute and accumulate. With sequence parallelism, collective over `gather_group`."""
+        total_input = self.input
+        if self.gather_group is not None:
+            size = [self.input.size(0) * self.gather_group.size(), *self.input.size()[1:]]
+            total_input = layers.get_global_memory_buffer().get_tensor(size, self.input.dtype, "mpu")
+            layers.dist_all_gather_func(total_input, self.input, group=self.gather_group)
+        grad_output, total_input = layers.prepare_input_tensors_for_wgrad_compute(self.grad_output, total_input)
+        weight: Any = self.weight
+        if self.fused_main_grad is not None:
+            weight.main_grad = self.fused_main_grad
+            wide = self.fused_main_grad.dtype == torch.float32
+            kernel = "wgrad_gemm_accum_fp32" if wide else "wgrad_gemm_accum_fp16"
+            getattr(layers.fused_weight_gradient_mlp_cuda, kernel)(total_input, grad_output, self.fused_main_grad)
+            return
+        gradient = grad_output.t().matmul(total_input)
+        if hasattr(weight, "main_grad"):
+            weight.main_grad.add_(gradient)  # what DistributedDataParallel's backward hook does with param.grad
+        elif weight.grad is None:
+            weight.grad = gradient
+        else:
+            weight.grad.add_(gradient)
+
+
+class WeightGradientQueue:
+    """Collects the weight gradients that a split backward leaves, and computes them later.
+
+    One per process. Not a thread-local: on GPU, autograd runs backward functions on a thread of its own, while the
+    thread that runs the pipeline waits for it.
+    """
+
+    def __init__(self, layers: ModuleType) -> None:
+        """`layers`: megatron.core.tensor_parallel.layers."""
+        self._layers = layers
+        self._collected: list[LinearWeightGradient] | None = None
+        self._flags: list[tuple[torch.nn.Parameter, bool]] = []
+        self.computed = 0
+        """Weight gradients computed so far: shows that splitting took place at all."""
+
+    @contextmanager
+    def collect(self) -> Iterator[list[LinearWeightGradient]]:
+        """While open, split linears append to the list that is yielded instead of computing weight gradients."""
+        assert self._collected is None, "input gradients do not nest"
+        collected: list[LinearWeightGradient] = []
+        self._collected = collected
+        try:
+            yield collected
+        finally:
+            self._collected = None
+            # The flag told DistributedDataParallel's hook to add nothing; the next whole backward must add again.
+            for weight, previous in self._flags:
+                weight.grad_added_to_main_grad = previous  # type: ignore[attr-defined]
+            self._flags.clear()
+
+    def compute(self, gradients: list[LinearWeightGradient]) -> None:
+        """Compute in the order in which autograd left them, and let go of the tensors they held."""
+        with torch.no_grad():
+            for gradient in gradients:
+                gradient.compute(self._layers)
+        self.computed += len(gradients)
+        gradients.clear()
+
+    def wrap(self, stock: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement of an autograd function's `stock` backward: stock's while nothing is collected."""
+        results = len(inspect.signature(forward).parameters) - 1
+
+        def split(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            gradients = self._input_gradient(ctx, grad_output)
+            return (*gradients, *[None] * (results - len(gradients)))
+
+        input_gradient = self._layers.custom_bwd(split)
+
+        def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+            if self._collected is None or not _can_split(ctx):
+                return stock(ctx, grad_output)
+            return input_gradient(ctx, grad_output)
+
+        return backward
+
+    def _input_gradient(
+        self, ctx: Any, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Gradients of input, weight (a stand-in) and bias; queues the real weight gradient."""
+        layer_input, weight = ctx.saved_tensors
+        grad_input = grad_output.matmul(weight)
+        handle = None
+        if ctx.allreduce_dgrad:
+            handle = dist.all_reduce(grad_input, group=ctx.tp_group, async_op=True)
+        elif ctx.sequence_parallel:
+            scattered = torch.empty(layer_input.shape, dtype=layer_input.dtype, device=layer_input.device)
+            handle = self._layers.dist_reduce_scatter_func(scattered, grad_input, group=ctx.tp_group, async_op=True)
+            grad_input = scattered
+        grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
+        assert self._collected is not None
+        self._collected.append(
+            LinearWeightGradient(
+                input=layer_input,
+                weight=weight,
+                grad_output=grad_output,
+                fused_main_grad=ctx.main_grad if ctx.gradient_accumulation_fusion else None,
+                gather_group=ctx.tp_group if ctx.sequence_parallel else None,
+            )
+        )
+        stand_in = self._stand_in(weight, layer_input.dtype, fused=ctx.gradient_accumulation_fusion)
+        if handle is not None:
+            handle.wait()
+        return grad_input, stand_in, grad_bias
+
+    def _stand_in(self, weight: torch.nn.Parameter, dtype: torch.dtype, *, fused: bool) -> torch.Tensor | None:
+        """A gradient that DistributedDataParallel's hook sees and drops; None where there is no such hook.
+
+        The hook must run (with overlapped reduction it asserts that a gradient is there), hence the trick that stock
+        itself uses for fused accumulation.
+        """
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        if not fused:
+            self._flags.append((weight, weight.grad_added_to_main_grad))
+        weight.grad_added_to_main_grad = True
+        # `zero_out_wgrad` makes the hook add the stand-in after all (shared embeddings), so it must be zero there.
+        make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+        return make(weight.shape, dtype=dtype, device=weight.device)
+
+
+def _can_split(ctx: Any) -> bool:
+    weight = ctx.saved_tensors[1]
+    return (
+        ctx.grad_output_buffer is None  # defer_embedding_wgrad_compute has a queue of its own
+        and weight.requires_grad
+        and not hasattr(weight, "__fsdp_param__")
+    )

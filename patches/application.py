@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applies the table all-or-nothing, once, and takes it back."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from adaptra_megatron.patches.pipeline_schedules import PATCHES as SCHEDULE_PATCHES
+from adaptra_megatron.patches.table import Patch, PatchError
+from adaptra_megatron.patches.tensor_parallel_layers import PATCHES as LINEAR_PATCHES
+
+from adaptra_megatron.config import AdaptraConfig
+
+if TYPE_CHECKING:
+    from adaptra_megatron.runtime.runtime import AdaptraRuntime, Decorate
+
+logger = logging.getLogger("adaptra_megatron.patches")
+
+PATCHES: tuple[Patch, ...] = SCHEDULE_PATCHES + LINEAR_PATCHES
+"""Everything that is changed in Megatron, in the order in which it is applied."""
+
+_MARK = "adaptra_applied"
+
+
+class AppliedPatches:
+    """Patches in force: what was there before, and how to put it back."""
+
+    def __init__(self, config: AdaptraConfig, runtime: AdaptraRuntime | None) -> None:
+        self.config = config
+        self.runtime = runtime
+        """None under policy off, which changes nothing."""
+        self._replaced: list[tuple[Patch, Any, str, Any, Any]] = []
+
+    @property
+    def identities(self) -> tuple[str, ...]:
+        return tuple(patch.identity for patch, *_rest in self._replaced)
+
+    def replace(self, patch: Patch) -> None:
+        """Put one replacement in place. Raises PatchError and changes nothing if the target is not as expected."""
+        owner, attribute = patch.owner()
+        # vars(), not getattr: a staticmethod must be put back as one.
+        before = vars(owner)[attribute]
+        original = getattr(owner, attribute)
+        _check_parameters(patch, original)
+        assert self.runtime is not None
+        replacement = patch.replace(original, self.runtime)
+        setattr(replacement, _MARK, self)
+        after = staticmethod(replacement) if isinstance(before, staticmethod) else replacement
+        setattr(owner, attribute, after)
+        self._replaced.append((patch, owner, attribute, before, after))
+
+    def undo(self) -> None:
+        """Put everything back, last first, and close the runtime. Calling it again does nothing.
+
+        Raises PatchError, after undoing the rest, if something else has replaced one of our replacements since.
+        """
+        overlaid = []
+        while self._replaced:
+            patch, owner, attribute, before, after = self._replaced.pop()
+            if vars(owner)[attribute] is after:
+                setattr(owner, attribute, before)
+            else:
+                overlaid.append(patch.target)
+        if self.runtime is not None:
+            self.runtime.close()
+        if overlaid:
+            raise PatchError(
+                f"{', '.join(overlaid)} was replaced by other code after --adaptra and is left as it is; "
+                "undo that replacement first"
+            )
+
+
+def enable(config: AdaptraConfig, *, decorate: Decorate | None = None) -> AppliedPatches:
+    """Patch Megatron for `config`; the result's `undo()` puts everything back.
+
+    All patches are applied or none. Enabling again with the same settings returns the patches in force; with other
+    settings it raises PatchError. `decorate` is passed to `AdaptraRuntime`. Raises PatchError for a megatron-core
+    outside the versions of the table or whose functions are not the expected ones.
+    """
+    if config.policy == "off":
+        return AppliedPatches(config, None)
+    check_versions(PATCHES)
+    in_force = _in_force()
+    if in_force is not None:
+        if in_force.config != config:
+            raise PatchError("--adaptra is in force already with other settings; undo() those patches first")
+        return in_force
+
+    from megatron.core.tensor_parallel import layers
+
+    from adaptra_megatron.runtime.runtime import AdaptraRuntime
+    from adaptra_megatron.runtime.split_backward import WeightGradientQueue
+
+    applied = AppliedPatches(config, AdaptraRuntime(config, WeightGradientQueue(layers), decorate))
+    try:
+        for patch in PATCHES:
+            applied.replace(patch)
+    except Exception:
+        applied.undo()
+        raise
+    logger.info("adaptra: policy %s, patched %s", config.policy, ", ".join(applied.identities))
+    return applied
+
+
+def check_versions(patches: Sequence[Patch]) -> None:
+    """Raise PatchError if the installed megatron-core is outside the window of any patch."""
+    try:
+        from megatron.core import __version__ as version
+    except ImportError as error:
+        raise PatchError(
+            "--adaptra needs megatron-core, which cannot be imported: pip install megatron-core"
+        ) from error
+    from packaging.specifiers import SpecifierSet
+
+    for patch in patches:
+        if not SpecifierSet(patch.versions, prereleases=True).contains(version):
+            raise PatchError(
+                f"patch {patch.identity} is written for megatron-core {patch.versions}, but {version} is installed; "
+                f"install a megatron-core in that window, or drop --adaptra. Nothing has been changed"
+            )
+
+
+def _in_force() -> AppliedPatches | None:
+    for patch in PATCHES:
+        owner, attribute = patch.owner()
+        applied = getattr(getattr(owner, attribute), _MARK, None)
+        if isinstance(applied, AppliedPatches):
+            return applied
+    return None
+
+
+def _check_parameters(patch: Patch, original: Callable[..., Any]) -> None:
+    present = inspect.signature(original).parameters
+    missing = [name for name in patch.parameters if name not in present]
+    if missing:
+        raise PatchError(
+            f"patch {patch.identity}: {patch.target} has no parameter {', '.join(missing)}; another package has "
+            f"replaced it, or this megatron-core is not {patch.versions}. Nothing has been changed"
+        )

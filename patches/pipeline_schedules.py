@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches of megatron.core.pipeline_parallel.schedules.
+
+`get_forward_backward_func` reads the schedules as module globals at each call, and nobody imports them by name, so
+replacing the globals before the training loop starts is enough.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from adaptra_megatron.patches.table import Patch
+
+if TYPE_CHECKING:
+    from adaptra_megatron.runtime.runtime import AdaptraRuntime
+
+_MODULE = "megatron.core.pipeline_parallel.schedules"
+_PARAMETERS = (
+    "forward_step_func",
+    "data_iterator",
+    "model",
+    "num_microbatches",
+    "seq_length",
+    "micro_batch_size",
+    "decoder_seq_length",
+    "forward_only",
+    "collect_non_loss_data",
+    "first_val_step",
+    "adjust_tensor_shapes_fn",
+    "p2p_communicator",
+    "pg_collection",
+    "force_all_reduce",
+)
+
+
+def _run(stock: Callable[..., Any], runtime: AdaptraRuntime, *, interleaved: bool) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def forward_backward(**arguments: Any) -> Any:
+        return runtime.forward_backward(arguments, interleaved=interleaved)
+
+    return forward_backward
+
+
+def _run_plain(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    return _run(stock, runtime, interleaved=False)
+
+
+def _run_interleaved(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    return _run(stock, runtime, interleaved=True)
+
+
+def _refuse(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    from adaptra_megatron.runtime.refusals import refuse_single_stage
+
+    @functools.wraps(stock)
+    def forward_backward(**arguments: Any) -> Any:
+        raise refuse_single_stage()
+
+    return forward_backward
+
+
+PATCHES = (
+    Patch(
+        identity="schedule-1f1b",
+        target=f"{_MODULE}:forward_backward_pipelining_without_interleaving",
+        versions=">=0.16.1,<0.17",
+        parameters=_PARAMETERS,
+        reason="runs the planned order of forward, input-gradient and weight-gradient actions instead of 1F1B",
+        replace=_run_plain,
+    ),
+    Patch(
+        identity="schedule-interleaved",
+        target=f"{_MODULE}:forward_backward_pipelining_with_interleaving",
+        versions=">=0.16.1,<0.17",
+        parameters=_PARAMETERS,
+        reason="runs the planned order instead of interleaved 1F1B",
+        replace=_run_interleaved,
+    ),
+    Patch(
+        identity="schedule-none",
+        target=f"{_MODULE}:forward_backward_no_pipelining",
+        versions=">=0.16.1,<0.17",
+        parameters=_PARAMETERS,
+        reason="says that a pipeline of one stage has nothing to adapt, instead of silently doing nothing",
+        replace=_refuse,
+    ),
+)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The form of a patch: what is replaced, in which versions, why, and by what."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from adaptra_megatron.runtime.runtime import AdaptraRuntime
+
+
+class PatchError(RuntimeError):
+    """Megatron cannot be patched as intended; names the target, what was found, and the remedy. Nothing is changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One replaced attribute."""
+
+    identity: str
+    target: str
+    """`module:attribute` or `module:Class.attribute`."""
+    versions: str
+    """Version specifier (PEP 440) of megatron-core."""
+    parameters: tuple[str, ...]
+    """Parameters the original must have; fewer means that it is not what this patch was written for."""
+    reason: str
+    replace: Callable[[Callable[..., Any], AdaptraRuntime], Callable[..., Any]]
+    """From the original and the runtime to the replacement."""
+
+    def owner(self) -> tuple[Any, str]:
+        """The object that holds the attribute, and its name. Raises PatchError if there is none."""
+        module_name, _, path = self.target.partition(":")
+        *containers, attribute = path.split(".")
+        try:
+            holder: Any = importlib.import_module(module_name)
+            for name in containers:
+                holder = getattr(holder, name)
+            getattr(holder, attribute)
+        except (ImportError, AttributeError) as error:
+            raise PatchError(
+                f"patch {self.identity}: there is no {self.target} here ({error}); this megatron-core differs from "
+                f"the release it claims to be. Install megatron-core {self.versions}"
+            ) from error
+        return holder, attribute
