@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point of `adaptra`: finds the command, turns errors of the user into one line and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from adaptra_megatron import __version__
+from adaptra_megatron.cli import plan, simulate
+from adaptra_megatron.cli.inputs import InputError
+from adaptra_megatron.schedule.costs import CostError
+from adaptra_megatron.schedule.errors import ScheduleError
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse prints its usage in front of an error; one line is what scripts can show."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status: 0, or 2 with one line on stderr for bad input."""
+    parser: argparse.ArgumentParser = _Parser(
+        prog="adaptra", description="Pipeline schedules for Megatron-core: plan them, simulate them."
+    )
+    parser.add_argument("--version", action="version", version=f"adaptra {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    plan.add_command(commands)
+    simulate.add_command(commands)
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except (InputError, CostError, ScheduleError) as error:
+        message = " ".join(str(error).split())
+        print(f"{parser.prog}: {message}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `adaptra plan` and `adaptra simulate` print: JSON for programs, a summary and a table per stage for people."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.schedule.bounds import LowerBound
+from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.schedule.simulator import Simulation
+
+_HEADINGS = ("stage", "in flight", "cap", "idle")
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One schedule under one set of costs."""
+
+    name: str
+    costs: Costs
+    simulation: Simulation
+    lower_bound: LowerBound
+    schedule: Schedule | None
+    """None for online dispatch, which has no order until it runs."""
+    planning_s: float | None = None
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the lower bound: 0.02 is 2%. Below 0 only if a cap is passed."""
+        bound_s = self.lower_bound.seconds
+        return self.simulation.makespan_s / bound_s - 1.0 if bound_s > 0.0 else 0.0
+
+    @property
+    def stages_over_cap(self) -> list[int]:
+        caps = self.costs.max_in_flight
+        peaks = self.simulation.peak_in_flight
+        return [
+            stage
+            for stage, (peak, cap) in enumerate(zip(peaks, caps, strict=True))
+            if cap is not None and peak > cap + _ROUNDING
+        ]
+
+
+def print_json(outcome: Outcome) -> None:
+    """One JSON object on one line. Its keys are an interface: add, never rename."""
+    document: dict[str, object] = {
+        "makespan_s": outcome.simulation.makespan_s,
+        "lower_bound_s": outcome.lower_bound.seconds,
+        "gap": outcome.gap,
+        "peak_in_flight": list(outcome.simulation.peak_in_flight),
+    }
+    if outcome.planning_s is not None:
+        document["planning_s"] = outcome.planning_s
+    if outcome.schedule is not None:
+        document["schedule_csv"] = schedule_to_csv(outcome.schedule)
+    print(json.dumps(document, allow_nan=False))
+
+
+def print_text(outcome: Outcome) -> None:
+    """The figures in words, and one line per stage; a warning for each cap that is passed."""
+    costs, bound = outcome.costs, outcome.lower_bound
+    print(f"{outcome.name}: {costs.stages} stages x {costs.chunks} chunks, {costs.micro_batches} micro-batches")
+    print(f"  makespan     {outcome.simulation.makespan_s:.6g} s")
+    print(f"  lower bound  {bound.seconds:.6g} s ({bound.kind})")
+    print(f"  gap          {outcome.gap:.2%}")
+    if outcome.planning_s is not None:
+        print(f"  planned in   {outcome.planning_s:.3g} s")
+    _print_table(_stage_rows(outcome))
+    for stage in outcome.stages_over_cap:
+        peak, cap = outcome.simulation.peak_in_flight[stage], costs.max_in_flight[stage]
+        print(
+            f"warning: stage {stage} holds {peak:g} activations, its cap is {cap:g}: "
+            "this schedule would not fit; `adaptra plan` finds one that does"
+        )
+
+
+def _stage_rows(outcome: Outcome) -> list[tuple[str, ...]]:
+    simulation = outcome.simulation
+    return [
+        (str(stage), f"{peak:g}", "none" if cap is None else f"{cap:g}", f"{idle:.1%}")
+        for stage, (peak, cap, idle) in enumerate(
+            zip(simulation.peak_in_flight, outcome.costs.max_in_flight, simulation.bubble_fraction, strict=True)
+        )
+    ]
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
+        for row in (_HEADINGS, *rows):
+            print("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+        return
+    table = Table()
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
