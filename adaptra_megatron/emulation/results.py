@@ -36,6 +36,11 @@ class TrainingResult:
     links_struck: dict[str, int] = field(default_factory=dict)
     """Messages that each emulated slow link delayed, by `<source stage>><target stage>`."""
 
+    def figures(self) -> dict[str, Any]:
+        """All but the tensors, as JSON can hold it."""
+        tensors = ("parameters", "optimizer_state")
+        return {name: value for name, value in vars(self).items() if name not in tensors}
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that must be equal between two trainings with the same numbers. Times are not among them."""
         micro_batches = [torch.tensor(losses, dtype=torch.float64) for losses in self.micro_batch_losses]

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several trainings one after another in one set of processes, compared bitwise where they should be equal.
+
+    reports = run_variants(4, [
+        Variant("stock", (*layout, "--train-iters", "20")),
+        Variant("ours", (*layout, "--train-iters", "20", "--adaptra"), like="stock"),
+    ], timeout_s=120)
+    check_equal(reports)
+
+Starting processes and importing Megatron costs far more than training a tiny model: this pays it once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adaptra_megatron.emulation.launch import Echo, run_ranks
+
+if TYPE_CHECKING:
+    from adaptra_megatron.emulation.fork_server import ForkServer
+
+SHOWN_DIFFERENCES = 5
+"""Differences reported per rank; the first says most."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One training: arguments of `scripts/train_gpt.py`, and the earlier variant whose numbers it must have."""
+
+    name: str
+    argv: tuple[str, ...]
+    like: str | None = None
+
+
+@dataclass
+class VariantReport:
+    """What came out of one variant, over all ranks."""
+
+    name: str
+    like: str | None
+    elements_compared: int = 0
+    """Tensor elements compared with those of `like`, summed over ranks; 0 without `like`."""
+    differences: list[str] = field(default_factory=list)
+    """Empty when all ranks are bitwise equal to `like`. Up to 5 lines for each rank that is not."""
+    losses: list[float] = field(default_factory=list)
+    evaluation_losses: list[float] = field(default_factory=list)
+    iteration_seconds: list[float] = field(default_factory=list)
+    """Per iteration, of the slowest rank."""
+    links_struck: dict[str, int] = field(default_factory=dict)
+    """Messages that emulated slow links delayed, by `<source stage>><target stage>`, summed over ranks."""
+
+
+def run_variants(
+    world_size: int,
+    variants: Sequence[Variant],
+    *,
+    timeout_s: float,
+    server: ForkServer | None = None,
+    directory: str | Path | None = None,
+    echo: Echo | None = None,
+) -> list[VariantReport]:
+    """Train all variants in one set of `world_size` processes, in order.
+
+    Args:
+        timeout_s: for all of them together.
+        server: fork the ranks from it.
+        directory: gets the logs and the report; default: a temporary one.
+
+    Raises:
+        LaunchError: a rank failed (in whichever variant: its log says), or time ran out.
+        ValueError: names are not unique, or `like` names no earlier variant.
+    """
+    names = [variant.name for variant in variants]
+    if len(set(names)) != len(names):
+        raise ValueError(f"variants need names of their own: {names}")
+    for index, variant in enumerate(variants):
+        if variant.like is not None and variant.like not in names[:index]:
+            raise ValueError(f"variant {variant.name!r} is like {variant.like!r}, which is none of {names[:index]}")
+    place = Path(tempfile.mkdtemp(prefix="adaptra-variants-") if directory is None else directory)
+    place.mkdir(parents=True, exist_ok=True)
+    request, report = place / "variants.json", place / "report.json"
+    request.write_text(json.dumps([asdict(variant) for variant in variants], indent=1))
+    report.unlink(missing_ok=True)
+    run_ranks(
+        world_size,
+        ["-m", __name__, str(request), str(report)],
+        timeout_s=timeout_s,
+        log_directory=place,
+        server=server,
+        echo=echo,
+    )
+    return [VariantReport(**entry) for entry in json.loads(report.read_text())]
+
+
+def check_equal(reports: Sequence[VariantReport]) -> None:
+    """Fail unless every variant that must be like another was compared and is.
+
+    Raises:
+        AssertionError: naming the variants and the first differences, or that nothing was compared.
+    """
+    compared = [report for report in reports if report.like is not None]
+    if not compared:
+        raise AssertionError("no variant names another that it must be like: nothing was compared")
+    problems = []
+    for report in compared:
+        if not report.elements_compared:
+            problems.append(f"{report.name}: nothing was compared with {report.like}")
+        problems += [f"{report.name} is not {report.like}: {line}" for line in report.differences]
+    if problems:
+        raise AssertionError("\n".join(problems))
+
+
+def _main(argv: Sequence[str]) -> None:
+    """In a rank: train the variants of the file `argv[0]`; rank 0 writes the reports to `argv[1]`."""
+    import logging
+
+    from adaptra_megatron.emulation.megatron_on_cpu import install
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+    logger = logging.getLogger("adaptra_megatron")
+    logger.setLevel(logging.INFO)
+    install()
+    import torch.distributed as dist
+
+    from adaptra_megatron.emulation.arguments import parse_arguments
+    from adaptra_megatron.emulation.process_groups import leave_job
+    from adaptra_megatron.emulation.results import differences
+    from adaptra_megatron.emulation.training import train
+
+    variants = [Variant(**entry) for entry in json.loads(Path(argv[0]).read_text())]
+    kept: dict[str, Any] = {}
+    reports = []
+    for index, variant in enumerate(variants):
+        if int(dist.get_rank() if dist.is_initialized() else 0) == 0:
+            logger.info("variant %s: %s", variant.name, " ".join(variant.argv))
+        args = parse_arguments(["--emulate-cpu", "--distributed-backend", "gloo", *variant.argv])
+        result = train(args)
+        tensors = result.tensors()
+        found: list[str] = []
+        elements = 0
+        if variant.like is not None:
+            expected = kept[variant.like]
+            found = differences(expected, tensors)
+            elements = sum(tensor.numel() for tensor in expected.values())
+        parts: list[Any] = [None] * dist.get_world_size()
+        mine = {"result": result.figures(), "differences": found[:SHOWN_DIFFERENCES], "elements": elements}
+        dist.all_gather_object(parts, mine)
+        reports.append(_merge(variant, parts))
+        if any(later.like == variant.name for later in variants[index + 1 :]):
+            kept[variant.name] = tensors
+    if dist.get_rank() == 0:
+        Path(argv[1]).write_text(json.dumps([asdict(report) for report in reports], indent=1))
+    leave_job()
+
+
+def _merge(variant: Variant, parts: Sequence[dict[str, Any]]) -> VariantReport:
+    """One report from the parts of all ranks."""
+    results = [part["result"] for part in parts]
+    report = VariantReport(variant.name, variant.like)
+    report.elements_compared = sum(part["elements"] for part in parts)
+    report.differences = [f"rank {rank}: {line}" for rank, part in enumerate(parts) for line in part["differences"]]
+    report.losses = results[-1]["losses"]
+    report.evaluation_losses = results[-1]["evaluation_losses"]
+    report.iteration_seconds = [max(times) for times in zip(*(r["iteration_seconds"] for r in results), strict=True)]
+    for result in results:
+        for link, count in result["links_struck"].items():
+            report.links_struck[link] = report.links_struck.get(link, 0) + count
+    return report
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])
