@@ -3,69 +3,94 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable
-from types import ModuleType, TracebackType
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from adaptra_megatron.telemetry.records import IterationRecorder
+from adaptra_megatron.telemetry.records import ActionRecord, IterationRecorder
+from adaptra_megatron.telemetry.trace import TraceWriter
 
-STEPS = ("forward_step", "backward_step")
+OnIteration = Callable[[int, list[ActionRecord]], None]
+
+SCHEDULES = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
 
 
 class StockRecording:
-    """Decorators around Megatron's `schedules.forward_step` and `schedules.backward_step`; see `record_stock`."""
+    """Decorators around functions of `megatron.core.pipeline_parallel.schedules`, in place until `undo`.
 
-    def __init__(self, schedules: ModuleType, recorder: IterationRecorder, chunks: int) -> None:
+    Megatron looks its pipeline loops up as module globals, and the loops do so with `forward_step` and `backward_step`;
+    so this sees every call, and what else wraps these functions too, if it is put in place last. `on_iteration(number,
+    records)` is called after each training iteration, counted from 0. Evaluation is not recorded. Stock does not split
+    backwards: kinds are "F" and "B" alone.
+    """
+
+    def __init__(self, schedules: ModuleType, stage: int, on_iteration: OnIteration) -> None:
         self._schedules = schedules
-        self._recorder = recorder
-        self._chunks = chunks
-        self.begin_iteration(0)
-        self._stock: dict[str, Callable[..., Any]] = {name: getattr(schedules, name) for name in STEPS}
+        self._recorder = IterationRecorder(stage)
+        self._on_iteration = on_iteration
+        self._iteration = 0
+        self._chunks = 0
+        """Model chunks of the iteration that runs; 0 outside training iterations."""
+        self._forwards: list[tuple[int, int]] = []
+        self._backwards = 0
+        self._previous_end_s: float | None = None
+        names = ("forward_step", "backward_step", *SCHEDULES)
+        self._stock: dict[str, Callable[..., Any]] = {name: getattr(schedules, name) for name in names}
         self._ours = {
-            "forward_step": self._recorded(self._stock["forward_step"], "F", self._next_forward),
-            "backward_step": self._recorded(self._stock["backward_step"], "B", self._next_backward),
+            "forward_step": self._recorded_step("forward_step", "F", self._next_forward),
+            "backward_step": self._recorded_step("backward_step", "B", self._next_backward),
+            **{name: self._recorded_iteration(name) for name in SCHEDULES},
         }
         for name, function in self._ours.items():
             setattr(schedules, name, function)
 
-    def begin_iteration(self, iteration: int) -> None:
-        """Call before each training step: what runs from now on is recorded under this number."""
-        self._iteration = iteration
-        self._forwards: list[tuple[int, int]] = []
-        self._backwards = 0
-        self._previous_end_s: float | None = None
-
     def undo(self) -> None:
         """Put Megatron's functions back; does nothing the second time.
 
-        Raises RuntimeError, and changes nothing, if somebody has replaced them since: undo that first.
+        Raises RuntimeError, and changes nothing, if somebody has replaced one of them since.
         """
-        if not self._ours:
-            return
         for name, function in self._ours.items():
             if getattr(self._schedules, name) is not function:
                 raise RuntimeError(
                     f"{self._schedules.__name__}.{name} was replaced after recording began: undo that replacement first"
                 )
-        for name, function in self._stock.items():
-            setattr(self._schedules, name, function)
+        for name in self._ours:
+            setattr(self._schedules, name, self._stock[name])
         self._ours = {}
 
-    def __enter__(self) -> StockRecording:
-        return self
+    def _recorded_iteration(self, name: str) -> Callable[..., Any]:
+        stock = self._stock[name]
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.undo()
+        @functools.wraps(stock)
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("forward_only"):
+                return stock(*args, **kwargs)
+            model = kwargs["model"]
+            self._chunks = len(model) if isinstance(model, list) else 1
+            self._forwards, self._backwards, self._previous_end_s = [], 0, None
+            try:
+                result = stock(*args, **kwargs)
+            finally:
+                self._chunks = 0
+            self._on_iteration(self._iteration, self._recorder.take(self._iteration))
+            self._iteration += 1
+            return result
 
-    def _recorded(
-        self, stock: Callable[..., Any], kind: str, identify: Callable[[dict[str, Any]], tuple[int, int]]
+        return forward_backward
+
+    def _recorded_step(
+        self, name: str, kind: str, identify: Callable[[dict[str, Any]], tuple[int, int]]
     ) -> Callable[..., Any]:
+        stock = self._stock[name]
+
         @functools.wraps(stock)
         def step(*args: Any, **kwargs: Any) -> Any:
+            if not self._chunks:
+                return stock(*args, **kwargs)
             chunk, micro_batch = identify(kwargs)
             start_s = time.monotonic()
             result = stock(*args, **kwargs)
@@ -83,7 +108,7 @@ class StockRecording:
         self._forwards.append(forward)
         return forward
 
-    def _next_backward(self, arguments: dict[str, Any]) -> tuple[int, int]:
+    def _next_backward(self, _: dict[str, Any]) -> tuple[int, int]:
         """The n-th backward mirrors the n-th forward: the same micro-batch, chunks counted from the last.
 
         That is how Megatron reads its schedule table backwards (`get_model_chunk_id` of the interleaved schedule).
@@ -93,11 +118,18 @@ class StockRecording:
         return self._chunks - 1 - chunk, micro_batch
 
 
-def record_stock(schedules: ModuleType, recorder: IterationRecorder, *, chunks: int = 1) -> StockRecording:
-    """Record every forward and backward of `megatron.core.pipeline_parallel.schedules` until `undo` or the end of `with`.
+@contextlib.contextmanager
+def trace_stock(
+    schedules: ModuleType, directory: Path | str, *, rank: int, stage: int, clock_offset_s: float = 0.0
+) -> Iterator[None]:
+    """Within `with`, write what stock Megatron does on this rank to `directory`, as `--adaptra-trace-dir` does for ours.
 
-    Stock's pipeline loops look both functions up as module globals, so this sees them all, whatever else wraps them, if
-    it is put in place last. `chunks` is the number of model chunks of this rank. Before each training step call
-    `begin_iteration`; after it, `recorder.take(iteration)`. Backwards are not split, so kinds are "F" and "B" alone.
+    `schedules` is `megatron.core.pipeline_parallel.schedules`; see StockRecording and TraceWriter.
     """
-    return StockRecording(schedules, recorder, chunks)
+    writer = TraceWriter(directory, rank, stage, clock_offset_s=clock_offset_s)
+    recording = StockRecording(schedules, stage, writer.write)
+    try:
+        yield
+    finally:
+        recording.undo()
+        writer.close()
