@@ -85,6 +85,8 @@ class _StageCheck:
                     self._fail_sequence(position, action, self.backwards[chunk])
                 if micro_batch >= self.forwards[chunk]:
                     self._fail_before(position, action, action._replace(kind=Kind.FORWARD))
+                if kind is Kind.BACKWARD and self.weights_due[chunk]:
+                    self._fail_overtaking(position, action, self.weights_due[chunk][0])
                 self.backwards[chunk] += 1
                 if kind is Kind.BACKWARD_INPUT:
                     self.weights_due[chunk].append(micro_batch)
@@ -96,12 +98,7 @@ class _StageCheck:
                 if done < self.schedule.micro_batches:
                     self._fail_missing(Action(self.stage, kind, chunk, done))
             if self.weights_due[chunk]:
-                missing = Action(self.stage, Kind.BACKWARD_WEIGHT, chunk, self.weights_due[chunk][0])
-                self._raise(
-                    missing,
-                    f"{missing} is missing: its input gradient (I) runs, so add its weight gradient (W), or replace "
-                    "the I with a whole backward (B)",
-                )
+                self._fail_without_weight(Action(self.stage, Kind.BACKWARD_WEIGHT, chunk, self.weights_due[chunk][0]))
 
     def _fail_sequence(self, position: int, action: Action, expected: int) -> NoReturn:
         """`action` is not the micro-batch due next in its chunk."""
@@ -147,8 +144,28 @@ class _StageCheck:
             "gradient sums would differ from stock's; swap the two",
         )
 
+    def _fail_overtaking(self, position: int, action: Action, due: int) -> NoReturn:
+        """A whole backward would add its weight gradient before that of micro-batch `due`."""
+        late = action._replace(kind=Kind.BACKWARD_WEIGHT, micro_batch=due)
+        if self._first(self.order[position:], (Kind.BACKWARD_WEIGHT,), late) is None:
+            self._fail_without_weight(late)
+        self._fail(
+            position,
+            action,
+            f"overtakes {late}: a whole backward computes a weight gradient too, and those of a chunk must run in "
+            "ascending micro-batch order, or gradient sums would differ from stock's; move that W in front of it, "
+            "or split the B",
+        )
+
     def _fail_doubled(self, position: int, action: Action) -> NoReturn:
         self._fail(position, action, "runs a second time: remove one of the two")
+
+    def _fail_without_weight(self, missing: Action) -> NoReturn:
+        self._raise(
+            missing,
+            f"{missing} is missing: its input gradient (I) runs, so add its weight gradient (W), or replace "
+            "the I with a whole backward (B)",
+        )
 
     def _fail_missing(self, action: Action) -> NoReturn:
         self._raise(action, f"{action} is missing: every micro-batch needs it in every chunk; add it")

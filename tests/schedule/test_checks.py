@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from adaptra_megatron.schedule import classic
 from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule
 from adaptra_megatron.schedule.checks import ScheduleError, check_schedule
-from adaptra_megatron.schedule.split import delay_weights
+from adaptra_megatron.schedule.split import delay_weights, split_backward
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
@@ -38,7 +38,9 @@ def schedules(draw: st.DrawFn, *, split: bool | None = None, min_stages: int = 1
             if forwards[virtual] < (micro_batches if virtual == 0 else forwards[virtual - 1]):
                 ready.append((virtual, Kind.FORWARD))
             if backwards[virtual] < (forwards[last] if virtual == last else backwards[virtual + 1]):
-                ready.append((virtual, Kind.BACKWARD_INPUT if splits and random.random() < 0.8 else Kind.BACKWARD))
+                # A whole backward would overtake the weight gradients that are due.
+                split_now = splits and (weights[virtual] < backwards[virtual] or random.random() < 0.8)
+                ready.append((virtual, Kind.BACKWARD_INPUT if split_now else Kind.BACKWARD))
             if weights[virtual] < backwards[virtual]:
                 ready.append((virtual, Kind.BACKWARD_WEIGHT))
         if not ready:
@@ -299,3 +301,13 @@ def test_a_large_schedule_is_checked_quickly() -> None:
         check_schedule(schedule, max_in_flight=[64] * 64)
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.15
+
+
+def test_whole_backward_must_not_overtake_a_pending_weight_gradient() -> None:
+    split = split_backward(classic.one_f_one_b(2, 4), delay=1)
+    left = Action(1, Kind.BACKWARD_INPUT, 0, 2)
+    dropped = left._replace(kind=Kind.BACKWARD_WEIGHT)
+    whole = left._replace(kind=Kind.BACKWARD)
+    order = tuple(whole if action == left else action for action in split.orders[1] if action != dropped)
+    with pytest.raises(ScheduleError, match=r"stage 1 B\(micro-batch 2.* overtakes stage 1 W\(micro-batch 1"):
+        check_schedule(replace(split, orders=(split.orders[0], order)))
