@@ -36,6 +36,9 @@ class TrainingResult:
     links_struck: dict[str, int] = field(default_factory=dict)
     """Messages that each emulated slow link delayed, by `<source stage>><target stage>`."""
 
+    compute: dict[str, float] = field(default_factory=dict)
+    """`ComputeCounts` of the emulated compute; empty without it."""
+
     def figures(self) -> dict[str, Any]:
         """All but the tensors, as JSON can hold it."""
         tensors = ("parameters", "optimizer_state")

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
-from adaptra_megatron.emulation.arguments import check_arguments
+from adaptra_megatron.emulation.arguments import TrainingArgumentsError, check_arguments
 from adaptra_megatron.emulation.checkpointing import load_checkpoint, save_checkpoint
+from adaptra_megatron.emulation.compute import EmulatedCompute, parse_compute
 from adaptra_megatron.emulation.data import Batch, build_datasets, micro_batches
+from adaptra_megatron.emulation.link_faults import parse_link_fault
+from adaptra_megatron.emulation.links import SlowLinks
 from adaptra_megatron.emulation.model import build_config, build_model, build_optimizer
-from adaptra_megatron.emulation.process_groups import join_job, seed_everything, set_up_groups
+from adaptra_megatron.emulation.process_groups import join_job, seed_everything, set_up_groups, stage_of_rank
 from adaptra_megatron.emulation.results import TrainingResult, model_tensors, optimizer_tensors, save_result
 
 logger = logging.getLogger("adaptra_megatron.emulation.training")
@@ -41,23 +46,56 @@ def train(args: argparse.Namespace) -> TrainingResult:
     check_arguments(args, world_size)
     with contextlib.ExitStack() as stack:
         set_up_groups(args)
+        compute = _emulate_compute(args, stack)
+        links = _emulate_links(args, stack, world_size)
         if args.adaptra:
             from adaptra_megatron.config import config_from_arguments
             from adaptra_megatron.patches import enable
 
-            stack.callback(enable(config_from_arguments(args)).undo)
-        trainer = Trainer(args)
+            decorate = None if compute is None else lambda computation, stage: compute.decorate(computation)
+            applied = enable(config_from_arguments(args), decorate=decorate)
+            stack.callback(applied.undo)
+        trainer = Trainer(args, links)
         trainer.run()
+    if compute is not None:
+        trainer.result.compute = asdict(compute.counts)
     if args.dump_state:
         save_result(trainer.result, args.dump_state, rank=dist.get_rank(), world_size=world_size)
     return trainer.result
 
 
+def _emulate_compute(args: argparse.Namespace, stack: contextlib.ExitStack) -> EmulatedCompute | None:
+    if args.emulate_compute_ms is None:
+        return None
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    stages = args.pipeline_model_parallel_size
+    compute = parse_compute(args.emulate_compute_ms, stage=stage, stages=stages)
+    # Also under --adaptra: where that leaves an iteration to stock, times are the same.
+    stack.enter_context(compute.install_on_stock(schedules))
+    return compute
+
+
+def _emulate_links(args: argparse.Namespace, stack: contextlib.ExitStack, world_size: int) -> SlowLinks | None:
+    if not args.emulate_slow_link:
+        return None
+    faults = [fault for text in args.emulate_slow_link for fault in parse_link_fault(text)]
+    stages = args.pipeline_model_parallel_size
+    unknown = [fault for fault in faults if max(fault.source, fault.target) >= stages]
+    if unknown:
+        raise TrainingArgumentsError(
+            f"--emulate-slow-link names stage {max(unknown[0].source, unknown[0].target)}; there are stages 0 to "
+            f"{stages - 1}"
+        )
+    stage = functools.partial(stage_of_rank, world_size=world_size, stages=stages)
+    return stack.enter_context(SlowLinks(faults, stage))
+
+
 class Trainer:
     """Model, optimizer, data and loop of one training."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, links: SlowLinks | None = None) -> None:
         self.args = args
+        self._links = links
         self.result = TrainingResult()
         seed_everything(args.seed)
         self.config = build_config(args)
@@ -77,6 +115,8 @@ class Trainer:
         for chunk in self.model:
             chunk.train()
         while self.iteration < args.train_iters:
+            if self._links is not None:
+                self._links.set_iteration(self.iteration)
             started = time.perf_counter()
             grad_norm = self._train_step(iterators)
             self.iteration += 1
@@ -91,6 +131,8 @@ class Trainer:
         with self._parameters_gathered():
             self.result.parameters = model_tensors(self.model)
         self.result.optimizer_state = optimizer_tensors(self.optimizer)
+        if self._links is not None:
+            self.result.links_struck = {f"{a}>{b}": count for (a, b), count in self._links.struck.items()}
         if args.save and not (args.save_interval and self.iteration % args.save_interval == 0):
             self._save()
 

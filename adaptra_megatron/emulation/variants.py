@@ -54,6 +54,10 @@ class VariantReport:
     """Per iteration, of the slowest rank."""
     links_struck: dict[str, int] = field(default_factory=dict)
     """Messages that emulated slow links delayed, by `<source stage>><target stage>`, summed over ranks."""
+    worst_overrun_s: float = 0.0
+    """By how much an operation's real work exceeded its emulated time, at most."""
+    overruns: float = 0.0
+    """The fraction of operations that did."""
 
 
 def run_variants(
@@ -168,6 +172,9 @@ def _merge(variant: Variant, parts: Sequence[dict[str, Any]]) -> VariantReport:
     report.losses = results[-1]["losses"]
     report.evaluation_losses = results[-1]["evaluation_losses"]
     report.iteration_seconds = [max(times) for times in zip(*(r["iteration_seconds"] for r in results), strict=True)]
+    report.worst_overrun_s = max(result["compute"].get("worst_overrun_s", 0.0) for result in results)
+    calls = sum(result["compute"].get("calls", 0) for result in results)
+    report.overruns = sum(result["compute"].get("overruns", 0) for result in results) / max(calls, 1)
     for result in results:
         for link, count in result["links_struck"].items():
             report.links_struck[link] = report.links_struck.get(link, 0) + count

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a link, how it is written on a command line, and when a message sent over it arrives."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from dataclasses import dataclass
+
+
+class LinkFaultError(ValueError):
+    """A link fault is given wrongly; the message says what is accepted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFault:
+    """A slow link from stage `source` to stage `target`, in this direction only.
+
+    Messages leave in order. Each occupies the link (`occupancy_s`, or nbytes / `bandwidth_bytes_per_s`), then takes
+    `latency_s` plus a uniformly random part of `jitter_s`, and never overtakes the one before. In force in iterations
+    `from_iteration` <= k < `until_iteration` (None: for ever), counted from 0. Raises LinkFaultError at construction.
+    """
+
+    source: int
+    target: int
+    latency_s: float = 0.0
+    bandwidth_bytes_per_s: float | None = None
+    occupancy_s: float = 0.0
+    jitter_s: float = 0.0
+    from_iteration: int = 0
+    until_iteration: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        link = f"link {self.source}>{self.target}"
+        if min(self.source, self.target) < 0 or self.source == self.target:
+            raise LinkFaultError(f"{link}: a link joins two different stages, numbered from 0")
+        for name in ("latency_s", "occupancy_s", "jitter_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise LinkFaultError(f"{link}: {name} is {value}; it must be 0 or more")
+        bandwidth = self.bandwidth_bytes_per_s
+        if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth > 0):
+            raise LinkFaultError(f"{link}: bandwidth_bytes_per_s is {bandwidth}; it must be above 0")
+        if bandwidth is not None and self.occupancy_s:
+            raise LinkFaultError(f"{link}: give bandwidth or occupancy, not both")
+        if self.until_iteration is not None and self.until_iteration <= self.from_iteration:
+            raise LinkFaultError(
+                f"{link}: from iteration {self.from_iteration} until {self.until_iteration} is no iteration at all"
+            )
+
+    def strikes(self, iteration: int) -> bool:
+        """Whether it is in force in `iteration`."""
+        return self.from_iteration <= iteration and (self.until_iteration is None or iteration < self.until_iteration)
+
+    def message_occupancy_s(self, nbytes: int) -> float:
+        """How long a message of `nbytes` occupies the link."""
+        return nbytes / self.bandwidth_bytes_per_s if self.bandwidth_bytes_per_s is not None else self.occupancy_s
+
+
+class LinkClock:
+    """When the messages of one directed pair of ranks arrive. Pure: times are given and returned, nothing is slept."""
+
+    def __init__(self, seed: str) -> None:
+        self._random = random.Random(seed)
+        self._free_s = -math.inf
+        self._last_arrival_s = -math.inf
+
+    def arrival_s(self, now_s: float, nbytes: int, fault: LinkFault | None) -> float:
+        """Arrival time of a message sent at `now_s`; with no fault, the first time at which it overtakes nothing."""
+        if fault is None:
+            self._last_arrival_s = max(self._last_arrival_s, now_s)
+            return self._last_arrival_s
+        self._free_s = max(self._free_s, now_s) + fault.message_occupancy_s(nbytes)
+        delay_s = fault.latency_s + (self._random.uniform(0.0, fault.jitter_s) if fault.jitter_s else 0.0)
+        self._last_arrival_s = max(self._last_arrival_s, self._free_s + delay_s)
+        return self._last_arrival_s
+
+
+_FORM = re.compile(r"(?P<source>\d+)(?P<ways>[->])(?P<target>\d+):(?P<settings>.+)")
+_SETTINGS = {
+    "latency_ms": ("latency_s", 1e-3),
+    "jitter_ms": ("jitter_s", 1e-3),
+    "occupancy_ms": ("occupancy_s", 1e-3),
+    "bandwidth_mbps": ("bandwidth_bytes_per_s", 1e6 / 8),
+    "from": ("from_iteration", None),
+    "until": ("until_iteration", None),
+    "seed": ("seed", None),
+}
+
+
+def parse_link_fault(text: str) -> tuple[LinkFault, ...]:
+    """The faults written as "1-2:latency_ms=60,from=10,until=20" (both ways, two faults) or "1>2:..." (one).
+
+    Settings: latency_ms, jitter_ms, occupancy_ms, bandwidth_mbps (megabits per second), from, until, seed.
+
+    Raises:
+        LinkFaultError: it is not written so.
+    """
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise LinkFaultError(f"slow link {text!r} is not written as 1-2:latency_ms=60 or 1>2:latency_ms=60")
+    values: dict[str, float | int] = {}
+    for setting in match["settings"].split(","):
+        name, _, number = setting.partition("=")
+        if name not in _SETTINGS:
+            raise LinkFaultError(f"slow link {text!r}: {name!r} is none of {', '.join(_SETTINGS)}")
+        field, scale = _SETTINGS[name]
+        try:
+            values[field] = int(number) if scale is None else float(number) * scale
+        except ValueError:
+            raise LinkFaultError(f"slow link {text!r}: {number!r} is not a number for {name}") from None
+    source, target = int(match["source"]), int(match["target"])
+    directions = [(source, target)] if match["ways"] == ">" else [(source, target), (target, source)]
+    return tuple(LinkFault(source=a, target=b, **values) for a, b in directions)  # type: ignore[arg-type]
