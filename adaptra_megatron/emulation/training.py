@@ -30,6 +30,7 @@ from adaptra_megatron.emulation.links import SlowLinks
 from adaptra_megatron.emulation.model import build_config, build_model, build_optimizer
 from adaptra_megatron.emulation.process_groups import join_job, seed_everything, set_up_groups, stage_of_rank
 from adaptra_megatron.emulation.results import TrainingResult, model_tensors, optimizer_tensors, save_result
+from adaptra_megatron.telemetry.stock import trace_stock
 
 logger = logging.getLogger("adaptra_megatron.emulation.training")
 
@@ -55,6 +56,9 @@ def train(args: argparse.Namespace) -> TrainingResult:
             decorate = None if compute is None else lambda computation, stage: compute.decorate(computation)
             applied = enable(config_from_arguments(args), decorate=decorate)
             stack.callback(applied.undo)
+        elif args.adaptra_trace_dir is not None:
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            stack.enter_context(trace_stock(schedules, args.adaptra_trace_dir, rank=dist.get_rank(), stage=stage))
         trainer = Trainer(args, links)
         trainer.run()
     if compute is not None:

@@ -122,7 +122,7 @@ class StockRecording:
 def trace_stock(
     schedules: ModuleType, directory: Path | str, *, rank: int, stage: int, clock_offset_s: float = 0.0
 ) -> Iterator[None]:
-    """Within `with`, write what stock Megatron does on this rank to `directory`, as `--adaptra-trace-dir` does for ours.
+    """Within `with`, write what stock Megatron does on this rank to `directory`, as `--adaptra-trace-dir` does of ours.
 
     `schedules` is `megatron.core.pipeline_parallel.schedules`; see StockRecording and TraceWriter.
     """
