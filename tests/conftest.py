@@ -7,9 +7,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+from hypothesis import HealthCheck, settings
 from support.processes import RankResult, run_ranks
 
 from adaptra_megatron.emulation.fork_server import ForkServer
+
+# Test machines are shared: a slow example says nothing about the code, so time limits are pytest-timeout's alone.
+settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared-machine")
 
 
 @pytest.fixture(scope="session")
