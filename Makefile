@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything runs in a virtual environment of its own. PYTHON picks the interpreter, VENV the directory.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# Pinned to what is tested. torch goes first and alone: as a dependency, pip might pick a newer one.
+TORCH := torch==2.13.0
+MEGATRON := megatron-core==0.16.1
+
+# One stamp per step: a step is done again only if its list of requirements has changed.
+CREATED := $(VENV)/.adaptra-created
+FOUNDATION := $(VENV)/.adaptra-$(subst ==,-,$(TORCH)-$(MEGATRON))
+INSTALLED := $(VENV)/.adaptra-installed
+LINT := $(VENV)/.adaptra-lint
+NATIVE := $(shell find csrc -type f)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make install  virtual environment in $(VENV) with torch, Megatron-core and this package'
+	@echo 'make demo     train a small GPT with and without adaptra while a link turns slow'
+	@echo 'make test     every test but the slow ones'
+	@echo 'make lint     ruff and mypy'
+
+install: $(INSTALLED)
+
+$(CREATED):
+	scripts/make_venv.sh $(VENV)
+	@touch $@
+
+$(FOUNDATION): $(CREATED)
+	$(PIP) install '$(TORCH)'
+	$(PIP) install '$(MEGATRON)' 'setuptools>=77' 'pybind11>=2.13'
+	@touch $@
+
+# Without build isolation the extension is built by what is there, not by a second environment made for each build.
+$(INSTALLED): $(FOUNDATION) pyproject.toml setup.py $(NATIVE)
+	$(PIP) install --no-build-isolation --editable '.[test,plot,cli]'
+	@touch $@
+
+$(LINT): $(INSTALLED)
+	$(PIP) install 'adaptra-megatron[lint]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python -m adaptra_megatron.emulation.demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+lint: $(LINT)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
