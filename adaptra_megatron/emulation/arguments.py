@@ -90,7 +90,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 def _add_data(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--data-path", default=None, help="prefix of a Megatron indexed dataset of bytes")
     group.add_argument("--data-cache-path", default=None)
-    group.add_argument("--split", default="949,50,1")
+    group.add_argument("--split", default="90,10,0")
     group.add_argument("--mock-data", action="store_true", help="a few random sequences to memorise")
     group.add_argument("--save", default=None, help="directory of the checkpoints to write")
     group.add_argument("--load", default=None, help="directory of the checkpoints to go on from")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,10 @@ import torch
 from adaptra_megatron.emulation.corpus import VOCABULARY, ByteTokenizer
 
 Batch = dict[str, torch.Tensor]
+
+
+class DataError(ValueError):
+    """The data cannot be split as asked; the message names the part and the remedy."""
 
 
 class Sequences(Protocol):
@@ -47,7 +51,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[Sequences, Sequences]:
     """Training and validation samples, enough for the whole run. Collective: every rank must call it.
 
     Raises:
-        ValueError: the validation split holds nothing although evaluation is asked for.
+        DataError: a part of --split holds no document, or none is for validation although evaluation is asked for.
     """
     training_samples = args.train_iters * args.global_batch_size
     evaluations = args.train_iters // args.eval_interval + 1 if args.eval_iters else 0
@@ -73,11 +77,25 @@ def build_datasets(args: argparse.Namespace) -> tuple[Sequences, Sequences]:
         eod_mask_loss=False,
         create_attention_mask=False,
     )
+    _check_split(args.data_path, args.split, config.split_matrix)
     sizes = [training_samples, validation_samples, 0]
     training, validation, _ = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
     if validation is None and args.eval_iters:
-        raise ValueError(f"--split {args.split} leaves no validation data for --eval-iters {args.eval_iters}")
+        raise DataError(f"--split {args.split} leaves no validation data for --eval-iters {args.eval_iters}")
     return training, validation
+
+
+def _check_split(prefix: str, split: str, shares: Sequence[tuple[float, float] | None]) -> None:
+    """Megatron 0.16.1 loops for ever over a part that holds no document."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    documents = len(IndexedDataset(prefix).document_indices) - 1
+    for part, share in zip(("training", "validation", "test"), shares, strict=True):
+        if share is not None and round(share[0] * documents) >= round(share[1] * documents):
+            raise DataError(
+                f"--split {split} leaves the {part} part without any of the {documents} documents of {prefix}: give it "
+                "more, or 0"
+            )
 
 
 def micro_batches(

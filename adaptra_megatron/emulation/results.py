@@ -39,6 +39,9 @@ class TrainingResult:
     compute: dict[str, float] = field(default_factory=dict)
     """`ComputeCounts` of the emulated compute; empty without it."""
 
+    adaptra: dict[str, Any] = field(default_factory=dict)
+    """`AdaptraRuntime.summary()` of the run; empty without it."""
+
     def figures(self) -> dict[str, Any]:
         """All but the tensors, as JSON can hold it."""
         tensors = ("parameters", "optimizer_state")

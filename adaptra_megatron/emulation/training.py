@@ -45,6 +45,7 @@ def train(args: argparse.Namespace) -> TrainingResult:
     """
     world_size = join_job(args)
     check_arguments(args, world_size)
+    applied = None
     with contextlib.ExitStack() as stack:
         set_up_groups(args)
         compute = _emulate_compute(args, stack)
@@ -61,6 +62,8 @@ def train(args: argparse.Namespace) -> TrainingResult:
             stack.enter_context(trace_stock(schedules, args.adaptra_trace_dir, rank=dist.get_rank(), stage=stage))
         trainer = Trainer(args, links)
         trainer.run()
+        if applied is not None and applied.runtime is not None:
+            trainer.result.adaptra = applied.runtime.summary()
     if compute is not None:
         trainer.result.compute = asdict(compute.counts)
     if args.dump_state:

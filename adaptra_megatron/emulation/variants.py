@@ -54,6 +54,8 @@ class VariantReport:
     """Per iteration, of the slowest rank."""
     links_struck: dict[str, int] = field(default_factory=dict)
     """Messages that emulated slow links delayed, by `<source stage>><target stage>`, summed over ranks."""
+    adaptra: list[dict[str, Any]] = field(default_factory=list)
+    """`AdaptraRuntime.summary()` of each rank; empty for stock."""
     worst_overrun_s: float = 0.0
     """By how much an operation's real work exceeded its emulated time, at most."""
     overruns: float = 0.0
@@ -171,6 +173,7 @@ def _merge(variant: Variant, parts: Sequence[dict[str, Any]]) -> VariantReport:
     report.differences = [f"rank {rank}: {line}" for rank, part in enumerate(parts) for line in part["differences"]]
     report.losses = results[-1]["losses"]
     report.evaluation_losses = results[-1]["evaluation_losses"]
+    report.adaptra = [result["adaptra"] for result in results if result["adaptra"]]
     report.iteration_seconds = [max(times) for times in zip(*(r["iteration_seconds"] for r in results), strict=True)]
     report.worst_overrun_s = max(result["compute"].get("worst_overrun_s", 0.0) for result in results)
     calls = sum(result["compute"].get("calls", 0) for result in results)
