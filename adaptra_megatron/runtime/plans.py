@@ -44,6 +44,15 @@ class Layout:
     """False: weight gradients stay in the backward (full recompute would hold whole layers for each pending W)."""
 
 
+Caps = tuple[float | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Installed:
+    schedule: Schedule
+    caps: Caps
+
+
 class PlanBook:
     """The schedule to run, from a file, from costs, or stock's until there is something better.
 
@@ -56,7 +65,8 @@ class PlanBook:
         self.number = 0
         """Counts installed plans; 0 while none is."""
         self._config = config
-        self._schedules: dict[int, Schedule] = {}
+        self._plans: dict[int, _Installed] = {}
+        """By number of micro-batches."""
         self._stock: dict[int, Schedule] = {}
         self._evaluation: dict[int, Schedule] = {}
         self._given_costs = _read_costs(config.costs_json, layout) if config.costs_json is not None else None
@@ -68,35 +78,35 @@ class PlanBook:
         """Whether measured costs decide."""
         return self._config.policy == "adapt" and self._config.plan_csv is None and self._given_costs is None
 
-    def caps(self, micro_batches: int) -> tuple[float | None, ...]:
-        """Activations each stage may hold: the given cap, or what stock's fullest stage holds."""
+    def caps(self, micro_batches: int) -> Caps:
+        """Activations each stage may hold in a planned order: the given cap, or what stock's fullest stage holds."""
         cap = self._config.max_in_flight
         if cap is None:
             cap = max(peak_in_flight(self._stock_schedule(micro_batches), RELEASED_AT_BACKWARD_INPUT))
         return (cap,) * self.layout.stages
 
     def enforced_cap(self, micro_batches: int, stage: int) -> float | None:
-        """What the executor must not pass; None under policy observe, which runs stock's order whatever it holds."""
-        return None if self._config.policy == "observe" else self.caps(micro_batches)[stage]
+        """What the executor must not pass; None where nobody set a cap: stock's order, or a user's own plan."""
+        installed = self._plans.get(micro_batches)
+        return None if installed is None else installed.caps[stage]
 
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule for an iteration of `micro_batches`. Raises PlanMismatchError, ScheduleError or PlanError."""
-        installed = self._schedules.get(micro_batches)
-        if installed is not None:
-            return installed
-        if self._config.plan_csv is not None:
-            (planned_for,) = self._schedules
-            raise PlanMismatchError(
-                f"--adaptra-plan-csv {self._config.plan_csv} is a plan for {planned_for} micro-batches, but an "
-                f"iteration has {micro_batches}; write a plan for {micro_batches}, or drop --rampup-batch-size"
-            )
         if self._config.policy == "observe":
             return self._stock_schedule(micro_batches)
-        if self._given_costs is not None:
-            self._install_given(self._given_costs, micro_batches)
-        else:
-            self._schedules[micro_batches] = self._calibration_schedule(micro_batches)
-        return self._schedules[micro_batches]
+        if micro_batches not in self._plans:
+            if self._config.plan_csv is not None:
+                (planned_for,) = self._plans
+                raise PlanMismatchError(
+                    f"--adaptra-plan-csv {self._config.plan_csv} is a plan for {planned_for} micro-batches, but an "
+                    f"iteration has {micro_batches}; write a plan for {micro_batches}, or drop --rampup-batch-size"
+                )
+            if self._given_costs is not None:
+                self._install_given(self._given_costs, micro_batches)
+            else:
+                caps = self.caps(micro_batches)
+                self._plans[micro_batches] = _Installed(self._calibration_schedule(micro_batches, caps), caps)
+        return self._plans[micro_batches].schedule
 
     def evaluation_schedule(self, micro_batches: int) -> Schedule:
         """Forwards alone, in stock's order."""
@@ -107,14 +117,10 @@ class PlanBook:
             )
         return self._evaluation[micro_batches]
 
-    def install(self, schedule: Schedule, number: int) -> None:
+    def install(self, schedule: Schedule, number: int, caps: Caps) -> None:
         """Run `schedule` from now on. Raises ScheduleError and changes nothing if it is not valid under the caps."""
-        check_schedule(
-            schedule,
-            max_in_flight=self.caps(schedule.micro_batches),
-            released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
-        )
-        self._schedules[schedule.micro_batches] = schedule
+        check_schedule(schedule, max_in_flight=caps, released_at_backward_input=RELEASED_AT_BACKWARD_INPUT)
+        self._plans[schedule.micro_batches] = _Installed(schedule, caps)
         self.number = number
 
     def _stock_schedule(self, micro_batches: int) -> Schedule:
@@ -123,9 +129,9 @@ class PlanBook:
             self._stock[micro_batches] = stock_order(layout.stages, micro_batches, layout.chunks, layout.group_size)
         return self._stock[micro_batches]
 
-    def _calibration_schedule(self, micro_batches: int) -> Schedule:
+    def _calibration_schedule(self, micro_batches: int, caps: Caps) -> Schedule:
         """What runs while costs are measured: stock's order with W right after I, if that is within the caps."""
-        layout, caps = self.layout, self.caps(micro_batches)
+        layout = self.layout
         stock = self._stock_schedule(micro_batches)
         peaks = peak_in_flight(stock, RELEASED_AT_BACKWARD_INPUT)
         if all(cap is None or peak <= cap for peak, cap in zip(peaks, caps, strict=True)):
@@ -146,29 +152,18 @@ class PlanBook:
         layout = self.layout
         try:
             schedule = schedule_from_csv(path.read_text(), chunks=layout.chunks)
-            if (schedule.stages, schedule.chunks) != (layout.stages, layout.chunks):
+            if schedule.stages != layout.stages:
                 raise PlanMismatchError(
-                    f"--adaptra-plan-csv {path} is a plan for {schedule.stages} stages of {schedule.chunks} chunks, "
-                    f"but this pipeline has {layout.stages} stages of {layout.chunks}"
+                    f"--adaptra-plan-csv {path} is a plan for {schedule.stages} stages, "
+                    f"but this pipeline has {layout.stages}; write one row of actions per stage"
                 )
-            if schedule.splits_backward and not layout.can_split:
-                logger.warning("%s splits backwards under full recompute: each pending W holds whole layers", path)
-            self.install_checked_by_flag(schedule)
+            # A user's own plan: the cap counts only if the user has set one.
+            self.install(schedule, 1, (self._config.max_in_flight,) * layout.stages)
         except ScheduleError as error:
-            raise ScheduleError(
-                f"--adaptra-plan-csv {path}: {error}", stage=error.stage, action=error.action
-            ) from error
-
-    def install_checked_by_flag(self, schedule: Schedule) -> None:
-        """Install a user's own plan: the cap counts only if the user set one."""
-        cap = self._config.max_in_flight
-        check_schedule(
-            schedule,
-            max_in_flight=None if cap is None else (cap,) * self.layout.stages,
-            released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
-        )
-        self._schedules[schedule.micro_batches] = schedule
-        self.number = 1
+            message = f"--adaptra-plan-csv {path}: {error}"
+            raise ScheduleError(message, stage=error.stage, action=error.action) from error
+        if schedule.splits_backward and not layout.can_split:
+            logger.warning("%s splits backwards under full recompute: each pending W holds whole layers", path)
 
     def _install_given(self, costs: Costs, micro_batches: int) -> None:
         caps = costs.max_in_flight
@@ -180,8 +175,7 @@ class PlanBook:
             max_in_flight=caps,
             released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
         )
-        self._schedules[micro_batches] = plan(costs, split=self.layout.can_split).schedule
-        self.number += 1
+        self.install(plan(costs, split=self.layout.can_split).schedule, self.number + 1, caps)
 
 
 class Replanner:

@@ -59,8 +59,10 @@ class AdaptraRuntime:
 
     def __init__(self, config: AdaptraConfig, queue: WeightGradientQueue, decorate: Decorate | None = None) -> None:
         """`decorate(computation, stage)` may wrap what a stage computes (emulation, instrumentation)."""
-        self.last_report: IterationReport | None = None
+        self.peak_in_flight = 0.0
+        """Most activations held at once in any training iteration so far."""
         self.last_schedule: Schedule | None = None
+        """What the last training iteration ran."""
         self._config = config
         self.weight_gradients = queue
         self._decorate = decorate
@@ -90,6 +92,8 @@ class AdaptraRuntime:
         if not call.forward_only:
             self._finalize_gradients(call, computation, embedding)
             self._after_training_iteration(pipeline, call, schedule, report)
+            self.peak_in_flight = max(self.peak_in_flight, report.peak_in_flight)
+            self.last_schedule = schedule
         else:
             pipeline.transport.take_times()
         if call.config.timers is not None:
@@ -97,8 +101,17 @@ class AdaptraRuntime:
         if pipeline.trace is not None:
             pipeline.trace.write(pipeline.iteration, report.records)
         pipeline.iteration += 1
-        self.last_report, self.last_schedule = report, schedule
         return computation.losses
+
+    def summary(self) -> dict[str, Any]:
+        """What ran, for reports and tests: plain numbers and text."""
+        return {
+            "training_iterations": sum(pipeline.training_iterations for pipeline in self._pipelines.values()),
+            "plans_installed": max((pipeline.book.number for pipeline in self._pipelines.values()), default=0),
+            "split_weight_gradients": self.weight_gradients.computed,
+            "peak_in_flight": self.peak_in_flight,
+            "schedule_csv": None if self.last_schedule is None else schedule_to_csv(self.last_schedule),
+        }
 
     def close(self) -> None:
         """Release transports, groups and trace files."""
@@ -223,7 +236,7 @@ class AdaptraRuntime:
                     decision = (book.number + 1, schedule_to_csv(chosen))
         number, csv = exchange.announce(decision)
         if csv is not None:
-            book.install(schedule_from_csv(csv, chunks=layout.chunks), number)
+            book.install(schedule_from_csv(csv, chunks=layout.chunks), number, book.caps(call.micro_batches))
             self._programs.clear()
 
 
