@@ -65,8 +65,8 @@ class Transport(Protocol):
     """Moves tensors between the stages of one pipeline.
 
     `peer` is always the rank of the other stage in the pipeline's process group. Failure contract: when a peer
-    dies or a path breaks, `wait` and `flush` raise TransportError no later than their deadline; the transport is
-    then unusable and `close` still returns.
+    dies or a path breaks, `wait` and `flush` raise TransportError no later than their deadline, posting raises it where
+    the break is known already; the transport is then unusable and `close` still returns.
     """
 
     def describe(self, specification: TensorSpecification) -> None:

@@ -8,8 +8,10 @@ in the order in which the peer sends. A wait only makes the current stream wait:
 from __future__ import annotations
 
 import time
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,32 +22,43 @@ from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, enco
 Link = tuple[int, int]
 
 
+class _Receive(NamedTuple):
+    peer: int
+    buffer: torch.Tensor | None
+    """None until its size is known."""
+    work: dist.Work | None
+
+
 class StreamTransport:
     """Transport over one two-rank group per directed link of the pipeline."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        """Called by all ranks of `group` at the same point: it makes process groups between neighbours."""
+        """`group`: the pipeline's. Called by all ranks of the job, each with its own pipeline, at the same point."""
         self._rank = group.rank()
         self._ranks = [dist.get_global_rank(group, stage) for stage in range(group.size())]
-        self._links = self._make_groups(group.size(), dist.get_backend(group), timeout_s)
+        self._links = self._make_groups(dist.get_backend(group), timeout_s)
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
-        self._receives: dict[MessageKey, tuple[int, torch.Tensor, dist.Work | None]] = {}
+        self._receives: dict[MessageKey, _Receive] = {}
+        self._announced: dict[int, deque[MessageKey]] = defaultdict(deque)
         self._sends: list[tuple[MessageKey, int, torch.Tensor, dist.Work | None]] = []
 
-    def _make_groups(self, stages: int, backend: str, timeout_s: float) -> dict[Link, dist.ProcessGroup]:
-        links = sorted({(a, b) for i in range(stages) for a, b in ((i, (i + 1) % stages), ((i + 1) % stages, i))})
-        # Every rank walks the links in the same order, so the pairwise rendezvous of new_group cannot form a cycle.
-        return {
-            link: dist.new_group(
-                [self._ranks[stage] for stage in link],
-                timeout=timedelta(seconds=timeout_s),
-                backend=backend,
-                use_local_synchronization=True,
-                group_desc=f"ADAPTRA_LINK_{link[0]}_{link[1]}",
-            )
-            for link in links
-            if self._rank in link
-        }
+    def _make_groups(self, backend: str, timeout_s: float) -> dict[Link, dist.ProcessGroup]:
+        # Groups of all pipelines are made by all ranks in one order. Local synchronisation would need fewer calls, but
+        # it names a group by how many groups its caller is in, which differs between first, middle and last stages.
+        pipelines: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(pipelines, tuple(self._ranks))
+        groups: dict[Link, dist.ProcessGroup] = {}
+        for ranks in sorted(set(pipelines)):
+            for source, target in _links(len(ranks)):
+                group = dist.new_group(
+                    [ranks[source], ranks[target]],
+                    timeout=timedelta(seconds=timeout_s),
+                    backend=backend,
+                    group_desc=f"ADAPTRA_LINK_{source}_{target}",
+                )
+                if list(ranks) == self._ranks and self._rank in (source, target):
+                    groups[source, target] = group
+        return groups
 
     def describe(self, specification: TensorSpecification) -> None:
         """Set shape, dtype and device of the messages to come (fixed within an iteration)."""
@@ -55,35 +68,44 @@ class StreamTransport:
         outgoing = tensor.detach().contiguous()
         if self._specification.shape is None:
             header = encode_shape(outgoing.shape, outgoing.device)
-            self._sends.append((key, peer, header, self._isend(header, peer)))
-        self._sends.append((key, peer, outgoing, self._isend(outgoing, peer)))
+            self._sends.append((key, peer, header, self._isend(header, peer, key)))
+        self._sends.append((key, peer, outgoing, self._isend(outgoing, peer, key)))
         self._sends = [entry for entry in self._sends if entry[3] is not None and not entry[3].is_completed()]
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
         assert key not in self._receives, f"{key} was posted twice"
         specification = self._specification
         if specification.shape is None:
-            # Only a header can be awaited ahead: the body's size is in it, and order is all that matches messages.
-            self._receives[key] = (peer, torch.empty(0), None)
+            # Nothing can be received ahead: a body's size is in its header, and order is all that matches messages.
+            self._receives[key] = _Receive(peer, None, None)
+            self._announced[peer].append(key)
             return
         buffer = torch.empty(specification.shape, dtype=specification.dtype, device=specification.device)
-        self._receives[key] = (peer, buffer, self._irecv(buffer, peer))
+        self._receives[key] = _Receive(peer, buffer, self._irecv(buffer, peer, key))
 
     def ready(self, key: MessageKey) -> bool:
-        _peer, _buffer, work = self._receives[key]
+        work = self._receives[key].work
         return work is not None and work.is_completed()
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
+        if self._receives[key].buffer is None:
+            self._receive_through(key, deadline_s)
         peer, buffer, work = self._receives.pop(key)
-        if self._specification.shape is None:
-            header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=self._specification.device)
-            self._settle(self._irecv(header, peer), key, f"{peer}->{self._rank}", deadline_s)
-            buffer = torch.empty(
-                decode_shape(header.cpu()), dtype=self._specification.dtype, device=self._specification.device
-            )
-            work = self._irecv(buffer, peer)
         self._settle(work, key, f"{peer}->{self._rank}", deadline_s)
+        assert buffer is not None
         return buffer
+
+    def _receive_through(self, key: MessageKey, deadline_s: float) -> None:
+        """Receive what the sender of `key` sent before it, and `key`: none of its messages can be skipped."""
+        peer = self._receives[key].peer
+        specification = self._specification
+        first = None
+        while first != key:
+            first = self._announced[peer].popleft()
+            header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=specification.device)
+            self._settle(self._irecv(header, peer, first), first, f"{peer}->{self._rank}", deadline_s)
+            body = torch.empty(decode_shape(header.cpu()), dtype=specification.dtype, device=specification.device)
+            self._receives[first] = _Receive(peer, body, self._irecv(body, peer, first))
 
     def flush(self, deadline_s: float) -> None:
         for key, peer, _tensor, work in self._sends:
@@ -105,14 +127,29 @@ class StreamTransport:
             # On a stream backend this blocks the stream, not the thread; the backend's watchdog keeps the deadline.
             work.wait(timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
         except RuntimeError as cause:
-            raise TransportError(
-                f"stage {self._rank}, link {link}: the {key} did not get through; torch.distributed reported: {cause}. "
-                "Look at the stage at the other end first: it died, hangs, or cannot be reached"
-            ) from cause
+            raise self._error(key, link, cause) from cause
+
+    def _error(self, key: MessageKey, link: str, cause: Exception) -> TransportError:
+        return TransportError(
+            f"stage {self._rank}, link {link}: the {key} did not get through; torch.distributed reported: {cause}. "
+            "Look at the stage at the other end first: it died, hangs, or cannot be reached"
+        )
 
     # The functions are looked up at each call: fault injection and instrumentation replace them there.
-    def _isend(self, tensor: torch.Tensor, peer: int) -> dist.Work | None:
-        return dist.isend(tensor, self._ranks[peer], group=self._links[self._rank, peer])
+    def _isend(self, tensor: torch.Tensor, peer: int, key: MessageKey) -> dist.Work | None:
+        try:
+            return dist.isend(tensor, self._ranks[peer], group=self._links[self._rank, peer])
+        except RuntimeError as cause:
+            raise self._error(key, f"{self._rank}->{peer}", cause) from cause
 
-    def _irecv(self, tensor: torch.Tensor, peer: int) -> dist.Work | None:
-        return dist.irecv(tensor, self._ranks[peer], group=self._links[peer, self._rank])
+    def _irecv(self, tensor: torch.Tensor, peer: int, key: MessageKey) -> dist.Work | None:
+        try:
+            return dist.irecv(tensor, self._ranks[peer], group=self._links[peer, self._rank])
+        except RuntimeError as cause:
+            raise self._error(key, f"{peer}->{self._rank}", cause) from cause
+
+
+def _links(stages: int) -> list[Link]:
+    """Both directions between neighbours, the first and the last stage included."""
+    ring = [(stage, (stage + 1) % stages) for stage in range(stages)]
+    return sorted({link for a, b in ring for link in ((a, b), (b, a))})

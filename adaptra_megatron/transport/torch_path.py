@@ -60,10 +60,13 @@ class WaitingThreadTransport:
         now = time.monotonic()
         pending = _Pending(key, peer, None, now)  # the bytes live in `works`, and no longer than the send
         works = []
-        if self._specification.shape is None:
-            header = encode_shape(outgoing.shape, outgoing.device)
-            works.append((self._isend(header, peer, self._tag(key, header=True)), header))
-        works.append((self._isend(outgoing, peer, self._tag(key)), outgoing))
+        header = encode_shape(outgoing.shape, outgoing.device) if self._specification.shape is None else None
+        try:
+            if header is not None:
+                works.append((self._isend(header, peer, self._tag(key, header=True)), header))
+            works.append((self._isend(outgoing, peer, self._tag(key)), outgoing))
+        except RuntimeError as cause:  # the link is known to be broken already
+            raise self._error(pending, cause, receiving=False) from cause
         self._sends.append(pending)
         self._sent.append(MessageTimes(key, peer, now, now))
         self._waiter("send", peer).submit(pending, lambda: self._wait_all(works))
@@ -76,7 +79,10 @@ class WaitingThreadTransport:
         else:
             buffer = torch.empty(specification.shape, dtype=specification.dtype, device=specification.device)
         pending = _Pending(key, peer, buffer, time.monotonic())
-        work = self._irecv(buffer, peer, self._tag(key, header=specification.shape is None))
+        try:
+            work = self._irecv(buffer, peer, self._tag(key, header=specification.shape is None))
+        except RuntimeError as cause:  # the link is known to be broken already
+            raise self._error(pending, cause, receiving=True) from cause
         self._receives[key] = pending
 
         def complete() -> None:
@@ -117,14 +123,18 @@ class WaitingThreadTransport:
         arrived = pending.done.wait(max(0.0, deadline_s - time.monotonic()))
         if arrived and pending.cause is None:
             return
+        raise self._error(pending, pending.cause, receiving=receiving) from pending.cause
+
+    def _error(self, pending: _Pending, cause: Exception | None, *, receiving: bool) -> TransportError:
+        """The error for a message that failed with `cause`, or was under way when its deadline came."""
         rank = self._group.rank()
         link = f"{pending.peer}->{rank}" if receiving else f"{rank}->{pending.peer}"
-        seen = f"torch.distributed reported: {pending.cause}" if arrived else "nothing happened until the deadline"
-        raise TransportError(
+        seen = "nothing happened until the deadline" if cause is None else f"torch.distributed reported: {cause}"
+        return TransportError(
             f"stage {rank}, link {link}: {'waited for' if receiving else 'could not send'} the {pending.key} "
             f"for {time.monotonic() - pending.posted_s:.1f} s; {seen}. Look at stage {pending.peer} first: it died, "
             "hangs, or cannot be reached; restart from the last checkpoint once it is back"
-        ) from pending.cause
+        )
 
     def _waiter(self, name: str, peer: int) -> _Waiter:
         waiter = self._waiters.get((name, peer))
