@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stream transport: between processes over gloo, and call by call against a recorded torch.distributed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adaptra_megatron.transport import stream_path
+from adaptra_megatron.transport.messages import Direction, MessageKey, TensorSpecification, TransportError
+from adaptra_megatron.transport.shapes import encode_shape
+from adaptra_megatron.transport.stream_path import StreamTransport
+
+RANKS = str(Path(__file__).with_name("transport_ranks.py"))
+CPU = torch.device("cpu")
+FIXED = TensorSpecification((2, 3), torch.float32, CPU)
+VARYING = TensorSpecification(None, torch.float32, CPU)
+PIPELINES = ((0, 2, 4, 6), (1, 3, 5, 7))
+
+
+def key(micro_batch: int, direction: Direction = Direction.ACTIVATION) -> MessageKey:
+    return MessageKey(0, direction, 0, micro_batch)
+
+
+class Work:
+    """A transfer. `failure` is raised by wait, as a backend whose watchdog fired does."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.failure: Exception | None = None
+        self.waited: list[timedelta] = []
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self, timeout: timedelta) -> None:
+        self.waited.append(timeout)
+        if self.failure is not None:
+            raise self.failure
+
+
+class Group:
+    def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
+        self.ranks = ranks
+        self._rank = rank
+
+    def rank(self) -> int:
+        return self.ranks.index(self._rank)
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class RecordedDistributed:
+    """torch.distributed as `rank` of a job with two pipelines of four stages sees it; fills receives from `inbox`."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.made: list[tuple[int, ...]] = []
+        self.destroyed: list[Group] = []
+        self.transfers: list[tuple[str, int, tuple[int, ...], torch.Tensor, Work]] = []
+        self.inbox: dict[int, list[torch.Tensor]] = {}
+        self.broken = False
+
+    def new_group(self, ranks: list[int], timeout: timedelta, backend: str, group_desc: str) -> Group | None:
+        assert (timeout, backend) == (timedelta(seconds=5), "nccl")
+        self.made.append(tuple(ranks))
+        return Group(tuple(ranks), self.rank) if self.rank in ranks else None
+
+    def get_backend(self, group: Group) -> str:
+        return "nccl"
+
+    def get_world_size(self) -> int:
+        return 8
+
+    def get_global_rank(self, group: Group, stage: int) -> int:
+        return group.ranks[stage]
+
+    def all_gather_object(self, gathered: list[Any], mine: Any) -> None:
+        assert mine in PIPELINES
+        gathered[:] = [PIPELINES[rank % 2] for rank in range(8)]
+
+    def destroy_process_group(self, group: Group) -> None:
+        self.destroyed.append(group)
+
+    def isend(self, tensor: torch.Tensor, peer: int, group: Group) -> Work:
+        return self._transfer("send", tensor, peer, group)
+
+    def irecv(self, tensor: torch.Tensor, peer: int, group: Group) -> Work:
+        if self.inbox.get(peer):
+            tensor.copy_(self.inbox[peer].pop(0))
+        return self._transfer("receive", tensor, peer, group)
+
+    def _transfer(self, name: str, tensor: torch.Tensor, peer: int, group: Group) -> Work:
+        if self.broken:
+            raise RuntimeError("NCCL communicator was aborted")
+        work = Work()
+        self.transfers.append((name, peer, group.ranks, tensor, work))
+        return work
+
+
+@pytest.fixture
+def distributed(monkeypatch: pytest.MonkeyPatch) -> RecordedDistributed:
+    recorded = RecordedDistributed(rank=2)
+    for name in ("new_group", "get_backend", "get_world_size", "get_global_rank", "all_gather_object"):
+        monkeypatch.setattr(stream_path.dist, name, getattr(recorded, name))
+    for name in ("destroy_process_group", "isend", "irecv"):
+        monkeypatch.setattr(stream_path.dist, name, getattr(recorded, name))
+    return recorded
+
+
+@pytest.fixture
+def transport(distributed: RecordedDistributed) -> StreamTransport:
+    """Stage 1 of the pipeline (0, 2, 4, 6)."""
+    return StreamTransport(Group(PIPELINES[0], rank=2), timeout_s=5.0)  # type: ignore[arg-type]
+
+
+def test_one_group_per_directed_link_made_alike_by_all_ranks(
+    distributed: RecordedDistributed, transport: StreamTransport
+) -> None:
+    expected = []
+    for p in PIPELINES:
+        links = [(0, 1), (0, 3), (1, 0), (1, 2), (2, 1), (2, 3), (3, 0), (3, 2)]
+        expected += [(p[source], p[target]) for source, target in links]
+    assert distributed.made == expected
+    transport.describe(FIXED)
+    transport.post_send(key(0), 2, torch.zeros(2, 3))
+    transport.post_send(key(0, Direction.GRADIENT), 0, torch.zeros(2, 3))
+    transport.post_receive(key(1), 0)
+    transport.post_receive(key(1, Direction.GRADIENT), 2)
+    ends = [(name, peer, link) for name, peer, link, _tensor, _work in distributed.transfers]
+    assert ends == [("send", 4, (2, 4)), ("send", 0, (2, 0)), ("receive", 0, (0, 2)), ("receive", 4, (4, 2))]
+    transport.close()
+    transport.close()
+    assert sorted(group.ranks for group in distributed.destroyed) == [(0, 2), (2, 0), (2, 4), (4, 2)]
+
+
+def test_receives_are_posted_at_once_and_in_order(distributed: RecordedDistributed, transport: StreamTransport) -> None:
+    transport.describe(FIXED)
+    distributed.inbox[0] = [torch.full((2, 3), float(number)) for number in range(3)]
+    for number in range(3):
+        transport.post_receive(key(number), 0)
+    assert len(distributed.transfers) == 3
+    assert not transport.ready(key(1))
+    distributed.transfers[1][-1].done = True
+    assert [transport.ready(key(number)) for number in range(3)] == [False, True, False]
+    for number in (2, 0, 1):
+        assert torch.equal(transport.wait(key(number), time.monotonic() + 1.0), torch.full((2, 3), float(number)))
+    assert len(distributed.transfers) == 3
+
+
+def test_a_header_goes_before_a_body_of_varying_shape(
+    distributed: RecordedDistributed, transport: StreamTransport
+) -> None:
+    transport.describe(VARYING)
+    body = torch.arange(12.0).view(3, 4).t()
+    transport.post_send(key(0), 2, body)
+    (_, _, _, header, _), (_, _, _, sent, _) = distributed.transfers
+    assert torch.equal(header, encode_shape((4, 3), CPU))
+    assert torch.equal(sent, body)
+    assert sent.is_contiguous()
+
+
+def test_varying_shapes_are_received_in_the_senders_order_whoever_is_asked_for_first(
+    distributed: RecordedDistributed, transport: StreamTransport
+) -> None:
+    transport.describe(VARYING)
+    bodies = [torch.full((number + 1, 2), float(number)) for number in range(3)]
+    distributed.inbox[0] = [part for body in bodies for part in (encode_shape(body.shape, CPU), body)]
+    for number in range(3):
+        transport.post_receive(key(number), 0)
+    assert distributed.transfers == []
+    assert not transport.ready(key(0))
+    for number in (1, 0, 2):
+        assert torch.equal(transport.wait(key(number), time.monotonic() + 1.0), bodies[number])
+    assert [tuple(tensor.shape) for *_, tensor, _work in distributed.transfers] == [
+        shape for body in bodies for shape in ((9,), tuple(body.shape))
+    ]
+
+
+def test_sent_tensors_are_held_until_their_send_is_done(
+    distributed: RecordedDistributed, transport: StreamTransport
+) -> None:
+    transport.describe(FIXED)
+    works = []
+    for number in range(3):
+        transport.post_send(key(number), 2, torch.zeros(2, 3))
+        works.append(distributed.transfers[-1][-1])
+        works[0].done = True
+    transport.flush(time.monotonic() + 1.0)
+    assert [len(work.waited) for work in works] == [0, 1, 1], "only what has not left is waited for"
+    transport.flush(time.monotonic() + 1.0)
+    assert [len(work.waited) for work in works] == [0, 1, 1]
+
+
+def test_waits_are_bounded_by_the_deadline(distributed: RecordedDistributed, transport: StreamTransport) -> None:
+    transport.describe(FIXED)
+    transport.post_receive(key(0), 0)
+    transport.wait(key(0), time.monotonic() + 2.0)
+    (allowed,) = distributed.transfers[0][-1].waited
+    assert timedelta(seconds=1.5) < allowed <= timedelta(seconds=2.0)
+    transport.post_receive(key(1), 0)
+    transport.wait(key(1), time.monotonic() - 1.0)
+    (allowed,) = distributed.transfers[1][-1].waited
+    assert timedelta(0) < allowed < timedelta(seconds=0.1), "an expired deadline is not an endless one"
+
+
+def _fail_receive(distributed: RecordedDistributed, transport: StreamTransport) -> None:
+    transport.post_receive(key(7), 0)
+    distributed.transfers[-1][-1].failure = RuntimeError("watchdog timeout")
+    transport.wait(key(7), time.monotonic() + 1.0)
+
+
+def _fail_send(distributed: RecordedDistributed, transport: StreamTransport) -> None:
+    transport.post_send(key(7), 2, torch.zeros(2, 3))
+    distributed.transfers[-1][-1].failure = RuntimeError("watchdog timeout")
+    transport.flush(time.monotonic() + 1.0)
+
+
+def _post_receive_on_broken_link(distributed: RecordedDistributed, transport: StreamTransport) -> None:
+    distributed.broken = True
+    transport.post_receive(key(7), 0)
+
+
+def _post_send_on_broken_link(distributed: RecordedDistributed, transport: StreamTransport) -> None:
+    distributed.broken = True
+    transport.post_send(key(7), 2, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("fail", "link", "cause"),
+    [
+        (_fail_receive, "0->1", "watchdog timeout"),
+        (_fail_send, "1->2", "watchdog timeout"),
+        (_post_receive_on_broken_link, "0->1", "communicator was aborted"),
+        (_post_send_on_broken_link, "1->2", "communicator was aborted"),
+    ],
+)
+def test_errors_name_stage_link_key_cause_and_remedy(
+    distributed: RecordedDistributed,
+    transport: StreamTransport,
+    fail: Callable[[RecordedDistributed, StreamTransport], None],
+    link: str,
+    cause: str,
+) -> None:
+    transport.describe(FIXED)
+    with pytest.raises(TransportError) as failed:
+        fail(distributed, transport)
+    for part in ("stage 1", f"link {link}", str(key(7)), cause, "Look at the stage at the other end"):
+        assert part in str(failed.value)
+    assert isinstance(failed.value.__cause__, RuntimeError)
+
+
+def test_arrivals_are_not_timed(transport: StreamTransport) -> None:
+    assert transport.take_times() == ((), ())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_link_carries_messages_between_processes(start_ranks: Callable[..., object], ranks: int) -> None:
+    scenarios = ["contents", "varying", "every_link"] if ranks == 2 else ["every_link"]
+    start_ranks(ranks, [RANKS, "stream", *scenarios], timeout_s=60.0)

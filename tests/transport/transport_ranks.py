@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks do in the tests of transports over gloo: `transport_ranks.py {torch,stream} SCENARIO...`.
+
+A scenario checks on its rank and raises when something is wrong. The pipeline's group is the whole job.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from adaptra_megatron.transport.messages import (
+    Direction,
+    MessageKey,
+    MessageTimes,
+    TensorSpecification,
+    Transport,
+    TransportError,
+)
+from adaptra_megatron.transport.stream_path import StreamTransport
+from adaptra_megatron.transport.torch_path import WaitingThreadTransport
+
+CPU = torch.device("cpu")
+MEBIBYTE = 1 << 20
+CONTENTS = [
+    ((1,), torch.uint8),
+    ((1,), torch.int64),
+    ((1, 1, 1), torch.bfloat16),
+    ((3, 5, 7), torch.float32),
+    ((129, 2, 33), torch.bfloat16),
+    ((64, 4, 1024), torch.float32),
+    ((2, 3, 4, 5, 6), torch.int64),
+    ((4 * MEBIBYTE,), torch.float32),
+]
+VARYING = [(7, 2, 16), (1, 2, 16), (300, 1, 16), (), (5,)]
+
+
+def activation(micro_batch: int, *, chunk: int = 0, iteration: int = 0) -> MessageKey:
+    return MessageKey(iteration, Direction.ACTIVATION, chunk, micro_batch)
+
+
+def gradient(micro_batch: int, *, chunk: int = 0, iteration: int = 0) -> MessageKey:
+    return MessageKey(iteration, Direction.GRADIENT, chunk, micro_batch)
+
+
+def content(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """The same on every rank for the same arguments, different for any other seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, shape, dtype=torch.int32, generator=generator).to(dtype)
+
+
+def expect(transport: Transport, key: MessageKey, expected: torch.Tensor) -> None:
+    received = transport.wait(key, time.monotonic() + 20.0)
+    assert received.dtype == expected.dtype, f"{key}: {received.dtype} instead of {expected.dtype}"
+    assert received.shape == expected.shape, f"{key}: {received.shape} instead of {expected.shape}"
+    assert torch.equal(received, expected), f"{key}: other content"
+    assert received.grad_fn is None
+
+
+def flush(transport: Transport) -> None:
+    transport.flush(time.monotonic() + 20.0)
+
+
+def contents(transport: Transport) -> None:
+    """Both ranks send every shape and dtype to each other at the same time."""
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    for number, (shape, dtype) in enumerate(CONTENTS):
+        transport.describe(TensorSpecification(shape, dtype, CPU))
+        keys = (activation(number), gradient(number))
+        transport.post_receive(keys[peer], peer)
+        transport.post_send(keys[rank], peer, content(shape, dtype, 2 * number + rank))
+        expect(transport, keys[peer], content(shape, dtype, 2 * number + peer))
+        flush(transport)
+    transport.describe(TensorSpecification((6, 4), torch.float32, CPU))
+    transport.post_receive(activation(0, iteration=1), peer)
+    transposed = content((4, 6), torch.float32, 0).t().requires_grad_()  # neither contiguous nor free of autograd
+    transport.post_send(activation(0, iteration=1), peer, transposed * 1.0)
+    expect(transport, activation(0, iteration=1), content((4, 6), torch.float32, 0).t())
+    flush(transport)
+
+
+def other_order(transport: Transport) -> None:
+    """Rank 1 posts receives ahead from both neighbours and consumes them in another order, over three iterations."""
+    rank, count, shape = dist.get_rank(), 4, (16, 3)
+    transport.describe(TensorSpecification(shape, torch.float32, CPU))
+    for iteration in range(3):
+        keys = [key(i, iteration=iteration, chunk=chunk) for i in range(count) for chunk, key in enumerate(_KINDS)]
+        if rank == 1:
+            for source in (0, 2):
+                for key in keys:
+                    transport.post_receive(_from(key, source), source)
+            for key in reversed(keys):
+                for source in (2, 0):
+                    expect(transport, _from(key, source), content(shape, torch.float32, _seed(key, source)))
+        else:
+            for key in keys:
+                transport.post_send(_from(key, rank), 1, content(shape, torch.float32, _seed(key, rank)))
+            flush(transport)
+
+
+_KINDS = (activation, gradient)
+
+
+def _from(key: MessageKey, source: int) -> MessageKey:
+    """Keys name a message of the job once, so the two sources send to different chunks."""
+    return key._replace(chunk=2 * key.chunk + (source == 2))
+
+
+def _seed(key: MessageKey, source: int) -> int:
+    """Content says who sent it, as which key and in which iteration: any mix-up is seen."""
+    return ((key.iteration * 100 + key.micro_batch) * 10 + key.chunk) * 10 + source
+
+
+def varying(transport: Transport) -> None:
+    """Shapes that the receiver does not know; consumed in another order than sent."""
+    transport.describe(TensorSpecification(None, torch.bfloat16, CPU))
+    if dist.get_rank() == 0:
+        for number, shape in enumerate(VARYING):
+            transport.post_send(activation(number), 1, content(shape, torch.bfloat16, number))
+        flush(transport)
+        return
+    for number in range(len(VARYING)):
+        transport.post_receive(activation(number), 0)
+    for number in (1, 0, 4, 3, 2):
+        expect(transport, activation(number), content(VARYING[number], torch.bfloat16, number))
+
+
+def swapped(transport: Transport) -> None:
+    """The storage under a sent tensor is swapped at once; the bytes arrive, and are let go when they have left."""
+    shape, refs = (MEBIBYTE,), []
+    transport.describe(TensorSpecification(shape, torch.float32, CPU))
+    if dist.get_rank() == 0:
+        with _watched_sends(refs):
+            tensor = content(shape, torch.float32, 5)
+            transport.post_send(activation(0), 1, tensor)
+        tensor.data = torch.empty(1)  # Megatron's deallocate_output_tensor
+        time.sleep(0.2)
+        assert all(ref() is not None for ref in refs), "let go before the receiver had posted: cannot have been sent"
+        dist.barrier()
+        flush(transport)
+        _until(lambda: all(ref() is None for ref in refs), "the sent tensor is still held after it has left")
+        assert len(refs) == 2
+        return
+    dist.barrier()
+    transport.post_receive(activation(0), 0)
+    expect(transport, activation(0), content(shape, torch.float32, 5))
+
+
+@contextmanager
+def _watched_sends(refs: list[weakref.ref[Any]]) -> Iterator[None]:
+    isend = dist.isend
+
+    def watched(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = isend(tensor, *args, **kwargs)
+        refs.extend((weakref.ref(tensor), weakref.ref(work)))
+        return work
+
+    dist.isend = watched
+    try:
+        yield
+    finally:
+        dist.isend = isend
+
+
+def _until(condition: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.005)
+
+
+def times(transport: Transport) -> None:
+    """Posted before sent before arrived; arrival is when it came, not when somebody asked."""
+    transport.describe(TensorSpecification((8,), torch.float32, CPU))
+    moment = torch.zeros(1, dtype=torch.float64)
+    if dist.get_rank() == 0:
+        dist.barrier()
+        time.sleep(0.3)
+        transport.post_send(activation(0), 1, torch.ones(8))
+        flush(transport)
+        (sent,), received = transport.take_times()
+        assert (sent.key, sent.peer, received) == (activation(0), 1, [])
+        dist.send(torch.tensor([sent.posted_s], dtype=torch.float64), 1)
+        return
+    transport.post_receive(activation(0), 0)
+    assert not transport.ready(activation(0))
+    dist.barrier()
+    dist.recv(moment, 0)
+    _until(lambda: transport.ready(activation(0)), "a message that was sent does not become ready")
+    time.sleep(0.3)
+    asked_s = time.monotonic()
+    transport.wait(activation(0), asked_s)  # a deadline that is over already: nothing to wait for
+    sent, (received,) = transport.take_times()
+    assert sent == []
+    assert received == MessageTimes(activation(0), 0, received.posted_s, received.done_s)
+    assert received.posted_s < moment.item() <= received.done_s < asked_s - 0.25
+    assert transport.take_times() == ([], [])
+
+
+def silent(transport: Transport) -> None:
+    """Rank 0 lives but never sends, and never receives."""
+    transport.describe(TensorSpecification((MEBIBYTE,), torch.float32, CPU))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        transport.post_receive(activation(3, chunk=1, iteration=9), 0)
+        text = _failure(lambda: transport.wait(activation(3, chunk=1, iteration=9), time.monotonic() + 0.4), 0.4, 1.4)
+        for part in ("stage 1", "link 0->1", str(activation(3, chunk=1, iteration=9)), "deadline", "Look at stage 0"):
+            assert part in text, f"{part!r} is missing in: {text}"
+        transport.post_send(gradient(3), 0, torch.zeros(MEBIBYTE))
+        text = _failure(lambda: transport.flush(time.monotonic() + 0.4), 0.4, 1.4)
+        for part in ("stage 1", "link 1->0", str(gradient(3)), "restart"):
+            assert part in text, f"{part!r} is missing in: {text}"
+        start_s = time.monotonic()
+        transport.close()
+        assert time.monotonic() - start_s < 5.0, "close() waits for a silent peer"
+    _leave_together()
+
+
+def killed(transport: Transport) -> None:
+    """Rank 0 dies by SIGKILL while rank 1 waits for it; later calls fail as well, with the same error."""
+    transport.describe(TensorSpecification((MEBIBYTE,), torch.float32, CPU))
+    transport.post_receive(activation(0), 1 - dist.get_rank())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    text = _failure(lambda: transport.wait(activation(0), time.monotonic() + 10.0), 0.0, 11.0)
+    assert "link 0->1" in text
+    assert "Look at stage 0" in text
+
+    def send_and_flush() -> None:
+        transport.post_send(gradient(0), 0, torch.zeros(MEBIBYTE))
+        transport.flush(time.monotonic() + 5.0)
+
+    def receive() -> None:
+        transport.post_receive(activation(1), 0)
+        transport.wait(activation(1), time.monotonic() + 5.0)
+
+    assert "link 1->0" in _failure(send_and_flush, 0.0, 6.0)
+    assert str(activation(1)) in _failure(receive, 0.0, 6.0)
+    transport.close()
+    sys.stdout.write("survived\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _failure(call: Callable[[], object], least_s: float, most_s: float) -> str:
+    start_s = time.monotonic()
+    with pytest.raises(TransportError) as failed:
+        call()
+    took_s = time.monotonic() - start_s
+    assert least_s <= took_s <= most_s, f"took {took_s:.2f} s, not {least_s}..{most_s}: {failed.value}"
+    return str(failed.value)
+
+
+def _leave_together() -> None:
+    """Broken pairs make an orderly tear-down impossible: wait for everybody through the store, and go."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add("left", 1)
+    _until(lambda: store.add("left", 0) == dist.get_world_size(), "the other rank did not finish")
+    time.sleep(0.3 * (dist.get_rank() == 0))  # rank 0 serves the store
+    os._exit(0)
+
+
+def closed(transport: Transport) -> None:
+    """close() ends the threads, twice does no harm."""
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    transport.describe(TensorSpecification((4,), torch.float32, CPU))
+    transport.post_receive(activation(peer), peer)
+    transport.post_send(activation(rank), peer, torch.ones(4))
+    expect(transport, activation(peer), torch.ones(4))
+    flush(transport)
+    assert len(_threads()) == 2, f"one thread to wait for sends and one for receives, not {_threads()}"
+    transport.close()
+    assert not _threads()
+    transport.close()
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("adaptra-")]
+
+
+def every_link(transport: Transport) -> None:
+    """All ranks send to both neighbours, the wrap-around link included."""
+    rank, size, shape = dist.get_rank(), dist.get_world_size(), (5, 2)
+    transport.describe(TensorSpecification(shape, torch.float32, CPU))
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for micro_batch in range(3):
+        transport.post_receive(activation(micro_batch), before)
+        transport.post_receive(gradient(micro_batch), after)
+    for micro_batch in range(3):
+        transport.post_send(activation(micro_batch), after, content(shape, torch.float32, 10 * micro_batch + rank))
+        transport.post_send(gradient(micro_batch), before, content(shape, torch.float32, 100 + 10 * micro_batch + rank))
+    for micro_batch in range(3):
+        expect(transport, gradient(micro_batch), content(shape, torch.float32, 100 + 10 * micro_batch + after))
+        expect(transport, activation(micro_batch), content(shape, torch.float32, 10 * micro_batch + before))
+    flush(transport)
+
+
+SCENARIOS = (contents, other_order, varying, swapped, times, silent, killed, closed, every_link)
+
+
+def main(names: list[str], path: str) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    # The emulation's isend keeps storage alive as NCCL would; here the transport itself has to.
+    dist.isend = inspect.unwrap(dist.isend)
+    # Groups that only some ranks are in, as Megatron's embedding groups are.
+    dist.new_group([0])
+    scenarios = {scenario.__name__: scenario for scenario in SCENARIOS}
+    for name in names:
+        transport: Transport
+        if path == "stream":
+            transport = StreamTransport(dist.group.WORLD, 30.0)
+        else:
+            transport = WaitingThreadTransport(dist.group.WORLD, 4, 30.0)
+        scenarios[name](transport)
+        transport.close()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[2:], sys.argv[1])
