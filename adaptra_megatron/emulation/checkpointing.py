@@ -1,29 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's distributed checkpoints: model, optimizer, schedule of the learning rate, iteration."""
+"""Megatron's distributed checkpoints: model, optimizer, schedule of the learning rate, random state, iteration."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.utils import unwrap_model
 
 LATEST = "latest_checkpointed_iteration.txt"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read; the message names the file and the remedy."""
+    """A checkpoint cannot be read or written; the message says why and what to do."""
+
+
+def check_can_save() -> None:
+    """Refuse now what would hang at the first save: Megatron's writer processes die without psutil, unnoticed.
+
+    Raises:
+        CheckpointError: psutil is missing.
+    """
+    if importlib.util.find_spec("psutil") is None:
+        raise CheckpointError("--save needs psutil, which Megatron's checkpoint writer uses: pip install psutil")
 
 
 def _sharded_state(model: list[Any], optimizer: Any, scheduler: Any, *, is_loading: bool) -> dict[str, Any]:
-    names = ["model"] if len(model) == 1 else [f"model{index}" for index in range(len(model))]
-    state: dict[str, Any] = {name: chunk.sharded_state_dict() for name, chunk in zip(names, model, strict=True)}
+    state: dict[str, Any] = {name: chunk.sharded_state_dict() for name, chunk in _named_chunks(model)}
     metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
     state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=metadata)
     state["opt_param_scheduler"] = scheduler.state_dict()
+    state["rng_state"] = ShardedObject("rng_state", _rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
     return state
+
+
+def _named_chunks(model: list[Any]) -> list[tuple[str, Any]]:
+    """Megatron's names in checkpoints, and the modules within their wrappers."""
+    chunks = unwrap_model(model)
+    return [("model" if len(chunks) == 1 else f"model{index}", chunk) for index, chunk in enumerate(chunks)]
+
+
+def _rng_state() -> dict[str, Any]:
+    return {"torch": torch.get_rng_state(), "tracker": dict(get_cuda_rng_tracker().get_states())}
 
 
 def save_checkpoint(args: argparse.Namespace, model: list[Any], optimizer: Any, scheduler: Any, iteration: int) -> None:
@@ -48,6 +73,8 @@ def save_checkpoint(args: argparse.Namespace, model: list[Any], optimizer: Any, 
 def load_checkpoint(args: argparse.Namespace, model: list[Any], optimizer: Any, scheduler: Any) -> int:
     """Read the latest checkpoint under --load. Returns the number of iterations it was trained for. Collective.
 
+    The layout (ranks, stages, chunks) must be that of the run that saved.
+
     Raises:
         CheckpointError: there is none.
     """
@@ -55,12 +82,13 @@ def load_checkpoint(args: argparse.Namespace, model: list[Any], optimizer: Any, 
     if not latest.is_file():
         raise CheckpointError(f"there is no checkpoint in {args.load} (no file {latest}): leave --load out to start")
     directory = Path(args.load) / f"iter_{int(latest.read_text()):07d}"
-    # A distributed optimizer lays its state out at the first step; the plan to load needs the layout.
     state = _sharded_state(model, optimizer, scheduler, is_loading=True)
     state["iteration"] = 0
     loaded = dist_checkpointing.load(state, str(directory))
-    for index, chunk in enumerate(model):
-        chunk.load_state_dict(loaded["model" if len(model) == 1 else f"model{index}"])
+    for name, chunk in _named_chunks(model):
+        chunk.load_state_dict(loaded[name])
     optimizer.load_state_dict(loaded["optimizer"])
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    torch.set_rng_state(loaded["rng_state"]["torch"])
+    get_cuda_rng_tracker().set_states(loaded["rng_state"]["tracker"])
     return int(loaded["iteration"])

@@ -22,7 +22,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
 from adaptra_megatron.emulation.arguments import TrainingArgumentsError, check_arguments
-from adaptra_megatron.emulation.checkpointing import load_checkpoint, save_checkpoint
+from adaptra_megatron.emulation.checkpointing import check_can_save, load_checkpoint, save_checkpoint
 from adaptra_megatron.emulation.compute import EmulatedCompute, parse_compute
 from adaptra_megatron.emulation.data import Batch, build_datasets, micro_batches
 from adaptra_megatron.emulation.link_faults import parse_link_fault
@@ -103,6 +103,8 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, links: SlowLinks | None = None) -> None:
         self.args = args
         self._links = links
+        if args.save:
+            check_can_save()
         self.result = TrainingResult()
         seed_everything(args.seed)
         self.config = build_config(args)
@@ -110,7 +112,6 @@ class Trainer:
         self.optimizer, self.scheduler = build_optimizer(args, self.config, self.model)
         self.iteration = load_checkpoint(args, self.model, self.optimizer, self.scheduler) if args.load else 0
         self.training_data, self.validation_data = build_datasets(args)
-        self._evaluations = 0
         device = torch.cuda.current_device()
         length = args.seq_length
         self._attention_mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
@@ -223,8 +224,8 @@ class Trainer:
 
     def _evaluate(self) -> None:
         args = self.args
-        consumed = self._evaluations * args.eval_iters * args.global_batch_size
-        self._evaluations += 1
+        earlier = self.iteration // args.eval_interval - 1
+        consumed = earlier * args.eval_iters * args.global_batch_size
         iterators = self._iterators(self.validation_data, consumed)
         for chunk in self.model:
             chunk.eval()
