@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -23,7 +24,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: 0, or 2 with one line on stderr for bad input."""
+    """Run one command; return its exit status: 0, 2 with one line on stderr for bad input, 1 if stdout was closed."""
     parser: argparse.ArgumentParser = _Parser(
         prog="adaptra", description="Pipeline schedules for Megatron-core: plan them, simulate them."
     )
@@ -34,6 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough; without this Python complains once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (InputError, CostError, ScheduleError) as error:
         message = " ".join(str(error).split())
         print(f"{parser.prog}: {message}", file=sys.stderr)

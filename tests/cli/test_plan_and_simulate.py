@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -228,6 +229,16 @@ def test_a_deadlocked_csv_is_refused_naming_who_waits(write: Any, capsys: pytest
         "deadlock, each of these stands in its stage's order in front of what the next one waits for: "
         "stage 0 B(micro-batch 0, chunk 0) waits for stage 1 B(micro-batch 0, chunk 0)"
     ) in refused(capsys, "simulate", costs, "--schedule", write(csv, "deadlock.csv"))
+
+
+@pytest.mark.parametrize("arguments", [("plan",), ("simulate", "--schedule", "gpipe", "--json")])
+def test_a_reader_that_closes_the_pipe_gets_no_traceback(arguments: tuple[str, ...], write: Any) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "adaptra_megatron.cli", *arguments, write(DOCUMENT)]
+    with os.fdopen(writer, "wb") as closed:
+        ran = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["plan", "--help"], ["simulate", "--help"]])

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is shipped, that both ways to install it work, and that importing it costs nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTENSION = f"adaptra_megatron/schedule/_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+NOT_SOURCE = (".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", "*.so", ".*_cache", ".hypothesis")
+
+
+def run(*command: object, directory: Path) -> str:
+    """Output of a command; its whole output is the message if it fails."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    ran = subprocess.run(
+        [str(part) for part in command], cwd=directory, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert ran.returncode == 0, f"{command} exits with {ran.returncode}:\n{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the source tree as a fresh clone has it, so that builds leave nothing in this one."""
+    copy = tmp_path_factory.mktemp("source") / "adaptra-megatron"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_SOURCE))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def distributions(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The source distribution, and the wheel built from nothing but it."""
+    out = tmp_path_factory.mktemp("distributions")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source, directory=out)
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return sdist, wheel
+
+
+def fresh_environment(directory: Path) -> Path:
+    """Interpreter of a new virtual environment that sees this one's packages behind its own: torch is large."""
+    venv.create(directory, with_pip=False, symlinks=True)
+    paths = sysconfig.get_paths(vars={"base": str(directory), "platbase": str(directory)})
+    packages = Path(paths["purelib"])
+    (packages / "development_environment.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n")
+    return directory / "bin" / "python"
+
+
+def install(interpreter: Path, *what: object, directory: Path) -> None:
+    pip = (sys.executable, "-m", "pip", "--python", interpreter, "install", "--quiet")
+    # What this environment has installed is visible in the fresh one too, and must not count as installed there.
+    run(*pip, "--no-deps", "--no-build-isolation", "--ignore-installed", *what, directory=directory)
+
+
+USE = """
+import adaptra_megatron, adaptra_megatron.patches, adaptra_megatron.schedule._native
+from adaptra_megatron.schedule.costs import uniform_costs
+from adaptra_megatron.schedule.planner import plan
+plan(uniform_costs(2, 4, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0))
+for module in (adaptra_megatron, adaptra_megatron.patches, adaptra_megatron.schedule._native):
+    print(module.__file__)
+"""
+
+
+def used_files(interpreter: Path, directory: Path) -> list[Path]:
+    """Where the package, its patches and its extension come from when used away from the source tree."""
+    return [Path(line) for line in run(interpreter, "-c", USE, directory=directory).splitlines()]
+
+
+def test_the_source_distribution_is_complete(source: Path, distributions: tuple[Path, Path]) -> None:
+    with tarfile.open(distributions[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for folder in ("adaptra_megatron", "csrc", "patches", "tests", "scripts"):
+        expected = {
+            str(path.relative_to(source))
+            for pattern in ("*.py", "*.pyi", "*.cpp", "*.hpp", "*.sh")
+            for path in (source / folder).rglob(pattern)
+        }
+        assert expected
+        assert expected <= names
+    assert {"LICENSE", "Makefile", "README.md", "pyproject.toml", "setup.py", ".ci/run"} <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+def test_the_wheel_carries_patches_and_the_extension(source: Path, distributions: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(distributions[1]) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
+    expected = {f"adaptra_megatron/patches/{path.name}" for path in (source / "patches").glob("*.py")}
+    expected |= {str(path.relative_to(source)) for path in (source / "adaptra_megatron").rglob("*.py")}
+    assert expected | {EXTENSION, "adaptra_megatron/py.typed", "adaptra_megatron/schedule/_native.pyi"} <= names
+    assert all(name.startswith(("adaptra_megatron/", "adaptra_megatron-")) for name in names)
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    required = {line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist")}
+    assert {"torch>=2.6", "megatron-core<0.17,>=0.16.1"} <= required
+
+
+def test_an_installed_wheel_works(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+    interpreter = fresh_environment(tmp_path / "environment")
+    install(interpreter, distributions[1], directory=tmp_path)
+    for file in used_files(interpreter, tmp_path):
+        assert file.is_relative_to(tmp_path / "environment")
+    assert "adaptra 0." in run(interpreter.parent / "adaptra", "--version", directory=tmp_path)
+
+
+def test_an_editable_install_works(source: Path, tmp_path: Path) -> None:
+    interpreter = fresh_environment(tmp_path / "environment")
+    install(interpreter, "--editable", source, directory=tmp_path)
+    package, patches, native = used_files(interpreter, tmp_path)
+    assert package == source / "adaptra_megatron" / "__init__.py"
+    assert patches == source / "patches" / "__init__.py"
+    assert native == source / EXTENSION
+    assert "adaptra 0." in run(interpreter.parent / "adaptra", "--version", directory=tmp_path)
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import sys, adaptra_megatron; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    loaded = run(sys.executable, "-c", code, directory=ROOT).split()
+    assert "adaptra_megatron" in loaded
+    assert not {"torch", "megatron", "numpy"} & set(loaded)
+
+
+def test_importing_the_package_is_quick() -> None:
+    """Fastest of several, because other work shares the machine."""
+    code = "import time; start = time.perf_counter(); import adaptra_megatron; print(time.perf_counter() - start)"
+    seconds = [float(run(sys.executable, "-c", code, directory=ROOT)) for _ in range(5)]
+    assert min(seconds) < 0.05
