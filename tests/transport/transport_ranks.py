@@ -150,8 +150,8 @@ def swapped(transport: Transport) -> None:
         time.sleep(0.2)
         assert all(ref() is not None for ref in refs), "let go before the receiver had posted: cannot have been sent"
         dist.barrier()
-        flush(transport)
         _until(lambda: all(ref() is None for ref in refs), "the sent tensor is still held after it has left")
+        flush(transport)
         assert len(refs) == 2
         return
     dist.barrier()
