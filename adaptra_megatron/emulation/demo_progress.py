@@ -33,7 +33,7 @@ Show = Callable[[Step], None]
 
 @dataclass
 class ProgressReader:
-    """Turns lines of the last rank's log into steps; the runs follow each other, so a smaller number is the next run's."""
+    """Turns lines of the last rank's log into steps. Runs follow each other: a smaller number is the next run's."""
 
     setup: DemoSetup
     runs: Sequence[str]
