@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings are checked at birth, and the flags say what they take."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaptra_megatron.config import POLICIES, AdaptraConfig, ConfigError, add_adaptra_arguments, config_from_arguments
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "given"
+    path.write_text("")
+    return path
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    assert add_adaptra_arguments(parser) is parser
+    return parser
+
+
+def test_defaults_are_valid_and_settings_do_not_change() -> None:
+    config = AdaptraConfig()
+    assert config.policy == "adapt"
+    with pytest.raises(FrozenInstanceError):
+        config.policy = "off"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        AdaptraConfig("adapt")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("policy", ["", "Adapt", "on", None])
+def test_unknown_policy_is_refused(policy: Any) -> None:
+    with pytest.raises(ConfigError, match=f"--adaptra-policy is {policy!r}.*off, observe, adapt"):
+        AdaptraConfig(policy=policy)
+
+
+def test_a_plan_and_costs_exclude_each_other(file: Path) -> None:
+    with pytest.raises(ConfigError, match="--adaptra-plan-csv and --adaptra-costs exclude each other"):
+        AdaptraConfig(plan_csv=file, costs_json=file)
+    AdaptraConfig(plan_csv=file)
+    AdaptraConfig(costs_json=file)
+
+
+@pytest.mark.parametrize("policy", ["off", "observe"])
+@pytest.mark.parametrize("given", ["plan_csv", "costs_json"])
+def test_a_plan_needs_the_policy_that_runs_it(policy: str, given: str, file: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--adaptra-policy {policy} keeps stock's; use --adaptra-policy adapt"):
+        AdaptraConfig(policy=policy, **{given: file})
+
+
+@pytest.mark.parametrize(("given", "flag"), [("plan_csv", "--adaptra-plan-csv"), ("costs_json", "--adaptra-costs")])
+def test_files_must_be_there(given: str, flag: str, tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(ConfigError, match=f"{flag}: there is no file {path}"):
+            AdaptraConfig(**{given: path})
+
+
+@pytest.mark.parametrize("cap", [0, 0.999, -1, math.inf, math.nan])
+def test_a_cap_has_room_for_one_activation(cap: float) -> None:
+    with pytest.raises(ConfigError, match=f"--adaptra-max-in-flight is {cap}; .* at least 1 activation"):
+        AdaptraConfig(max_in_flight=cap)
+    AdaptraConfig(max_in_flight=1)
+    AdaptraConfig(max_in_flight=1.5)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, math.inf, math.nan])
+def test_timeouts_are_positive_and_end(timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match=f"--adaptra-timeout-s is {timeout_s}; it must be above 0"):
+        AdaptraConfig(timeout_s=timeout_s)
+    AdaptraConfig(timeout_s=0.001)
+
+
+@pytest.mark.parametrize("lookahead", [0, -3])
+def test_at_least_one_receive_is_posted(lookahead: int) -> None:
+    with pytest.raises(ConfigError, match=f"receive_lookahead is {lookahead}"):
+        AdaptraConfig(receive_lookahead=lookahead)
+    AdaptraConfig(receive_lookahead=1)
+
+
+def test_flags_make_the_settings(parser: argparse.ArgumentParser, file: Path) -> None:
+    arguments = parser.parse_args(
+        f"--adaptra --adaptra-plan-csv {file} --adaptra-max-in-flight 12 "
+        "--adaptra-trace-dir traces --adaptra-timeout-s 2.5".split()
+    )
+    assert arguments.adaptra is True
+    assert config_from_arguments(arguments) == AdaptraConfig(
+        policy="adapt", plan_csv=file, max_in_flight=12.0, trace_dir=Path("traces"), timeout_s=2.5
+    )
+    arguments = parser.parse_args(["--adaptra-costs", str(file)])
+    assert config_from_arguments(arguments) == AdaptraConfig(costs_json=file)
+    with pytest.raises(ConfigError, match="--adaptra-timeout-s is 0.0"):
+        config_from_arguments(parser.parse_args(["--adaptra-timeout-s", "0"]))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_has_a_flag(parser: argparse.ArgumentParser, policy: str) -> None:
+    assert config_from_arguments(parser.parse_args(["--adaptra-policy", policy])).policy == policy
+
+
+def test_without_flags_adaptra_is_off_and_the_defaults_are_those_of_the_settings(
+    parser: argparse.ArgumentParser,
+) -> None:
+    arguments = parser.parse_args([])
+    assert arguments.adaptra is False
+    assert config_from_arguments(arguments) == AdaptraConfig()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--adaptra-policy sometimes", "invalid choice: 'sometimes'"),
+        ("--adaptra-timeout-s soon", "invalid float value"),
+        ("--adaptra-max-in-flight many", "invalid float value"),
+        ("--adaptra-costs", "expected one argument"),
+        ("--adaptra-cost x", "unrecognized arguments"),
+    ],
+)
+def test_wrong_flags_are_refused(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        parser.parse_args(line.split())
+    assert said in capsys.readouterr().err
+
+
+def test_help_has_a_group_of_its_own_and_names_units(parser: argparse.ArgumentParser) -> None:
+    (group,) = [group for group in parser._action_groups if group.title == "adaptra"]
+    flags = {action.option_strings[0]: action for action in group._group_actions}
+    assert set(flags) == {
+        "--adaptra",
+        "--adaptra-policy",
+        "--adaptra-plan-csv",
+        "--adaptra-costs",
+        "--adaptra-max-in-flight",
+        "--adaptra-trace-dir",
+        "--adaptra-timeout-s",
+    }
+    assert all(action.help for action in flags.values())
+    assert flags["--adaptra-timeout-s"].metavar == "SECONDS"
+    assert "activations (of one model chunk and micro-batch)" in str(flags["--adaptra-max-in-flight"].help)
+    for policy in POLICIES:
+        assert f"{policy}:" in str(flags["--adaptra-policy"].help)
+    assert "--adaptra-timeout-s SECONDS" in parser.format_help()
+
+
+def test_importing_the_settings_imports_nothing_heavy() -> None:
+    heavy = "{'torch', 'megatron', 'numpy'}"
+    code = f"import sys, adaptra_megatron, adaptra_megatron.config; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
