@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every message that is needed is produced, once, by the stage it is expected from; and no other is."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptra_megatron.schedule.actions import Action, Kind, Schedule
+from adaptra_megatron.schedule.classic import gpipe, stock_order
+from adaptra_megatron.schedule.routing import Message, needed, produced, sent_to
+from adaptra_megatron.schedule.split import split_backward
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    stages, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    if draw(st.booleans()) and (chunks == 1 or stages > 1):
+        schedule = stock_order(stages, stages * draw(st.integers(1, 3)), chunks)
+    else:
+        schedule = gpipe(stages, draw(st.integers(1, 7)), chunks=chunks)
+    return split_backward(schedule, draw(st.integers(0, 3) | st.none())) if draw(st.booleans()) else schedule
+
+
+@given(schedules())
+def test_needed_and_produced_are_inverse_over_whole_schedules(schedule: Schedule) -> None:
+    stages, chunks = schedule.stages, schedule.chunks
+    actions = [action for order in schedule.orders for action in order]
+    made = Counter(message for action in actions if (message := produced(action, stages, chunks)) is not None)
+    used = Counter(message for action in actions if (message := needed(action, stages, chunks)) is not None)
+    assert made == used
+    # Both directions cross each of the boundaries between virtual stages once per micro-batch.
+    assert sum(made.values()) == 2 * (stages * chunks - 1) * schedule.micro_batches
+    assert all(count == 1 for count in made.values())
+    assert all((message.target - message.source) % stages in (0, 1, stages - 1) for message in made)
+
+
+@given(schedules())
+def test_a_message_joins_neighbours_of_the_model(schedule: Schedule) -> None:
+    stages, chunks = schedule.stages, schedule.chunks
+    for action in (action for order in schedule.orders for action in order):
+        message = produced(action, stages, chunks)
+        position = action.chunk * stages + action.stage
+        if action.kind is Kind.FORWARD:
+            following: int | None = position + 1
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            following = None
+        else:
+            following = position - 1
+        if following is None or not 0 <= following < stages * chunks:
+            assert message is None
+        else:
+            assert message == Message(
+                action.stage,
+                following % stages,
+                action.kind is not Kind.FORWARD,
+                following // stages,
+                action.micro_batch,
+            )
+
+
+@given(schedules())
+def test_sent_to_keeps_the_senders_order(schedule: Schedule) -> None:
+    stages, chunks = schedule.stages, schedule.chunks
+    for order in schedule.orders:
+        sent = {target: sent_to(order, target, stages, chunks) for target in range(stages)}
+        for action in order:
+            message = produced(action, stages, chunks)
+            if message is not None:
+                assert sent[message.target].pop(0) == message
+        assert not any(sent.values())
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (Action(3, Kind.FORWARD, 0, 5), Message(3, 0, False, 1, 5)),
+        (Action(0, Kind.BACKWARD_INPUT, 1, 5), Message(0, 3, True, 0, 5)),
+        (Action(3, Kind.FORWARD, 1, 5), None),
+        (Action(0, Kind.BACKWARD, 0, 5), None),
+        (Action(2, Kind.BACKWARD_WEIGHT, 1, 5), None),
+    ],
+)
+def test_produced_at_the_seams_of_four_stages_of_two_chunks(action: Action, message: Message | None) -> None:
+    assert produced(action, 4, 2) == message
