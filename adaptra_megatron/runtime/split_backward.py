@@ -85,7 +85,8 @@ class WeightGradientQueue:
         finally:
             self._collected = None
             # The flag told DistributedDataParallel's hook to add nothing; the next whole backward must add again.
-            for weight, previous in self._flags:
+            # Last first: of a weight that was used twice, the first entry has what was there before.
+            for weight, previous in reversed(self._flags):
                 weight.grad_added_to_main_grad = previous  # type: ignore[attr-defined]
             self._flags.clear()
 
