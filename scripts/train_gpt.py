@@ -24,6 +24,7 @@ def main() -> None:
 
         # Of apex and Transformer Engine, which there are not for CPUs.
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+        warnings.filterwarnings("ignore", category=FutureWarning)  # Megatron calls what newer torch renamed
         args.distributed_backend = "gloo"
         install()
     from adaptra_megatron.emulation.process_groups import leave_job

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
@@ -82,12 +83,22 @@ def load_checkpoint(args: argparse.Namespace, model: list[Any], optimizer: Any, 
     if not latest.is_file():
         raise CheckpointError(f"there is no checkpoint in {args.load} (no file {latest}): leave --load out to start")
     directory = Path(args.load) / f"iter_{int(latest.read_text()):07d}"
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    distributed = [part for part in parts if isinstance(part, DistributedOptimizer)]
+    for part in distributed:
+        # Its state, and with it the plan to load, only exists after a step.
+        part._init_optimizer_states_with_dummy_values()
     state = _sharded_state(model, optimizer, scheduler, is_loading=True)
     state["iteration"] = 0
     loaded = dist_checkpointing.load(state, str(directory))
     for name, chunk in _named_chunks(model):
         chunk.load_state_dict(loaded[name])
     optimizer.load_state_dict(loaded["optimizer"])
+    for part in distributed:
+        # With torch's Adam, Megatron 0.16.1 restores the dummy step's count, in one tensor that all parameters share
+        # and count up. Every iteration is a step: nothing is skipped without a loss scale.
+        for state in part.optimizer.state.values():
+            state["step"] = torch.tensor(float(loaded["iteration"]))
     scheduler.load_state_dict(loaded["opt_param_scheduler"])
     torch.set_rng_state(loaded["rng_state"]["torch"])
     get_cuda_rng_tracker().set_states(loaded["rng_state"]["tracker"])
