@@ -39,6 +39,7 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--microbatch-group-size-per-virtual-pipeline-stage", type=int, default=None)
     group.add_argument("--sequence-parallel", action="store_true")
     group.add_argument("--no-overlap-p2p-communication", action="store_false", dest="overlap_p2p_comm")
+    group.add_argument("--variable-seq-lengths", action="store_true")
     group.add_argument("--use-distributed-optimizer", action="store_true")
     group.add_argument("--overlap-grad-reduce", action="store_true")
     group.add_argument("--no-align-grad-reduce", action="store_false", dest="align_grad_reduce")

@@ -50,7 +50,6 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         optional.update(
             num_moe_experts=args.num_experts,
             moe_router_topk=args.moe_router_topk,
-            moe_token_dispatcher_type="alltoall",
             moe_aux_loss_coeff=1e-2,
         )
     return TransformerConfig(
@@ -71,6 +70,8 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_virtual_pipeline_stage,
         sequence_parallel=args.sequence_parallel,
+        variable_seq_lengths=args.variable_seq_lengths,
+        moe_token_dispatcher_type="alltoall",  # the only one that variable lengths allow, with experts or without
         overlap_p2p_comm=overlap_p2p,
         batch_p2p_comm=not overlap_p2p,
         batch_p2p_sync=False,

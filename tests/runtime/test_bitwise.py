@@ -55,6 +55,7 @@ CASES = (
     Case("pp2-bf16", 2, "--bf16"),
     Case("pp2-recompute", 2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     Case("pp2-dropout", 2, "--hidden-dropout 0.1 --attention-dropout 0.1"),
+    Case("pp2-variable-lengths", 2, "--variable-seq-lengths"),
     Case("pp4", 4),
     Case("pp4-bf16-untied", 4, "--bf16 --untie-embeddings-and-output-weights"),
     Case("pp2-vpp2", 2, chunks=2),
