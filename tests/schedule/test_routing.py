@@ -8,24 +8,15 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.schedules import classic_schedules, random_schedules
 
 from adaptra_megatron.schedule.actions import Action, Kind, Schedule
-from adaptra_megatron.schedule.classic import gpipe, stock_order
 from adaptra_megatron.schedule.routing import Message, needed, produced, sent_to
-from adaptra_megatron.schedule.split import split_backward
+
+schedules = st.one_of(classic_schedules(), random_schedules())
 
 
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    stages, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 4))
-    if draw(st.booleans()) and (chunks == 1 or stages > 1):
-        schedule = stock_order(stages, stages * draw(st.integers(1, 3)), chunks)
-    else:
-        schedule = gpipe(stages, draw(st.integers(1, 7)), chunks=chunks)
-    return split_backward(schedule, draw(st.integers(0, 3) | st.none())) if draw(st.booleans()) else schedule
-
-
-@given(schedules())
+@given(schedules)
 def test_needed_and_produced_are_inverse_over_whole_schedules(schedule: Schedule) -> None:
     stages, chunks = schedule.stages, schedule.chunks
     actions = [action for order in schedule.orders for action in order]
@@ -38,7 +29,7 @@ def test_needed_and_produced_are_inverse_over_whole_schedules(schedule: Schedule
     assert all((message.target - message.source) % stages in (0, 1, stages - 1) for message in made)
 
 
-@given(schedules())
+@given(schedules)
 def test_a_message_joins_neighbours_of_the_model(schedule: Schedule) -> None:
     stages, chunks = schedule.stages, schedule.chunks
     for action in (action for order in schedule.orders for action in order):
@@ -62,7 +53,7 @@ def test_a_message_joins_neighbours_of_the_model(schedule: Schedule) -> None:
             )
 
 
-@given(schedules())
+@given(schedules)
 def test_sent_to_keeps_the_senders_order(schedule: Schedule) -> None:
     stages, chunks = schedule.stages, schedule.chunks
     for order in schedule.orders:
