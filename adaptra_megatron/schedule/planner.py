@@ -13,11 +13,11 @@ from adaptra_megatron.schedule.costs import CostError, Costs
 from adaptra_megatron.schedule.native import decode_orders, problem_from_costs
 from adaptra_megatron.schedule.simulator import peak_in_flight, require_room_for_chunks
 
-ACTIONS_PER_SECOND = 5_000_000
+ACTIONS_PER_SECOND = 50_000_000
 """Simulated actions per second that a deadline is converted with: what one slow core does, so plans are repeatable."""
 
-_PASSES = 40
-_LEAST_BUDGET = 20_000
+_PASSES = 300
+_LEAST_BUDGET = 200_000
 
 
 class PlanError(CostError):

@@ -1,22 +1,363 @@
 // SPDX-License-Identifier: Apache-2.0
+// Why these bounds hold for every schedule. Micro-batches cost the same, so only counts matter: "the m-th F of virtual
+// stage v" is whichever starts m-th there. It needs m activations to have arrived, so m forwards of v-1 to have ended;
+// the m-th B needs m gradients, the m-th W m input gradients. A whole backward is I and W in one go that sends later
+// and releases later, so what bounds split schedules bounds all.
+// Earliest ends ("heads") follow by induction over m from the front of the pipeline, and, because the rules read the
+// same backwards in time, least remaining times ("tails") by induction over j, the j-th from last, from its end.
+// A stage and a link are machines that do one thing at a time: Jackson's preemptive schedule (Carlier 1982) of all its
+// actions with their heads and tails is no longer than any real one.
 #include "bounds.hpp"
 
-namespace adaptra {
+#include <cmath>
 
-Bound lower_bound(const Problem& problem) {
-    Bound best{0.0, "stage", 0};
-    double head = 0.0;
-    for (int stage = 0; stage < problem.stages; ++stage) {
-        double work = 0.0;
-        for (int chunk = 0; chunk < problem.chunks; ++chunk) {
-            const int row = stage * problem.chunks + chunk;
-            work += problem.forward[row] + problem.backward[row];
+namespace adaptra {
+namespace {
+
+// Jobs of one kind on one machine: heads ascend and tails descend, so they are best taken in their order.
+struct JobClass {
+    double seconds = 0.0;
+    std::vector<double> head;  // earliest start
+    std::vector<double> tail;  // least time from its end to the end of the iteration
+};
+
+double jackson_bound(const std::vector<JobClass>& classes) {
+    std::vector<std::size_t> next(classes.size(), 0);
+    std::vector<double> left(classes.size());
+    for (std::size_t c = 0; c < classes.size(); ++c) left[c] = classes[c].seconds;
+    double now = 0.0, bound = 0.0;
+    while (true) {
+        std::size_t chosen = classes.size();
+        double soonest = kNever;
+        for (std::size_t c = 0; c < classes.size(); ++c) {
+            if (next[c] == classes[c].head.size()) continue;
+            const double head = classes[c].head[next[c]];
+            if (head > now) {
+                soonest = std::min(soonest, head);
+            } else if (chosen == classes.size() || classes[c].tail[next[c]] > classes[chosen].tail[next[chosen]]) {
+                chosen = c;
+            }
         }
-        const double seconds = head + problem.micro_batches * work;
-        if (seconds > best.seconds) best = {seconds, "stage", stage};
-        head += problem.forward[stage * problem.chunks] + problem.to_next[stage].latency + problem.to_next[stage].occupancy;
+        if (chosen == classes.size()) {
+            if (soonest == kNever) return bound;
+            now = soonest;
+            continue;
+        }
+        if (now + left[chosen] > soonest) {  // something more urgent may arrive before it is done
+            left[chosen] -= soonest - now;
+            now = soonest;
+            continue;
+        }
+        now += left[chosen];
+        left[chosen] = classes[chosen].seconds;
+        bound = std::max(bound, now + classes[chosen].tail[next[chosen]]);
+        ++next[chosen];
+    }
+}
+
+// What the cap of a stage is checked against, over all its chunks.
+struct StageMemory {
+    double least_forward = kNever, least_input = kNever, least_weight = kNever, most_input = 0.0;
+    std::vector<double> input_ends, weight_ends;  // ascending
+    // [j]: the largest, over i <= j, of the earliest start of B number i less i times the least F + B + W.
+    std::vector<double> input_start_less_work;
+};
+
+class Bounds {
+public:
+    Bounds(const Problem& problem, bool with_caps);
+    Bound best() const;
+    Urgency remaining() const;
+
+private:
+    std::size_t slot(int virtual_stage, int index) const {
+        return static_cast<std::size_t>(virtual_stage) * count_ + index;
+    }
+    const Link& forward_link(int virtual_stage) const { return link_out(virtual_stage, true); }
+    const Link& link_out(int virtual_stage, bool forward) const;
+    double before(const std::vector<double>& values, int virtual_stage, int index) const {
+        return index == 0 ? 0.0 : values[slot(virtual_stage, index - 1)];
+    }
+    void heads(int index);
+    void tails(int index);
+    double room_at(int virtual_stage, int index) const;
+    void remember(int index);
+    double tail_of_forward_that_waits(int virtual_stage, int index, double cap) const;
+    Bound stage_bound(int stage) const;
+    Bound link_bound(int link) const;
+    double forward_seconds(int v) const { return problem_.forward[problem_.row(v)]; }
+    double input_seconds(int v) const { return problem_.backward_input[problem_.row(v)]; }
+    double weight_seconds(int v) const { return problem_.backward_weight[problem_.row(v)]; }
+
+    const Problem& problem_;
+    const bool with_caps_;
+    const int count_;
+    const int virtual_stages_;
+    // Heads: earliest end of the (index+1)-th action. Tails: least time from the start of the (index+1)-th from last.
+    std::vector<double> forward_end_, input_end_, weight_end_;
+    std::vector<double> forward_left_, input_left_, weight_left_;
+    std::vector<double> activation_sent_, gradient_sent_;  // [virtual stage]: earliest end of its latest occupancy
+    std::vector<double> activation_left_, gradient_left_;  // [virtual stage]: least time from its transfer's start
+    std::vector<double> input_work_, forward_work_;        // [virtual stage]: machine bounds, see heads and tails
+    std::vector<StageMemory> memory_;                            // [stage]
+    // Sums over chunks of a stage, from the virtual stage's chunk up or down.
+    std::vector<double> all_forward_, all_input_, all_weight_, input_from_, input_to_, weight_to_, forward_from_;
+};
+
+Bounds::Bounds(const Problem& problem, bool with_caps)
+    : problem_(problem), with_caps_(with_caps), count_(problem.micro_batches),
+      virtual_stages_(problem.virtual_stages()) {
+    for (auto* table : {&forward_end_, &input_end_, &weight_end_, &forward_left_, &input_left_, &weight_left_}) {
+        table->assign(problem.slots(), 0.0);
+    }
+    for (auto* row : {&activation_sent_, &gradient_sent_, &activation_left_, &gradient_left_, &input_work_,
+                      &forward_work_, &input_from_, &input_to_, &weight_to_, &forward_from_}) {
+        row->assign(virtual_stages_, 0.0);
+    }
+    for (auto* row : {&all_forward_, &all_input_, &all_weight_}) row->assign(problem.stages, 0.0);
+    memory_.resize(problem.stages);
+    for (int v = 0; v < virtual_stages_; ++v) {
+        const int stage = problem.stage_of(v);
+        all_forward_[stage] += forward_seconds(v);
+        all_input_[stage] += input_seconds(v);
+        all_weight_[stage] += weight_seconds(v);
+        StageMemory& memory = memory_[stage];
+        memory.least_forward = std::min(memory.least_forward, forward_seconds(v));
+        memory.least_input = std::min(memory.least_input, input_seconds(v));
+        memory.least_weight = std::min(memory.least_weight, weight_seconds(v));
+        memory.most_input = std::max(memory.most_input, input_seconds(v));
+        for (int other = stage; other < virtual_stages_; other += problem.stages) {
+            if (other >= v) {
+                input_from_[v] += input_seconds(other);
+                forward_from_[v] += forward_seconds(other);
+            }
+            if (other <= v) {
+                input_to_[v] += input_seconds(other);
+                weight_to_[v] += weight_seconds(other);
+            }
+        }
+    }
+    for (int index = 0; index < count_; ++index) heads(index);
+    for (int index = 0; index < count_; ++index) tails(index);
+}
+
+const Link& Bounds::link_out(int virtual_stage, bool forward) const {
+    static const Link kFree;
+    if (problem_.stages == 1) return kFree;
+    const int stage = problem_.stage_of(virtual_stage);
+    return problem_.link(forward ? problem_.link_to_next(stage) : problem_.link_to_previous(stage));
+}
+
+void Bounds::heads(int index) {
+    for (int v = 0; v < virtual_stages_; ++v) {
+        double start = std::max(before(forward_end_, v, index), room_at(v, index));
+        if (v > 0) {
+            const Link& link = forward_link(v - 1);
+            activation_sent_[v] = std::max(activation_sent_[v], forward_end_[slot(v - 1, index)]) + link.occupancy;
+            start = std::max(start, activation_sent_[v] + link.latency);
+        }
+        forward_end_[slot(v, index)] = start + forward_seconds(v);
+    }
+    for (int v = virtual_stages_ - 1; v >= 0; --v) {
+        const int stage = problem_.stage_of(v);
+        double start = std::max(before(input_end_, v, index), forward_end_[slot(v, index)]);
+        if (v + 1 < virtual_stages_) {
+            const Link& link = link_out(v + 1, false);
+            gradient_sent_[v] = std::max(gradient_sent_[v], input_end_[slot(v + 1, index)]) + link.occupancy;
+            start = std::max(start, gradient_sent_[v] + link.latency);
+        }
+        // From the start of the stage's first-chunk F number k to the end of this B lie F k..index of all chunks and
+        // B k..index of this and later chunks: the running maximum over k.
+        const double first_start = forward_end_[slot(stage, index)] - forward_seconds(stage);
+        input_work_[v] = std::max(input_work_[v], first_start) + all_forward_[stage] + input_from_[v];
+        const double end = std::max(start + input_seconds(v), input_work_[v]);
+        input_end_[slot(v, index)] = end;
+        weight_end_[slot(v, index)] = std::max(before(weight_end_, v, index), end) + weight_seconds(v);
+    }
+    if (with_caps_) remember(index);
+}
+
+void Bounds::remember(int index) {
+    const auto insert = [](std::vector<double>& list, double end) {
+        list.insert(std::upper_bound(list.begin(), list.end(), end), end);
+    };
+    for (int v = 0; v < virtual_stages_; ++v) {
+        StageMemory& memory = memory_[problem_.stage_of(v)];
+        insert(memory.input_ends, input_end_[slot(v, index)]);
+        insert(memory.weight_ends, weight_end_[slot(v, index)]);
+    }
+    for (StageMemory& memory : memory_) {
+        const double work = memory.least_forward + memory.least_input + memory.least_weight;
+        const std::size_t known = memory.input_ends.size();
+        memory.input_start_less_work.resize(known);
+        double largest = -kNever;
+        for (std::size_t i = 0; i < known; ++i) {
+            largest = std::max(largest, memory.input_ends[i] - memory.most_input - static_cast<double>(i) * work);
+            memory.input_start_less_work[i] = largest;
+        }
+    }
+}
+
+// Earliest moment at which the cap leaves room for F number `index` of this virtual stage. When it starts, at least
+// `started` forwards of the stage's chunks have, itself included (each earlier chunk has run as many), and only
+// backwards of earlier micro-batches can have ended, because those of this one need it. Room means
+// released * inputs + (1 - released) * weights >= started - cap; the best mix of inputs and weights decides. The mix
+// takes at least
+//  - the head of its last input and of its last weight gradient,
+//  - the work done before it since the stage's first action, and, for any j,
+//  - the work done before it since the j-th B started: by then j - 1 B, as many W and cap + j - 1 F, at most, were
+//    over.
+double Bounds::room_at(int v, int index) const {
+    const int stage = problem_.stage_of(v);
+    const double cap = problem_.cap[stage] + kCapTolerance, released = problem_.released;
+    const int started = (problem_.chunk_of(v) + 1) * (index + 1);
+    const double missing = started - cap;
+    if (!with_caps_ || missing <= 0.0) return 0.0;
+    const StageMemory& memory = memory_[stage];
+    const double first_start = forward_end_[slot(stage, 0)] - forward_seconds(stage);
+    const int forwards_waiting = started - 1 - static_cast<int>(std::floor(cap));
+    double best = kNever;
+    for (int inputs = std::max(1, static_cast<int>(std::ceil(missing))); inputs <= problem_.chunks * index; ++inputs) {
+        double time = memory.input_ends[inputs - 1];
+        if (time >= best) break;
+        const double lacking = missing - released * inputs;
+        const int weights = lacking > 0.0 ? static_cast<int>(std::ceil(lacking / (1.0 - released) - kCapTolerance)) : 0;
+        if (weights > inputs) continue;
+        if (weights > 0) time = std::max(time, memory.weight_ends[weights - 1]);
+        const double backwards = inputs * memory.least_input + weights * memory.least_weight;
+        time = std::max(time, first_start + (started - 1) * memory.least_forward + backwards);
+        const int since = std::min({weights, inputs - 1, forwards_waiting});
+        if (since >= 0) {
+            const double work = forwards_waiting * memory.least_forward + backwards;
+            time = std::max(time, memory.input_start_less_work[since] + work);
+        }
+        best = std::min(best, time);
+    }
+    return best == kNever ? 0.0 : best;
+}
+
+void Bounds::tails(int index) {
+    const int chunks = problem_.chunks;
+    for (int v = 0; v < virtual_stages_; ++v) {
+        const int stage = problem_.stage_of(v);
+        // B and W of micro-batch k of the last chunk must end before its F number k + floor(cap) can start (with
+        // more chunks: less the one forward that each of them may be ahead).
+        const double cap = problem_.cap[stage] + kCapTolerance - (chunks - 1);
+        const double released = problem_.released;
+        const double weight_cap = released < 1.0 ? (cap - released) / (1.0 - released) : kNever;
+        weight_left_[slot(v, index)] =
+            weight_seconds(v) + std::max(before(weight_left_, v, index),
+                                         chunks > 1 ? 0.0 : tail_of_forward_that_waits(v, index, weight_cap));
+        double after = std::max({before(input_left_, v, index), weight_left_[slot(v, index)],
+                                 tail_of_forward_that_waits(v, index, cap),
+                                 (index + 1) * (input_to_[v] + weight_to_[v]) - input_seconds(v)});
+        if (v > 0) {
+            const Link& link = link_out(v, false);
+            gradient_left_[v] =
+                std::max(gradient_left_[v], input_left_[slot(v - 1, index)] + link.latency) + link.occupancy;
+            after = std::max(after, gradient_left_[v]);
+        }
+        input_left_[slot(v, index)] = after + input_seconds(v);
+    }
+    for (int v = virtual_stages_ - 1; v >= 0; --v) {
+        const int stage = problem_.stage_of(v);
+        double after = std::max(before(forward_left_, v, index), input_left_[slot(v, index)]);
+        if (v + 1 < virtual_stages_) {
+            const Link& link = forward_link(v);
+            activation_left_[v] =
+                std::max(activation_left_[v], forward_left_[slot(v + 1, index)] + link.latency) + link.occupancy;
+            after = std::max(after, activation_left_[v]);
+        }
+        // The mirror image of input_work_: F of this and later chunks, B of all chunks, up to the first chunk's B.
+        const double first_tail = input_left_[slot(stage, index)] - input_seconds(stage);
+        forward_work_[v] = std::max(forward_work_[v], first_tail) + all_input_[stage] + forward_from_[v];
+        const double work = (index + 1) * (forward_from_[v] + all_input_[stage] + all_weight_[stage]);
+        forward_left_[slot(v, index)] = std::max({after + forward_seconds(v), forward_work_[v], work});
+    }
+}
+
+double Bounds::tail_of_forward_that_waits(int v, int index, double cap) const {
+    if (!with_caps_ || cap >= count_) return 0.0;
+    const int later = index - static_cast<int>(std::floor(cap));
+    if (later < 0) return 0.0;
+    const int last_chunk = problem_.stage_of(v) + (problem_.chunks - 1) * problem_.stages;
+    return forward_left_[slot(last_chunk, later)];
+}
+
+Bound Bounds::stage_bound(int stage) const {
+    std::vector<JobClass> classes;
+    const auto add = [&](int v, double seconds, const std::vector<double>& end, const std::vector<double>& left) {
+        JobClass jobs;
+        jobs.seconds = seconds;
+        for (int index = 0; index < count_; ++index) {
+            jobs.head.push_back(end[slot(v, index)] - seconds);
+            jobs.tail.push_back(left[slot(v, count_ - 1 - index)] - seconds);
+        }
+        classes.push_back(std::move(jobs));
+    };
+    for (int v = stage; v < virtual_stages_; v += problem_.stages) {
+        add(v, forward_seconds(v), forward_end_, forward_left_);
+        add(v, input_seconds(v), input_end_, input_left_);
+        add(v, weight_seconds(v), weight_end_, weight_left_);
+    }
+    return {jackson_bound(classes), "stage", stage};
+}
+
+Bound Bounds::link_bound(int link) const {
+    std::vector<JobClass> classes;
+    const Link& cost = problem_.link(link);
+    const auto add = [&](int from, int to, const std::vector<double>& end, const std::vector<double>& left) {
+        JobClass jobs;
+        jobs.seconds = cost.occupancy;
+        for (int index = 0; index < count_; ++index) {
+            jobs.head.push_back(end[slot(from, index)]);
+            jobs.tail.push_back(cost.latency + left[slot(to, count_ - 1 - index)]);
+        }
+        classes.push_back(std::move(jobs));
+    };
+    for (int v = 0; v < virtual_stages_; ++v) {
+        const int stage = problem_.stage_of(v);
+        if (v + 1 < virtual_stages_ && problem_.link_to_next(stage) == link) add(v, v + 1, forward_end_, forward_left_);
+        if (v > 0 && problem_.link_to_previous(stage) == link) add(v, v - 1, input_end_, input_left_);
+    }
+    return {jackson_bound(classes), "link", link};
+}
+
+Urgency Bounds::remaining() const {
+    Urgency urgency{forward_left_, input_left_, weight_left_};
+    for (auto* table : {&urgency.forward, &urgency.backward, &urgency.weight}) {
+        for (auto row = table->begin(); row != table->end(); row += count_) std::reverse(row, row + count_);
+    }
+    return urgency;
+}
+
+Bound Bounds::best() const {
+    Bound best{0.0, "stage", 0};
+    for (int stage = 0; stage < problem_.stages; ++stage) {
+        const Bound found = stage_bound(stage);
+        if (found.seconds > best.seconds) best = found;
+    }
+    for (int link = 0; problem_.stages > 1 && link < problem_.links(); ++link) {
+        // A link that is never busy only passes on what the stages' heads and tails already hold.
+        if (problem_.link(link).occupancy == 0.0) continue;
+        const Bound found = link_bound(link);
+        if (found.seconds > best.seconds) best = found;
     }
     return best;
+}
+
+}  // namespace
+
+Urgency remaining_time(const Problem& problem) { return Bounds(problem, true).remaining(); }
+
+Bound lower_bound(const Problem& problem) {
+    const Bound free = Bounds(problem, false).best();
+    const bool capped = std::any_of(problem.cap.begin(), problem.cap.end(), [](double cap) { return cap < kNever; });
+    if (!capped) return free;
+    Bound with_caps = Bounds(problem, true).best();
+    if (with_caps.seconds <= free.seconds) return free;
+    if (with_caps.kind == "stage") with_caps.kind = "memory";
+    return with_caps;
 }
 
 }  // namespace adaptra

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "pipeline.hpp"
+#include "replay.hpp"
 
 namespace adaptra {
 
@@ -12,6 +13,9 @@ struct Bound {
     std::string kind;  // "stage", "link", "memory" or "path"
     int place = 0;     // stage, or Problem link index
 };
+
+// Least time from the start of each action to the end of the iteration, in any schedule within the caps.
+Urgency remaining_time(const Problem& problem);
 
 // A makespan that no schedule within the caps can beat, whatever its orders, split or not.
 Bound lower_bound(const Problem& problem);

@@ -4,6 +4,7 @@
 namespace adaptra {
 
 int reference_index(const Problem& problem, int group, int chunk, int micro_batch) {
+    if (problem.chunks == 1) return micro_batch;
     const int first = micro_batch / group * group;
     const int size = std::min(group, problem.micro_batches - first);
     return first * problem.chunks + chunk * size + (micro_batch - first);
@@ -62,6 +63,12 @@ void Dispatcher::reset() {
         end_[stage].clear();
         weight_queue_[stage].clear();
     }
+    for (int v = 0; v < problem_.virtual_stages(); ++v) {
+        const int row = problem_.row(v);
+        state_[problem_.stage_of(v)].work +=
+            problem_.micro_batches *
+            (problem_.forward[row] + problem_.backward_input[row] + problem_.backward_weight[row]);
+    }
     leaves_ = 1;
     while (leaves_ < stages) leaves_ *= 2;
     // Leaves beyond the last stage stand for it: every node that joins them with real leaves has it below too.
@@ -72,51 +79,95 @@ void Dispatcher::reset() {
 
 bool Dispatcher::within_cap(const Stage& state, int stage, int index) const {
     const int charged = std::max(index, state.highest) + 1;
-    return held(charged, state.inputs, state.weights, problem_.released) <= policy_.cap[stage] + kCapTolerance;
+    return held(charged, state.inputs, state.weights, policy_.released) <= policy_.cap[stage] + kCapTolerance;
+}
+
+double Dispatcher::urgency(Kind kind, int slot) const {
+    if (policy_.urgency == nullptr) return kind == kForward ? 1.0 : kind == kBackwardWeight ? 0.0 : 2.0;
+    if (kind == kForward) return policy_.urgency->forward[slot];
+    return kind == kBackwardWeight ? policy_.urgency->weight[slot] : policy_.urgency->backward[slot];
+}
+
+Dispatcher::Choice Dispatcher::next_backward(int stage) const {
+    const Kind kind = policy_.split ? kBackwardInput : kBackward;
+    Choice best;
+    int best_index = 0;
+    for (int chunk = problem_.chunks - 1; chunk >= 0; --chunk) {
+        const int virtual_stage = chunk * problem_.stages + stage;
+        const int micro_batch = next_backward_[virtual_stage];
+        if (micro_batch == problem_.micro_batches) continue;
+        const int slot = virtual_stage * problem_.micro_batches + micro_batch;
+        if (messages_.gradient[slot] == kNever) continue;
+        const double time = std::max(state_[stage].free, messages_.gradient[slot]);
+        const int index = reference_index(problem_, policy_.group, problem_.chunks - 1 - chunk, micro_batch);
+        if (time < best.time || (time == best.time && index < best_index)) {
+            best = {time, problem_.code(kind, chunk, micro_batch), urgency(kind, slot)};
+            best_index = index;
+        }
+    }
+    return best;
+}
+
+Dispatcher::Choice Dispatcher::next_forward(int stage) const {
+    Choice best;
+    int best_index = 0;
+    for (int chunk = 0; chunk < problem_.chunks; ++chunk) {
+        const int virtual_stage = chunk * problem_.stages + stage;
+        const int micro_batch = next_forward_[virtual_stage];
+        if (micro_batch == problem_.micro_batches) continue;
+        const int slot = virtual_stage * problem_.micro_batches + micro_batch;
+        const int index = reference_index(problem_, policy_.group, chunk, micro_batch);
+        if (messages_.activation[slot] == kNever || !within_cap(state_[stage], stage, index)) continue;
+        const double time = std::max(state_[stage].free, messages_.activation[slot]);
+        if (time < best.time || (time == best.time && index < best_index)) {
+            best = {time, problem_.code(kForward, chunk, micro_batch), urgency(kForward, slot)};
+            best_index = index;
+        }
+    }
+    return best;
+}
+
+Dispatcher::Choice Dispatcher::next_weight(int stage) const {
+    const Stage& state = state_[stage];
+    if (state.weights == static_cast<int>(weight_queue_[stage].size())) return {};
+    const Code code = weight_queue_[stage][state.weights];
+    const int virtual_stage = problem_.chunk_in(code) * problem_.stages + stage;
+    const int slot = virtual_stage * problem_.micro_batches + problem_.micro_batch_in(code);
+    return {state.free, code, urgency(kBackwardWeight, slot)};
 }
 
 Dispatcher::Choice Dispatcher::choose(int stage) const {
-    const Stage& state = state_[stage];
-    const int count = problem_.micro_batches;
-    Choice backward, forward;
-    int backward_index = 0, forward_index = 0;
-    for (int chunk = 0; chunk < problem_.chunks; ++chunk) {
-        const int virtual_stage = chunk * problem_.stages + stage;
-        const int next_backward = next_backward_[virtual_stage];
-        if (next_backward < count) {
-            const double time = std::max(state.free, messages_.gradient[virtual_stage * count + next_backward]);
-            const int index =
-                reference_index(problem_, policy_.group, problem_.chunks - 1 - chunk, next_backward);
-            if (time < backward.time || (time == backward.time && time < kNever && index < backward_index)) {
-                backward = {time, problem_.code(policy_.split ? kBackwardInput : kBackward, chunk, next_backward)};
-                backward_index = index;
-            }
+    const Choice candidates[] = {next_backward(stage), next_forward(stage),
+                                 policy_.split ? next_weight(stage) : Choice{}};
+    const double soonest = std::min({candidates[0].time, candidates[1].time, candidates[2].time});
+    if (soonest == kNever) return {};
+    Choice chosen;
+    for (const Choice& candidate : candidates) {
+        if (candidate.time > soonest) continue;
+        if (chosen.time == kNever || candidate.urgency > chosen.urgency) chosen = candidate;
+    }
+    if (policy_.patience == 0.0 && policy_.target == kNever) return chosen;
+    const int row = stage * problem_.chunks + problem_.chunk_in(chosen.code);
+    if (policy_.target < kNever) {
+        const double end = soonest + problem_.seconds(kind_of(chosen.code), row);
+        Choice first = chosen;
+        for (const Choice& candidate : candidates) {
+            if (candidate.time == soonest || candidate.time >= end || candidate.urgency <= first.urgency) continue;
+            const int crow = stage * problem_.chunks + problem_.chunk_in(candidate.code);
+            const double lateness = end + candidate.urgency;
+            if (lateness <= policy_.target) continue;
+            const double waited = std::max(
+                candidate.time + problem_.seconds(kind_of(candidate.code), crow) + chosen.urgency,
+                candidate.time + state_[stage].work);
+            if (waited < lateness) first = candidate;
         }
-        const int next_forward = next_forward_[virtual_stage];
-        if (next_forward < count) {
-            const double time = std::max(state.free, messages_.activation[virtual_stage * count + next_forward]);
-            const int index = reference_index(problem_, policy_.group, chunk, next_forward);
-            const bool sooner = time < forward.time || (time == forward.time && index < forward_index);
-            if (time < kNever && sooner && within_cap(state, stage, index)) {
-                forward = {time, problem_.code(kForward, chunk, next_forward)};
-                forward_index = index;
-            }
-        }
+        return first;
     }
-    const int row = stage * problem_.chunks;
-    const bool has_weight = state.weights < static_cast<int>(weight_queue_[stage].size());
-    if (has_weight) {
-        const Code weight = weight_queue_[stage][state.weights];
-        const double seconds = problem_.backward_weight[row + problem_.chunk_in(weight)];
-        const double soonest = std::min(backward.time, forward.time);
-        const bool idle = soonest > state.free && soonest >= state.free + policy_.weight_patience * seconds;
-        if (idle) return {state.free, weight};
+    const double deadline = soonest + policy_.patience * problem_.seconds(kind_of(chosen.code), row);
+    for (const Choice& candidate : candidates) {
+        if (candidate.time < deadline && candidate.urgency > chosen.urgency) chosen = candidate;
     }
-    if (forward.time < backward.time) {
-        const double seconds = problem_.forward[row + problem_.chunk_in(forward.code)];
-        if (backward.time >= forward.time + policy_.forward_patience * seconds) return forward;
-    }
-    return backward;
+    return chosen;
 }
 
 void Dispatcher::start_action(int stage, const Choice& choice) {
@@ -129,6 +180,7 @@ void Dispatcher::start_action(int stage, const Choice& choice) {
     start_[stage].push_back(choice.time);
     state.free = choice.time + problem_.seconds(kind, stage * problem_.chunks + chunk);
     end_[stage].push_back(state.free);
+    state.work -= problem_.seconds(kind, stage * problem_.chunks + chunk);
     if (kind == kForward) {
         ++state.forwards;
         ++next_forward_[virtual_stage];

@@ -2,16 +2,21 @@
 #pragma once
 
 #include "pipeline.hpp"
+#include "replay.hpp"
 
 namespace adaptra {
 
 // How a dispatcher decides. The default is what the executor does online: B > F > W, never idle by choice.
 struct Policy {
     bool split = true;
-    // Idle for a message that arrives before the action at hand would be `patience` of the way through.
-    double forward_patience = 0.0;  // F waits for B
-    double weight_patience = 0.0;   // W waits for B or F
+    const Urgency* urgency = nullptr;
+    // Idle for something more urgent that arrives before the action at hand would be this far through.
+    double patience = 0.0;
+    // Makespan to reach: with urgencies that are remaining times, what is more urgent is waited for if it would be late
+    // otherwise, and less late than what waiting delays.
+    double target = kNever;
     std::vector<double> cap;        // per stage, never above the problem's
+    double released = 0.0;          // at most the problem's: less keeps room by running W earlier
     int group = 1;                  // micro-batches per chunk in the reference order of interleaved schedules
 };
 
@@ -42,15 +47,21 @@ private:
         int forwards = 0;
         int inputs = 0;
         int weights = 0;
+        double work = 0.0;  // seconds of actions that have not started
         int highest = -1;  // highest index in the reference order of a forward started here
     };
     struct Choice {
-        double time = kNever;
+        double time = kNever;  // earliest start
         Code code = 0;
+        double urgency = 0.0;
     };
 
     void reset();
     Choice choose(int stage) const;
+    Choice next_backward(int stage) const;
+    Choice next_forward(int stage) const;
+    Choice next_weight(int stage) const;
+    double urgency(Kind kind, int slot) const;
     bool within_cap(const Stage& state, int stage, int index) const;
     void start_action(int stage, const Choice& choice);
     void update(int stage);

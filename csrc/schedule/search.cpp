@@ -1,31 +1,222 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "search.hpp"
 
+#include <cmath>
+#include <numeric>
+
+#include "bounds.hpp"
 #include "dispatch.hpp"
+#include "local_search.hpp"
 
 namespace adaptra {
+namespace {
+
+constexpr double kSame = 1e-12;          // relative: times that differ by less are equal but for rounding
+constexpr double kRoundShare = 0.25;     // of the budget that is left, per round of local search
+constexpr int kMemorySteps = 4;          // of bisection, for as fast a schedule that holds less
+constexpr std::int64_t kDispatchWeight = 8;  // a dispatch takes as long as this many replays
+
+// Caps just above what hides the round trip from a stage to the last one and back, were it run at full speed.
+struct Taper {
+    double scale;
+    double extra;
+};
+
+class Search {
+public:
+    Search(const Problem& problem, bool split, double bound, std::int64_t budget)
+        : problem_(problem), split_(split), bound_(bound), budget_(budget), dispatcher_(problem), replay_(problem),
+          group_(largest_group(problem)),
+          actions_(static_cast<std::int64_t>(problem.slots()) * (split ? 3 : 2)) {}
+
+    SearchResult run();
+
+private:
+    void seed();
+    void improve();
+    void save_memory();
+    void attempt(const Policy& policy);
+    void consider(const Orders& orders, double makespan);
+    bool spent(double share) const { return best_.simulated_actions >= share * budget_; }
+    bool optimal() const { return best_.makespan <= bound_ * (1.0 + kSame); }
+    std::vector<double> tapered(const Taper& taper) const;
+    std::vector<double> peaks_of(const Orders& orders) const;
+    Policy policy_with(const std::vector<double>& cap) const;
+    Policy urgent_policy_with(const std::vector<double>& cap, double target) const;
+
+    const Problem& problem_;
+    const bool split_;
+    const double bound_;
+    const std::int64_t budget_;
+    Dispatcher dispatcher_;
+    Replay replay_;
+    const int group_;
+    const std::int64_t actions_;
+    Urgency remaining_;  // of any schedule: a lower bound
+    Urgency left_;       // of the best schedule
+    Policy best_policy_;
+    double best_memory_ = kNever;
+    SearchResult best_;
+};
+
+SearchResult Search::run() {
+    if (group_ == 0) return best_;
+    remaining_ = remaining_time(problem_);
+    seed();
+    improve();
+    save_memory();
+    return best_;
+}
+
+Policy Search::policy_with(const std::vector<double>& cap) const {
+    Policy policy;
+    policy.split = split_;
+    policy.cap = cap;
+    policy.group = group_;
+    policy.released = problem_.released;
+    return policy;
+}
+
+Policy Search::urgent_policy_with(const std::vector<double>& cap, double target) const {
+    Policy policy = policy_with(cap);
+    policy.urgency = &remaining_;
+    policy.target = target;
+    return policy;
+}
+
+void Search::seed() {
+    // Found by greedy selection on random cases: each of these wins where those before it do not.
+    const std::vector<double> tight = tapered({1.0, 1.0}), loose = tapered({1.5, 1.0});
+    attempt(policy_with(problem_.cap));
+    attempt(urgent_policy_with(problem_.cap, 0.0));
+    attempt(urgent_policy_with(problem_.cap, bound_));
+    attempt(policy_with(loose));
+    attempt(urgent_policy_with(tight, bound_));
+    attempt(urgent_policy_with(loose, 0.0));
+    attempt(urgent_policy_with(problem_.cap, 1.01 * bound_));
+    const bool capped = std::any_of(problem_.cap.begin(), problem_.cap.end(), [](double cap) { return cap < kNever; });
+    if (capped && split_ && problem_.released > 0.0) {
+        // As if input gradients released nothing: W then runs early enough that F never waits for one.
+        Policy policy = urgent_policy_with(problem_.cap, bound_);
+        policy.released = 0.0;
+        attempt(policy);
+    }
+}
+
+void Search::attempt(const Policy& policy) {
+    const bool first = best_.makespan == kNever;
+    if (!first && (optimal() || spent(1.0))) return;
+    if (dispatcher_.run(policy) == kNever) return;
+    // Replayed, the same orders may take less: the dispatcher idles when it waits for something more urgent.
+    const double makespan = replay_.run(dispatcher_.orders());
+    best_.simulated_actions += kDispatchWeight * actions_;
+    if (makespan <= best_.makespan * (1.0 + kSame)) best_policy_ = policy;
+    consider(dispatcher_.orders(), makespan);
+}
+
+void Search::consider(const Orders& orders, double makespan) {
+    if (makespan > best_.makespan * (1.0 + kSame)) return;
+    const std::vector<double> peaks = peaks_of(orders);
+    const double memory = std::accumulate(peaks.begin(), peaks.end(), 0.0);
+    if (makespan >= best_.makespan * (1.0 - kSame) && memory >= best_memory_) return;
+    best_.makespan = makespan;
+    best_memory_ = memory;
+    best_.orders = orders;
+}
+
+void Search::improve() {
+    if (optimal() || spent(1.0)) return;
+    LocalSearch local(problem_, best_.orders);
+    Policy policy = policy_with(problem_.cap);
+    while (!optimal() && !spent(1.0)) {
+        const std::int64_t before = local.simulated_actions();
+        const double round = std::max(kRoundShare * (budget_ - best_.simulated_actions), 4.0 * actions_);
+        const bool better = local.run(static_cast<std::int64_t>(round), bound_ * (1.0 + kSame));
+        best_.simulated_actions += local.simulated_actions() - before;
+        consider(local.orders(), local.makespan());
+        if (!better) continue;
+        // Dispatch again with what really remains after each action in the best schedule.
+        const double makespan = best_.makespan;
+        replay_.run(best_.orders);
+        replay_.remaining(best_.orders, left_);
+        policy.urgency = &left_;
+        for (double share : {0.0, 0.5, 0.9}) {
+            policy.target = bound_ + share * (makespan - bound_);
+            attempt(policy);
+        }
+        if (best_.makespan < makespan * (1.0 - kSame)) local = LocalSearch(problem_, best_.orders);
+    }
+}
+
+// Bisects for the least share of the activations now held with which the best policy is still as fast.
+void Search::save_memory() {
+    const std::vector<double> peaks = peaks_of(best_.orders);
+    const double least = least_cap(problem_, group_);
+    if (best_policy_.urgency == &left_) best_policy_.urgency = &remaining_;
+    double enough = 1.0, too_little = 0.0;
+    for (int step = 0; step < kMemorySteps; ++step) {
+        const double share = 0.5 * (enough + too_little);
+        for (int stage = 0; stage < problem_.stages; ++stage) {
+            const double wanted = std::max(least, std::ceil(share * peaks[stage]));
+            best_policy_.cap[stage] = std::min(problem_.cap[stage], wanted);
+        }
+        dispatcher_.run(best_policy_);
+        const double makespan = replay_.run(dispatcher_.orders());
+        consider(dispatcher_.orders(), makespan);
+        (makespan <= best_.makespan * (1.0 + kSame) ? enough : too_little) = share;
+    }
+}
+
+std::vector<double> Search::tapered(const Taper& taper) const {
+    double period = 0.0;
+    for (int stage = 0; stage < problem_.stages; ++stage) {
+        double work = 0.0;
+        for (int row = stage * problem_.chunks; row < (stage + 1) * problem_.chunks; ++row) {
+            work += problem_.forward[row] + problem_.backward[row];
+        }
+        period = std::max(period, work);
+    }
+    std::vector<double> cap = problem_.cap;
+    const double least = least_cap(problem_, group_);
+    double round_trip = 0.0;
+    std::vector<double> wanted(problem_.stages, taper.extra);
+    for (int v = problem_.virtual_stages() - 1; v >= 0; --v) {
+        const int row = problem_.row(v), stage = problem_.stage_of(v);
+        if (v + 1 < problem_.virtual_stages() && problem_.stages > 1) {
+            const Link& there = problem_.link(problem_.link_to_next(stage));
+            const Link& back = problem_.link(problem_.link_to_previous(problem_.stage_of(v + 1)));
+            round_trip += there.latency + there.occupancy + back.latency + back.occupancy;
+        }
+        round_trip += problem_.forward[row] + problem_.backward_input[row];
+        wanted[stage] += period > 0.0 ? taper.scale * round_trip / period : 0.0;
+    }
+    for (int stage = 0; stage < problem_.stages; ++stage) {
+        cap[stage] = std::min(cap[stage], std::max(least, std::ceil(wanted[stage])));
+    }
+    return cap;
+}
+
+std::vector<double> Search::peaks_of(const Orders& orders) const {
+    std::vector<double> peaks;
+    for (const Order& order : orders) {
+        int forwards = 0, inputs = 0, weights = 0;
+        double peak = 0.0;
+        for (const Code code : order) {
+            const Kind kind = kind_of(code);
+            forwards += kind == kForward;
+            inputs += kind == kBackward || kind == kBackwardInput;
+            weights += kind == kBackward || kind == kBackwardWeight;
+            peak = std::max(peak, held(forwards, inputs, weights, problem_.released));
+        }
+        peaks.push_back(peak);
+    }
+    return peaks;
+}
+
+}  // namespace
 
 SearchResult search(const Problem& problem, bool split, double bound, std::int64_t budget) {
-    SearchResult best;
-    const int group = largest_group(problem);
-    if (group == 0) return best;
-    Dispatcher dispatcher(problem);
-    for (double patience : {0.0, 1.0, 0.5}) {
-        Policy policy;
-        policy.split = split;
-        policy.cap = problem.cap;
-        policy.group = group;
-        policy.weight_patience = patience;
-        policy.forward_patience = patience;
-        const double makespan = dispatcher.run(policy);
-        best.simulated_actions += problem.slots() * 3;
-        if (makespan < best.makespan) {
-            best.makespan = makespan;
-            best.orders = dispatcher.orders();
-        }
-        if (best.makespan <= bound || best.simulated_actions >= budget) break;
-    }
-    return best;
+    return Search(problem, split, bound, budget).run();
 }
 
 }  // namespace adaptra

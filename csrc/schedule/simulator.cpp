@@ -67,6 +67,7 @@ py::dict dispatch(const Problem& problem) {
         py::gil_scoped_release release;
         Policy policy;
         policy.cap = problem.cap;
+        policy.released = problem.released;
         policy.group = largest_group(problem);
         if (policy.group > 0) makespan = dispatcher.run(policy);
     }

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeded random cases for the planner benchmark."""
+
+from __future__ import annotations
+
+import random
+
+from adaptra_megatron.schedule.costs import Costs, LinkCost
+
+
+def roomy_case(seed: int) -> Costs:
+    """No cap, or one of at least twice the stages: 2..64 stages, up to 4 micro-batches per stage, 1..3 slow links."""
+    rng = random.Random(seed)
+    stages = rng.randint(2, 64)
+    micro_batches = rng.randint(1, 4 * stages)
+    cap = None if rng.random() < 0.5 else float(rng.randint(2 * stages, 4 * stages))
+    return _case(rng, stages, micro_batches, (cap,) * stages)
+
+
+def tight_case(seed: int) -> Costs:
+    """Caps of 1.0 to 1.5 activations per stage of the pipeline, small enough for CP-SAT: 2..5 stages, up to 12
+    micro-batches. Seconds are whole milliseconds, so that integer programming is exact."""
+    rng = random.Random(seed)
+    stages = rng.randint(2, 5)
+    micro_batches = rng.randint(stages, 12)
+    caps = tuple(float(rng.randint(2 * stages, 3 * stages)) / 2 for _ in range(stages))
+    return _case(rng, stages, micro_batches, caps)
+
+
+def _case(rng: random.Random, stages: int, micro_batches: int, caps: tuple[float | None, ...]) -> Costs:
+    def table() -> tuple[tuple[float, ...], ...]:
+        return tuple((rng.randint(5, 40) / 1000,) for _ in range(stages))
+
+    directed = [(stage, stage + 1) for stage in range(stages - 1)] + [(stage + 1, stage) for stage in range(stages - 1)]
+    slow = rng.sample(directed, min(rng.randint(1, 3), len(directed)))
+    return Costs(
+        stages=stages,
+        chunks=1,
+        micro_batches=micro_batches,
+        forward_s=table(),
+        backward_input_s=table(),
+        backward_weight_s=table(),
+        links={ends: LinkCost(rng.randint(0, 100) / 1000, rng.randint(0, 40) / 1000) for ends in slow},
+        max_in_flight=caps,
+        released_at_backward_input=rng.choice([0.0, 0.25, 0.5, 0.75, 1.0]),
+    )

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstdint>
+
+#include "replay.hpp"
+
+namespace adaptra {
+
+// Tabu search over the orders of one schedule. A makespan is a longest path through actions and messages. Only moving
+// an action of a critical block (actions of one stage that follow each other on such a path without a gap) before or
+// after others of its block can shorten it: the neighbourhoods of van Laarhoven et al. 1992 and of Balas and
+// Vazacopoulos 1998 for job shops. Each step takes the move with the best estimate, also if it makes the schedule
+// longer, and does not undo it for some steps; when steps stop helping it restarts from the best schedule, shaken.
+// Keeps each kind in ascending order per chunk, and the caps.
+class LocalSearch {
+public:
+    LocalSearch(const Problem& problem, const Orders& orders);
+
+    // Steps until `actions` have been simulated or the makespan is at most `target`. Returns whether it improved.
+    bool run(std::int64_t actions, double target);
+
+    double makespan() const { return best_makespan_; }
+    const Orders& orders() const { return best_; }
+    std::int64_t simulated_actions() const { return simulated_; }
+
+private:
+    // Moves the action at `from` to `to` on one stage; those between shift by one.
+    struct Move {
+        int stage = -1;
+        int from = -1;
+        int to = -1;
+        double estimate = kNever;
+    };
+    struct Tabu {
+        int stage = -1;
+        Code earlier = -1, later = -1;
+    };
+
+    void evaluate();
+    void step(const Move& move);
+    void shake();
+    Move best_move(bool shaking);
+    void consider_block(int stage, int first, int last, bool shaking, Move& best);
+    void consider_move(const Move& move, bool shaking, Move& best);
+    bool may_move(const Move& move) const;
+    bool may_swap(Code first, Code second, int stage) const;
+    bool keeps_cap(const Move& move) const;
+    bool is_tabu(const Move& move) const;
+    double estimate(const Move& move) const;
+    double left(Code code, int stage) const;
+    double left_after(Code code, int stage) const;
+    double seconds(Code code, int stage) const;
+    double released_by(Code code) const;
+    double random();
+
+    const Problem* problem_;
+    Replay replay_;
+    Urgency left_;
+    Orders current_, best_;
+    std::vector<double> level_;  // of the stage at hand: activations held before each position
+    double makespan_ = kNever, best_makespan_ = kNever;
+    std::int64_t simulated_ = 0, size_ = 0;
+    int stalled_ = 0;
+    std::vector<Tabu> tabu_;
+    std::size_t next_tabu_ = 0;
+    std::uint64_t random_ = 88172645463325252ULL;
+};
+
+}  // namespace adaptra

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slow, obvious simulator that the native one must agree with, and the random costs both are run on."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict
+
+from hypothesis import strategies as st
+
+from adaptra_megatron.schedule.actions import Action, Kind, Schedule
+from adaptra_megatron.schedule.costs import Costs, LinkCost
+
+Times = list[list[float]]
+# A message or result: the kind that needs it, and its virtual stage and micro-batch.
+Result = tuple[Kind, int, int]
+
+_NEEDS = {Kind.FORWARD: Kind.FORWARD, Kind.BACKWARD: Kind.BACKWARD, Kind.BACKWARD_INPUT: Kind.BACKWARD}
+
+
+def duration(costs: Costs, action: Action) -> float:
+    table = {
+        Kind.FORWARD: costs.forward_s,
+        Kind.BACKWARD: costs.backward_s,
+        Kind.BACKWARD_INPUT: costs.backward_input_s,
+        Kind.BACKWARD_WEIGHT: costs.backward_weight_s,
+    }[action.kind]
+    return table[action.stage][action.chunk]
+
+
+def needed(action: Action, stages: int) -> Result:
+    return (_NEEDS.get(action.kind, Kind.BACKWARD_WEIGHT), action.chunk * stages + action.stage, action.micro_batch)
+
+
+def produced(action: Action, stages: int, chunks: int) -> list[Result]:
+    """What the end of an action makes available, by whom it is needed."""
+    v, m = action.chunk * stages + action.stage, action.micro_batch
+    if action.kind is Kind.FORWARD:
+        return [(Kind.FORWARD, v + 1, m)] if v + 1 < stages * chunks else [(Kind.BACKWARD, v, m)]
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return []
+    results: list[Result] = [(Kind.BACKWARD, v - 1, m)] if v > 0 else []
+    if action.kind is Kind.BACKWARD_INPUT:
+        results.append((Kind.BACKWARD_WEIGHT, v, m))
+    return results
+
+
+class Links:
+    """Delivers results; each directed link carries one message at a time in hand-over order."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.free_s: dict[tuple[int, int], float] = defaultdict(float)
+
+    def arrival(self, source: int, result: Result, end_s: float) -> float:
+        target = result[1] % self.costs.stages
+        if target == source:
+            return end_s
+        cost = self.costs.link(source, target)
+        self.free_s[source, target] = max(end_s, self.free_s[source, target]) + cost.occupancy_s
+        return self.free_s[source, target] + cost.latency_s
+
+
+def reference_replay(schedule: Schedule, costs: Costs) -> tuple[Times, Times] | None:
+    """Start and end seconds of each action, or None if the orders deadlock: one event after the other in time."""
+    stages = schedule.stages
+    starts: Times = [[] for _ in range(stages)]
+    ends: Times = [[] for _ in range(stages)]
+    busy = [False] * stages
+    arrived = {(Kind.FORWARD, 0, m) for m in range(schedule.micro_batches)}
+    links = Links(costs)
+    sequence = itertools.count()
+    events: list[tuple[float, int, Action | Result]] = []
+
+    def start_what_can(now_s: float) -> None:
+        for stage, order in enumerate(schedule.orders):
+            if busy[stage] or len(starts[stage]) == len(order):
+                continue
+            action = order[len(starts[stage])]
+            if needed(action, stages) in arrived:
+                busy[stage] = True
+                starts[stage].append(now_s)
+                heapq.heappush(events, (now_s + duration(costs, action), next(sequence), action))
+
+    start_what_can(0.0)
+    while events:
+        now_s, _, event = heapq.heappop(events)
+        if isinstance(event, Action):
+            busy[event.stage] = False
+            ends[event.stage].append(now_s)
+            for result in produced(event, stages, schedule.chunks):
+                heapq.heappush(events, (links.arrival(event.stage, result, now_s), next(sequence), result))
+        else:
+            arrived.add(event)
+        start_what_can(now_s)
+    complete = all(len(ends[stage]) == len(order) for stage, order in enumerate(schedule.orders))
+    return (starts, ends) if complete else None
+
+
+def reference_table(micro_batches: int, chunks: int, group: int) -> list[tuple[int, int]]:
+    """(chunk, micro-batch) in the order in which Megatron's interleaved schedule runs forwards."""
+    return [
+        (chunk, micro_batch)
+        for first in range(0, micro_batches, group)
+        for chunk in range(chunks)
+        for micro_batch in range(first, min(first + group, micro_batches))
+    ]
+
+
+class OnlineReference:
+    """Online dispatch, one decision after the other: the stage that can start something first decides next."""
+
+    def __init__(self, costs: Costs, group: int) -> None:
+        self.costs = costs
+        self.table = reference_table(costs.micro_batches, costs.chunks, group)
+        self.free_s = [0.0] * costs.stages
+        self.done: list[list[Action]] = [[] for _ in range(costs.stages)]
+        self.starts: Times = [[] for _ in range(costs.stages)]
+        self.arrival_s = {(Kind.FORWARD, 0, m): 0.0 for m in range(costs.micro_batches)}
+        self.links = Links(costs)
+
+    def run(self) -> tuple[list[list[Action]], Times]:
+        while True:
+            choices = [self.choice(stage) for stage in range(self.costs.stages)]
+            ready = [(choice[0], stage) for stage, choice in enumerate(choices) if choice is not None]
+            if not ready:
+                return self.done, self.starts
+            stage = min(ready)[1]
+            choice = choices[stage]
+            assert choice is not None
+            self.start(*choice)
+
+    def start(self, start_s: float, action: Action) -> None:
+        stage = action.stage
+        self.starts[stage].append(start_s)
+        self.done[stage].append(action)
+        self.free_s[stage] = start_s + duration(self.costs, action)
+        for result in produced(action, self.costs.stages, self.costs.chunks):
+            self.arrival_s[result] = self.links.arrival(stage, result, self.free_s[stage])
+
+    def choice(self, stage: int) -> tuple[float, Action] | None:
+        """The earliest start, and the first of B > F > W that could start then."""
+        able = []
+        for rank, action in self.candidates(stage):
+            arrival_s = self.arrival_s.get(needed(action, self.costs.stages))
+            if arrival_s is not None:
+                able.append((max(self.free_s[stage], arrival_s), rank, action))
+        if not able:
+            return None
+        start_s, _, action = min(able)
+        return start_s, action
+
+    def candidates(self, stage: int) -> list[tuple[tuple[int, int], Action]]:
+        costs, done = self.costs, self.done[stage]
+        of_kind = {kind: [action for action in done if action.kind is kind] for kind in Kind}
+        candidates = []
+        for chunk in range(costs.chunks):
+            for kind in (Kind.BACKWARD_INPUT, Kind.FORWARD):
+                micro_batch = sum(action.chunk == chunk for action in of_kind[kind])
+                if micro_batch == costs.micro_batches:
+                    continue
+                action = Action(stage, kind, chunk, micro_batch)
+                if kind is Kind.FORWARD:
+                    if self.fits(stage, action, of_kind):
+                        candidates.append(((1, self.index(action)), action))
+                else:
+                    mirrored = self.table.index((costs.chunks - 1 - chunk, micro_batch))
+                    candidates.append(((0, mirrored), action))
+        backwards, weights = of_kind[Kind.BACKWARD_INPUT], of_kind[Kind.BACKWARD_WEIGHT]
+        if len(weights) < len(backwards):
+            candidates.append(((2, 0), backwards[len(weights)]._replace(kind=Kind.BACKWARD_WEIGHT)))
+        return candidates
+
+    def index(self, action: Action) -> int:
+        return self.table.index((action.chunk, action.micro_batch))
+
+    def fits(self, stage: int, action: Action, of_kind: dict[Kind, list[Action]]) -> bool:
+        """Whether the cap would hold with all forwards up to the latest in the reference order."""
+        cap = self.costs.max_in_flight[stage]
+        if cap is None:
+            return True
+        latest = max(self.index(forward) for forward in [action, *of_kind[Kind.FORWARD]])
+        released = self.costs.released_at_backward_input
+        given_back = released * len(of_kind[Kind.BACKWARD_INPUT]) + (1 - released) * len(of_kind[Kind.BACKWARD_WEIGHT])
+        return latest + 1 - given_back <= cap + 1e-9
+
+
+@st.composite
+def random_costs(
+    draw: st.DrawFn,
+    *,
+    max_stages: int = 6,
+    max_micro_batches: int = 10,
+    max_chunks: int = 3,
+    whole_milliseconds: bool = False,
+) -> Costs:
+    """Any costs: some actions and links may take no time at all."""
+    stages = draw(st.integers(1, max_stages))
+    chunks = draw(st.integers(1, max_chunks))
+    if whole_milliseconds:
+        seconds = st.integers(0, 40).map(lambda ticks: ticks / 1000)
+        released = draw(st.sampled_from([0.0, 0.25, 0.5, 1.0]))
+    else:
+        seconds = st.one_of(st.just(0.0), st.just(0.02), st.floats(1e-4, 0.1))
+        released = draw(st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(0.0, 1.0)))
+
+    def table() -> tuple[tuple[float, ...], ...]:
+        return tuple(tuple(draw(seconds) for _ in range(chunks)) for _ in range(stages))
+
+    pairs = {(s, (s + step) % stages) for s in range(stages) for step in (1, -1)} if stages > 1 else set()
+    slow = draw(st.lists(st.sampled_from(sorted(pairs)), unique=True, max_size=4)) if pairs else []
+    cap = st.one_of(st.none(), st.integers(2 * chunks, 6 * stages * chunks).map(lambda halves: halves / 2))
+    return Costs(
+        stages=stages,
+        chunks=chunks,
+        micro_batches=draw(st.integers(1, max_micro_batches)),
+        forward_s=table(),
+        backward_input_s=table(),
+        backward_weight_s=table(),
+        links={ends: LinkCost(draw(seconds), draw(seconds)) for ends in slow},
+        max_in_flight=tuple(draw(cap) for _ in range(stages)),
+        released_at_backward_input=released,
+    )
