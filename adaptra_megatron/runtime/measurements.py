@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -160,5 +161,4 @@ def _links(measurements: Sequence[StageMeasurement], previous: Costs | None) -> 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
     """The smallest value that at least `fraction` of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
+    return sorted(values)[max(0, math.ceil(fraction * len(values)) - 1)]
