@@ -58,7 +58,7 @@ class ProgressReader:
 def progress(setup: DemoSetup, runs: Sequence[str], output: TextIO) -> Iterator[ProgressReader]:
     """Bars on a terminal if rich is installed, else a line per iteration."""
     if output.isatty() and importlib.util.find_spec("rich") is not None:
-        with _bars(setup, runs) as show:
+        with _bars(setup, runs, output) as show:
             yield ProgressReader(setup, runs, show)
         return
 
@@ -77,7 +77,8 @@ def _link_state(setup: DemoSetup, step: Step) -> str:
 
 
 @contextlib.contextmanager
-def _bars(setup: DemoSetup, runs: Sequence[str]) -> Iterator[Show]:
+def _bars(setup: DemoSetup, runs: Sequence[str], output: TextIO) -> Iterator[Show]:
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (
@@ -86,7 +87,7 @@ def _bars(setup: DemoSetup, runs: Sequence[str]) -> Iterator[Show]:
         MofNCompleteColumn(),
         TextColumn("{task.fields[state]}"),
     )
-    with Progress(*columns) as bars:
+    with Progress(*columns, console=Console(file=output)) as bars:
         tasks = {run: bars.add_task(run, total=setup.iterations, state="") for run in runs}
 
         def show(step: Step) -> None:

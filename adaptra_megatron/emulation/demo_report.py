@@ -50,6 +50,11 @@ class DemoReport:
         stock, adaptra = self.stock.losses, self.adaptra.losses
         return len(stock) == len(adaptra) == self.setup.iterations and all(map(_same_bits, stock, adaptra))
 
+    @property
+    def overruns(self) -> float:
+        """The larger fraction of actions of a run whose real work took longer than the emulated time."""
+        return max(self.stock.overruns, self.adaptra.overruns)
+
     def typical_slow_iteration(self, report: VariantReport) -> int:
         """The iteration (from 0) whose time is the median of the slow half: the one to draw."""
         slow = range(self.setup.slow_from, self.setup.iterations)

@@ -55,6 +55,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 env=rank_environment({PARENT_VARIABLE: str(os.getpid())}),
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a terminal's Ctrl-C is the launcher's to handle
             )
         self._socket, self._buffer, self._ready = ours, b"", False
         self._returncodes: dict[int, int] = {}

@@ -13,7 +13,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adaptra_megatron.schedule.actions import virtual_stage
 from adaptra_megatron.telemetry.records import ActionRecord
@@ -28,27 +28,44 @@ _SHORTEST_WAIT_S = 20e-6
 """Shorter waits are the price of asking whether the message is there, and would only fill the file."""
 
 
-def chrome_trace(ranks: Sequence[RankTrace], *, label: str = "", first_process: int = 0) -> Event:
+class _Numbers(NamedTuple):
+    """Process and thread numbers, above 0 (0 is the idle process to trace viewers) and unique over runs."""
+
+    run: int
+
+    def process(self, stage: int) -> int:
+        return 10_000 * self.run + stage + 1
+
+    def compute_thread(self, rank: int) -> int:
+        return 1_000_000 * self.run + 2 * rank + 1
+
+    def waiting_thread(self, rank: int) -> int:
+        return self.compute_thread(rank) + 1
+
+
+def chrome_trace(ranks: Sequence[RankTrace], *, label: str = "", run: int = 0) -> Event:
     """The trace document of one run.
 
-    Its time 0 is the run's first action, so several runs (each with its own `label` and a `first_process` beyond the
-    stages of the one before) can be laid beside each other in one file by `write_chrome_trace`.
+    Its time 0 is the run's first action, so several runs, each with a `label` and a number `run` of its own, can be
+    laid beside each other in one file by `write_chrome_trace`.
     """
+    numbers = _Numbers(run)
     records = [record for rank in ranks for record in rank.records]
     origin_s = min((record.wait_start_s for record in records), default=0.0)
     chunks = 1 + max((record.chunk for record in records), default=0)
     events: list[Event] = []
     for rank in ranks:
-        events += _names(rank, label, first_process)
+        events += _names(rank, label, numbers)
     timed: list[Event] = []
     for rank in ranks:
-        process, compute, waiting = first_process + rank.stage, 2 * rank.rank, 2 * rank.rank + 1
+        process = numbers.process(rank.stage)
+        compute, waiting = numbers.compute_thread(rank.rank), numbers.waiting_thread(rank.rank)
         timed += _iteration_slices(rank.records, origin_s, process, compute)
         for record in rank.records:
             timed.append(_compute_slice(record, chunks, origin_s, process, compute))
             if record.wait_s >= _SHORTEST_WAIT_S:
                 timed.append(_wait_slice(record, origin_s, process, waiting))
-    timed += _arrows(ranks, chunks, origin_s, first_process)
+    timed += _arrows(ranks, chunks, origin_s, numbers)
     timed.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
     return {"displayTimeUnit": "ms", "traceEvents": events + timed}
 
@@ -79,12 +96,13 @@ def merge_traces(directory: Path | str, output: Path | str | None = None) -> Pat
     return write_chrome_trace(output, chrome_trace(read_traces(directory)))
 
 
-def _names(rank: RankTrace, label: str, first_process: int) -> Iterator[Event]:
-    process = first_process + rank.stage
+def _names(rank: RankTrace, label: str, numbers: _Numbers) -> Iterator[Event]:
+    process = numbers.process(rank.stage)
     name = f"{label} stage {rank.stage}".strip()
     yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
-    for thread, what in ((2 * rank.rank, "compute"), (2 * rank.rank + 1, "waiting")):
+    compute, waiting = numbers.compute_thread(rank.rank), numbers.waiting_thread(rank.rank)
+    for thread, what in ((compute, "compute"), (waiting, "waiting")):
         name = f"rank {rank.rank} {what}"
         yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
@@ -133,7 +151,7 @@ def _iteration_slices(records: Sequence[ActionRecord], origin_s: float, process:
         yield {**event, "args": {"iteration": iteration}}
 
 
-def _arrows(ranks: Sequence[RankTrace], chunks: int, origin_s: float, first_process: int) -> Iterator[Event]:
+def _arrows(ranks: Sequence[RankTrace], chunks: int, origin_s: float, numbers: _Numbers) -> Iterator[Event]:
     """A pair of flow events per message: from the end of the sending action to the start of the one that used it.
 
     The ranks of one stage are taken in order, so the first replica's stages are joined to each other, and so on.
@@ -144,12 +162,12 @@ def _arrows(ranks: Sequence[RankTrace], chunks: int, origin_s: float, first_proc
     if sorted(replicas) != list(range(len(replicas))):
         return  # a stage left no trace, so nobody can say who its neighbours' messages came from
     stages = len(replicas)
-    number = 1_000_000 * first_process
+    message = 100_000_000 * numbers.run
     for lane in range(min(len(same_stage) for same_stage in replicas.values())):
-        threads = {stage: 2 * replicas[stage][lane].rank for stage in replicas}
+        threads = [numbers.compute_thread(replicas[stage][lane].rank) for stage in range(stages)]
         done = {
             (record.iteration, virtual_stage(stage, record.chunk, stages), record.kind, record.micro_batch): record
-            for stage in replicas
+            for stage in range(stages)
             for record in replicas[stage][lane].records
         }
         for (iteration, virtual, kind, micro_batch), record in done.items():
@@ -157,10 +175,10 @@ def _arrows(ranks: Sequence[RankTrace], chunks: int, origin_s: float, first_proc
                 user = done.get((iteration, virtual + (1 if kind == "F" else -1), user_kind, micro_batch))
                 if user is None:
                     continue
-                number += 1
+                message += 1
                 sent_s, used_s = record.end_s - origin_s, user.start_s - origin_s
-                yield _flow("s", number, sent_s, first_process + record.stage, threads[record.stage], -1)
-                yield _flow("f", number, used_s, first_process + user.stage, threads[user.stage], 0)
+                yield _flow("s", message, sent_s, numbers.process(record.stage), threads[record.stage], -1)
+                yield _flow("f", message, used_s, numbers.process(user.stage), threads[user.stage], 0)
 
 
 def _flow(phase: str, number: int, time_s: float, process: int, thread: int, shift_ns: int) -> Event:

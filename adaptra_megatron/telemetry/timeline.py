@@ -77,6 +77,9 @@ def draw_timelines(runs: Sequence[TimelineRun], path: Path | str, *, title: str 
         raise ImportError("a timeline picture needs matplotlib: pip install 'adaptra-megatron[plot]'") from error
     if not runs:
         raise ValueError("there is no run to draw")
+    for run in runs:
+        if not run.records:
+            raise ValueError(f"run {run.title!r} has no records to draw")
     spans_s = [_duration_s(run) for run in runs]
     axis_end_s = 1.006 * max(max(spans_s), *(run.lower_bound_s or 0.0 for run in runs))
     stage_counts = [_stages(run) for run in runs]
@@ -152,7 +155,9 @@ def _draw_rows(axes: Axes, run: TimelineRun, stages: int, axis_end_s: float) -> 
     axes.spines["bottom"].set_color("#b8bcc4")
 
 
-def _draw_bars(axes: Axes, records: Sequence[ActionRecord], origin_s: float, colour: str | tuple[float, ...]) -> None:
+def _draw_bars(
+    axes: Axes, records: Sequence[ActionRecord], origin_s: float, colour: tuple[float, float, float]
+) -> None:
     for stage in sorted({record.stage for record in records}):
         spans = [(record.start_s - origin_s, record.compute_s) for record in records if record.stage == stage]
         axes.broken_barh(
@@ -176,12 +181,13 @@ def _draw_numbers(
             axes.text(middle_s, record.stage, text, ha="center", va="center_baseline", fontsize=size, color=colour)
 
 
-def _shade(colour: str, chunk: int, chunks: int) -> tuple[float, ...]:
+def _shade(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
     """Later chunks are lighter, so that the passes of an interleaved schedule can be told apart."""
     from matplotlib.colors import to_rgb
 
     lighter = 0.45 * chunk / max(chunks - 1, 1)
-    return tuple(part + (1.0 - part) * lighter for part in to_rgb(colour))
+    red, green, blue = (part + (1.0 - part) * lighter for part in to_rgb(colour))
+    return red, green, blue
 
 
 def _draw_marks(axes: Axes, run: TimelineRun, axis_end_s: float) -> None:
@@ -241,6 +247,8 @@ def _draw_header(figure: Figure, runs: Sequence[TimelineRun], title: str, height
     handles: list[Patch | Line2D] = [
         Patch(color=look.colour, label=look.name) for kind, look in _LOOKS.items() if kind in kinds
     ]
+    if any(record.chunk for run in runs for record in run.records):
+        handles.append(Patch(color=_shade(_LOOKS["F"].colour, 1, 2), label="lighter: later chunk"))
     handles.append(Patch(color=_IDLE_COLOUR, label="idle"))
     handles.append(Line2D([], [], color=_TEXT_COLOUR, linewidth=1.4, label="end"))
     if any(run.lower_bound_s is not None for run in runs):
