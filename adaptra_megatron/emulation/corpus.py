@@ -35,7 +35,7 @@ class ByteTokenizer:
 
 
 def standard_library_sources(limit_nbytes: int) -> list[Path]:
-    """Python files of the standard library in sorted order, as many as fit in `limit_nbytes` together.
+    """Python files of the standard library in sorted order, those that still fit in `limit_nbytes` together.
 
     The same interpreter version gives the same list on every machine: installed packages and tests are left out.
     """
@@ -45,10 +45,10 @@ def standard_library_sources(limit_nbytes: int) -> list[Path]:
     for path in sorted(root.rglob("*.py")):
         if left_out.intersection(path.relative_to(root).parts):
             continue
-        total += path.stat().st_size
-        if total > limit_nbytes:
-            break
-        chosen.append(path)
+        nbytes = path.stat().st_size
+        if total + nbytes <= limit_nbytes:
+            chosen.append(path)
+            total += nbytes
     return chosen
 
 

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from support.processes import REPOSITORY, RankResult
+
+
+def test_messages_over_slow_links(start_ranks: Callable[..., list[RankResult]]) -> None:
+    program = str(REPOSITORY / "tests" / "support" / "programs" / "slow_links.py")
+    for result in start_ranks(2, [program], timeout_s=60):
+        assert "all checks passed" in result.output
