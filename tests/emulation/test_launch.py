@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def test_failing_rank_ends_the_job_at_once(
 def test_hanging_ranks_show_their_stacks(server: ForkServer | None, program: str, tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"ranks \[0, 1\] still ran after 2 s") as caught:
         run_ranks(2, [program, "hang"], timeout_s=2, server=server, log_directory=tmp_path)
-    assert str(caught.value).count('program.py", line 16 in <module>') == 2
+    assert len(re.findall(r'program.py", line \d+ in <module>', str(caught.value))) == 2
 
 
 def test_what_ranks_started_is_killed_too(server: ForkServer | None, program: str, tmp_path: Path) -> None:
