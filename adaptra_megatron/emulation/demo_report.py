@@ -105,17 +105,17 @@ class DemoReport:
     def time_table(self) -> str:
         """Median times before and after, against stock and against the bound."""
         slow_title = f"+{1e3 * self.setup.latency_s:g} ms"
-        lines = [
-            f"  {'':20}{self.setup.link + ' healthy':>20}{slow_title:>14}{'slow-down':>14}",
-            _time_row("stock 1F1B", self.stock_time),
-            _time_row("adaptra", self.adaptra_time),
-            _time_row("proven lower bound", self.lower_bound),
-        ]
-        for name, other in (("stock / adaptra", self.stock_time), ("adaptra / bound", self.adaptra_time)):
-            base = self.adaptra_time if other == self.stock_time else self.lower_bound
-            healthy, slow = other.healthy_s / base.healthy_s, other.slow_s / base.slow_s
-            lines.append(f"  {name:20}{healthy:18.2f} x{slow:12.2f} x")
-        return "\n".join(lines)
+        stock, adaptra, bound = self.stock_time, self.adaptra_time, self.lower_bound
+        return "\n".join(
+            [
+                f"  {'':20}{self.setup.link + ' healthy':>20}{slow_title:>14}{'slow-down':>14}",
+                _time_row("stock 1F1B", stock),
+                _time_row("adaptra", adaptra),
+                _time_row("proven lower bound", bound),
+                _factor_row("stock / adaptra", stock, adaptra),
+                _factor_row("adaptra / bound", adaptra, bound),
+            ]
+        )
 
     def _time(self, report: VariantReport) -> HalvesTime:
         seconds, slow_from = report.iteration_seconds, self.setup.slow_from
@@ -128,3 +128,7 @@ def _same_bits(left: float, right: float) -> bool:
 
 def _time_row(name: str, time: HalvesTime) -> str:
     return f"  {name:20}{1e3 * time.healthy_s:17,.0f} ms{1e3 * time.slow_s:11,.0f} ms{time.slow_down:12.2f} x"
+
+
+def _factor_row(name: str, time: HalvesTime, base: HalvesTime) -> str:
+    return f"  {name:20}{time.healthy_s / base.healthy_s:18.2f} x{time.slow_s / base.slow_s:12.2f} x"
