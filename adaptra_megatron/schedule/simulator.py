@@ -93,7 +93,7 @@ def peak_in_flight(schedule: Schedule, released_at_backward_input: float) -> tup
 
 
 def require_room_for_chunks(costs: Costs) -> None:
-    """Raise CostError unless each cap holds one activation per chunk: micro-batch 0 runs all its F before its first B."""
+    """Raise CostError unless each cap holds one activation per chunk: what micro-batch 0 alone needs."""
     for stage, cap in enumerate(costs.max_in_flight):
         if cap is not None and cap < costs.chunks:
             raise CostError(

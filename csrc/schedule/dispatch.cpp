@@ -2,6 +2,11 @@
 #include "dispatch.hpp"
 
 namespace adaptra {
+namespace {
+
+constexpr Code kIdle = -1;  // run nothing until the given time
+
+}  // namespace
 
 int reference_index(const Problem& problem, int group, int chunk, int micro_batch) {
     if (problem.chunks == 1) return micro_batch;
@@ -37,9 +42,10 @@ double Dispatcher::run(const Policy& policy) {
     reset();
     const std::size_t actions = problem_.slots() * (policy.split ? 3 : 2);
     double makespan = 0.0;
-    for (std::size_t done = 0; done < actions; ++done) {
+    for (std::size_t done = 0; done < actions;) {
         const int stage = winner_[1];
         if (choice_[stage].time == kNever) return kNever;
+        done += choice_[stage].code != kIdle;
         start_action(stage, choice_[stage]);
         makespan = std::max(makespan, state_[stage].free);
     }
@@ -49,6 +55,10 @@ double Dispatcher::run(const Policy& policy) {
 void Dispatcher::reset() {
     const int stages = problem_.stages;
     messages_.reset(problem_);
+    if (policy_.horizon > 0) {
+        expected_activation_.assign(problem_.slots(), kNever);
+        expected_gradient_.assign(problem_.slots(), kNever);
+    }
     state_.assign(stages, Stage{});
     next_forward_.assign(problem_.virtual_stages(), 0);
     next_backward_.assign(problem_.virtual_stages(), 0);
@@ -146,32 +156,78 @@ Dispatcher::Choice Dispatcher::choose(int stage) const {
         if (candidate.time > soonest) continue;
         if (chosen.time == kNever || candidate.urgency > chosen.urgency) chosen = candidate;
     }
-    if (policy_.patience == 0.0 && policy_.target == kNever) return chosen;
-    const int row = stage * problem_.chunks + problem_.chunk_in(chosen.code);
-    if (policy_.target < kNever) {
-        const double end = soonest + problem_.seconds(kind_of(chosen.code), row);
-        Choice first = chosen;
-        for (const Choice& candidate : candidates) {
-            if (candidate.time == soonest || candidate.time >= end || candidate.urgency <= first.urgency) continue;
-            const int crow = stage * problem_.chunks + problem_.chunk_in(candidate.code);
-            const double lateness = end + candidate.urgency;
-            if (lateness <= policy_.target) continue;
-            const double waited = std::max(
-                candidate.time + problem_.seconds(kind_of(candidate.code), crow) + chosen.urgency,
-                candidate.time + state_[stage].work);
-            if (waited < lateness) first = candidate;
+    return policy_.target < kNever ? wait_for_urgent(stage, chosen, candidates) : chosen;
+}
+
+// The action to run instead of `chosen`, or kIdle until the message that it needs is expected.
+Dispatcher::Choice Dispatcher::wait_for_urgent(int stage, const Choice& chosen, const Choice* candidates) const {
+    const double work = state_[stage].work;
+    const double end = chosen.time + seconds(chosen.code, stage);
+    Choice first = chosen;
+    const auto consider = [&](const Choice& candidate, Code code) {
+        if (candidate.time <= chosen.time || candidate.time >= end || candidate.urgency <= first.urgency) return;
+        const double late = end + candidate.urgency;
+        if (late <= policy_.target) return;
+        const double waited =
+            std::max(candidate.time + seconds(candidate.code, stage) + chosen.urgency, candidate.time + work);
+        if (waited < late) first = {candidate.time, code, candidate.urgency};
+    };
+    for (int index = 0; index < 3; ++index) consider(candidates[index], candidates[index].code);
+    if (policy_.horizon > 0) {
+        for (Kind kind : {kBackwardInput, kForward}) consider(expected_message(stage, kind), kIdle);
+    }
+    return first;
+}
+
+// The next F or B of the stage whose message has not been sent but is expected.
+Dispatcher::Choice Dispatcher::expected_message(int stage, Kind kind) const {
+    const bool forward = kind == kForward;
+    const auto& known = forward ? messages_.activation : messages_.gradient;
+    const auto& expected = forward ? expected_activation_ : expected_gradient_;
+    Choice best;
+    for (int virtual_stage = stage; virtual_stage < problem_.virtual_stages(); virtual_stage += problem_.stages) {
+        const int micro_batch = forward ? next_forward_[virtual_stage] : next_backward_[virtual_stage];
+        if (micro_batch == problem_.micro_batches) continue;
+        const int slot = virtual_stage * problem_.micro_batches + micro_batch;
+        const int chunk = problem_.chunk_of(virtual_stage);
+        if (known[slot] < kNever || expected[slot] >= best.time || expected[slot] <= state_[stage].free) continue;
+        if (forward && !within_cap(state_[stage], stage, reference_index(problem_, policy_.group, chunk, micro_batch))) {
+            continue;
         }
-        return first;
+        const Kind whole = forward ? kForward : policy_.split ? kBackwardInput : kBackward;
+        best = {expected[slot], problem_.code(whole, chunk, micro_batch), urgency(kind, slot)};
     }
-    const double deadline = soonest + policy_.patience * problem_.seconds(kind_of(chosen.code), row);
-    for (const Choice& candidate : candidates) {
-        if (candidate.time < deadline && candidate.urgency > chosen.urgency) chosen = candidate;
+    return best;
+}
+
+// Books when the messages after the one just sent would arrive if every stage on their way ran them at once.
+void Dispatcher::expect(Kind kind, int virtual_stage, int micro_batch) {
+    const bool forward = kind == kForward;
+    const int step = forward ? 1 : -1;
+    const auto& known = forward ? messages_.activation : messages_.gradient;
+    auto& expected = forward ? expected_activation_ : expected_gradient_;
+    int v = virtual_stage + step;
+    double time = known[v * problem_.micro_batches + micro_batch];
+    for (int hop = 0; hop < policy_.horizon; ++hop, v += step) {
+        const int next = v + step;
+        if (next < 0 || next >= problem_.virtual_stages()) return;
+        const int stage = problem_.stage_of(v);
+        const Link& link = problem_.link(forward ? problem_.link_to_next(stage) : problem_.link_to_previous(stage));
+        time += problem_.seconds(kind, problem_.row(v)) + link.occupancy + link.latency;
+        expected[next * problem_.micro_batches + micro_batch] = time;
     }
-    return chosen;
+}
+
+double Dispatcher::seconds(Code code, int stage) const {
+    return problem_.seconds(kind_of(code), stage * problem_.chunks + problem_.chunk_in(code));
 }
 
 void Dispatcher::start_action(int stage, const Choice& choice) {
     Stage& state = state_[stage];
+    if (choice.code == kIdle) {
+        state.free = choice.time;
+        return update(stage);
+    }
     const Kind kind = kind_of(choice.code);
     const int chunk = problem_.chunk_in(choice.code);
     const int micro_batch = problem_.micro_batch_in(choice.code);
@@ -197,6 +253,7 @@ void Dispatcher::start_action(int stage, const Choice& choice) {
         }
     }
     const int target = messages_.deliver(problem_, kind, virtual_stage, micro_batch, state.free);
+    if (policy_.horizon > 0 && target >= 0 && problem_.stages > 1) expect(kind, virtual_stage, micro_batch);
     update(stage);
     if (target >= 0 && target != stage) update(target);
 }

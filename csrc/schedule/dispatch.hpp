@@ -10,11 +10,11 @@ namespace adaptra {
 struct Policy {
     bool split = true;
     const Urgency* urgency = nullptr;
-    // Idle for something more urgent that arrives before the action at hand would be this far through.
-    double patience = 0.0;
     // Makespan to reach: with urgencies that are remaining times, what is more urgent is waited for if it would be late
-    // otherwise, and less late than what waiting delays.
+    // otherwise, and by more than what waiting delays.
     double target = kNever;
+    // Waits also for messages that are this many actions from being sent, expected as if each ran at once.
+    int horizon = 0;
     std::vector<double> cap;        // per stage, never above the problem's
     double released = 0.0;          // at most the problem's: less keeps room by running W earlier
     int group = 1;                  // micro-batches per chunk in the reference order of interleaved schedules
@@ -61,7 +61,11 @@ private:
     Choice next_backward(int stage) const;
     Choice next_forward(int stage) const;
     Choice next_weight(int stage) const;
+    Choice wait_for_urgent(int stage, const Choice& chosen, const Choice* candidates) const;
+    Choice expected_message(int stage, Kind kind) const;
+    void expect(Kind kind, int virtual_stage, int micro_batch);
     double urgency(Kind kind, int slot) const;
+    double seconds(Code code, int stage) const;
     bool within_cap(const Stage& state, int stage, int index) const;
     void start_action(int stage, const Choice& choice);
     void update(int stage);
@@ -69,6 +73,7 @@ private:
     const Problem& problem_;
     Policy policy_;
     Messages messages_;
+    std::vector<double> expected_activation_, expected_gradient_;  // as in Messages, while these do not know
     std::vector<Stage> state_;
     std::vector<int> next_forward_;   // [virtual stage]
     std::vector<int> next_backward_;  // [virtual stage]

@@ -12,7 +12,9 @@ namespace adaptra {
 namespace {
 
 constexpr double kSame = 1e-12;          // relative: times that differ by less are equal but for rounding
-constexpr double kRoundShare = 0.25;     // of the budget that is left, per round of local search
+constexpr double kRoundShare = 0.2;      // of the budget that is left, per round of local search
+constexpr int kHorizon = 4;              // of policies that expect messages
+constexpr std::size_t kStarts = 3;       // different schedules that local search starts from
 constexpr int kMemorySteps = 4;          // of bisection, for as fast a schedule that holds less
 constexpr std::int64_t kDispatchWeight = 8;  // a dispatch takes as long as this many replays
 
@@ -20,6 +22,11 @@ constexpr std::int64_t kDispatchWeight = 8;  // a dispatch takes as long as this
 struct Taper {
     double scale;
     double extra;
+};
+
+struct Seed {
+    double makespan;
+    Orders orders;
 };
 
 class Search {
@@ -34,15 +41,18 @@ public:
 private:
     void seed();
     void improve();
+    bool local_round(LocalSearch& local);
+    void redispatch();
     void save_memory();
     void attempt(const Policy& policy);
     void consider(const Orders& orders, double makespan);
+    void remember(const Orders& orders, double makespan);
     bool spent(double share) const { return best_.simulated_actions >= share * budget_; }
     bool optimal() const { return best_.makespan <= bound_ * (1.0 + kSame); }
     std::vector<double> tapered(const Taper& taper) const;
     std::vector<double> peaks_of(const Orders& orders) const;
     Policy policy_with(const std::vector<double>& cap) const;
-    Policy urgent_policy_with(const std::vector<double>& cap, double target) const;
+    Policy urgent_policy_with(const std::vector<double>& cap, double target, int horizon) const;
 
     const Problem& problem_;
     const bool split_;
@@ -55,6 +65,7 @@ private:
     Urgency remaining_;  // of any schedule: a lower bound
     Urgency left_;       // of the best schedule
     Policy best_policy_;
+    std::vector<Seed> seeds_;  // the best of different makespan, ascending
     double best_memory_ = kNever;
     SearchResult best_;
 };
@@ -77,27 +88,32 @@ Policy Search::policy_with(const std::vector<double>& cap) const {
     return policy;
 }
 
-Policy Search::urgent_policy_with(const std::vector<double>& cap, double target) const {
+Policy Search::urgent_policy_with(const std::vector<double>& cap, double target, int horizon) const {
     Policy policy = policy_with(cap);
     policy.urgency = &remaining_;
     policy.target = target;
+    policy.horizon = horizon;
     return policy;
 }
 
 void Search::seed() {
-    // Found by greedy selection on random cases: each of these wins where those before it do not.
+    // Chosen on random cases: each of these wins where those before it do not.
+    const std::vector<double>& full = problem_.cap;
     const std::vector<double> tight = tapered({1.0, 1.0}), loose = tapered({1.5, 1.0});
-    attempt(policy_with(problem_.cap));
-    attempt(urgent_policy_with(problem_.cap, 0.0));
-    attempt(urgent_policy_with(problem_.cap, bound_));
+    attempt(policy_with(full));
+    attempt(urgent_policy_with(full, 0.0, 0));
+    attempt(urgent_policy_with(full, bound_, kHorizon));
+    attempt(urgent_policy_with(full, 0.0, kHorizon));
+    attempt(urgent_policy_with(full, bound_, 0));
     attempt(policy_with(loose));
-    attempt(urgent_policy_with(tight, bound_));
-    attempt(urgent_policy_with(loose, 0.0));
-    attempt(urgent_policy_with(problem_.cap, 1.01 * bound_));
-    const bool capped = std::any_of(problem_.cap.begin(), problem_.cap.end(), [](double cap) { return cap < kNever; });
-    if (capped && split_ && problem_.released > 0.0) {
-        // As if input gradients released nothing: W then runs early enough that F never waits for one.
-        Policy policy = urgent_policy_with(problem_.cap, bound_);
+    attempt(urgent_policy_with(tight, bound_, kHorizon));
+    attempt(urgent_policy_with(loose, 0.0, 0));
+    attempt(urgent_policy_with(full, 1.01 * bound_, kHorizon));
+    const bool capped = std::any_of(full.begin(), full.end(), [](double cap) { return cap < kNever; });
+    if (!capped || !split_ || problem_.released == 0.0) return;
+    // As if input gradients released nothing: W then runs early enough that F never waits for one.
+    for (double target : {bound_, 1.01 * bound_, 0.0}) {
+        Policy policy = urgent_policy_with(full, target, 0);
         policy.released = 0.0;
         attempt(policy);
     }
@@ -111,7 +127,17 @@ void Search::attempt(const Policy& policy) {
     const double makespan = replay_.run(dispatcher_.orders());
     best_.simulated_actions += kDispatchWeight * actions_;
     if (makespan <= best_.makespan * (1.0 + kSame)) best_policy_ = policy;
+    remember(dispatcher_.orders(), makespan);
     consider(dispatcher_.orders(), makespan);
+}
+
+void Search::remember(const Orders& orders, double makespan) {
+    const auto place = std::lower_bound(seeds_.begin(), seeds_.end(), makespan * (1.0 - kSame),
+                                        [](const Seed& seed, double value) { return seed.makespan < value; });
+    if (place != seeds_.end() && place->makespan <= makespan * (1.0 + kSame)) return;
+    if (place - seeds_.begin() >= static_cast<std::ptrdiff_t>(kStarts)) return;
+    seeds_.insert(place, {makespan, orders});
+    if (seeds_.size() > kStarts) seeds_.pop_back();
 }
 
 void Search::consider(const Orders& orders, double makespan) {
@@ -124,27 +150,42 @@ void Search::consider(const Orders& orders, double makespan) {
     best_.orders = orders;
 }
 
+// A round from each of the best seeds, then more rounds from the best schedule.
 void Search::improve() {
-    if (optimal() || spent(1.0)) return;
-    LocalSearch local(problem_, best_.orders);
-    Policy policy = policy_with(problem_.cap);
+    std::vector<LocalSearch> searches;
+    for (const Seed& seed : seeds_) searches.emplace_back(problem_, seed.orders);
+    for (LocalSearch& local : searches) {
+        if (optimal() || spent(1.0)) return;
+        local_round(local);
+    }
     while (!optimal() && !spent(1.0)) {
-        const std::int64_t before = local.simulated_actions();
-        const double round = std::max(kRoundShare * (budget_ - best_.simulated_actions), 4.0 * actions_);
-        const bool better = local.run(static_cast<std::int64_t>(round), bound_ * (1.0 + kSame));
-        best_.simulated_actions += local.simulated_actions() - before;
-        consider(local.orders(), local.makespan());
-        if (!better) continue;
-        // Dispatch again with what really remains after each action in the best schedule.
+        const auto better = [](const LocalSearch& a, const LocalSearch& b) { return a.makespan() < b.makespan(); };
+        LocalSearch& local = *std::min_element(searches.begin(), searches.end(), better);
+        if (!local_round(local)) continue;
         const double makespan = best_.makespan;
-        replay_.run(best_.orders);
-        replay_.remaining(best_.orders, left_);
-        policy.urgency = &left_;
-        for (double share : {0.0, 0.5, 0.9}) {
-            policy.target = bound_ + share * (makespan - bound_);
-            attempt(policy);
-        }
+        redispatch();
         if (best_.makespan < makespan * (1.0 - kSame)) local = LocalSearch(problem_, best_.orders);
+    }
+}
+
+bool Search::local_round(LocalSearch& local) {
+    const std::int64_t before = local.simulated_actions();
+    const double round = std::max(kRoundShare * (budget_ - best_.simulated_actions), 4.0 * actions_);
+    const bool better = local.run(static_cast<std::int64_t>(round), bound_ * (1.0 + kSame));
+    best_.simulated_actions += local.simulated_actions() - before;
+    consider(local.orders(), local.makespan());
+    return better;
+}
+
+// Dispatches again with what really remains after each action in the best schedule.
+void Search::redispatch() {
+    const double makespan = best_.makespan;
+    replay_.run(best_.orders);
+    replay_.remaining(best_.orders, left_);
+    for (double share : {0.0, 0.5, 0.9}) {
+        Policy policy = urgent_policy_with(problem_.cap, bound_ + share * (makespan - bound_), kHorizon);
+        policy.urgency = &left_;
+        attempt(policy);
     }
 }
 

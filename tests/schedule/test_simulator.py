@@ -151,7 +151,7 @@ def test_messages_queue_on_a_busy_link() -> None:
     costs = uniform_costs(
         2, 3, forward_s=1.0, backward_input_s=0.0, backward_weight_s=0.0, links={(0, 1): LinkCost(7.0, 5.0)}
     )
-    forwards = [start for start, action in zip(*_of_stage(simulate_online(costs), 1)) if action.kind is Kind.FORWARD]
+    forwards = [start for start, action in _of_stage(simulate_online(costs), 1) if action.kind is Kind.FORWARD]
     assert forwards == [13.0, 18.0, 23.0]
 
 
@@ -172,8 +172,8 @@ def test_two_stages_share_one_link_between_chunks() -> None:
     assert simulation.start_s == ((0.0, 7.0, 24.0, 49.0), (6.0, 13.0, 14.0, 39.0))
 
 
-def _of_stage(simulation: Simulation, stage: int) -> tuple[tuple[float, ...], tuple[Action, ...]]:
-    return simulation.start_s[stage], simulation.schedule.orders[stage]
+def _of_stage(simulation: Simulation, stage: int) -> list[tuple[float, Action]]:
+    return list(zip(simulation.start_s[stage], simulation.schedule.orders[stage], strict=True))
 
 
 def test_deadlock_names_who_waits_for_what() -> None:
@@ -238,7 +238,6 @@ def test_blocking_one_f_one_b_by_hand() -> None:
     # F0 is delivered at 11; the call that sends F1 at 12 also receives B0, which stage 1 sends at 13; F2 and B1 cross
     # at 25 and B2 leaves at 37.
     assert simulation.start_s == ((0.0, 11.0, 23.0, 24.0, 35.0, 47.0), (11.0, 12.0, 23.0, 24.0, 35.0, 36.0))
-    assert simulate(one_f_one_b(2, 3), costs).makespan_s < simulation.makespan_s
 
 
 @pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(3, 2, 6), (4, 2, 4), (4, 3, 12)])
