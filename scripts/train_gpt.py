@@ -26,7 +26,7 @@ def main() -> None:
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         warnings.filterwarnings("ignore", category=FutureWarning)  # Megatron calls what newer torch renamed
         args.distributed_backend = "gloo"
-        install()
+        install(with_fused_weight_gradient=args.emulate_fused_weight_gradient)
     from adaptra_megatron.emulation.process_groups import leave_job
     from adaptra_megatron.emulation.training import train
 

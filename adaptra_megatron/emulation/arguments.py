@@ -101,6 +101,11 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
 def _add_emulation(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--emulate-cpu", action="store_true", help="run Megatron on the CPU, over gloo")
     group.add_argument(
+        "--emulate-fused-weight-gradient",
+        action="store_true",
+        help="accumulate weight gradients by a stand-in of apex's kernels",
+    )
+    group.add_argument(
         "--emulate-compute-ms",
         default=None,
         metavar="F,B,W[;F,B,W...]",

@@ -79,19 +79,21 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         recompute_granularity=args.recompute_granularity,
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,
-        gradient_accumulation_fusion=args.gradient_accumulation_fusion and has_fused_weight_gradient(),
+        gradient_accumulation_fusion=fuses_weight_gradient(args),
         bias_activation_fusion=False,
         persist_layer_norm=False,
         **optional,
     )
 
 
-def has_fused_weight_gradient() -> bool:
-    """Whether apex's extension, or the stand-in for it, is there."""
-    try:
-        return importlib.util.find_spec(FUSED_WEIGHT_GRADIENT_MODULE) is not None
-    except ValueError:  # the stand-in has no __spec__
-        return True
+def fuses_weight_gradient(args: argparse.Namespace) -> bool:
+    """Whether weight gradients are accumulated by apex's extension or, on the CPU, by its stand-in. There only on
+    request, for a preloaded process has the stand-in and a plain one has not, and numbers must not depend on that."""
+    if not args.gradient_accumulation_fusion:
+        return False
+    if args.emulate_cpu:
+        return bool(args.emulate_fused_weight_gradient)
+    return importlib.util.find_spec(FUSED_WEIGHT_GRADIENT_MODULE) is not None
 
 
 def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:

@@ -131,7 +131,7 @@ def _main(argv: Sequence[str]) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     logger = logging.getLogger("adaptra_megatron")
     logger.setLevel(logging.INFO)
-    install()
+    install(with_fused_weight_gradient=True)
     import torch.distributed as dist
 
     from adaptra_megatron.emulation.arguments import parse_arguments

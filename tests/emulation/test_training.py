@@ -15,44 +15,32 @@ from adaptra_megatron.emulation.arguments import TrainingArgumentsError, check_a
 from adaptra_megatron.emulation.fork_server import ForkServer, rank_environment
 from adaptra_megatron.emulation.variants import Variant, VariantReport, check_equal, run_variants
 
-COMMON = ("--mock-data", "--hidden-size", "32", "--seq-length", "16", "--global-batch-size", "8", "--train-iters", "4")
-TWO, FOUR = ("--pipeline-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "4")
-CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "8")
-DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+COMMON = "--mock-data --hidden-size 32 --seq-length 16 --global-batch-size 8 --train-iters 4"
+TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank 2 --num-layers 8"
+DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 LAYOUTS = {
-    "PP 4": FOUR,
-    "PP 4 x VPP 2 bf16": (*FOUR, *CHUNKS, "--bf16"),
-    "PP 2 x VPP 2 x DP 2 distributed optimizer": (*TWO, *CHUNKS, *DISTRIBUTED, "--align-param-gather"),
-    "PP 2 x DP 2 untied, evaluation": (*TWO, "--untie-embeddings-and-output-weights", "--eval-iters", "1"),
-    "PP 2 x TP 2 sequence parallel": (*TWO, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
-    "recompute": (
-        *TWO,
-        "--recompute-granularity",
-        "full",
-        "--recompute-method",
-        "uniform",
-        "--recompute-num-layers",
-        "1",
-    ),
-    "dropout, fused weight gradient": (*FOUR, "--hidden-dropout", "0.1", "--attention-dropout", "0.1"),
-    "rope, RMSNorm, experts": (
-        *TWO,
-        "--position-embedding-type",
-        "rope",
-        "--normalization",
-        "RMSNorm",
-        "--num-experts",
-        "2",
-    ),
+    "PP 4": "",
+    "PP 4 x VPP 2 bf16": f"{CHUNKS} --bf16",
+    "PP 2 x VPP 2 x DP 2 distributed optimizer": f"{TWO} {CHUNKS} {DISTRIBUTED} --align-param-gather",
+    "PP 2 x DP 2 untied, evaluation": f"{TWO} --untie-embeddings-and-output-weights --eval-iters 1",
+    "PP 2 x TP 2 sequence parallel": f"{TWO} --tensor-model-parallel-size 2 --sequence-parallel",
+    "recompute": f"{TWO} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "dropout, fused weight gradient": "--hidden-dropout 0.1 --attention-dropout 0.1 --emulate-fused-weight-gradient",
+    "rope, RMSNorm, experts": f"{TWO} --position-embedding-type rope --normalization RMSNorm --num-experts 2",
 }
+
+
+def words(*texts: str) -> tuple[str, ...]:
+    return tuple(" ".join(texts).split())
 
 
 def test_stock_repeats_itself_to_the_bit_and_learns(fork_server: ForkServer, tmp_path: Path) -> None:
     variants = []
     for name, layout in LAYOUTS.items():
-        argv = (*COMMON, "--lr", "3e-3", "--eval-interval", "2", *layout)
+        argv = words(COMMON, "--lr 3e-3 --eval-interval 2", FOUR, layout)
         variants += [Variant(name, argv), Variant(f"{name} again", argv, like=name)]
-    variants.append(Variant("another seed", (*COMMON, "--lr", "3e-3", *FOUR, "--seed", "5"), like="PP 4"))
+    variants.append(Variant("another seed", words(COMMON, "--lr 3e-3", FOUR, "--seed 5"), like="PP 4"))
     reports = run_variants(4, variants, timeout_s=240, server=fork_server, directory=tmp_path)
     other = reports.pop()
     check_equal(reports)
@@ -63,16 +51,12 @@ def test_stock_repeats_itself_to_the_bit_and_learns(fork_server: ForkServer, tmp
 
 
 def test_emulation_changes_times_not_numbers(fork_server: ForkServer, tmp_path: Path) -> None:
-    argv = (*COMMON, *FOUR)
-    compute = ("--emulate-compute-ms", "10,10,10")
-    slow = ("--emulate-slow-link", "1-2:latency_ms=100,from=2,until=4")
+    argv = words(COMMON, FOUR)
+    timed_argv = (*argv, *words("--emulate-compute-ms 10,10,10"))
+    slow_argv = (*timed_argv, *words("--emulate-slow-link 1-2:latency_ms=100,from=2,until=4"))
     plain, timed, slowed = run_variants(
         4,
-        [
-            Variant("plain", argv),
-            Variant("timed", (*argv, *compute), "plain"),
-            Variant("slow", (*argv, *compute, *slow), "plain"),
-        ],
+        [Variant("plain", argv), Variant("timed", timed_argv, "plain"), Variant("slow", slow_argv, "plain")],
         timeout_s=120,
         server=fork_server,
         directory=tmp_path,
@@ -95,18 +79,18 @@ def test_check_equal_fails_when_nothing_is_compared() -> None:
         check_equal([VariantReport("ours", "stock", elements_compared=9, differences=["rank 0: losses"])])
 
 
-@pytest.mark.parametrize("layout", [(), ("--use-distributed-optimizer", "--bf16", "--hidden-dropout", "0.1")])
+@pytest.mark.parametrize("layout", ["", "--use-distributed-optimizer --bf16 --hidden-dropout 0.1"])
 def test_resumed_run_goes_on_to_the_bit(
-    start_ranks: Callable[..., list[RankResult]], tmp_path: Path, layout: tuple[str, ...]
+    start_ranks: Callable[..., list[RankResult]], tmp_path: Path, layout: str
 ) -> None:
-    argv = [TRAIN_GPT, "--emulate-cpu", *COMMON, *TWO, *layout, "--save", f"{tmp_path}/checkpoints"]
-    start_ranks(2, [*argv, "--train-iters", "2"], timeout_s=90)
-    resumed = [*argv, "--load", f"{tmp_path}/checkpoints", "--dump-state", f"{tmp_path}/resumed"]
-    output = start_ranks(2, [*resumed, "--train-iters", "3"], timeout_s=90)[1].output
+    argv = (TRAIN_GPT, *words("--emulate-cpu", COMMON, TWO, layout))
+    saved, resumed, straight = (str(tmp_path / name) for name in ("saved", "resumed", "straight"))
+    start_ranks(2, [*argv, "--train-iters", "2", "--save", saved], timeout_s=90)
+    going_on = [*argv, "--train-iters", "3", "--load", saved, "--dump-state", resumed]
+    output = start_ranks(2, going_on, timeout_s=90)[1].output
     assert " iteration        3/       3 | consumed samples:           24 | elapsed time" in output
     assert " iteration        2/" not in output
-    reference = [TRAIN_GPT, "--emulate-cpu", *COMMON, *TWO, *layout, "--dump-state", f"{tmp_path}/straight"]
-    start_ranks(2, [*reference, "--train-iters", "3"], timeout_s=90)
+    start_ranks(2, [*argv, "--train-iters", "3", "--dump-state", straight], timeout_s=90)
     compare_final_state(tmp_path / "straight", tmp_path / "resumed")
 
 
@@ -128,20 +112,20 @@ def test_corpus_is_learnt_from(start_ranks: Callable[..., list[RankResult]], tmp
 
     with cpu_megatron():
         write_corpus(tmp_path / "corpus", limit_nbytes=500_000)
-    argv = [TRAIN_GPT, "--emulate-cpu", *COMMON, *TWO, "--train-iters", "8", "--lr", "3e-3"]
-    argv = [argument for argument in argv if argument != "--mock-data"]
-    output = start_ranks(2, [*argv, "--data-path", f"{tmp_path}/corpus"], timeout_s=90)[1].output
+    options = COMMON.replace("--mock-data", f"--data-path {tmp_path}/corpus")
+    argv = (TRAIN_GPT, *words("--emulate-cpu", options, TWO, "--train-iters 8 --lr 3e-3"))
+    output = start_ranks(2, argv, timeout_s=90)[1].output
     losses = [float(line.split("lm loss: ")[1].split()[0]) for line in output.splitlines() if "lm loss: " in line]
     assert len(losses) == 8
     assert losses[-1] < losses[0] - 0.5
     with pytest.raises(LaunchError, match="DataError: --split 1,1,0.0001 leaves the test part without any"):
-        start_ranks(2, [*argv, "--data-path", f"{tmp_path}/corpus", "--split", "1,1,0.0001"], timeout_s=90)
+        start_ranks(2, [*argv, "--split", "1,1,0.0001"], timeout_s=90)
 
 
 def test_torchrun_starts_the_script() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", TRAIN_GPT, "--emulate-cpu"]
-        + [*COMMON, *TWO, "--train-iters", "2"],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", TRAIN_GPT]
+        + [*words("--emulate-cpu", COMMON, TWO, "--train-iters 2")],
         env=rank_environment({}),
         cwd=REPOSITORY,
         capture_output=True,
@@ -155,16 +139,16 @@ def test_torchrun_starts_the_script() -> None:
     ("argv", "world_size", "reason"),
     [
         (FOUR, 6, "start a multiple of 4"),
-        ((*TWO, "--global-batch-size", "3"), 4, "no multiple of --micro-batch-size x data parallel size = 1 x 2"),
-        ((*TWO, "--num-layers", "6", "--num-virtual-stages-per-pipeline-rank", "2"), 2, "split evenly"),
-        ((*TWO, "--num-layers", "6", "--num-layers-per-virtual-pipeline-stage", "2"), 2, "no multiple of stages"),
-        ((*TWO, "--data-path", "x"), 2, "exactly one of --data-path and --mock-data"),
-        ((*TWO, "--overlap-param-gather"), 2, "needs --use-distributed-optimizer"),
-        ((*TWO, "--sequence-parallel"), 2, "at least 2"),
-        ((*TWO, "--seq-length", "9", "--max-position-embeddings", "8"), 2, "is more than"),
+        (f"{TWO} --global-batch-size 3", 4, "no multiple of --micro-batch-size x data parallel size = 1 x 2"),
+        (f"{TWO} --num-layers 6 --num-virtual-stages-per-pipeline-rank 2", 2, "split evenly"),
+        (f"{TWO} --num-layers 6 --num-layers-per-virtual-pipeline-stage 2", 2, "no multiple of stages"),
+        (f"{TWO} --data-path x", 2, "exactly one of --data-path and --mock-data"),
+        (f"{TWO} --overlap-param-gather", 2, "needs --use-distributed-optimizer"),
+        (f"{TWO} --sequence-parallel", 2, "at least 2"),
+        (f"{TWO} --seq-length 9 --max-position-embeddings 8", 2, "is more than"),
     ],
 )
-def test_contradicting_arguments_are_refused(argv: tuple[str, ...], world_size: int, reason: str) -> None:
-    args = parse_arguments([*COMMON, *argv])
+def test_contradicting_arguments_are_refused(argv: str, world_size: int, reason: str) -> None:
+    args = parse_arguments(words(COMMON, argv))
     with pytest.raises(TrainingArgumentsError, match=reason):
         check_arguments(args, world_size)
