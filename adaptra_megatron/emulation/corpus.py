@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import torch
 
 BYTES = 256
 END_OF_DOCUMENT = 256
@@ -76,7 +75,7 @@ def write_corpus(prefix: str | Path, *, limit_nbytes: int = 4_000_000, sources: 
     for path in paths:
         text = numpy.frombuffer(path.read_bytes(), dtype=numpy.uint8).astype(numpy.uint16)
         document = numpy.append(text, numpy.uint16(END_OF_DOCUMENT))
-        builder.add_document(torch.from_numpy(document.astype(numpy.int32)), [len(document)])
+        builder.add_document(document, [len(document)])
         total += len(document)
     builder.finalize(f"{prefix}.idx")
     return total
