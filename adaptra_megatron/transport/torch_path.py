@@ -3,11 +3,12 @@
 
 gloo reports completion only to a thread that waits, and an expired wait closes the pair for good. So each neighbour
 has one thread that waits for its receives and one that waits for its sends: arrivals become visible (and timed) the
-moment they happen, sent tensors are freed as soon as they have left, and the training thread only waits on events.
+moment they happen, sent tensors are freed soon after they have left, and the training thread only waits on events.
 """
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -35,6 +36,10 @@ class _Pending:
     cause: Exception | None = None
 
 
+_Works = list[tuple["dist.Work | None", torch.Tensor]]
+_UNWATCHED_SENDS = 4
+
+
 class WaitingThreadTransport:
     """Transport over torch.distributed on a backend with tags, one waiting thread per neighbour and direction."""
 
@@ -46,6 +51,8 @@ class WaitingThreadTransport:
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
         self._receives: dict[MessageKey, _Pending] = {}
         self._sends: list[_Pending] = []
+        self._unwatched: list[tuple[_Pending, _Works]] = []
+        """Sends that no thread waits for yet: waking one costs several times what the send does."""
         self._received: list[MessageTimes] = []
         self._sent: list[MessageTimes] = []
         self._waiters: dict[tuple[str, int], _Waiter] = {}
@@ -59,7 +66,7 @@ class WaitingThreadTransport:
         outgoing = tensor.detach().contiguous()
         now = time.monotonic()
         pending = _Pending(key, peer, None, now)  # the bytes live in `works`, and no longer than the send
-        works = []
+        works: _Works = []
         header = encode_shape(outgoing.shape, outgoing.device) if self._specification.shape is None else None
         try:
             if header is not None:
@@ -69,7 +76,9 @@ class WaitingThreadTransport:
             raise self._error(pending, cause, receiving=False) from cause
         self._sends.append(pending)
         self._sent.append(MessageTimes(key, peer, now, now))
-        self._waiter("send", peer).submit(pending, lambda: self._wait_all(works))
+        self._unwatched.append((pending, works))
+        if len(self._unwatched) > _UNWATCHED_SENDS:
+            self._watch_sends()
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
         assert key not in self._receives, f"{key} was posted twice"
@@ -99,12 +108,15 @@ class WaitingThreadTransport:
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
         pending = self._receives.pop(key)
+        if not pending.done.is_set():
+            self._watch_sends()
         self._settle(pending, deadline_s, receiving=True)
         self._received.append(MessageTimes(key, pending.peer, pending.posted_s, pending.done_s))
         assert pending.tensor is not None
         return pending.tensor
 
     def flush(self, deadline_s: float) -> None:
+        self._watch_sends()
         for pending in self._sends:
             self._settle(pending, deadline_s, receiving=False)
         self._sends.clear()
@@ -118,6 +130,12 @@ class WaitingThreadTransport:
         for waiter in self._waiters.values():
             waiter.stop()
         self._waiters.clear()
+
+    def _watch_sends(self) -> None:
+        """Let the waiting threads have the sends posted so far, now that this thread is about to wait anyway."""
+        for pending, works in self._unwatched:
+            self._waiter("send", pending.peer).submit(pending, functools.partial(self._wait_all, works))
+        self._unwatched.clear()
 
     def _settle(self, pending: _Pending, deadline_s: float, *, receiving: bool) -> None:
         arrived = pending.done.wait(max(0.0, deadline_s - time.monotonic()))
@@ -142,7 +160,7 @@ class WaitingThreadTransport:
             waiter = self._waiters[name, peer] = _Waiter(f"adaptra-{name}-{peer}")
         return waiter
 
-    def _wait_all(self, works: Sequence[tuple[dist.Work | None, torch.Tensor]]) -> None:
+    def _wait_all(self, works: _Works) -> None:
         for work, _held in works:
             if work is not None:
                 work.wait(timedelta(seconds=self._timeout_s))

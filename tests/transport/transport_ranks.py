@@ -7,34 +7,29 @@ A scenario checks on its rank and raises when something is wrong. The pipeline's
 from __future__ import annotations
 
 import inspect
-import os
-import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
+from transport_checks import CPU, MEBIBYTE, activation, content, expect, flush, gradient, until
+from transport_failures import killed, silent
 
 from adaptra_megatron.transport.messages import (
-    Direction,
     MessageKey,
     MessageTimes,
     TensorSpecification,
     Transport,
-    TransportError,
 )
 from adaptra_megatron.transport.stream_path import StreamTransport
 from adaptra_megatron.transport.torch_path import WaitingThreadTransport
 
-CPU = torch.device("cpu")
-MEBIBYTE = 1 << 20
 CONTENTS = [
     ((1,), torch.uint8),
     ((1,), torch.int64),
@@ -46,32 +41,6 @@ CONTENTS = [
     ((4 * MEBIBYTE,), torch.float32),
 ]
 VARYING = [(7, 2, 16), (1, 2, 16), (300, 1, 16), (), (5,)]
-
-
-def activation(micro_batch: int, *, chunk: int = 0, iteration: int = 0) -> MessageKey:
-    return MessageKey(iteration, Direction.ACTIVATION, chunk, micro_batch)
-
-
-def gradient(micro_batch: int, *, chunk: int = 0, iteration: int = 0) -> MessageKey:
-    return MessageKey(iteration, Direction.GRADIENT, chunk, micro_batch)
-
-
-def content(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """The same on every rank for the same arguments, different for any other seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, shape, dtype=torch.int32, generator=generator).to(dtype)
-
-
-def expect(transport: Transport, key: MessageKey, expected: torch.Tensor) -> None:
-    received = transport.wait(key, time.monotonic() + 20.0)
-    assert received.dtype == expected.dtype, f"{key}: {received.dtype} instead of {expected.dtype}"
-    assert received.shape == expected.shape, f"{key}: {received.shape} instead of {expected.shape}"
-    assert torch.equal(received, expected), f"{key}: other content"
-    assert received.grad_fn is None
-
-
-def flush(transport: Transport) -> None:
-    transport.flush(time.monotonic() + 20.0)
 
 
 def contents(transport: Transport) -> None:
@@ -139,7 +108,7 @@ def varying(transport: Transport) -> None:
 
 
 def swapped(transport: Transport) -> None:
-    """The storage under a sent tensor is swapped at once; the bytes arrive, and are let go when they have left."""
+    """The storage under a sent tensor is swapped at once; the bytes arrive, and are let go once they have left."""
     shape, refs = (MEBIBYTE,), []
     transport.describe(TensorSpecification(shape, torch.float32, CPU))
     if dist.get_rank() == 0:
@@ -150,13 +119,18 @@ def swapped(transport: Transport) -> None:
         time.sleep(0.2)
         assert all(ref() is not None for ref in refs), "let go before the receiver had posted: cannot have been sent"
         dist.barrier()
-        _until(lambda: all(ref() is None for ref in refs), "the sent tensor is still held after it has left")
+        # The next wait for anything at all is when sends are looked after.
+        transport.post_receive(gradient(0), 1)
+        expect(transport, gradient(0), content(shape, torch.float32, 6))
+        until(lambda: all(ref() is None for ref in refs), "the sent tensor is still held after it has left")
         flush(transport)
         assert len(refs) == 2
         return
     dist.barrier()
     transport.post_receive(activation(0), 0)
     expect(transport, activation(0), content(shape, torch.float32, 5))
+    transport.post_send(gradient(0), 0, content(shape, torch.float32, 6))
+    flush(transport)
 
 
 @contextmanager
@@ -173,13 +147,6 @@ def _watched_sends(refs: list[weakref.ref[Any]]) -> Iterator[None]:
         yield
     finally:
         dist.isend = isend
-
-
-def _until(condition: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + 5.0
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.005)
 
 
 def times(transport: Transport) -> None:
@@ -199,7 +166,7 @@ def times(transport: Transport) -> None:
     assert not transport.ready(activation(0))
     dist.barrier()
     dist.recv(moment, 0)
-    _until(lambda: transport.ready(activation(0)), "a message that was sent does not become ready")
+    until(lambda: transport.ready(activation(0)), "a message that was sent does not become ready")
     time.sleep(0.3)
     asked_s = time.monotonic()
     transport.wait(activation(0), asked_s)  # a deadline that is over already: nothing to wait for
@@ -208,71 +175,6 @@ def times(transport: Transport) -> None:
     assert received == MessageTimes(activation(0), 0, received.posted_s, received.done_s)
     assert received.posted_s < moment.item() <= received.done_s < asked_s - 0.25
     assert transport.take_times() == ([], [])
-
-
-def silent(transport: Transport) -> None:
-    """Rank 0 lives but never sends, and never receives."""
-    transport.describe(TensorSpecification((MEBIBYTE,), torch.float32, CPU))
-    dist.barrier()
-    if dist.get_rank() == 1:
-        transport.post_receive(activation(3, chunk=1, iteration=9), 0)
-        text = _failure(lambda: transport.wait(activation(3, chunk=1, iteration=9), time.monotonic() + 0.4), 0.4, 1.4)
-        for part in ("stage 1", "link 0->1", str(activation(3, chunk=1, iteration=9)), "deadline", "Look at stage 0"):
-            assert part in text, f"{part!r} is missing in: {text}"
-        transport.post_send(gradient(3), 0, torch.zeros(MEBIBYTE))
-        text = _failure(lambda: transport.flush(time.monotonic() + 0.4), 0.4, 1.4)
-        for part in ("stage 1", "link 1->0", str(gradient(3)), "restart"):
-            assert part in text, f"{part!r} is missing in: {text}"
-        start_s = time.monotonic()
-        transport.close()
-        assert time.monotonic() - start_s < 5.0, "close() waits for a silent peer"
-    _leave_together()
-
-
-def killed(transport: Transport) -> None:
-    """Rank 0 dies by SIGKILL while rank 1 waits for it; later calls fail as well, with the same error."""
-    transport.describe(TensorSpecification((MEBIBYTE,), torch.float32, CPU))
-    transport.post_receive(activation(0), 1 - dist.get_rank())
-    dist.barrier()
-    if dist.get_rank() == 0:
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGKILL)
-    text = _failure(lambda: transport.wait(activation(0), time.monotonic() + 10.0), 0.0, 11.0)
-    assert "link 0->1" in text
-    assert "Look at stage 0" in text
-
-    def send_and_flush() -> None:
-        transport.post_send(gradient(0), 0, torch.zeros(MEBIBYTE))
-        transport.flush(time.monotonic() + 5.0)
-
-    def receive() -> None:
-        transport.post_receive(activation(1), 0)
-        transport.wait(activation(1), time.monotonic() + 5.0)
-
-    assert "link 1->0" in _failure(send_and_flush, 0.0, 6.0)
-    assert str(activation(1)) in _failure(receive, 0.0, 6.0)
-    transport.close()
-    sys.stdout.write("survived\n")
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def _failure(call: Callable[[], object], least_s: float, most_s: float) -> str:
-    start_s = time.monotonic()
-    with pytest.raises(TransportError) as failed:
-        call()
-    took_s = time.monotonic() - start_s
-    assert least_s <= took_s <= most_s, f"took {took_s:.2f} s, not {least_s}..{most_s}: {failed.value}"
-    return str(failed.value)
-
-
-def _leave_together() -> None:
-    """Broken pairs make an orderly tear-down impossible: wait for everybody through the store, and go."""
-    store = dist.distributed_c10d._get_default_store()
-    store.add("left", 1)
-    _until(lambda: store.add("left", 0) == dist.get_world_size(), "the other rank did not finish")
-    time.sleep(0.3 * (dist.get_rank() == 0))  # rank 0 serves the store
-    os._exit(0)
 
 
 def closed(transport: Transport) -> None:
