@@ -45,23 +45,32 @@ def messages_arrive_late_in_order_and_intact(rank: int, links: SlowLinks) -> Non
     assert links.struck == ({(0, 1): 3} if rank == 0 else {})
 
 
-def other_direction_is_not_struck(rank: int, links: SlowLinks) -> None:
-    """Nor does it lose what is freed while its send is pending: Megatron on the CPU guards every isend."""
+def freed_output_arrives_whole(rank: int) -> None:
+    """Megatron frees outputs whose send is pending; the stand-ins of Megatron on the CPU guard every isend."""
     dist.barrier()
     if rank == 1:
         tensor = torch.ones(1 << 20)
         work = dist.isend(tensor, 0)
-        assert not isinstance(work, DelayedWork)
         tensor.data = torch.empty(1)
         overwriting = [torch.zeros(1 << 20) for _ in range(4)]
         work.wait()
         assert len(overwriting) == 4
-        assert not links.struck
     else:
         time.sleep(0.2)
         received = torch.empty(1 << 20)
         dist.irecv(received, 1).wait()
         assert bool((received == 1).all())
+
+
+def other_direction_is_not_struck(rank: int, links: SlowLinks) -> None:
+    dist.barrier()
+    if rank == 1:
+        work = dist.isend(torch.ones(5), 0)
+        assert not isinstance(work, DelayedWork)
+        work.wait()
+        assert not links.struck
+    else:
+        dist.irecv(torch.empty(5), 1).wait()
 
 
 def batched_operations_in_a_group_are_struck(rank: int, links: SlowLinks) -> None:
@@ -132,6 +141,7 @@ def errors_of_the_real_send_are_raised_by_wait(rank: int, links: SlowLinks) -> N
 def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank = dist.get_rank()
+    freed_output_arrives_whole(rank)
     real = dist.isend
     fault = LinkFault(source=0, target=1, latency_s=LATENCY_S, occupancy_s=OCCUPANCY_S, until_iteration=2)
     with SlowLinks([fault]) as links:
