@@ -19,6 +19,13 @@ setup(
             cxx_std=17,
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-ffp-contract=off"],
         ),
+        Pybind11Extension(
+            "adaptra_megatron.transport._ring",
+            sorted(glob("csrc/ring/*.cpp")),
+            depends=sorted(glob("csrc/ring/*.hpp")),
+            cxx_std=17,
+            extra_compile_args=["-O3", "-Wall", "-Wextra"],
+        ),
     ],
     cmdclass={"build_ext": build_ext},
 )

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// A futex in shared memory that one process rings and another waits on: no spinning, always with a deadline.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cmath>
+#include <cstdint>
+
+namespace adaptra {
+
+inline double monotonic_s() {
+    timespec now{};
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+inline timespec to_timespec(double seconds) {
+    seconds = std::fmin(std::fmax(seconds, 0.0), 1e15);
+    const double whole = std::floor(seconds);
+    return {static_cast<time_t>(whole), static_cast<long>((seconds - whole) * 1e9)};
+}
+
+enum class Outcome { kDone, kTimedOut, kClosed };
+
+class Doorbell {
+public:
+    // Call after having changed what a waiter's condition reads.
+    void ring() {
+        count_.fetch_add(1);
+        // One process waits at each side of a ring, but several of its threads may (lanes, closing): wake them all.
+        if (waiting_.load() != 0) wake_all();
+    }
+
+    // Wait until `done()`, or `closed()`, or the time `deadline_s` of the monotonic clock. `done` goes first: what was
+    // there before the closing is still delivered.
+    template <class Done, class Closed>
+    Outcome wait(Done done, Closed closed, double deadline_s) {
+        const timespec deadline = to_timespec(deadline_s);
+        while (true) {
+            // The count is read before the condition: a ring in between makes the futex return at once.
+            const std::uint32_t seen = count_.load();
+            if (done()) return Outcome::kDone;
+            if (closed()) return Outcome::kClosed;
+            waiting_.fetch_add(1);
+            const bool late = !(done() || closed()) && wait_once(seen, deadline) == ETIMEDOUT;
+            waiting_.fetch_sub(1);
+            if (late) return done() ? Outcome::kDone : Outcome::kTimedOut;
+        }
+    }
+
+private:
+    // FUTEX_WAIT_BITSET takes an absolute time; without FUTEX_PRIVATE_FLAG it works across processes.
+    int wait_once(std::uint32_t seen, const timespec& deadline) {
+        const long result = syscall(SYS_futex, &count_, FUTEX_WAIT_BITSET, seen, &deadline, nullptr,
+                                    FUTEX_BITSET_MATCH_ANY);
+        return result == 0 ? 0 : errno;
+    }
+
+    void wake_all() { syscall(SYS_futex, &count_, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+
+    std::atomic<std::uint32_t> count_{0};
+    std::atomic<std::uint32_t> waiting_{0};
+};
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free, "a lock would be private to a process");
+
+}  // namespace adaptra

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "messages.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace adaptra {
+namespace {
+
+// A sender keeps far fewer under way; more means that it is not one of ours.
+constexpr std::size_t kMaxPartials = 4096;
+
+}  // namespace
+
+Outcome write_message(Ring& ring, FrameHeader header, const std::byte* source, double deadline_s) {
+    header.kind = FrameKind::kData;
+    header.offset = 0;
+    do {
+        Slot slot;
+        const Outcome outcome = ring.claim(slot, deadline_s);
+        if (outcome != Outcome::kDone) return outcome;
+        header.nbytes = std::min(ring.slot_nbytes(), header.total_nbytes - header.offset);
+        *slot.header = header;
+        if (header.nbytes != 0) std::memcpy(slot.payload, source + header.offset, header.nbytes);
+        ring.commit(slot);
+        header.offset += header.nbytes;
+    } while (header.offset < header.total_nbytes);
+    return Outcome::kDone;
+}
+
+Outcome write_control(Ring& ring, FrameKind kind, std::uint64_t sequence, double deadline_s) {
+    Slot slot;
+    const Outcome outcome = ring.claim(slot, deadline_s);
+    if (outcome != Outcome::kDone) return outcome;
+    FrameHeader header;
+    header.kind = kind;
+    header.sequence = sequence;
+    *slot.header = header;
+    ring.commit(slot);
+    return outcome;
+}
+
+Inbox::Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes)
+    : max_message_nbytes_(max_message_nbytes), pool_(std::make_shared<MemoryPool>(pooled_nbytes)) {}
+
+std::optional<Event> Inbox::next(Ring& ring, double deadline_s, Outcome& outcome) {
+    while (true) {
+        Slot slot;
+        outcome = ring.take(slot, deadline_s);
+        if (outcome != Outcome::kDone) return std::nullopt;
+        const FrameHeader header = *slot.header;  // a copy: checked and used are the same bytes
+        check_frame(header, ring.slot_nbytes(), max_message_nbytes_);
+        std::optional<Event> event = accept(header, slot.payload);
+        ring.release(slot);
+        if (event) return event;
+    }
+}
+
+std::optional<Event> Inbox::accept(const FrameHeader& header, const std::byte* payload) {
+    switch (header.kind) {
+        case FrameKind::kData:
+            return accept_data(header, payload);
+        case FrameKind::kAck:
+            return Event{Event::Kind::kAck, header, nullptr, monotonic_s()};
+        case FrameKind::kBye:
+            return Event{Event::Kind::kBye, header, nullptr, monotonic_s()};
+        case FrameKind::kVoid:
+            break;
+    }
+    return std::nullopt;
+}
+
+std::optional<Event> Inbox::accept_data(const FrameHeader& header, const std::byte* payload) {
+    if (complete(header.sequence)) {
+        if (header.offset != 0) return std::nullopt;
+        ++doubles_;
+        return Event{Event::Kind::kRepeated, header, nullptr, monotonic_s()};
+    }
+    Partial& part = partial(header);
+    if (!part.offsets.insert(header.offset).second) return std::nullopt;
+    if (header.nbytes > part.missing) throw FrameError("parts of message " + std::to_string(header.sequence) + " overlap");
+    if (header.nbytes != 0) std::memcpy(part.block->data() + header.offset, payload, header.nbytes);
+    part.missing -= header.nbytes;
+    if (part.missing != 0) return std::nullopt;
+    Event event{Event::Kind::kMessage, part.first, std::move(part.block), monotonic_s()};
+    partials_.erase(header.sequence);
+    note_complete(header.sequence);
+    return event;
+}
+
+Inbox::Partial& Inbox::partial(const FrameHeader& header) {
+    const auto found = partials_.find(header.sequence);
+    if (found == partials_.end()) {
+        if (partials_.size() >= kMaxPartials) {
+            throw FrameError("more than " + std::to_string(kMaxPartials) + " messages are under way at once");
+        }
+        return partials_
+            .emplace(header.sequence, Partial{header, pool_->get(header.total_nbytes), {}, header.total_nbytes})
+            .first->second;
+    }
+    if (!same_message(found->second.first, header)) {
+        throw FrameError("parts of message " + std::to_string(header.sequence) + " describe different messages");
+    }
+    return found->second;
+}
+
+bool Inbox::complete(std::uint64_t sequence) const {
+    return sequence < all_below_ || complete_beyond_.count(sequence) != 0;
+}
+
+void Inbox::note_complete(std::uint64_t sequence) {
+    complete_beyond_.insert(sequence);
+    while (!complete_beyond_.empty() && *complete_beyond_.begin() == all_below_) {
+        complete_beyond_.erase(complete_beyond_.begin());
+        ++all_below_;
+    }
+}
+
+}  // namespace adaptra

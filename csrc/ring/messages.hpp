@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// Whole messages in and out of rings: cut into frames on one side, put together, checked and deduplicated on the other.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <unordered_set>
+
+#include "memory_pool.hpp"
+#include "ring.hpp"
+
+namespace adaptra {
+
+// Copy a message into the ring, slot by slot, while the other side already takes the first ones. `header` names and
+// describes it; offsets and sizes of the frames are set here.
+Outcome write_message(Ring& ring, FrameHeader header, const std::byte* source, double deadline_s);
+
+// A frame without payload.
+Outcome write_control(Ring& ring, FrameKind kind, std::uint64_t sequence, double deadline_s);
+
+// What a receiver hears of, in order of completion.
+struct Event {
+    enum class Kind { kMessage, kRepeated, kAck, kBye };
+    Kind kind = Kind::kBye;
+    FrameHeader header;           // of a message; otherwise only `sequence` counts
+    std::shared_ptr<Block> block;  // the message's bytes
+    double arrived_s = 0.0;        // monotonic clock
+};
+
+// The receiving end of one sender's messages. It outlives rings: after a new ring has replaced a broken one, the sender
+// sends again what was not acknowledged, and what is already here is recognised by its sequence number.
+class Inbox {
+public:
+    Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes);
+
+    // Take frames from `ring` until something is complete. No value at the deadline or, if `outcome` says so, because
+    // the ring is closed and empty. Throws FrameError for a frame that no sender writes. One thread at a time.
+    std::optional<Event> next(Ring& ring, double deadline_s, Outcome& outcome);
+
+    std::uint64_t doubles() const { return doubles_.load(); }
+
+private:
+    struct Partial {
+        FrameHeader first;
+        std::shared_ptr<Block> block;
+        std::unordered_set<std::uint64_t> offsets;
+        std::uint64_t missing = 0;
+    };
+
+    std::optional<Event> accept(const FrameHeader& header, const std::byte* payload);
+    std::optional<Event> accept_data(const FrameHeader& header, const std::byte* payload);
+    Partial& partial(const FrameHeader& header);
+    bool complete(std::uint64_t sequence) const;
+    void note_complete(std::uint64_t sequence);
+
+    const std::uint64_t max_message_nbytes_;
+    const std::shared_ptr<MemoryPool> pool_;
+    std::map<std::uint64_t, Partial> partials_;
+    // Every sequence number below `all_below_`, and those in the set, are complete.
+    std::uint64_t all_below_ = 0;
+    std::set<std::uint64_t> complete_beyond_;
+    std::atomic<std::uint64_t> doubles_{0};
+};
+
+}  // namespace adaptra

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// A ring of fixed-size slots in an anonymous memfd, from one producing process to one consuming process. The memory
+// goes when the last of them does, however they end. Several threads of a process may produce or consume ("lanes"):
+// slots are filled and emptied in any order, but published and released in the order in which they were claimed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <vector>
+
+#include "doorbell.hpp"
+#include "frame.hpp"
+
+namespace adaptra {
+
+// The memory is not a ring of ours, or was tampered with.
+struct RingError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+struct Slot {
+    std::uint64_t index = 0;
+    FrameHeader* header = nullptr;
+    std::byte* payload = nullptr;
+};
+
+class Ring {
+public:
+    // `slots` a power of two up to 4096, `slot_nbytes` a multiple of 4096 up to 64 MiB.
+    static std::shared_ptr<Ring> create(std::uint32_t slots, std::uint64_t slot_nbytes);
+    // Map the ring behind `fd` (which stays the caller's). Throws RingError unless it is one, sealed against resizing.
+    static std::shared_ptr<Ring> attach(int fd);
+    ~Ring();
+    Ring(const Ring&) = delete;
+    Ring& operator=(const Ring&) = delete;
+
+    int fd() const { return fd_; }
+    std::uint32_t slots() const { return slots_; }
+    std::uint64_t slot_nbytes() const { return slot_nbytes_; }
+
+    // Producer: get a slot to fill, then publish it.
+    Outcome claim(Slot& slot, double deadline_s);
+    void commit(const Slot& slot);
+    // Consumer: get a published slot, then let the producer have it again.
+    Outcome take(Slot& slot, double deadline_s);
+    void release(const Slot& slot);
+
+    // Wake everybody at both ends. Published slots can still be taken; nothing can be claimed.
+    void close();
+    bool closed() const;
+    // Published slots that nobody has taken yet.
+    std::uint64_t backlog() const;
+
+private:
+    struct Shared;
+
+    // Slots are finished in any order; the count that the other process reads only covers an unbroken prefix.
+    struct Finished {
+        std::mutex mutex;
+        std::vector<bool> done;
+        std::uint64_t prefix = 0;
+
+        // Returns whether the prefix grew.
+        bool add(std::uint64_t index);
+    };
+
+    Ring(int fd, std::byte* memory, std::size_t mapped_nbytes, std::uint32_t slots, std::uint64_t slot_nbytes);
+    Slot slot(std::uint64_t index) const;
+
+    const int fd_;
+    std::byte* const memory_;
+    const std::size_t mapped_nbytes_;
+    Shared* const shared_;
+    // Copies: what the other process could change is never used for addresses.
+    const std::uint32_t slots_;
+    const std::uint64_t slot_nbytes_;
+
+    std::mutex claiming_;
+    std::uint64_t claimed_ = 0;
+    Finished published_;
+    std::mutex taking_;
+    std::uint64_t taken_ = 0;
+    Finished released_;
+};
+
+}  // namespace adaptra

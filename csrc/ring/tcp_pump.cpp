@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tcp_pump.hpp"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+
+namespace adaptra {
+namespace {
+
+// How often a pump that waits looks whether its ring has been closed.
+constexpr double kLook_s = 5.0;
+
+struct Broken : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+[[noreturn]] void broken(const char* doing) {
+    throw Broken(std::string(doing) + ": " + std::generic_category().message(errno));
+}
+
+// Whether `socket` is ready for `events` by `deadline_s`.
+bool await(int socket, short events, double deadline_s) {
+    pollfd waiting{socket, events, 0};
+    const double left_s = std::max(0.0, std::min(kLook_s, deadline_s - monotonic_s()));
+    const int count = poll(&waiting, 1, static_cast<int>(left_s * 1e3) + 1);
+    if (count < 0 && errno != EINTR) broken("waiting for the connection");
+    return count > 0;
+}
+
+void send_frame(const Ring& ring, int socket, const Slot& slot, const FrameHeader& header) {
+    iovec parts[2] = {{slot.header, sizeof(FrameHeader)}, {slot.payload, header.nbytes}};
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = header.nbytes != 0 ? 2 : 1;
+    while (message.msg_iovlen != 0) {
+        const ssize_t sent = sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (sent < 0) {
+            if (errno == EINTR) continue;
+            if (errno != EAGAIN) broken("sending");
+            // A receiver that does not read holds us up for as long as it likes; closing the ring ends it.
+            if (!await(socket, POLLOUT, monotonic_s() + kLook_s) && ring.closed()) throw Broken("closed while sending");
+            continue;
+        }
+        auto left = static_cast<std::size_t>(sent);
+        while (message.msg_iovlen != 0 && left >= message.msg_iov->iov_len) {
+            left -= message.msg_iov->iov_len;
+            ++message.msg_iov;
+            --message.msg_iovlen;
+        }
+        if (message.msg_iovlen != 0) {
+            message.msg_iov->iov_base = static_cast<std::byte*>(message.msg_iov->iov_base) + left;
+            message.msg_iov->iov_len -= left;
+        }
+    }
+}
+
+// Reads exactly `nbytes`. False if the peer ended the connection before the first of them and that is `allowed`.
+bool receive_exactly(const Ring& ring, int socket, std::byte* target, std::size_t nbytes, bool may_end, double stall_s) {
+    std::size_t received = 0;
+    double deadline_s = monotonic_s() + stall_s;
+    while (received < nbytes) {
+        const ssize_t count = recv(socket, target + received, nbytes - received, MSG_DONTWAIT);
+        if (count > 0) {
+            received += static_cast<std::size_t>(count);
+            deadline_s = monotonic_s() + stall_s;
+        } else if (count == 0) {
+            if (may_end && received == 0) return false;
+            throw Broken("the peer ended the connection in the middle of a frame");
+        } else if (errno == EAGAIN) {
+            const bool idle = may_end && received == 0;  // between frames a peer may be silent for ever
+            const bool ready = await(socket, POLLIN, idle ? monotonic_s() + kLook_s : deadline_s);
+            if (!ready && ring.closed()) throw Broken("closed while receiving");
+            if (!ready && !idle && monotonic_s() >= deadline_s) throw Broken("the rest of a frame did not come");
+        } else if (errno != EINTR) {
+            broken("receiving");
+        }
+    }
+    return true;
+}
+
+void receive_payload(Ring& ring, int socket, FrameHeader header, const Slot& slot, double stall_s) {
+    try {
+        receive_exactly(ring, socket, slot.payload, header.nbytes, false, stall_s);
+        *slot.header = header;
+    } catch (const Broken&) {
+        *slot.header = FrameHeader{};
+        ring.commit(slot);
+        throw;
+    }
+    ring.commit(slot);
+}
+
+// False when the ring is closed.
+bool claim_slot(Ring& ring, Slot& slot) {
+    while (true) {
+        const Outcome outcome = ring.claim(slot, monotonic_s() + kLook_s);
+        if (outcome != Outcome::kTimedOut) return outcome == Outcome::kDone;
+    }
+}
+
+}  // namespace
+
+std::string send_frames(Ring& ring, int socket, PumpCounters& counters) try {
+    while (true) {
+        Slot slot;
+        const Outcome outcome = ring.take(slot, monotonic_s() + kLook_s);
+        if (outcome == Outcome::kClosed) return "";
+        if (outcome == Outcome::kTimedOut) continue;
+        const FrameHeader header = *slot.header;
+        check_frame(header, ring.slot_nbytes(), UINT64_MAX);
+        send_frame(ring, socket, slot, header);
+        ring.release(slot);
+        ++counters.frames;
+        counters.nbytes += header.nbytes;
+    }
+} catch (const std::runtime_error& cause) {
+    return cause.what();
+}
+
+std::string receive_frames(Ring& ring, int socket, std::uint64_t max_message_nbytes, double stall_s,
+                           PumpCounters& counters) try {
+    while (true) {
+        FrameHeader header;
+        if (!receive_exactly(ring, socket, reinterpret_cast<std::byte*>(&header), sizeof header, true, stall_s)) {
+            return "the peer ended the connection";
+        }
+        check_frame(header, ring.slot_nbytes(), max_message_nbytes);
+        Slot slot;
+        if (!claim_slot(ring, slot)) return "";
+        receive_payload(ring, socket, header, slot, stall_s);
+        ++counters.frames;
+        counters.nbytes += header.nbytes;
+    }
+} catch (const std::runtime_error& cause) {
+    return cause.what();
+}
+
+}  // namespace adaptra

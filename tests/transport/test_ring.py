@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared-memory ring: what goes in comes out once and whole, nothing waits for ever, junk is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ring_producer import message, write
+
+from adaptra_megatron.transport import _ring
+from adaptra_megatron.transport._ring import Event, FrameError, Inbox, Ring, RingClosedError, RingError
+
+SLOT = 4096
+HEADERS = 4096
+"""Where the frame headers start; see csrc/ring/ring.cpp."""
+
+
+def inbox(*, most: int = 1 << 30) -> Inbox:
+    return Inbox(max_message_nbytes=most, pooled_nbytes=1 << 26)
+
+
+def soon(seconds: float = 10.0) -> float:
+    return time.monotonic() + seconds
+
+
+def number_of(path: str) -> int:
+    return len(os.listdir(path))
+
+
+def everything(box: Inbox, ring: Ring) -> list[Event]:
+    """All events of a closed ring."""
+    events: list[Event] = []
+    with contextlib.suppress(RingClosedError):
+        while (event := box.next(ring, soon())) is not None:
+            events.append(event)
+    return events
+
+
+@contextlib.contextmanager
+def memory_of(ring: Ring) -> Iterator[mmap.mmap]:
+    """The ring as a process that means harm sees it."""
+    with mmap.mmap(ring.fd, 0) as memory:
+        yield memory
+
+
+def test_a_message_comes_out_as_it_went_in() -> None:
+    ring, box = Ring.create(8, SLOT), inbox()
+    content = numpy.arange(3 * SLOT + 5, dtype=numpy.uint8)
+    before_s = time.monotonic()
+    write(ring, 0, content)
+    event = box.next(ring, soon())
+    assert event is not None
+    assert event.kind == Event.Kind.MESSAGE
+    names = ("sequence", "iteration", "direction", "chunk", "micro_batch", "dtype", "shape")
+    assert [getattr(event, name) for name in names] == [0, 0, 0, 0, 0, _ring.DATA_TYPES["uint8"], [content.size]]
+    assert bytes(event.payload) == content.tobytes()
+    assert before_s <= event.arrived_s <= time.monotonic()
+
+
+@given(st.lists(st.integers(0, 5 * SLOT), max_size=12), st.sampled_from([2, 4, 8]))
+def test_any_sizes_come_out_in_order(sizes: list[int], slots: int) -> None:
+    ring, box = Ring.create(slots, SLOT), inbox()
+    contents = [numpy.full(size, number + 1, numpy.uint8) for number, size in enumerate(sizes)]
+    writer = threading.Thread(target=lambda: [write(ring, n, content) for n, content in enumerate(contents)])
+    writer.start()
+    for content in contents:
+        event = box.next(ring, soon())
+        assert event is not None
+        assert bytes(event.payload) == content.tobytes()
+    writer.join(10.0)
+    assert ring.backlog == 0
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=30))
+def test_a_message_sent_again_comes_out_once(numbers: list[int]) -> None:
+    ring, box = Ring.create(128, SLOT), inbox()
+    content = numpy.arange(2 * SLOT, dtype=numpy.uint8)
+    for number in numbers:
+        write(ring, number, content)
+    ring.close()
+    events = everything(box, ring)
+    fresh = [event.sequence for event in events if event.kind == Event.Kind.MESSAGE]
+    again = [event.sequence for event in events if event.kind == Event.Kind.REPEATED]
+    assert fresh == list(dict.fromkeys(numbers))
+    assert sorted(fresh + again) == sorted(numbers)
+    assert box.doubles == len(again)
+
+
+def test_a_message_begun_in_one_ring_is_finished_by_the_next() -> None:
+    broken, fresh, box = Ring.create(2, SLOT), Ring.create(8, SLOT), inbox()
+    content = numpy.random.default_rng(1).integers(0, 256, 4 * SLOT, dtype=numpy.uint8)
+    with pytest.raises(TimeoutError):
+        write(broken, 0, content, deadline_s=time.monotonic())
+    broken.close()
+    with pytest.raises(RingClosedError):
+        box.next(broken, soon())
+    write(fresh, 0, content)
+    event = box.next(fresh, soon())
+    assert event is not None
+    assert bytes(event.payload) == content.tobytes()
+    assert fresh.backlog == 0
+
+
+def test_acknowledgements_travel_alike() -> None:
+    ring, box = Ring.create(8, SLOT), inbox()
+    ring.write_ack(41, soon())
+    ring.write_bye(soon())
+    events = [box.next(ring, soon()) for _ in range(2)]
+    assert [event.kind for event in events if event] == [Event.Kind.ACK, Event.Kind.BYE]
+    assert events[0] is not None
+    assert events[0].sequence == 41
+
+
+def test_no_wait_outlasts_its_deadline() -> None:
+    ring, box = Ring.create(2, SLOT), inbox()
+    start_s = time.monotonic()
+    assert box.next(ring, start_s + 0.1) is None
+    with pytest.raises(TimeoutError):
+        write(ring, 0, numpy.zeros(3 * SLOT, numpy.uint8), deadline_s=time.monotonic() + 0.1)
+    assert 0.2 <= time.monotonic() - start_s < 2.0
+    assert box.next(ring, time.monotonic() - 1.0) is None, "an expired deadline is not an endless one"
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_closing_wakes_whoever_waits(full: bool) -> None:
+    ring, box = Ring.create(2, SLOT), inbox()
+    if full:
+        write(ring, 0, numpy.zeros(2 * SLOT, numpy.uint8))
+    threading.Timer(0.1, ring.close).start()
+    start_s = time.monotonic()
+    with pytest.raises(RingClosedError):
+        write(ring, 1, numpy.zeros(1, numpy.uint8)) if full else box.next(ring, soon())
+    assert time.monotonic() - start_s < 5.0
+
+
+def test_waiting_costs_no_cpu() -> None:
+    ring, box = Ring.create(2, SLOT), inbox()
+    before_s = time.process_time()
+    assert box.next(ring, time.monotonic() + 0.5) is None
+    assert time.process_time() - before_s < 0.05
+
+
+@pytest.mark.parametrize(("slots", "slot_nbytes"), [(0, 4096), (3, 4096), (8192, 4096), (8, 100), (8, 1 << 27)])
+def test_impossible_rings_are_refused(slots: int, slot_nbytes: int) -> None:
+    with pytest.raises(ValueError, match="cannot be"):
+        Ring.create(slots, slot_nbytes)
+
+
+def test_only_rings_are_attached() -> None:
+    ring = Ring.create(4, SLOT)
+    Ring.attach(ring.fd)
+    unsealed = os.memfd_create("not-a-ring", os.MFD_ALLOW_SEALING)
+    os.truncate(unsealed, 1 << 16)
+    with pytest.raises(RingError, match="sealed"):
+        Ring.attach(unsealed)
+    os.close(unsealed)
+    for offset in (0, 8, 12, 16):
+        other = Ring.create(4, SLOT)
+        with memory_of(other) as memory:
+            memory[offset] ^= 0x55
+        with pytest.raises(RingError, match="same version"):
+            Ring.attach(other.fd)
+
+
+# Byte of the header, and what is written there: see FrameHeader in csrc/ring/frame.hpp.
+SPOILT = {
+    "magic": (0, b"XXXX"),
+    "kind": (4, b"\x09"),
+    "direction": (5, b"\x02"),
+    "dtype": (6, b"\x63"),
+    "dimensions": (7, b"\x09"),
+    "iteration": (16, b"\xff" * 8),
+    "total": (32, (1 << 40).to_bytes(8, "little")),
+    "offset": (40, (1 << 20).to_bytes(8, "little")),
+    "payload beyond the slot": (48, (SLOT + 1).to_bytes(8, "little")),
+    "payload beyond the message": (48, (200).to_bytes(8, "little")),
+    "empty payload": (48, bytes(8)),
+    "shape": (56, (101).to_bytes(8, "little")),
+    "shape that overflows": (56, (1 << 63).to_bytes(8, "little")),
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_spoilt_frames_are_refused_before_anything_is_used(what: str) -> None:
+    ring, box = Ring.create(4, SLOT), inbox(most=1 << 20)
+    write(ring, 0, numpy.zeros(100, numpy.uint8))
+    offset, junk = SPOILT[what]
+    with memory_of(ring) as memory:
+        memory[HEADERS + offset : HEADERS + offset + len(junk)] = junk
+    with pytest.raises(FrameError):
+        box.next(ring, soon())
+
+
+@given(st.binary(min_size=128, max_size=128))
+def test_random_headers_never_do_harm(header: bytes) -> None:
+    ring, box = Ring.create(4, SLOT), inbox(most=1 << 20)
+    write(ring, 0, numpy.zeros(100, numpy.uint8))
+    with memory_of(ring) as memory:
+        memory[HEADERS + 4 : HEADERS + 128] = header[4:]  # with the right magic number: most of it is looked at
+    with contextlib.suppress(FrameError):
+        box.next(ring, time.monotonic() + 0.001)
+
+
+def test_counters_that_cannot_be_are_an_error() -> None:
+    ring, box = Ring.create(4, SLOT), inbox()
+    with memory_of(ring) as memory:
+        memory[64:72] = (1 << 60).to_bytes(8, "little")  # published slots
+    with pytest.raises(RingError, match="more slots than there are"):
+        box.next(ring, soon())
+
+
+def test_parts_of_different_messages_do_not_mix() -> None:
+    ring, box = Ring.create(2, SLOT), inbox()
+    with pytest.raises(TimeoutError):
+        write(ring, 0, numpy.zeros(3 * SLOT, numpy.uint8), deadline_s=time.monotonic())
+    assert box.next(ring, time.monotonic()) is None
+    write(ring, 0, numpy.zeros(2 * SLOT, numpy.uint8))
+    with pytest.raises(FrameError, match="different messages"):
+        box.next(ring, soon())
+
+
+def test_memory_is_used_again_and_let_go() -> None:
+    ring, box = Ring.create(8, SLOT), inbox()
+    addresses = []
+    for number in range(3):
+        write(ring, number, numpy.zeros(2 * SLOT, numpy.uint8))
+        event = box.next(ring, soon())
+        assert event is not None
+        addresses.append(numpy.frombuffer(event.payload, numpy.uint8).ctypes.data)
+        del event
+    assert len(set(addresses)) == 1
+    descriptors = number_of("/proc/self/fd")
+    for _ in range(20):
+        one = Ring.create(8, SLOT)
+        other = Ring.attach(one.fd)
+        del one, other
+    assert number_of("/proc/self/fd") == descriptors
+
+
+@pytest.mark.parametrize(
+    ("slots", "slot_nbytes", "messages", "largest"), [(2, 4096, 1500, 20_000), (16, 65536, 300, 2_000_000)]
+)
+def test_two_processes_under_load(slots: int, slot_nbytes: int, messages: int, largest: int) -> None:
+    ring, box, seed = Ring.create(slots, slot_nbytes), inbox(), slots
+    producer = Path(__file__).with_name("ring_producer.py")
+    command = [sys.executable, producer, str(ring.fd), str(seed), str(messages), str(largest)]
+    with subprocess.Popen(command, pass_fds=[ring.fd]) as process:
+        try:
+            for number in range(messages):
+                event = box.next(ring, soon(30.0))
+                assert event is not None, f"message {number} did not come"
+                assert event.sequence == number
+                assert bytes(event.payload) == message(seed, number, largest).tobytes(), f"message {number} differs"
+            with pytest.raises(RingClosedError):
+                box.next(ring, soon(30.0))
+            assert process.wait(10.0) == 0
+        finally:
+            process.kill()
+
+
+def test_a_killed_producer_hangs_nobody() -> None:
+    ring, box = Ring.create(2, SLOT), inbox()
+    producer = Path(__file__).with_name("ring_producer.py")
+    command = [sys.executable, producer, str(ring.fd), "1", "1000000", "100000"]
+    with subprocess.Popen(command, pass_fds=[ring.fd]) as process:
+        assert box.next(ring, soon(20.0)) is not None
+        process.kill()
+        process.wait(5.0)
+    received = 1
+    while box.next(ring, time.monotonic() + 0.2) is not None:
+        received += 1
+    assert received < 1_000_000
