@@ -108,28 +108,28 @@ def varying(transport: Transport) -> None:
 
 
 def swapped(transport: Transport) -> None:
-    """The storage under a sent tensor is swapped at once; the bytes arrive, and are let go once they have left."""
+    """The storage under a sent tensor is swapped at once; the bytes arrive, and are let go when they have left."""
     shape, refs = (MEBIBYTE,), []
     transport.describe(TensorSpecification(shape, torch.float32, CPU))
-    if dist.get_rank() == 0:
-        with _watched_sends(refs):
-            tensor = content(shape, torch.float32, 5)
-            transport.post_send(activation(0), 1, tensor)
-        tensor.data = torch.empty(1)  # Megatron's deallocate_output_tensor
-        time.sleep(0.2)
-        assert all(ref() is not None for ref in refs), "let go before the receiver had posted: cannot have been sent"
+    if dist.get_rank() == 1:
         dist.barrier()
-        # The next wait for anything at all is when sends are looked after.
-        transport.post_receive(gradient(0), 1)
-        expect(transport, gradient(0), content(shape, torch.float32, 6))
-        until(lambda: all(ref() is None for ref in refs), "the sent tensor is still held after it has left")
+        transport.post_receive(activation(0), 0)
+        expect(transport, activation(0), content(shape, torch.float32, 5))
+        time.sleep(0.2)
+        transport.post_send(gradient(0), 0, content(shape, torch.float32, 6))
         flush(transport)
-        assert len(refs) == 2
         return
+    transport.post_receive(gradient(0), 1)
+    with _watched_sends(refs):
+        tensor = content(shape, torch.float32, 5)
+        transport.post_send(activation(0), 1, tensor)
+    tensor.data = torch.empty(1)  # Megatron's deallocate_output_tensor
+    time.sleep(0.2)
+    assert len(refs) == 2
+    assert all(ref() is not None for ref in refs), "let go before the receiver had posted: cannot have been sent"
     dist.barrier()
-    transport.post_receive(activation(0), 0)
-    expect(transport, activation(0), content(shape, torch.float32, 5))
-    transport.post_send(gradient(0), 0, content(shape, torch.float32, 6))
+    expect(transport, gradient(0), content(shape, torch.float32, 6))
+    until(lambda: all(ref() is None for ref in refs), "a sent tensor is still held although a later wait is over")
     flush(transport)
 
 
