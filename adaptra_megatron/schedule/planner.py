@@ -54,6 +54,8 @@ def plan(costs: Costs, *, deadline_s: float | None = None, split: bool = True) -
         actions = costs.stages * costs.chunks * costs.micro_batches * (3 if split else 2)
         budget = max(_LEAST_BUDGET, _PASSES * actions)
     else:
+        if not 0.0 <= deadline_s < math.inf:
+            raise CostError(f"deadline_s must be seconds >= 0, got {deadline_s!r}")
         budget = int(deadline_s * ACTIONS_PER_SECOND)
     found = _native.plan(problem_from_costs(costs), split, budget)
     assert math.isfinite(found["makespan_s"])

@@ -14,6 +14,9 @@
 namespace adaptra {
 namespace {
 
+// Sums of the same seconds in another order than a simulation's must not end above it.
+constexpr double kRounding = 1.0 - 1e-12;
+
 // Jobs of one kind on one machine: heads ascend and tails descend, so they are best taken in their order.
 struct JobClass {
     double seconds = 0.0;
@@ -85,6 +88,7 @@ private:
     double tail_of_forward_that_waits(int virtual_stage, int index, double cap) const;
     Bound stage_bound(int stage) const;
     Bound link_bound(int link) const;
+    int messages_on(int link) const;
     double forward_seconds(int v) const { return problem_.forward[problem_.row(v)]; }
     double input_seconds(int v) const { return problem_.backward_input[problem_.row(v)]; }
     double weight_seconds(int v) const { return problem_.backward_weight[problem_.row(v)]; }
@@ -331,19 +335,35 @@ Urgency Bounds::remaining() const {
     return urgency;
 }
 
+// Heads and tails carry one machine's bound over to others: of equal bounds, the one with the most work is named.
 Bound Bounds::best() const {
     Bound best{0.0, "stage", 0};
+    double best_work = -1.0;
+    const auto consider = [&](const Bound& found, double work) {
+        if (found.seconds < best.seconds * kRounding) return;
+        if (found.seconds <= best.seconds / kRounding && work <= best_work) return;
+        best = {std::max(found.seconds, best.seconds), found.kind, found.place};
+        best_work = work;
+    };
     for (int stage = 0; stage < problem_.stages; ++stage) {
-        const Bound found = stage_bound(stage);
-        if (found.seconds > best.seconds) best = found;
+        consider(stage_bound(stage), count_ * (all_forward_[stage] + all_input_[stage] + all_weight_[stage]));
     }
     for (int link = 0; problem_.stages > 1 && link < problem_.links(); ++link) {
-        // A link that is never busy only passes on what the stages' heads and tails already hold.
-        if (problem_.link(link).occupancy == 0.0) continue;
-        const Bound found = link_bound(link);
-        if (found.seconds > best.seconds) best = found;
+        const double occupancy = problem_.link(link).occupancy;
+        if (occupancy > 0.0) consider(link_bound(link), count_ * messages_on(link) * occupancy);
     }
     return best;
+}
+
+// Messages per micro-batch.
+int Bounds::messages_on(int link) const {
+    int messages = 0;
+    for (int v = 0; v < virtual_stages_; ++v) {
+        const int stage = problem_.stage_of(v);
+        messages += v + 1 < virtual_stages_ && problem_.link_to_next(stage) == link;
+        messages += v > 0 && problem_.link_to_previous(stage) == link;
+    }
+    return messages;
 }
 
 }  // namespace
@@ -351,13 +371,16 @@ Bound Bounds::best() const {
 Urgency remaining_time(const Problem& problem) { return Bounds(problem, true).remaining(); }
 
 Bound lower_bound(const Problem& problem) {
-    const Bound free = Bounds(problem, false).best();
-    const bool capped = std::any_of(problem.cap.begin(), problem.cap.end(), [](double cap) { return cap < kNever; });
-    if (!capped) return free;
-    Bound with_caps = Bounds(problem, true).best();
-    if (with_caps.seconds <= free.seconds) return free;
-    if (with_caps.kind == "stage") with_caps.kind = "memory";
-    return with_caps;
+    Bound bound = Bounds(problem, false).best();
+    if (std::any_of(problem.cap.begin(), problem.cap.end(), [](double cap) { return cap < kNever; })) {
+        const Bound with_caps = Bounds(problem, true).best();
+        if (with_caps.seconds > bound.seconds / kRounding) {
+            bound = with_caps;
+            if (bound.kind == "stage") bound.kind = "memory";
+        }
+    }
+    bound.seconds *= kRounding;
+    return bound;
 }
 
 }  // namespace adaptra

@@ -49,8 +49,9 @@ struct Problem {
     std::size_t slots() const { return static_cast<std::size_t>(virtual_stages()) * micro_batches; }
 
     Code code(Kind kind, int chunk, int micro_batch) const { return ((micro_batch * chunks + chunk) << 2) | kind; }
-    int chunk_in(Code code) const { return (code >> 2) % chunks; }
-    int micro_batch_in(Code code) const { return (code >> 2) / chunks; }
+    // Divisions are what a simulation of one chunk would spend most of its time on.
+    int chunk_in(Code code) const { return chunks == 1 ? 0 : (code >> 2) % chunks; }
+    int micro_batch_in(Code code) const { return chunks == 1 ? code >> 2 : (code >> 2) / chunks; }
 
     double seconds(Kind kind, int row) const {
         switch (kind) {

@@ -11,7 +11,7 @@
 namespace adaptra {
 namespace {
 
-constexpr double kSame = 1e-12;          // relative: times that differ by less are equal but for rounding
+constexpr double kSame = 1e-11;          // relative: times that differ by less are equal but for rounding
 constexpr double kRoundShare = 0.2;      // of the budget that is left, per round of local search
 constexpr int kHorizon = 4;              // of policies that expect messages
 constexpr std::size_t kStarts = 3;       // different schedules that local search starts from
@@ -23,6 +23,36 @@ struct Taper {
     double scale;
     double extra;
 };
+
+// 1F1B, or Megatron's interleaved 1F1B with groups of one micro-batch per stage, so that a plan is never worse than
+// stock. With `delay_weights`, stage s runs W s backwards later: ZB-H1, which holds no more than stock's first stage.
+Orders stock_orders(const Problem& problem, bool split, bool delay_weights) {
+    const int total = problem.chunks * problem.micro_batches, group = problem.stages;
+    std::vector<Code> forwards(total), backwards(total), weights(total);
+    for (int micro_batch = 0; micro_batch < problem.micro_batches; ++micro_batch) {
+        for (int chunk = 0; chunk < problem.chunks; ++chunk) {
+            const int backward = reference_index(problem, group, problem.chunks - 1 - chunk, micro_batch);
+            forwards[reference_index(problem, group, chunk, micro_batch)] = problem.code(kForward, chunk, micro_batch);
+            backwards[backward] = problem.code(split ? kBackwardInput : kBackward, chunk, micro_batch);
+            weights[backward] = problem.code(kBackwardWeight, chunk, micro_batch);
+        }
+    }
+    Orders orders(problem.stages);
+    for (int stage = 0; stage < problem.stages; ++stage) {
+        const int later = problem.stages - 1 - stage;
+        const int warm_up = problem.chunks == 1 ? later : 2 * later + (problem.chunks - 1) * group;
+        const int delay = delay_weights ? std::min(stage, total) : 0;
+        Order& order = orders[stage];
+        order.assign(forwards.begin(), forwards.begin() + std::min(warm_up, total));
+        for (int index = 0; index < total; ++index) {
+            if (warm_up + index < total) order.push_back(forwards[warm_up + index]);
+            order.push_back(backwards[index]);
+            if (split && index >= delay) order.push_back(weights[index - delay]);
+        }
+        if (split) order.insert(order.end(), weights.end() - delay, weights.end());
+    }
+    return orders;
+}
 
 struct Seed {
     double makespan;
@@ -40,6 +70,7 @@ public:
 
 private:
     void seed();
+    void seed_as_if_released(double released);
     void improve();
     bool local_round(LocalSearch& local);
     void redispatch();
@@ -47,6 +78,7 @@ private:
     void attempt(const Policy& policy);
     void consider(const Orders& orders, double makespan);
     void remember(const Orders& orders, double makespan);
+    bool within_caps(const Orders& orders) const;
     bool spent(double share) const { return best_.simulated_actions >= share * budget_; }
     bool optimal() const { return best_.makespan <= bound_ * (1.0 + kSame); }
     std::vector<double> tapered(const Taper& taper) const;
@@ -73,6 +105,7 @@ private:
 SearchResult Search::run() {
     if (group_ == 0) return best_;
     remaining_ = remaining_time(problem_);
+    best_policy_ = policy_with(problem_.cap);
     seed();
     improve();
     save_memory();
@@ -100,6 +133,10 @@ void Search::seed() {
     // Chosen on random cases: each of these wins where those before it do not.
     const std::vector<double>& full = problem_.cap;
     const std::vector<double> tight = tapered({1.0, 1.0}), loose = tapered({1.5, 1.0});
+    for (bool delay_weights : {false, true}) {
+        const Orders stock = stock_orders(problem_, split_, delay_weights);
+        if (within_caps(stock)) consider(stock, replay_.run(stock));
+    }
     attempt(policy_with(full));
     attempt(urgent_policy_with(full, 0.0, 0));
     attempt(urgent_policy_with(full, bound_, kHorizon));
@@ -111,17 +148,27 @@ void Search::seed() {
     attempt(urgent_policy_with(full, 1.01 * bound_, kHorizon));
     const bool capped = std::any_of(full.begin(), full.end(), [](double cap) { return cap < kNever; });
     if (!capped || !split_ || problem_.released == 0.0) return;
-    // As if input gradients released nothing: W then runs early enough that F never waits for one.
-    for (double target : {bound_, 1.01 * bound_, 0.0}) {
-        Policy policy = urgent_policy_with(full, target, 0);
-        policy.released = 0.0;
-        attempt(policy);
+    // As if input gradients released less: W then runs early enough that F rarely waits for one.
+    for (double share : {0.0, 0.5}) seed_as_if_released(share * problem_.released);
+}
+
+void Search::seed_as_if_released(double released) {
+    Problem strict = problem_;
+    strict.released = released;
+    const Urgency remaining = remaining_time(strict);
+    const double bound = lower_bound(strict).seconds;
+    for (double target : {bound, 1.01 * bound, 0.0}) {
+        for (int horizon : {0, kHorizon}) {
+            Policy policy = urgent_policy_with(problem_.cap, target, horizon);
+            policy.urgency = &remaining;
+            policy.released = released;
+            attempt(policy);
+        }
     }
 }
 
 void Search::attempt(const Policy& policy) {
-    const bool first = best_.makespan == kNever;
-    if (!first && (optimal() || spent(1.0))) return;
+    if (!seeds_.empty() && (optimal() || spent(1.0))) return;
     if (dispatcher_.run(policy) == kNever) return;
     // Replayed, the same orders may take less: the dispatcher idles when it waits for something more urgent.
     const double makespan = replay_.run(dispatcher_.orders());
@@ -193,7 +240,7 @@ void Search::redispatch() {
 void Search::save_memory() {
     const std::vector<double> peaks = peaks_of(best_.orders);
     const double least = least_cap(problem_, group_);
-    if (best_policy_.urgency == &left_) best_policy_.urgency = &remaining_;
+    if (best_policy_.urgency != nullptr) best_policy_.urgency = &remaining_;
     double enough = 1.0, too_little = 0.0;
     for (int step = 0; step < kMemorySteps; ++step) {
         const double share = 0.5 * (enough + too_little);
@@ -235,6 +282,12 @@ std::vector<double> Search::tapered(const Taper& taper) const {
         cap[stage] = std::min(cap[stage], std::max(least, std::ceil(wanted[stage])));
     }
     return cap;
+}
+
+bool Search::within_caps(const Orders& orders) const {
+    const std::vector<double> peaks = peaks_of(orders);
+    return std::equal(peaks.begin(), peaks.end(), problem_.cap.begin(),
+                      [](double peak, double cap) { return peak <= cap + kCapTolerance; });
 }
 
 std::vector<double> Search::peaks_of(const Orders& orders) const {

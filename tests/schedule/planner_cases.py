@@ -1,30 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeded random cases for the planner benchmark."""
+"""Cases that planner tests and the planner benchmark share. Random ones depend on their number alone."""
 
 from __future__ import annotations
 
 import random
 
-from adaptra_megatron.schedule.costs import Costs, LinkCost
+from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
 
 
-def roomy_case(seed: int) -> Costs:
+def roomy_case(number: int) -> Costs:
     """No cap, or one of at least twice the stages: 2..64 stages, up to 4 micro-batches per stage, 1..3 slow links."""
-    rng = random.Random(seed)
+    rng = random.Random(number)
     stages = rng.randint(2, 64)
     micro_batches = rng.randint(1, 4 * stages)
     cap = None if rng.random() < 0.5 else float(rng.randint(2 * stages, 4 * stages))
     return _case(rng, stages, micro_batches, (cap,) * stages)
 
 
-def tight_case(seed: int) -> Costs:
+def tight_case(number: int) -> Costs:
     """Caps of 1.0 to 1.5 activations per stage of the pipeline, small enough for CP-SAT: 2..5 stages, up to 12
     micro-batches. Seconds are whole milliseconds, so that integer programming is exact."""
-    rng = random.Random(seed)
+    rng = random.Random(number)
     stages = rng.randint(2, 5)
     micro_batches = rng.randint(stages, 12)
     caps = tuple(float(rng.randint(2 * stages, 3 * stages)) / 2 for _ in range(stages))
     return _case(rng, stages, micro_batches, caps)
+
+
+def emulated_case(times_ms: tuple[int, int, int], latency_ms: int, released: float) -> Costs:
+    """8 stages, 24 micro-batches, 1.5 activations per stage of the pipeline, the middle link slow both ways."""
+    forward_s, backward_input_s, backward_weight_s = (milliseconds / 1000 for milliseconds in times_ms)
+    slow = LinkCost(latency_ms / 1000)
+    return uniform_costs(
+        8,
+        24,
+        forward_s=forward_s,
+        backward_input_s=backward_input_s,
+        backward_weight_s=backward_weight_s,
+        links={(3, 4): slow, (4, 3): slow},
+        max_in_flight=12.0,
+        released_at_backward_input=released,
+    )
 
 
 def _case(rng: random.Random, stages: int, micro_batches: int, caps: tuple[float | None, ...]) -> Costs:

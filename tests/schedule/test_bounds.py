@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+from cp_sat_oracle import optimum
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from reference_simulator import random_costs
+
+from adaptra_megatron.schedule.bounds import lower_bound
+from adaptra_megatron.schedule.classic import gpipe, interleaved, one_f_one_b
+from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
+from adaptra_megatron.schedule.simulator import simulate, simulate_online
+
+
+@settings(max_examples=300, deadline=None)
+@given(costs=random_costs(max_stages=8, max_micro_batches=16))
+def test_no_dispatched_schedule_beats_the_bound(costs: Costs) -> None:
+    assert lower_bound(costs).seconds <= simulate_online(costs).makespan_s
+
+
+@settings(max_examples=100, deadline=None)
+@given(costs=random_costs(max_chunks=1, max_stages=8, max_micro_batches=16))
+def test_no_classic_schedule_beats_the_bound(costs: Costs) -> None:
+    uncapped = _without_caps(costs)
+    for schedule in (one_f_one_b(costs.stages, costs.micro_batches), gpipe(costs.stages, costs.micro_batches)):
+        assert lower_bound(uncapped).seconds <= simulate(schedule, uncapped).makespan_s
+
+
+def _without_caps(costs: Costs) -> Costs:
+    return Costs(
+        stages=costs.stages,
+        chunks=costs.chunks,
+        micro_batches=costs.micro_batches,
+        forward_s=costs.forward_s,
+        backward_input_s=costs.backward_input_s,
+        backward_weight_s=costs.backward_weight_s,
+        links=costs.links,
+        released_at_backward_input=costs.released_at_backward_input,
+    )
+
+
+# Shrinking would solve hundreds of models; the first counterexample is small enough.
+@seed(20240601)
+@settings(
+    max_examples=60,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(costs=random_costs(max_stages=3, max_micro_batches=4, max_chunks=2, whole_milliseconds=True))
+def test_the_exact_optimum_does_not_beat_the_bound(costs: Costs) -> None:
+    """Whatever CP-SAT finds is a schedule, so this holds whether or not it proves its own bound in time."""
+    best = optimum(costs, simulate_online(costs), limit_s=0.5)
+    assert lower_bound(costs).seconds <= best.found_s + 1e-9
+
+
+def test_stage_bound_is_head_and_work() -> None:
+    costs = uniform_costs(8, 32, forward_s=0.02, backward_input_s=0.02, backward_weight_s=0.02)
+    bound = lower_bound(costs)
+    assert bound.seconds == pytest.approx(7 * 0.02 + 32 * 0.06)
+    assert bound.kind == "stage"
+
+
+def test_link_bound_is_occupancy_between_head_and_tail() -> None:
+    costs = uniform_costs(
+        4,
+        16,
+        forward_s=0.01,
+        backward_input_s=0.01,
+        backward_weight_s=0.01,
+        links={(2, 1): LinkCost(latency_s=0.03, occupancy_s=0.2)},
+    )
+    bound = lower_bound(costs)
+    # Head: all F and B down to stage 2. Tail: latency, B of stages 1 and 0, W of stage 0.
+    assert bound.seconds == pytest.approx(0.06 + 16 * 0.2 + 0.03 + 0.03)
+    assert (bound.kind, bound.where) == ("link", "link 2->1")
+
+
+def test_memory_bound_is_a_round_trip_per_cap_of_micro_batches() -> None:
+    costs = uniform_costs(
+        2,
+        20,
+        forward_s=0.01,
+        backward_input_s=0.01,
+        backward_weight_s=0.01,
+        links={(0, 1): LinkCost(0.5), (1, 0): LinkCost(0.5)},
+        max_in_flight=4,
+    )
+    bound = lower_bound(costs)
+    # Each of the five groups of four micro-batches that fit waits for the round trip and the W of the one before.
+    assert bound.seconds >= 5 * 1.04
+    assert bound.kind == "memory"
+    assert lower_bound(_without_caps(costs)).seconds < 2.0
+    assert bound.seconds == pytest.approx(simulate_online(costs).makespan_s, rel=0.05)
+
+
+def test_one_micro_batch_takes_exactly_the_bound() -> None:
+    """There is only one schedule worth running, so the bound must be it."""
+    costs = uniform_costs(
+        5,
+        1,
+        chunks=2,
+        forward_s=0.01,
+        backward_input_s=0.02,
+        backward_weight_s=0.04,
+        links={(1, 2): LinkCost(0.3, 0.2), (4, 0): LinkCost(0.5, 0.1)},
+    )
+    assert lower_bound(costs).seconds == pytest.approx(simulate_online(costs).makespan_s)
+
+
+def test_interleaved_stock_order_does_not_beat_the_bound() -> None:
+    costs = uniform_costs(4, 8, chunks=2, forward_s=0.01, backward_input_s=0.01, backward_weight_s=0.01)
+    simulation = simulate(interleaved(4, 8, 2), costs)
+    bound = lower_bound(costs).seconds
+    assert bound <= simulation.makespan_s <= 1.2 * bound
+
+
+def test_bound_of_nothing_is_zero() -> None:
+    costs = uniform_costs(2, 2, forward_s=0.0, backward_input_s=0.0, backward_weight_s=0.0)
+    assert lower_bound(costs).seconds == 0.0

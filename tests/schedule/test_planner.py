@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+from cp_sat_oracle import optimum
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_cases import emulated_case, roomy_case, tight_case
+from reference_simulator import random_costs
+
+from adaptra_megatron.schedule.actions import Kind
+from adaptra_megatron.schedule.checks import check_schedule
+from adaptra_megatron.schedule.classic import interleaved, one_f_one_b, zb_h1
+from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
+from adaptra_megatron.schedule.planner import Plan, PlanError, plan
+from adaptra_megatron.schedule.simulator import simulate
+
+
+def assert_sound(planned: Plan, costs: Costs) -> None:
+    released = costs.released_at_backward_input
+    check_schedule(planned.schedule, max_in_flight=costs.max_in_flight, released_at_backward_input=released)
+    simulation = simulate(planned.schedule, costs)
+    assert simulation.makespan_s == planned.makespan_s
+    assert simulation.peak_in_flight == planned.peak_in_flight
+    assert planned.lower_bound.seconds <= planned.makespan_s
+    assert planned.gap >= 0.0
+
+
+@settings(max_examples=100, deadline=None)
+@given(costs=random_costs(max_stages=8, max_micro_batches=16, max_chunks=4), split=st.booleans())
+def test_every_plan_runs_within_its_caps_and_takes_what_it_says(costs: Costs, split: bool) -> None:
+    planned = plan(costs, split=split, deadline_s=0.0005)
+    assert_sound(planned, costs)
+    assert planned.schedule.splits_backward == split
+
+
+@settings(max_examples=25, deadline=None)
+@given(costs=random_costs())
+def test_same_costs_same_plan(costs: Costs) -> None:
+    assert plan(costs) == plan(costs)
+
+
+@settings(max_examples=50, deadline=None)
+@given(costs=random_costs(max_chunks=1, max_stages=8, max_micro_batches=16), split=st.booleans())
+def test_never_slower_than_stock_where_stock_fits(costs: Costs, split: bool) -> None:
+    stock = simulate(one_f_one_b(costs.stages, costs.micro_batches), costs)
+    fits = all(
+        cap is None or peak <= cap for peak, cap in zip(stock.peak_in_flight, costs.max_in_flight, strict=True)
+    )
+    if fits:
+        assert plan(costs, split=split, deadline_s=0.0).makespan_s <= stock.makespan_s * (1 + 1e-12)
+
+
+def test_never_slower_than_stock_interleaved() -> None:
+    costs = uniform_costs(
+        4, 16, chunks=2, forward_s=0.01, backward_input_s=0.01, backward_weight_s=0.01, max_in_flight=11
+    )
+    stock = simulate(interleaved(4, 16, 2), costs)
+    assert max(stock.peak_in_flight) == 11
+    planned = plan(costs)
+    assert_sound(planned, costs)
+    assert planned.makespan_s < stock.makespan_s
+
+
+@pytest.mark.parametrize("number", range(0, 500, 25))
+def test_roomy_caps_within_two_percent_of_the_bound(number: int) -> None:
+    costs = roomy_case(number)
+    planned = plan(costs)
+    assert_sound(planned, costs)
+    assert planned.gap <= 0.02
+
+
+@pytest.mark.parametrize("number", [11, 41, 163, 233, 279])
+def test_tight_caps_within_five_percent_of_the_optimum(number: int) -> None:
+    """The cases of the benchmark whose plans are furthest from the bound."""
+    costs = tight_case(number)
+    planned = plan(costs)
+    assert_sound(planned, costs)
+    best = optimum(costs, simulate(planned.schedule, costs), limit_s=2.0)
+    assert planned.makespan_s <= 1.05 * best.proven_s
+    assert best.found_s <= planned.makespan_s + 1e-9
+
+
+@pytest.mark.parametrize("released", [0.0, 0.5])
+@pytest.mark.parametrize("latency_ms", [0, 20, 40, 60])
+@pytest.mark.parametrize("times_ms", [(20, 20, 20), (16, 18, 10)])
+def test_emulated_cases_near_the_bound(times_ms: tuple[int, int, int], latency_ms: int, released: float) -> None:
+    costs = emulated_case(times_ms, latency_ms, released)
+    planned = plan(costs, deadline_s=0.1)
+    assert_sound(planned, costs)
+    assert planned.gap <= 0.03
+    assert planned.makespan_s <= simulate(zb_h1(8, 24), costs).makespan_s * (1 + 1e-12)
+
+
+def test_whole_backwards_only_on_request() -> None:
+    costs = uniform_costs(4, 12, forward_s=0.02, backward_input_s=0.02, backward_weight_s=0.02, max_in_flight=6)
+    whole = plan(costs, split=False)
+    assert {action.kind for order in whole.schedule.orders for action in order} == {Kind.FORWARD, Kind.BACKWARD}
+    assert plan(costs).makespan_s < whole.makespan_s
+
+
+def test_holds_no_more_than_it_needs() -> None:
+    """Uncapped and without delays, the bound is reached with far fewer activations than micro-batches."""
+    costs = uniform_costs(4, 64, forward_s=0.02, backward_input_s=0.02, backward_weight_s=0.02)
+    planned = plan(costs)
+    assert planned.gap < 1e-9
+    assert max(planned.peak_in_flight) <= 10
+
+
+def test_a_slow_link_is_hidden_where_memory_allows() -> None:
+    links = {(3, 4): LinkCost(0.06), (4, 3): LinkCost(0.06)}
+    costs = uniform_costs(
+        8, 24, forward_s=0.02, backward_input_s=0.02, backward_weight_s=0.02, links=links, max_in_flight=12
+    )
+    assert simulate(one_f_one_b(8, 24), costs, blocking=True).makespan_s > 1.9 * plan(costs).makespan_s
+
+
+def test_no_room_for_every_chunk_is_an_error() -> None:
+    costs = uniform_costs(
+        3, 4, chunks=4, forward_s=0.02, backward_input_s=0.02, backward_weight_s=0.02, max_in_flight=3
+    )
+    with pytest.raises(PlanError, match="stage 0 is 3, but 4 chunks need at least 4"):
+        plan(costs)
+
+
+def test_a_negative_deadline_is_an_error() -> None:
+    costs = uniform_costs(2, 2, forward_s=0.02, backward_input_s=0.02, backward_weight_s=0.02)
+    with pytest.raises(ValueError, match="deadline_s must be"):
+        plan(costs, deadline_s=-1.0)
