@@ -1,96 +1,141 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings measurements of all ranks to one of them, and its decision back to all, between two iterations."""
+"""Brings measurements of all ranks to one of them, and its decisions back to all, beside the training.
+
+All goes through the job's own store, in background threads. What was measured in iteration k is decided on during
+k + 1 and takes effect in k + 2: the training thread only reads one key per iteration, which is there already.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import pickle
+import queue
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch.distributed as dist
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from adaptra_megatron.runtime.clocks import boot_identity, offset_to, serve_clock
 from adaptra_megatron.runtime.measurements import StageMeasurement
+from adaptra_megatron.runtime.membership import Membership, exchange_error
+
+logger = logging.getLogger("adaptra_megatron.runtime")
+
+DELAY = 2
+"""Iterations from a measurement to the first iteration that its decision can change."""
+_LOOK_UP_S = 1.0
+"""How often the leader's thread looks whether it is to end, while ranks take their time."""
 
 
-class ExchangeError(RuntimeError):
-    """The ranks could not agree on a plan; names this rank, what it waited for, and the remedy."""
+class Decision(NamedTuple):
+    """What an iteration runs: plan `number`; `csv` is its schedule where it is new, else None."""
+
+    number: int
+    csv: str | None
 
 
-@dataclass(frozen=True)
-class _Member:
-    pipeline: int
-    stage: int
-    boot: str
+Decide = Callable[[Sequence[StageMeasurement]], Decision]
 
 
 class PlanExchange:
-    """Collective over all ranks of the job, since ranks of different pipelines share collectives inside F, B and W.
+    """One rank's end of the exchange. Rank 0 leads: it alone calls `decide`, once per measured iteration.
 
-    Every method is called by every rank at the same point. When a rank is dead or silent they raise ExchangeError
-    after the timeout.
+    When a rank dies or the store cannot be reached, `decision` raises ExchangeError after the timeout: no rank can
+    know what the others run then. When `decide` itself fails, the error is logged and the running plan is kept.
     """
 
     LEADER = 0
 
-    def __init__(self, pipeline_group: dist.ProcessGroup, timeout_s: float) -> None:
-        """Makes a CPU process group over the whole job and relates the clocks of its hosts."""
+    def __init__(self, membership: Membership, decide: Decide, timeout_s: float) -> None:
+        self._membership = membership
         self._timeout_s = timeout_s
-        self._rank = dist.get_rank()
-        self.pipeline = dist.get_global_rank(pipeline_group, 0)
-        try:
-            self._group = dist.new_group(
-                backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="ADAPTRA_CONTROL"
-            )
-            member = _Member(self.pipeline, pipeline_group.rank(), boot_identity())
-            members: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(members, member, group=self._group)
-            self.clock_offset_s = self._relate_clocks(pipeline_group, members)
-        except RuntimeError as cause:
-            raise self._error("set up the control group", cause) from cause
+        self._closed = threading.Event()
+        self._outbox: queue.SimpleQueue[tuple[int, StageMeasurement] | None] = queue.SimpleQueue()
+        # A store client answers one request at a time, and some of them wait: one client per thread.
+        store: Any = _get_default_store()
+        prefix = f"adaptra/{membership.token}"
+        self._store: Any = PrefixStore(prefix, store.clone())
+        threads = [threading.Thread(target=self._post_all, args=(PrefixStore(prefix, store.clone()),))]
+        if membership.rank == self.LEADER:
+            leader = threading.Thread(target=self._lead, args=(PrefixStore(prefix, store.clone()), decide))
+            threads.append(leader)
+        self._threads = threads
+        for thread in threads:
+            thread.name, thread.daemon = "adaptra-exchange", True
+            thread.start()
 
-    @property
-    def leads(self) -> bool:
-        """Whether this rank decides."""
-        return self._rank == self.LEADER
+    def post(self, iteration: int, measurement: StageMeasurement) -> None:
+        """Hand in what was measured; returns at once. Every rank must do so for every iteration from 0 on."""
+        self._outbox.put((iteration, measurement))
 
-    def gather(self, measurement: StageMeasurement) -> list[StageMeasurement]:
-        """All ranks' measurements on the leader, an empty list elsewhere."""
-        gathered: list[Any] | None = [None] * dist.get_world_size() if self.leads else None
+    def decision(self, iteration: int) -> Decision:
+        """What `iteration` (from DELAY on) runs: the same on every rank."""
+        key = f"decision/{iteration}"
         try:
-            dist.gather_object(measurement, gathered, dst=self.LEADER, group=self._group)
+            self._store.wait([key], timedelta(seconds=self._timeout_s))
+            return Decision(*pickle.loads(self._store.get(key)))
         except RuntimeError as cause:
-            raise self._error("hand in measurements", cause) from cause
-        return gathered or []
-
-    def announce(self, decision: tuple[int, str | None]) -> tuple[int, str | None]:
-        """The leader's (plan number, schedule as CSV or None to keep the current one), on every rank."""
-        box = [decision]
-        try:
-            dist.broadcast_object_list(box, src=self.LEADER, group=self._group)
-        except RuntimeError as cause:
-            raise self._error("learn the next plan", cause) from cause
-        return box[0]
+            what = f"learn the plan of iteration {iteration}"
+            raise exchange_error(self._membership.rank, what, self._timeout_s, cause) from cause
 
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        """End the threads; what is under way is dropped."""
+        self._closed.set()
+        self._outbox.put(None)
+        for thread in self._threads:
+            thread.join(timeout=2 * _LOOK_UP_S)
 
-    def _relate_clocks(self, pipeline_group: dist.ProcessGroup, members: list[_Member]) -> float:
-        """Seconds to add to this rank's clock to get the clock of its pipeline's first stage."""
-        mine = members[self._rank]
-        ranks = {member.stage: rank for rank, member in enumerate(members) if member.pipeline == mine.pipeline}
-        to_previous = 0.0
-        # Pair by pair down the pipeline: each rank first asks its predecessor, then answers its successor.
-        if mine.stage > 0 and members[ranks[mine.stage - 1]].boot != mine.boot:
-            to_previous = offset_to(self._group, ranks[mine.stage - 1])
-        if mine.stage + 1 < len(ranks) and members[ranks[mine.stage + 1]].boot != mine.boot:
-            serve_clock(self._group, ranks[mine.stage + 1])
-        offsets: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(offsets, to_previous, group=self._group)
-        return float(sum(offsets[ranks[stage]] for stage in range(1, mine.stage + 1)))
+    def _post_all(self, store: Any) -> None:
+        membership = self._membership
+        while (item := self._outbox.get()) is not None:
+            iteration, measurement = item
+            try:
+                store.set(f"measured/{iteration}/{membership.rank}", pickle.dumps(measurement))
+                if store.add(f"count/{iteration}", 1) == membership.world_size:
+                    store.set(f"complete/{iteration}", b"")
+            except RuntimeError as error:
+                self._say_lost(error)
+                return
 
-    def _error(self, what: str, cause: Exception) -> ExchangeError:
-        return ExchangeError(
-            f"rank {self._rank} could not {what} within {self._timeout_s:g} s: {cause}. "
-            "Another rank died, hangs, or cannot be reached; look at the first rank whose log stops"
-        )
+    def _lead(self, store: Any, decide: Decide) -> None:
+        membership = self._membership
+        iteration = 0
+        number = 0
+        while not self._closed.is_set():
+            try:
+                if not _arrived(store, f"complete/{iteration}"):
+                    continue
+                keys = [f"measured/{iteration}/{rank}" for rank in range(membership.world_size)]
+                measurements = [pickle.loads(entry) for entry in store.multi_get(keys)]
+                decision = _decide_or_keep(decide, measurements, number)
+                number = decision.number
+                store.set(f"decision/{iteration + DELAY}", pickle.dumps(tuple(decision)))
+                for key in (*keys, f"count/{iteration}", f"complete/{iteration}", f"decision/{iteration - 1}"):
+                    store.delete_key(key)
+            except RuntimeError as error:
+                self._say_lost(error)
+                return
+            iteration += 1
+
+    def _say_lost(self, error: RuntimeError) -> None:
+        # At the end of a job the store goes away with its process, under everybody's hands.
+        if not self._closed.is_set():
+            logger.warning("rank %d lost the job's store: %s", self._membership.rank, error)
+
+
+def _arrived(store: Any, key: str) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=_LOOK_UP_S))
+    except DistStoreError:
+        return False
+    return True
+
+
+def _decide_or_keep(decide: Decide, measurements: Sequence[StageMeasurement], number: int) -> Decision:
+    try:
+        return decide(measurements)
+    except Exception:  # a failure of ours must not stop the training
+        logger.exception("adaptra: planning failed, plan %d stays", number)
+        return Decision(number, None)

@@ -27,6 +27,7 @@ class StageMeasurement:
     pipeline: int
     """Which of the job's parallel pipelines (the first global rank of its pipeline group)."""
     stage: int
+    micro_batches: int
     compute_s: Mapping[str, tuple[float | None, ...]]
     """By kind ("F", "B", "I", "W"): median seconds per chunk, None where no such action ran."""
     sent: tuple[tuple[int, MessageKey, float], ...]
@@ -39,6 +40,7 @@ def stage_measurement(
     pipeline: int,
     stage: int,
     chunks: int,
+    micro_batches: int,
     records: Iterable[ActionRecord],
     times: tuple[Sequence[MessageTimes], Sequence[MessageTimes]],
     clock_offset_s: float,
@@ -51,6 +53,7 @@ def stage_measurement(
     return StageMeasurement(
         pipeline=pipeline,
         stage=stage,
+        micro_batches=micro_batches,
         compute_s={
             kind.value: tuple(
                 statistics.median(seconds[kind.value, chunk]) if seconds[kind.value, chunk] else None

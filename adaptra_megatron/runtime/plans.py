@@ -105,7 +105,7 @@ class PlanBook:
                 self._install_given(self._given_costs, micro_batches)
             else:
                 caps = self.caps(micro_batches)
-                self._plans[micro_batches] = _Installed(self._calibration_schedule(micro_batches, caps), caps)
+                self._plans[micro_batches] = _Installed(self.calibration_schedule(micro_batches), caps)
         return self._plans[micro_batches].schedule
 
     def evaluation_schedule(self, micro_batches: int) -> Schedule:
@@ -129,9 +129,9 @@ class PlanBook:
             self._stock[micro_batches] = stock_order(layout.stages, micro_batches, layout.chunks, layout.group_size)
         return self._stock[micro_batches]
 
-    def _calibration_schedule(self, micro_batches: int, caps: Caps) -> Schedule:
-        """What runs while costs are measured: stock's order with W right after I, if that is within the caps."""
-        layout = self.layout
+    def calibration_schedule(self, micro_batches: int) -> Schedule:
+        """What runs until costs are known: stock's order with W right after I, if that is within the caps."""
+        layout, caps = self.layout, self.caps(micro_batches)
         stock = self._stock_schedule(micro_batches)
         peaks = peak_in_flight(stock, RELEASED_AT_BACKWARD_INPUT)
         if all(cap is None or peak <= cap for peak, cap in zip(peaks, caps, strict=True)):

@@ -15,16 +15,17 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.activations import ActivationAccount
 from adaptra_megatron.runtime.computation import MegatronComputation, StageComputation
 from adaptra_megatron.runtime.device import current_device
-from adaptra_megatron.runtime.exchange import PlanExchange
+from adaptra_megatron.runtime.exchange import DELAY, PlanExchange
 from adaptra_megatron.runtime.executor import IterationReport, PipelineExecutor
-from adaptra_megatron.runtime.measurements import estimate_costs, stage_measurement
+from adaptra_megatron.runtime.leader import PlanLeader
+from adaptra_megatron.runtime.measurements import stage_measurement
 from adaptra_megatron.runtime.megatron_call import PipelineCall, pipeline_call
-from adaptra_megatron.runtime.plans import RELEASED_AT_BACKWARD_INPUT, Layout, PlanBook, Replanner
+from adaptra_megatron.runtime.membership import Membership, join
+from adaptra_megatron.runtime.plans import RELEASED_AT_BACKWARD_INPUT, Layout, PlanBook
 from adaptra_megatron.runtime.program import Program, compile_program
 from adaptra_megatron.runtime.split_backward import WeightGradientQueue
 from adaptra_megatron.runtime.timers import make_timer
 from adaptra_megatron.schedule.actions import Schedule
-from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
 from adaptra_megatron.telemetry.trace import TraceWriter
 from adaptra_megatron.transport.messages import Transport
@@ -45,11 +46,10 @@ class _Pipeline:
     transport: Transport
     executor: PipelineExecutor
     book: PlanBook
+    membership: Membership | None
+    """None, as the exchange, where nothing is decided from measurements."""
     exchange: PlanExchange | None
-    """None where nothing is decided from measurements."""
-    replanner: Replanner
     trace: TraceWriter | None
-    costs: Costs | None = None
     iteration: int = 0
     training_iterations: int = 0
 
@@ -91,7 +91,8 @@ class AdaptraRuntime:
         )
         if not call.forward_only:
             self._finalize_gradients(call, computation, embedding)
-            self._after_training_iteration(pipeline, call, schedule, report)
+            self._hand_in(pipeline, call, report)
+            pipeline.training_iterations += 1
             self.peak_in_flight = max(self.peak_in_flight, report.peak_in_flight)
             self.last_schedule = schedule
         else:
@@ -144,7 +145,8 @@ class AdaptraRuntime:
             transport = StreamTransport(call.pipeline_group, config.timeout_s)
         else:
             transport = WaitingThreadTransport(call.pipeline_group, call.chunks, config.timeout_s)
-        exchange = PlanExchange(call.pipeline_group, config.timeout_s) if book.adapts else None
+        membership = join(call.pipeline_group, config.timeout_s) if book.adapts else None
+        exchange = PlanExchange(membership, PlanLeader(book).decide, config.timeout_s) if membership else None
         _warn_of_dropout(call)
         return _Pipeline(
             layout=layout,
@@ -154,21 +156,27 @@ class AdaptraRuntime:
                 transport, make_timer(device), lookahead=config.receive_lookahead, timeout_s=config.timeout_s
             ),
             book=book,
+            membership=membership,
             exchange=exchange,
-            replanner=Replanner(layout),
             trace=None
             if config.trace_dir is None
             else TraceWriter(
                 config.trace_dir,
                 dist.get_rank(),
                 call.stage,
-                clock_offset_s=exchange.clock_offset_s if exchange is not None else 0.0,
+                clock_offset_s=membership.clock_offset_s if membership is not None else 0.0,
             ),
         )
 
     def _schedule(self, pipeline: _Pipeline, call: PipelineCall) -> Schedule:
         if call.forward_only:
             return pipeline.book.evaluation_schedule(call.micro_batches)
+        if pipeline.exchange is not None and pipeline.training_iterations >= DELAY:
+            number, csv = pipeline.exchange.decision(pipeline.training_iterations)
+            if csv is not None:
+                planned = schedule_from_csv(csv, chunks=call.chunks)
+                pipeline.book.install(planned, number, pipeline.book.caps(planned.micro_batches))
+                self._programs.clear()
         return pipeline.book.schedule_for(call.micro_batches)
 
     def _program(self, schedule: Schedule, stage: int) -> Program:
@@ -204,40 +212,21 @@ class AdaptraRuntime:
             force_all_reduce=call.force_all_reduce,
         )
 
-    def _after_training_iteration(
-        self, pipeline: _Pipeline, call: PipelineCall, schedule: Schedule, report: IterationReport
-    ) -> None:
+    def _hand_in(self, pipeline: _Pipeline, call: PipelineCall, report: IterationReport) -> None:
+        """Send off what this iteration measured, for the plans of later ones."""
         times = pipeline.transport.take_times()
-        pipeline.training_iterations += 1
-        # The first iteration pays for allocations and lazy set-up everywhere: it would mislead the planner.
-        if pipeline.exchange is None or pipeline.training_iterations == 1:
+        if pipeline.exchange is None or pipeline.membership is None:
             return
-        exchange, layout, book = pipeline.exchange, pipeline.layout, pipeline.book
-        measurements = exchange.gather(
-            stage_measurement(
-                exchange.pipeline, call.stage, call.chunks, report.records, times, exchange.clock_offset_s
-            )
+        measurement = stage_measurement(
+            pipeline.membership.pipeline,
+            call.stage,
+            call.chunks,
+            call.micro_batches,
+            report.records,
+            times,
+            pipeline.membership.clock_offset_s,
         )
-        decision: tuple[int, str | None] = (book.number, None)
-        if exchange.leads:
-            pipeline.costs = estimate_costs(
-                measurements,
-                stages=layout.stages,
-                chunks=layout.chunks,
-                micro_batches=call.micro_batches,
-                can_split=layout.can_split,
-                caps=book.caps(call.micro_batches),
-                released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
-                previous=pipeline.costs,
-            )
-            if pipeline.costs is not None:
-                chosen = pipeline.replanner.decide(pipeline.costs, schedule)
-                if chosen is not None:
-                    decision = (book.number + 1, schedule_to_csv(chosen))
-        number, csv = exchange.announce(decision)
-        if csv is not None:
-            book.install(schedule_from_csv(csv, chunks=layout.chunks), number, book.caps(call.micro_batches))
-            self._programs.clear()
+        pipeline.exchange.post(pipeline.training_iterations, measurement)
 
 
 def _warn_of_dropout(call: PipelineCall) -> None:

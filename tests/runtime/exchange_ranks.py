@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do in test_exchange.py: `exchange_ranks.py SCENARIO`, over gloo; the job is one pipeline of three stages.
-
-Each rank pretends to be a host of its own, whose clock started at another time.
-"""
+"""What ranks do in test_exchange.py: `exchange_ranks.py SCENARIO`, over gloo; the job is one pipeline of 3 stages."""
 
 from __future__ import annotations
 
@@ -10,70 +7,108 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from adaptra_megatron.runtime import clocks, exchange
-from adaptra_megatron.runtime.exchange import ExchangeError, PlanExchange
+from adaptra_megatron.runtime import clocks, membership
+from adaptra_megatron.runtime.exchange import DELAY, Decision, PlanExchange
 from adaptra_megatron.runtime.measurements import StageMeasurement
+from adaptra_megatron.runtime.membership import ExchangeError, join
 
 SKEWS_S = (10.0, -2000.0, 555.5)
 TIMEOUT_S = 3.0
 
 
 def set_clock(boot: str, skew_s: float) -> None:
+    """Pretend that this rank is on host `boot`, whose clock started at another time."""
     clocks.time = SimpleNamespace(monotonic=lambda: time.monotonic() + skew_s)
-    exchange.boot_identity = lambda: boot
+    membership.boot_identity = lambda: boot
 
 
 def relate_clocks() -> None:
     """Offsets lead to the first stage's clock, and are not asked for where ranks share one."""
     rank = dist.get_rank()
     set_clock(f"host {rank}", SKEWS_S[rank])
-    joined = PlanExchange(dist.group.WORLD, TIMEOUT_S)
+    joined = join(dist.group.WORLD, TIMEOUT_S)
     assert abs(joined.clock_offset_s - (SKEWS_S[0] - SKEWS_S[rank])) < 0.2, joined.clock_offset_s
     assert joined.clock_offset_s != 0.0 or rank == 0
-    joined.close()
     # The first two on one host: what their clocks say then makes no difference.
     set_clock("host 0" if rank < 2 else "host 2", SKEWS_S[rank])
-    joined = PlanExchange(dist.group.WORLD, TIMEOUT_S)
+    joined = join(dist.group.WORLD, TIMEOUT_S)
     if rank < 2:
         assert joined.clock_offset_s == 0.0
     else:
         assert abs(joined.clock_offset_s - (SKEWS_S[1] - SKEWS_S[2])) < 0.2, joined.clock_offset_s
-    joined.close()
+
+
+def measurement(iteration: int) -> StageMeasurement:
+    return StageMeasurement(0, dist.get_rank(), 4, {"F": (float(iteration),)}, (), ())
 
 
 def decide() -> None:
-    """Measurements get to the leader, its decision gets to all."""
-    rank = dist.get_rank()
-    joined = PlanExchange(dist.group.WORLD, TIMEOUT_S)
-    for number in range(3):
-        mine = StageMeasurement(0, rank, {"F": (float(number),)}, (), ())
-        gathered = joined.gather(mine)
-        if joined.leads:
-            assert [(entry.stage, entry.compute_s["F"]) for entry in gathered] == [(i, (number,)) for i in range(3)]
-        else:
-            assert gathered == []
-        decision = (number, f"plan {number}" if number else None)
-        assert joined.announce(decision if joined.leads else (-1, "a follower's")) == decision
-    assert [joined.leads, joined.pipeline] == [rank == 0, 0]
-    joined.close()
+    """Measurements of all get to the leader, once per iteration, and its decision gets to all; two at a time."""
+    seen: list[list[tuple[int, object]]] = []
+
+    def plan_of(measurements: Sequence[StageMeasurement]) -> Decision:
+        seen.append([(entry.stage, entry.compute_s["F"]) for entry in measurements])
+        return Decision(len(seen), f"plan {len(seen)}" if len(seen) % 2 else None)
+
+    joined = join(dist.group.WORLD, TIMEOUT_S)
+    first = PlanExchange(joined, plan_of, TIMEOUT_S)
+    other = PlanExchange(join(dist.group.WORLD, TIMEOUT_S), lambda _: Decision(-1, None), TIMEOUT_S)
+    for iteration in range(6):
+        if iteration >= DELAY:
+            number = iteration - DELAY + 1
+            assert first.decision(iteration) == Decision(number, f"plan {number}" if number % 2 else None)
+            assert other.decision(iteration) == Decision(-1, None)
+        for exchange in (first, other):
+            exchange.post(iteration, measurement(iteration))
+    if dist.get_rank() == 0:
+        assert seen[:4] == [[(stage, (float(iteration),)) for stage in range(3)] for iteration in range(4)]
+    else:
+        assert seen == []
+    dist.barrier()
+    start_s = time.monotonic()
+    first.close()
+    other.close()
+    assert time.monotonic() - start_s < 2 * TIMEOUT_S
+
+
+def fail_to_plan() -> None:
+    """A planner that fails changes nothing: the plan it last made stays in force everywhere."""
+    calls = []
+
+    def plan_of(measurements: Sequence[StageMeasurement]) -> Decision:
+        calls.append(measurements)
+        if len(calls) > 1:
+            raise ZeroDivisionError("a bug of ours")
+        return Decision(7, "plan")
+
+    exchange = PlanExchange(join(dist.group.WORLD, TIMEOUT_S), plan_of, TIMEOUT_S)
+    for iteration in range(3):
+        exchange.post(iteration, measurement(iteration))
+    decisions = [exchange.decision(iteration) for iteration in range(DELAY, DELAY + 3)]
+    assert decisions == [Decision(7, "plan"), Decision(7, None), Decision(7, None)]
+    dist.barrier()
+    exchange.close()
 
 
 def lose_a_rank() -> None:
     """A rank dies between two decisions: all others are told, in time."""
     rank = dist.get_rank()
-    joined = PlanExchange(dist.group.WORLD, TIMEOUT_S)
-    joined.announce((1, None))
+    exchange = PlanExchange(join(dist.group.WORLD, TIMEOUT_S), lambda _: Decision(1, None), TIMEOUT_S)
+    exchange.post(0, measurement(0))
+    assert exchange.decision(DELAY) == Decision(1, None)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
+    exchange.post(1, measurement(1))
     start_s = time.monotonic()
     with pytest.raises(ExchangeError) as failed:
-        _go_on(joined)
+        exchange.decision(1 + DELAY)
     assert time.monotonic() - start_s < 2 * TIMEOUT_S
     for part in (f"rank {rank} could not", f"within {TIMEOUT_S:g} s", "look at the first rank whose log stops"):
         assert part in str(failed.value), failed.value
@@ -83,17 +118,13 @@ def lose_a_rank() -> None:
     os._exit(0)
 
 
-def _go_on(joined: PlanExchange) -> None:
-    """Some iterations more: what a follower hands in may leave before it is known that nobody reads it."""
-    for number in range(100):
-        joined.gather(StageMeasurement(0, dist.get_rank(), {}, (), ()))
-        joined.announce((number, None))
+SCENARIOS = {function.__name__: function for function in (relate_clocks, decide, fail_to_plan, lose_a_rank)}
 
 
 def main(scenarios: list[str]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     for scenario in scenarios:
-        {function.__name__: function for function in (relate_clocks, decide, lose_a_rank)}[scenario]()
+        SCENARIOS[scenario]()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -15,7 +15,7 @@ RANKS = str(Path(__file__).with_name("exchange_ranks.py"))
 
 
 def test_clocks_are_related_and_decisions_reach_everybody(start_ranks: Callable[..., list[RankResult]]) -> None:
-    start_ranks(3, [RANKS, "relate_clocks", "decide"], timeout_s=60)
+    start_ranks(3, [RANKS, "relate_clocks", "decide", "fail_to_plan"], timeout_s=60)
 
 
 def test_a_dead_rank_is_an_error_on_all_others(start_ranks: Callable[..., list[RankResult]]) -> None:

@@ -76,7 +76,9 @@ def measured(
                 sent_s = sent_at_s[coming] + late_s
                 arrived_s = sent_s + costs.link(coming.source, stage).latency_s
                 received.append(MessageTimes(message_key(coming, 5), coming.source, sent_s - posted_ahead_s, arrived_s))
-        measurements.append(stage_measurement(pipeline, stage, costs.chunks, records, (sent, received), -late_s))
+        measurements.append(
+            stage_measurement(pipeline, stage, costs.chunks, costs.micro_batches, records, (sent, received), -late_s)
+        )
     return measurements
 
 
@@ -199,7 +201,7 @@ def test_an_error_of_clocks_never_makes_a_link_faster_than_light() -> None:
 
 def test_medians_shrug_off_one_slow_action() -> None:
     records = [ActionRecord(0, 2, "F", 0, number, 0.0, 1.0, 1.0 + seconds) for number, seconds in enumerate([2, 90, 2])]
-    measurement = stage_measurement(0, 2, 2, records, ([], []), 0.0)
+    measurement = stage_measurement(0, 2, 2, 4, records, ([], []), 0.0)
     assert measurement.compute_s == {"F": (2.0, None), "B": (None, None), "I": (None, None), "W": (None, None)}
 
 

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one rank that turns everybody's measurements into plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from adaptra_megatron.runtime.exchange import Decision
+from adaptra_megatron.runtime.measurements import StageMeasurement, estimate_costs
+from adaptra_megatron.runtime.plans import RELEASED_AT_BACKWARD_INPUT, PlanBook, Replanner
+from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.csv_format import schedule_to_csv
+
+
+class PlanLeader:
+    """Estimates costs after each iteration and decides on the schedule. Lives in the exchange's thread alone."""
+
+    def __init__(self, book: PlanBook) -> None:
+        """`book`: of the leading rank; read for layout, caps and what runs before the first plan."""
+        self._book = book
+        self._replanner = Replanner(book.layout)
+        self._costs: Costs | None = None
+        self._decided: dict[int, Schedule] = {}
+        self._number = 0
+        self._measured = 0
+
+    def decide(self, measurements: Sequence[StageMeasurement]) -> Decision:
+        """What to run next, given one iteration's measurements of all ranks."""
+        self._measured += 1
+        keep = Decision(self._number, None)
+        # The first iteration pays for allocations and lazy set-up everywhere: it would mislead the planner.
+        if self._measured == 1:
+            return keep
+        layout, micro_batches = self._book.layout, measurements[0].micro_batches
+        costs = estimate_costs(
+            measurements,
+            stages=layout.stages,
+            chunks=layout.chunks,
+            micro_batches=micro_batches,
+            can_split=layout.can_split,
+            caps=self._book.caps(micro_batches),
+            released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
+            previous=self._costs,
+        )
+        if costs is None:
+            return keep
+        self._costs = costs
+        current = self._decided.get(micro_batches) or self._book.calibration_schedule(micro_batches)
+        chosen = self._replanner.decide(costs, current)
+        if chosen is None:
+            return keep
+        self._decided[micro_batches] = chosen
+        self._number += 1
+        return Decision(self._number, schedule_to_csv(chosen))

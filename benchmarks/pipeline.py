@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Iteration times of real processes on an emulated cluster: stock Megatron, ZB-H1's order and adaptra, on a slow link.
+
+    python benchmarks/pipeline.py [--quick] [--output benchmarks/results/pipeline.md]
+
+Every row is one job in which stock, ZB-H1 and adaptra train the same model one after the other on the same processes:
+compute is emulated (each F, B, W lasts a given time), one middle link is slow both ways. Losses are compared bitwise.
+Times are medians over the iterations after adaptra has found its plan; the lower bound is proven for adaptra's cap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from adaptra_megatron.emulation.fork_server import ForkServer
+from adaptra_megatron.emulation.variants import Variant, VariantReport, check_equal, run_variants
+from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.schedule.bounds import lower_bound
+from adaptra_megatron.schedule.classic import interleaved_split, stock_order, zb_h1
+from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
+from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
+from adaptra_megatron.schedule.simulator import peak_in_flight, simulate
+
+TIMED_ITERATIONS = 4
+STOCK_ITERATIONS = 1 + TIMED_ITERATIONS
+ADAPTRA_ITERATIONS = 4 + TIMED_ITERATIONS
+"""The first iteration is not measured, the second is, and its plan takes effect in the fourth."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One emulated cluster."""
+
+    stages: int
+    chunks: int
+    micro_batches: int
+    compute_ms: tuple[float, float, float]
+    """F, B, W of one chunk."""
+    latency_ms: float
+    cap: float
+
+    @property
+    def slow_link(self) -> tuple[int, int]:
+        middle = self.stages // 2
+        return middle - 1, middle
+
+    def costs(self) -> Costs:
+        forward, backward, weight = (value / 1e3 for value in self.compute_ms)
+        source, target = self.slow_link
+        cost = LinkCost(self.latency_ms / 1e3)
+        return uniform_costs(
+            self.stages,
+            self.micro_batches,
+            chunks=self.chunks,
+            forward_s=forward,
+            backward_input_s=backward,
+            backward_weight_s=weight,
+            links={(source, target): cost, (target, source): cost},
+            max_in_flight=self.cap,
+        )
+
+    def arguments(self, iterations: int) -> tuple[str, ...]:
+        source, target = self.slow_link
+        words = [
+            f"--pipeline-model-parallel-size {self.stages} --num-layers {self.stages * self.chunks}",
+            f"--global-batch-size {self.micro_batches} --train-iters {iterations}",
+            "--mock-data --no-gradient-accumulation-fusion --hidden-size 32 --seq-length 16",
+            f"--emulate-compute-ms {','.join(f'{value:g}' for value in self.compute_ms)}",
+        ]
+        if self.chunks > 1:
+            words.append(f"--num-virtual-stages-per-pipeline-rank {self.chunks}")
+        if self.latency_ms:
+            words.append(f"--emulate-slow-link {source}-{target}:latency_ms={self.latency_ms:g}")
+        return tuple(" ".join(words).split())
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one case measured; seconds are medians per iteration."""
+
+    case: Case
+    stock_s: float
+    zero_bubble_s: float
+    adaptra_s: float
+    bound_s: float
+    simulated_stock_s: float | None
+    simulated_zero_bubble_s: float
+    simulated_adaptra_s: float
+    peak_in_flight: float
+    simulated_peak: float
+
+
+def cases(quick: bool) -> Iterable[Case]:
+    latencies = (0.0, 60.0) if quick else (0.0, 20.0, 40.0, 60.0)
+    for compute_ms in ((20.0, 20.0, 20.0), (16.0, 18.0, 10.0)):
+        for latency_ms in latencies:
+            yield Case(8, 1, 24, compute_ms, latency_ms, cap=12)
+    for latency_ms in latencies:
+        yield Case(4, 2, 16, (20.0, 20.0, 20.0), latency_ms, cap=12)
+
+
+def measure(case: Case, server: ForkServer) -> Row:
+    """Run one case. Raises AssertionError if any loss or parameter differs from stock's."""
+    reference = zb_h1 if case.chunks == 1 else None
+    zero_bubble = (
+        reference(case.stages, case.micro_batches)
+        if reference is not None
+        else interleaved_split(case.stages, case.micro_batches, case.chunks)
+    )
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        csv = directory / "zero-bubble.csv"
+        csv.write_text(schedule_to_csv(zero_bubble))
+        stock = case.arguments(STOCK_ITERATIONS)
+        longer = case.arguments(ADAPTRA_ITERATIONS)
+        reports = run_variants(
+            case.stages,
+            [
+                Variant("stock", stock),
+                Variant("zero-bubble", (*stock, "--adaptra", "--adaptra-plan-csv", str(csv)), like="stock"),
+                Variant("adaptra", (*longer, "--adaptra", "--adaptra-max-in-flight", str(case.cap))),
+            ],
+            timeout_s=300,
+            server=server,
+            directory=directory / "run",
+        )
+    check_equal(reports)
+    by_name = {report.name: report for report in reports}
+    assert by_name["adaptra"].losses[:STOCK_ITERATIONS] == by_name["stock"].losses, "losses differ from stock's"
+    return summarise(case, by_name, zero_bubble)
+
+
+def summarise(case: Case, reports: dict[str, VariantReport], zero_bubble: Schedule) -> Row:
+    costs = case.costs()
+    adaptra = reports["adaptra"]
+    ran = schedule_from_csv(adaptra.adaptra[0]["schedule_csv"], chunks=case.chunks)
+    stock = stock_order(case.stages, case.micro_batches, case.chunks)
+    return Row(
+        case=case,
+        stock_s=median_s(reports["stock"]),
+        zero_bubble_s=median_s(reports["zero-bubble"]),
+        adaptra_s=median_s(adaptra),
+        bound_s=lower_bound(costs).seconds,
+        simulated_stock_s=simulate(stock, costs, blocking=True).makespan_s,
+        simulated_zero_bubble_s=simulate(zero_bubble, costs).makespan_s,
+        simulated_adaptra_s=simulate(ran, costs).makespan_s,
+        peak_in_flight=max(rank["peak_in_flight"] for rank in adaptra.adaptra),
+        simulated_peak=max(peak_in_flight(ran, costs.released_at_backward_input)),
+    )
+
+
+def median_s(report: VariantReport) -> float:
+    return statistics.median(report.iteration_seconds[-TIMED_ITERATIONS:])
+
+
+def table(rows: list[Row]) -> str:
+    """GitHub table, one row per case."""
+    lines = [
+        "| stages x chunks, micro-batches | F/B/W ms | latency ms | stock ms | zero bubble ms | adaptra ms | "
+        "lower bound ms | stock / adaptra | adaptra / bound | real / simulated: stock, zero bubble, adaptra | "
+        "most in flight: real, simulated, cap |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        case = row.case
+        lines.append(
+            f"| {case.stages} x {case.chunks}, {case.micro_batches} | {'/'.join(f'{v:g}' for v in case.compute_ms)} | "
+            f"{case.latency_ms:g} | {row.stock_s * 1e3:.0f} | {row.zero_bubble_s * 1e3:.0f} | "
+            f"{row.adaptra_s * 1e3:.0f} | {row.bound_s * 1e3:.0f} | {row.stock_s / row.adaptra_s:.2f} | "
+            f"{row.adaptra_s / row.bound_s:.3f} | "
+            f"{row.stock_s / row.simulated_stock_s:.3f}, {row.zero_bubble_s / row.simulated_zero_bubble_s:.3f}, "
+            f"{row.adaptra_s / row.simulated_adaptra_s:.3f} | "
+            f"{row.peak_in_flight:g}, {row.simulated_peak:g}, {case.cap:g} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="only latencies 0 and 60 ms")
+    parser.add_argument("--output", type=Path, default=None, help="also write the table to this file")
+    arguments = parser.parse_args()
+    rows = []
+    started = time.monotonic()
+    with ForkServer() as server:
+        for case in cases(arguments.quick):
+            rows.append(measure(case, server))
+            print(f"[{time.monotonic() - started:5.0f} s] {table(rows[-1:]).splitlines()[-1]}", flush=True)
+    text = table(rows)
+    print(text)
+    if arguments.output is not None:
+        arguments.output.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
