@@ -44,6 +44,27 @@ class ComputeCounts:
     """Time that they were to last."""
 
 
+class _Pace:
+    """Keeps the lateness of one wake-up from adding to the next operation: a sleep ends when the machine has a core to
+    spare, which no device to emulate waits for."""
+
+    _AT_ONCE_S = 0.0005
+    """An operation that starts later than this after the last one has waited for something else meanwhile."""
+
+    def __init__(self) -> None:
+        self._woke_s = float("-inf")
+        self._late_s = 0.0
+
+    def start(self, now_s: float) -> float:
+        """When an operation that is entered now starts: earlier, by what the last sleep was late, if it follows it."""
+        return now_s - self._late_s if now_s - self._woke_s < self._AT_ONCE_S else now_s
+
+    def end(self, due_s: float) -> None:
+        """An operation that was to end at `due_s` has ended."""
+        self._woke_s = time.monotonic()
+        self._late_s = max(0.0, min(self._woke_s - due_s, 2 * self._AT_ONCE_S))
+
+
 @dataclass(frozen=True, kw_only=True)
 class EmulatedCompute:
     """Times of one stage's operations, per chunk; a single one counts for every chunk.
@@ -56,6 +77,7 @@ class EmulatedCompute:
     backward_input_s: tuple[float, ...]
     backward_weight_s: tuple[float, ...]
     counts: ComputeCounts = field(default_factory=ComputeCounts, compare=False)
+    _pace: _Pace = field(default_factory=lambda: _Pace(), compare=False, repr=False)
     _nesting: list[None] = field(default_factory=list, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -85,15 +107,17 @@ class EmulatedCompute:
         def decorated(*args: Any, **keywords: Any) -> Any:
             if self._nesting:
                 return function(*args, **keywords)
-            started_s = time.monotonic()
+            entered_s = time.monotonic()
+            started_s = self._pace.start(entered_s)
             seconds = seconds_of_call(*args, **keywords)
             self._nesting.append(None)
             try:
                 result = function(*args, **keywords)
             finally:
                 self._nesting.pop()
-            self._count(time.monotonic() - started_s, seconds)
+            self._count(time.monotonic() - entered_s, seconds)
             sleep_until(started_s + seconds)
+            self._pace.end(started_s + seconds)
             return result
 
         return cast(Function, decorated)

@@ -28,6 +28,8 @@ class TrainingResult:
     """Per iteration: mean loss over the global batch."""
     grad_norms: list[float] = field(default_factory=list)
     iteration_seconds: list[float] = field(default_factory=list)
+    forward_backward_s: list[tuple[float, float]] = field(default_factory=list)
+    """Per iteration: when the forward_backward function was entered and left, of `time.monotonic()`."""
     evaluation_losses: list[float] = field(default_factory=list)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     """Final parameters by `<chunk>.<name>`."""

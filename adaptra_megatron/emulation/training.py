@@ -149,7 +149,10 @@ class Trainer:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._record_losses(self._forward_backward(iterators, forward_only=False))
+        entered_s = time.monotonic()
+        losses = self._forward_backward(iterators, forward_only=False)
+        self.result.forward_backward_s.append((entered_s, time.monotonic()))
+        self._record_losses(losses)
         _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=self.args.global_batch_size)
         return float(grad_norm)

@@ -52,6 +52,8 @@ class VariantReport:
     evaluation_losses: list[float] = field(default_factory=list)
     iteration_seconds: list[float] = field(default_factory=list)
     """Per iteration, of the slowest rank."""
+    pipeline_seconds: list[float] = field(default_factory=list)
+    """Per iteration: from the first stage's start to the last rank's end of the forward_backward function alone."""
     links_struck: dict[str, int] = field(default_factory=dict)
     """Messages that emulated slow links delayed, by `<source stage>><target stage>`, summed over ranks."""
     adaptra: list[dict[str, Any]] = field(default_factory=list)
@@ -178,6 +180,8 @@ def _merge(variant: Variant, parts: Sequence[dict[str, Any]]) -> VariantReport:
     report.worst_overrun_s = max(result["compute"].get("worst_overrun_s", 0.0) for result in results)
     calls = sum(result["compute"].get("calls", 0) for result in results)
     report.overruns = sum(result["compute"].get("overruns", 0) for result in results) / max(calls, 1)
+    spans = zip(*(result["forward_backward_s"] for result in results), strict=True)
+    report.pipeline_seconds = [max(left for _, left in ranks) - ranks[0][0] for ranks in spans]
     for result in results:
         for link, count in result["links_struck"].items():
             report.links_struck[link] = report.links_struck.get(link, 0) + count
