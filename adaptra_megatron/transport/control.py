@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training process and its delegate say to each other, over a unix socket that nobody else holds.
+
+One JSON object per packet, with file descriptors where memory or sockets are handed over. The end of the socket is the
+end of the other process. No torch here: the delegate imports this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+_LARGEST_NBYTES = 1 << 16
+_MOST_DESCRIPTORS = 4
+
+
+class ControlEndedError(ConnectionError):
+    """The other process is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """To the delegate, first: who it works for. With the listening sockets named in `listeners`."""
+
+    name: ClassVar[str] = "start"
+    stage: int
+    pipeline: str
+    """Hexadecimal, as the secret."""
+    secret: str
+    listeners: list[str]
+    """What the descriptors are: "shm" (unix socket), "tcp"."""
+    handshake_s: float
+    stall_s: float
+    max_message_nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Open:
+    """To the delegate: bring up the link to `peer`. With the outbound ring and, except over shm, the inbound ring.
+
+    A link that is up goes down first. `session` counts the attempts; what is said of an earlier one is void.
+    """
+
+    name: ClassVar[str] = "open"
+    peer: int
+    session: int
+    transport: str
+    connects: bool
+    """Whether this side connects (to `address`) or waits for the peer to."""
+    address: list[Any]
+    """shm: name of the abstract unix socket. tcp: host and port."""
+    source: str
+    """tcp: address to connect from; "" for any."""
+    lanes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """To the delegate: ask for `Counters`."""
+
+    name: ClassVar[str] = "report"
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """To the delegate: let what is in the outbound rings leave, then end."""
+
+    name: ClassVar[str] = "stop"
+    drain_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Up:
+    """From the delegate: the link carries frames. Over shm with the inbound ring."""
+
+    name: ClassVar[str] = "up"
+    peer: int
+    session: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Down:
+    """From the delegate: the link's session is over, and its rings are closed."""
+
+    name: ClassVar[str] = "down"
+    peer: int
+    session: int
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """From the delegate: what it has seen since it started."""
+
+    name: ClassVar[str] = "counters"
+    number: int
+    refused: dict[str, int] = field(default_factory=dict)
+    """Connections that were not let in, by handshake.Refusal."""
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
+
+
+Message = Start | Open | Report | Stop | Up | Down | Counters
+_KINDS: dict[str, type[Message]] = {kind.name: kind for kind in (Start, Open, Report, Stop, Up, Down, Counters)}
+
+
+def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
+    """Raises ControlEndedError if the other process is gone or does not listen."""
+    packet = json.dumps({"is": message.name, **asdict(message)}).encode()
+    try:
+        socket.send_fds(channel, [packet], list(descriptors))
+    except OSError as cause:
+        raise ControlEndedError(f"the other process does not listen: {cause}") from cause
+
+
+def receive(channel: socket.socket) -> tuple[Message, list[int]]:
+    """The next message and its descriptors, which the caller then owns. Raises ControlEndedError, BlockingIOError."""
+    try:
+        packet, descriptors, flags, _address = socket.recv_fds(
+            channel, _LARGEST_NBYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+    except ConnectionError as cause:
+        raise ControlEndedError(str(cause)) from cause
+    if not packet or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise ControlEndedError("the other process is gone" if not packet else "a message was cut off")
+    fields = json.loads(packet)
+    return _KINDS[fields.pop("is")](**fields), descriptors

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One link in a delegate: sessions come up when both training processes ask for one, and go down for one cause each."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import Callable
+
+from adaptra_megatron.transport import handshake
+from adaptra_megatron.transport._ring import Ring, RingError
+from adaptra_megatron.transport.control import Down, Message, Open, Start, Up
+from adaptra_megatron.transport.handshake import HandshakeError, Purpose, Refusal
+from adaptra_megatron.transport.shm_wire import ShmWire
+from adaptra_megatron.transport.tcp_wire import TcpWire
+from adaptra_megatron.transport.wire import Traffic, Wire
+
+MOST_LANES = 64
+Tell = Callable[[Message, list[int]], None]
+
+
+class LinkSession:
+    """The link to one peer: at most one session at a time, and the peer's connections for the next."""
+
+    def __init__(self, start: Start, peer: int, tell: Tell) -> None:
+        """`tell` sends a message, and file descriptors, to the training process."""
+        self._start, self._peer, self._tell = start, peer, tell
+        self._changing = asyncio.Lock()
+        self._request: Open | None = None
+        self._wire: Wire | None = None
+        self._begun = False
+        self._earlier = Traffic(0, 0)
+        self._arrived: dict[int, socket.socket] = {}
+        self._arrived_for = b""
+
+    async def open(self, request: Open, rings: list[Ring]) -> None:
+        """Bring up a session with the training process's rings. Its end, or failure, is told as `Down`."""
+        async with self._changing:
+            await self._finish(None)
+            self._request, self._wire = request, self._make_wire(request, rings)
+            if not request.connects:
+                await self._begin_if_complete()
+                return
+            try:
+                connections = await self._connect(request)
+            except (OSError, HandshakeError, asyncio.TimeoutError) as cause:
+                await self._finish(f"cannot connect to {_spelled(request)}: {cause or 'it took too long'}")
+                return
+            await self._begin(connections)
+
+    async def admit(self, purpose: Purpose, connection: socket.socket) -> None:
+        """A proven connection of the peer. Raises HandshakeError if it cannot be used."""
+        async with self._changing:
+            lanes = purpose.lanes if self._request is None else self._request.lanes
+            if not purpose.lane < purpose.lanes == lanes <= MOST_LANES:
+                raise HandshakeError(Refusal.MISDIRECTED, f"lane {purpose.lane} of {purpose.lanes}, not of {lanes}")
+            if purpose.session != self._arrived_for:
+                self._drop_arrived()
+                self._arrived_for = purpose.session
+                if self._begun:
+                    await self._finish("the peer began anew")
+            if purpose.lane in self._arrived:
+                raise HandshakeError(Refusal.MISDIRECTED, f"lane {purpose.lane} came twice")
+            self._arrived[purpose.lane] = connection
+            await self._begin_if_complete()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Let what the training process has written leave."""
+        if self._wire is not None and self._begun:
+            await self._wire.drain(timeout_s)
+
+    async def stop(self) -> None:
+        """End whatever there is."""
+        async with self._changing:
+            await self._finish(None)
+            self._drop_arrived()
+
+    def traffic(self) -> Traffic:
+        """Of all sessions together."""
+        now = self._wire.traffic() if self._wire is not None else Traffic(0, 0)
+        return Traffic(*(a + b for a, b in zip(self._earlier, now, strict=True)))
+
+    def _make_wire(self, request: Open, rings: list[Ring]) -> Wire:
+        if request.transport == "shm":
+            return ShmWire(rings[0], self._start.handshake_s)
+        outbound, inbound = rings
+        limit, stall_s = self._start.max_message_nbytes, self._start.stall_s
+        return TcpWire(outbound, inbound, max_message_nbytes=limit, stall_s=stall_s)
+
+    async def _connect(self, request: Open) -> list[socket.socket]:
+        session = secrets.token_bytes(handshake.SESSION_NBYTES)
+        pipeline = bytes.fromhex(self._start.pipeline)
+        connections: list[socket.socket] = []
+        try:
+            for lane in range(request.lanes):
+                connections.append(_unconnected(request))
+                address = _address(request)
+                loop = asyncio.get_running_loop()
+                await asyncio.wait_for(loop.sock_connect(connections[-1], address), self._start.handshake_s)
+                purpose = Purpose(pipeline, self._start.stage, self._peer, session, lane, request.lanes)
+                secret = bytes.fromhex(self._start.secret)
+                await handshake.connect(connections[-1], secret, purpose, self._start.handshake_s)
+        except BaseException:
+            for connection in connections:
+                connection.close()
+            raise
+        return connections
+
+    async def _begin_if_complete(self) -> None:
+        request = self._request
+        if request is None or self._begun or request.connects or len(self._arrived) < request.lanes:
+            return
+        connections = [self._arrived[lane] for lane in range(request.lanes)]
+        self._arrived = {}
+        await self._begin(connections)
+
+    async def _begin(self, connections: list[socket.socket]) -> None:
+        wire, request = self._wire, self._request
+        assert wire is not None
+        assert request is not None
+        self._begun = True
+        try:
+            await wire.begin(connections, lambda cause: self._ended(request.session, cause))
+        except (OSError, RingError) as cause:
+            await self._finish(str(cause))
+            return
+        descriptors = [wire.inbound.fd] if wire.inbound is not None else []
+        self._tell(Up(peer=self._peer, session=request.session), descriptors)
+
+    def _ended(self, session: int, cause: str) -> None:
+        asyncio.ensure_future(self._end(session, cause))
+
+    async def _end(self, session: int, cause: str) -> None:
+        async with self._changing:
+            if self._request is not None and self._request.session == session:
+                await self._finish(cause)
+
+    async def _finish(self, cause: str | None) -> None:
+        """End the session, if there is one, and tell why unless the training process knows."""
+        wire, request = self._wire, self._request
+        self._wire, self._request, self._begun = None, None, False
+        if wire is None or request is None:
+            return
+        await wire.stop()
+        self._earlier = Traffic(*(a + b for a, b in zip(self._earlier, wire.traffic(), strict=True)))
+        if cause is not None:
+            self._tell(Down(peer=self._peer, session=request.session, cause=cause), [])
+
+    def _drop_arrived(self) -> None:
+        for connection in self._arrived.values():
+            connection.close()
+        self._arrived = {}
+
+
+def _unconnected(request: Open) -> socket.socket:
+    if request.transport == "shm":
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    else:
+        family = socket.AF_INET6 if ":" in str(request.address[0]) else socket.AF_INET
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        if request.source:
+            connection.bind((request.source, 0))
+    connection.setblocking(False)
+    return connection
+
+
+def _address(request: Open) -> str | tuple[str, int]:
+    return "\0" + str(request.address[0]) if request.transport == "shm" else (request.address[0], request.address[1])
+
+
+def _spelled(request: Open) -> str:
+    return f"{request.transport} {':'.join(map(str, request.address))}"

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a delegate running beside this training process, and its links up: starts, restarts, reconnects.
+
+The listening sockets belong to the training process and are lent to each delegate: addresses outlive delegates, and a
+refused connection means that the training process itself is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+import adaptra_megatron
+from adaptra_megatron.transport import control
+from adaptra_megatron.transport._ring import Ring
+from adaptra_megatron.transport.control import ControlEndedError, Counters, Down, Message, Open, Report, Start, Stop, Up
+
+logger = logging.getLogger("adaptra_megatron.transport.supervisor")
+
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 1.0
+DRAIN_S = 2.0
+
+
+class LinkEnd(Protocol):
+    """This training process's end of a link."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the peer closed the link on purpose: it is not to be brought up again."""
+
+    def connected(self, outbound: Ring, inbound: Ring) -> None:
+        """A new session has begun, with fresh rings."""
+
+    def disconnected(self, cause: str) -> None:
+        """The session is over, or the attempt to begin one failed. Called again for every failed attempt."""
+
+
+@dataclass
+class Link:
+    """What the supervisor knows of one link."""
+
+    end: LinkEnd
+    request: Open
+    """`session` counts up with every attempt."""
+    slots: int
+    slot_nbytes: int
+    outbound: Ring | None = None
+    inbound: Ring | None = None
+    retry_s: float | None = None
+    """When to try again; None while a session is up or coming up."""
+    pause_s: float = FIRST_PAUSE_S
+
+
+class Delegate:
+    """One running delegate process."""
+
+    def __init__(self, start: Start, listeners: Sequence[socket.socket]) -> None:
+        """Starts it. The calling thread must live as long as it: the kernel ties its life to that thread's."""
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        root = str(Path(adaptra_megatron.__file__).parents[1])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "adaptra_megatron.transport.delegate", str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        self.channel.settimeout(5.0)
+        with contextlib.suppress(ControlEndedError):  # seen where the channel is read
+            control.send(self.channel, start, [listener.fileno() for listener in listeners])
+
+    def end(self, patience_s: float) -> str:
+        """Wait for it to end by itself, then see to it. Returns how it ended."""
+        try:
+            status = self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            status = self.process.wait()
+        self.channel.close()
+        return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+@dataclass
+class _Question:
+    number: int
+    sent: bool = False
+    answered: threading.Event = field(default_factory=threading.Event)
+    answer: Counters | None = None
+
+
+class Supervisor:
+    """A thread that owns the delegate."""
+
+    def __init__(self, start: Start, listeners: Sequence[socket.socket], links: Sequence[Link]) -> None:
+        """Starts the delegate and begins to bring all links up. `listeners` become the supervisor's."""
+        self.starts = 0
+        """Delegates started so far."""
+        self._start, self._listeners = start, listeners
+        self._links = {link.request.peer: link for link in links}
+        self._delegate: Delegate | None = None
+        self._restart_s = 0.0
+        self._pause_s = FIRST_PAUSE_S
+        self._lock = threading.Lock()
+        self._questions: list[_Question] = []
+        self._asked = 0
+        self._closing = False
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="adaptra-host-supervisor", daemon=True)
+        self._thread.start()
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the running delegate."""
+        delegate = self._delegate
+        return None if delegate is None else delegate.process.pid
+
+    def counters(self, timeout_s: float) -> Counters | None:
+        """What the running delegate has counted; None if it does not answer in time."""
+        with self._lock:
+            self._asked += 1
+            question = _Question(self._asked)
+            self._questions.append(question)
+        self._wake_up()
+        question.answered.wait(timeout_s)
+        return question.answer
+
+    def close(self) -> None:
+        """End the delegate, letting it send what is in the rings, and the thread. Safe to call twice."""
+        self._closing = True
+        self._wake_up()
+        self._thread.join(2 * DRAIN_S + 5.0)
+        for listener in self._listeners:
+            listener.close()
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake; closed: it is over
+            self._wake.send(b"\0")
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._step()
+        except Exception:
+            logger.exception("the supervisor of the delegate stopped by a bug; links stay down from now on")
+        finally:
+            self._end()
+
+    def _step(self) -> None:
+        now_s = time.monotonic()
+        if self._delegate is None and now_s >= self._restart_s:
+            self._begin()
+        if self._delegate is not None:
+            for link in self._links.values():
+                if link.retry_s is not None and now_s >= link.retry_s:
+                    self._open(link)
+            self._ask()
+        self._listen(self._next_s())
+
+    def _begin(self) -> None:
+        self._delegate = Delegate(self._start, self._listeners)
+        self.starts += 1
+        self._restart_s = time.monotonic() + self._pause_s
+        for link in self._links.values():
+            link.retry_s = None if link.end.finished else 0.0
+
+    def _next_s(self) -> float | None:
+        """When something is to be done though nothing happens."""
+        times = [link.retry_s for link in self._links.values() if link.retry_s is not None]
+        if self._delegate is None:
+            times = [self._restart_s]
+        return min(times, default=None)
+
+    def _listen(self, until_s: float | None) -> None:
+        """Wait for the delegate, or for being woken, and handle one message."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            if self._delegate is not None:
+                selector.register(self._delegate.channel, selectors.EVENT_READ)
+            wait_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+            ready = {key.fileobj for key, _events in selector.select(wait_s)}
+        if self._woken in ready:
+            self._woken.recv(4096)
+        if self._delegate is not None and self._delegate.channel in ready:
+            try:
+                self._handle(*control.receive(self._delegate.channel))
+            except ControlEndedError:
+                self._lost()
+
+    def _handle(self, message: Message, descriptors: list[int]) -> None:
+        try:
+            if isinstance(message, Counters):
+                self._answer(message)
+                return
+            assert isinstance(message, Up | Down), f"a delegate does not say {message}"
+            link = self._links[message.peer]
+            if message.session != link.request.session:
+                return
+            if isinstance(message, Down):
+                self._went_down(link, message.cause)
+                return
+            if descriptors:
+                link.inbound = Ring.attach(descriptors[0])
+            link.pause_s = self._pause_s = FIRST_PAUSE_S
+            assert link.outbound is not None
+            assert link.inbound is not None
+            link.end.connected(link.outbound, link.inbound)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _open(self, link: Link) -> None:
+        assert self._delegate is not None
+        link.retry_s = None
+        link.request = replace(link.request, session=link.request.session + 1)
+        link.outbound = Ring.create(link.slots, link.slot_nbytes)
+        shared = link.request.transport == "shm"
+        link.inbound = None if shared else Ring.create(link.slots, link.slot_nbytes)
+        rings = [ring.fd for ring in (link.outbound, link.inbound) if ring is not None]
+        with contextlib.suppress(ControlEndedError):  # seen where the channel is read
+            control.send(self._delegate.channel, link.request, rings)
+
+    def _went_down(self, link: Link, cause: str) -> None:
+        for ring in (link.outbound, link.inbound):
+            if ring is not None:
+                ring.close()
+        link.outbound = link.inbound = None
+        link.end.disconnected(cause)
+        link.retry_s = None if link.end.finished else time.monotonic() + link.pause_s
+        link.pause_s = min(2 * link.pause_s, LONGEST_PAUSE_S)
+
+    def _lost(self) -> None:
+        """The delegate is gone: another one takes over, with a growing pause in case it dies at once."""
+        assert self._delegate is not None
+        how = self._delegate.end(1.0)
+        self._delegate = None
+        if self._closing:
+            return
+        logger.warning("stage %d: the delegate ended by %s; starting another", self._start.stage, how)
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        for link in self._links.values():
+            self._went_down(link, f"this stage's delegate ended by {how}")
+
+    def _ask(self) -> None:
+        assert self._delegate is not None
+        with self._lock:
+            questions = [question for question in self._questions if not question.sent]
+        for question in questions:
+            question.sent = True
+            with contextlib.suppress(ControlEndedError):
+                control.send(self._delegate.channel, Report(number=question.number))
+
+    def _answer(self, counters: Counters) -> None:
+        with self._lock:
+            answered = [question for question in self._questions if question.number <= counters.number]
+            self._questions = [question for question in self._questions if question.number > counters.number]
+        for question in answered:
+            question.answer = counters
+            question.answered.set()
+
+    def _end(self) -> None:
+        for link in self._links.values():
+            if link.outbound is not None:
+                link.outbound.close()
+        if self._delegate is not None:
+            with contextlib.suppress(ControlEndedError):
+                control.send(self._delegate.channel, Stop(drain_s=DRAIN_S))
+            self._delegate.end(DRAIN_S + 1.0)
+            self._delegate = None
+        for link in self._links.values():
+            if link.inbound is not None:
+                link.inbound.close()
+        self._wake.close()
+        self._woken.close()
