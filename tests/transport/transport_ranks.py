@@ -21,6 +21,8 @@ import torch.distributed as dist
 from transport_checks import CPU, MEBIBYTE, activation, content, expect, flush, gradient, until
 from transport_failures import killed, silent
 
+from adaptra_megatron.transport.host_path import HostTransport
+from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import (
     MessageKey,
     MessageTimes,
@@ -226,6 +228,9 @@ def main(names: list[str], path: str) -> None:
         transport: Transport
         if path == "stream":
             transport = StreamTransport(dist.group.WORLD, 30.0)
+        elif path in ("shm", "tcp"):
+            settings = HostSettings(transport=path, timeout_s=30.0, grace_s=2.0)
+            transport = HostTransport(dist.group.WORLD, 4, settings)
         else:
             transport = WaitingThreadTransport(dist.group.WORLD, 4, 30.0)
         scenarios[name](transport)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between messages as the training sees them (keys, tensors) and as frames describe them (numbers, bytes)."""
+
+from __future__ import annotations
+
+import torch
+
+from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event
+from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
+
+MOST_DIMENSIONS = 8
+_DIRECTIONS = tuple(Direction)
+_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in DATA_TYPES.items()}
+_TYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+def check_can_travel(key: MessageKey, tensor: torch.Tensor, max_nbytes: int) -> None:
+    """Raises TransportError for a tensor that no frame can describe, naming the rule."""
+    if tensor.device.type != "cpu":
+        raise TransportError(f"the {key} is on {tensor.device}: the host path carries tensors in host memory only")
+    if tensor.dtype not in _CODES:
+        raise TransportError(f"the {key} has data type {tensor.dtype}, which is none of {', '.join(DATA_TYPES)}")
+    if tensor.dim() > MOST_DIMENSIONS:
+        raise TransportError(f"the {key} has shape {tuple(tensor.shape)}, more than {MOST_DIMENSIONS} dimensions")
+    if tensor.nbytes > max_nbytes:
+        raise TransportError(f"the {key} has {tensor.nbytes} bytes, more than the limit of {max_nbytes}")
+
+
+def describe(sequence: int, key: MessageKey, tensor: torch.Tensor) -> Description:
+    """The description of a tensor on the wire, which must be able to travel."""
+    return Description(
+        sequence=sequence,
+        iteration=key.iteration,
+        direction=_DIRECTIONS.index(key.direction),
+        chunk=key.chunk,
+        micro_batch=key.micro_batch,
+        dtype=_CODES[tensor.dtype],
+        shape=tensor.shape,
+    )
+
+
+def key_of(event: Event) -> MessageKey:
+    """The key of a received message."""
+    return MessageKey(event.iteration, _DIRECTIONS[event.direction], event.chunk, event.micro_batch)
+
+
+def tensor_of(event: Event) -> torch.Tensor:
+    """The received tensor, on the very memory that the message was received into."""
+    shape, dtype = event.shape, _TYPES[event.dtype]
+    if 0 in shape:  # no memory to make it from
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(event.payload, dtype=dtype).view(shape)

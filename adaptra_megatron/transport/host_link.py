@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training process's end of the host path to one neighbour: a thread that fills the outbound ring, and one that
+empties the inbound ring into fresh tensors.
+
+The training thread only takes locks that are never held during a large copy or a wait. A message is acknowledged when
+it has arrived and has been asked for, as a send over torch.distributed completes when its receive is posted; until
+then its sender keeps it, and sends it again whenever the rings had to be replaced.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from adaptra_megatron.transport._ring import Event, FrameError, Inbox, Ring, RingClosedError, RingError
+from adaptra_megatron.transport.frames import check_can_travel, describe, key_of, tensor_of
+from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.link_health import LinkHealth
+from adaptra_megatron.transport.messages import MessageKey, MessageTimes
+from adaptra_megatron.transport.outbox import Outbox, Outgoing
+
+logger = logging.getLogger("adaptra_megatron.transport.host_link")
+
+IDLE_S = 60.0
+"""How long an idle thread sleeps when nobody wakes it."""
+FAREWELL_S = 1.0
+"""How long closing waits for the last acknowledgements to be written."""
+INLINE_NBYTES = 1 << 16
+"""What the posting thread writes itself if that needs no waiting: waking another thread would take longer."""
+
+
+class _Outcome(enum.Enum):
+    WRITTEN = enum.auto()
+    FULL = enum.auto()
+    """Nothing, or a part, is in the ring at the deadline."""
+    CLOSED = enum.auto()
+
+
+@dataclass(frozen=True)
+class _Session:
+    """The rings between two breaks of the link."""
+
+    outbound: Ring
+    inbound: Ring
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    sequence: int
+    tensor: torch.Tensor
+    arrived_s: float
+
+
+class HostLink:
+    """Both directions between this stage and `peer`. Made known to the supervisor, which brings it up."""
+
+    def __init__(self, stage: int, peer: int, settings: HostSettings) -> None:
+        self.sessions = 0
+        """How often the link came up."""
+        self._stage, self._peer, self._settings = stage, peer, settings
+        self._outbox = Outbox(settings.window_messages, settings.window_nbytes)
+        self._inbox = Inbox(max_message_nbytes=settings.max_message_nbytes, pooled_nbytes=settings.pooled_nbytes)
+        self._posted: dict[MessageKey, float] = {}
+        self._arrived: dict[MessageKey, _Arrival] = {}
+        self._acknowledgements: deque[int] = deque()
+        self._session: _Session | None = None
+        self._writing = False
+        self._health = LinkHealth(stage, peer, settings.grace_s, time.monotonic())
+        self._closing = False
+        self._lock = threading.Lock()
+        self._to_write = threading.Condition(self._lock)
+        self._news = threading.Condition(self._lock)
+        self._new_session = threading.Condition(self._lock)
+        self._threads = [
+            threading.Thread(target=self._write_until_closed, name=f"adaptra-host-send-{peer}", daemon=True),
+            threading.Thread(target=self._read_until_closed, name=f"adaptra-host-receive-{peer}", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # What the training thread calls.
+
+    def wait_until_up(self, deadline_s: float) -> None:
+        """Raises TransportError if the link does not come up in time."""
+        with self._lock:
+            while self._session is None:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise self._health.not_up_error()
+                self._news.wait(left_s)
+
+    def post_send(self, key: MessageKey, tensor: torch.Tensor) -> float:
+        """Returns the time of posting. Raises TransportError for what cannot travel and where the link is broken."""
+        check_can_travel(key, tensor, self._settings.max_message_nbytes)
+        # An alias: Megatron's deallocate_output_tensor swaps the storage under the caller's tensor.
+        outgoing = tensor.detach().contiguous()
+        now_s = time.monotonic()
+        with self._lock:
+            if now_s >= self._health.broken_from_s():
+                raise self._health.error("could not send", key, now_s, now_s, receiving=False)
+            message = self._outbox.post(key, outgoing, now_s)
+            if outgoing.nbytes > INLINE_NBYTES or not self._write_at_once(message):
+                self._to_write.notify()
+        return now_s
+
+    def post_receive(self, key: MessageKey) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            assert key not in self._posted, f"{key} was posted twice"
+            if key not in self._arrived and now_s >= self._health.broken_from_s():
+                raise self._health.error("waited for", key, now_s, now_s, receiving=True)
+            self._posted[key] = now_s
+            if key in self._arrived:
+                self._acknowledge(self._arrived[key].sequence)
+
+    def ready(self, key: MessageKey) -> bool:
+        return key in self._arrived
+
+    def wait(self, key: MessageKey, deadline_s: float) -> tuple[torch.Tensor, MessageTimes]:
+        with self._lock:
+            if not self._wait_for(lambda: key in self._arrived, deadline_s):
+                since_s = self._posted[key]
+                raise self._health.error("waited for", key, since_s, time.monotonic(), receiving=True)
+            arrival = self._arrived.pop(key)
+            return arrival.tensor, MessageTimes(key, self._peer, self._posted.pop(key), arrival.arrived_s)
+
+    def flush(self, deadline_s: float) -> None:
+        with self._lock:
+            if not self._wait_for(lambda: not len(self._outbox), deadline_s):
+                oldest = self._outbox.oldest()
+                assert oldest is not None
+                now_s = time.monotonic()
+                raise self._health.error("could not send", oldest.key, oldest.posted_s, now_s, receiving=False)
+
+    def close(self) -> None:
+        """Say what is still to be said to the peer, then end the threads. Safe to call twice."""
+        with self._lock:
+            self._closing = True
+            self._to_write.notify_all()
+            self._new_session.notify_all()
+        writer, reader = self._threads
+        writer.join(2 * FAREWELL_S)
+        if (session := self._session) is not None:
+            session.outbound.close()
+            session.inbound.close()
+        reader.join(FAREWELL_S)
+
+    @property
+    def unacknowledged(self) -> int:
+        """Messages that are kept to be sent again."""
+        return len(self._outbox)
+
+    @property
+    def doubles(self) -> int:
+        """Messages that came again and were dropped."""
+        return self._inbox.doubles
+
+    # What the supervisor calls.
+
+    @property
+    def finished(self) -> bool:
+        return self._health.said_bye or self._closing
+
+    def connected(self, outbound: Ring, inbound: Ring) -> None:
+        with self._lock:
+            self._session = _Session(outbound, inbound)
+            self._health.up()
+            self.sessions += 1
+            self._outbox.rewind()
+            self._to_write.notify_all()
+            self._new_session.notify_all()
+            self._news.notify_all()
+        if self.sessions > 1:
+            logger.info("stage %d, link to stage %d: the host path is up again", self._stage, self._peer)
+
+    def disconnected(self, cause: str) -> None:
+        with self._lock:
+            was_up = self._health.down(cause, time.monotonic())
+            self._session = None
+            self._news.notify_all()
+        if was_up and not self.finished:
+            logger.warning(
+                "stage %d, link to stage %d: the host path is down (%s); reconnecting", self._stage, self._peer, cause
+            )
+
+    # The two threads.
+
+    def _write_until_closed(self) -> None:
+        while True:
+            with self._lock:
+                while (work := self._next_work()) is None:
+                    if self._closing:
+                        self._say_bye()
+                        return
+                    self._to_write.wait(IDLE_S)
+                self._writing = True
+                session = self._session
+                assert session is not None
+            outcome = self._write(session, work, time.monotonic() + self._settings.timeout_s)
+            with self._lock:
+                self._writing = False
+                self._settle(session, work, outcome)
+            del work  # or an idle thread would hold the last tensor
+
+    def _next_work(self) -> Outgoing | int | None:
+        """An acknowledgement (its sequence number) before any message. The caller holds the lock."""
+        if self._session is None:
+            return None
+        if self._acknowledgements:
+            return self._acknowledgements.popleft()
+        message = None if self._closing else self._outbox.next_to_write()
+        if message is not None:
+            self._outbox.mark_written(message)
+        return message
+
+    def _write(self, session: _Session, work: Outgoing | int, deadline_s: float) -> _Outcome:
+        """Into the ring, by `deadline_s`."""
+        try:
+            if isinstance(work, int):
+                session.outbound.write_ack(work, deadline_s)
+            else:
+                description = describe(work.sequence, work.key, work.tensor)
+                session.outbound.write(description, work.tensor.data_ptr(), work.tensor.nbytes, deadline_s)
+        except TimeoutError:
+            return _Outcome.FULL
+        except RingError:
+            return _Outcome.CLOSED
+        return _Outcome.WRITTEN
+
+    def _settle(self, session: _Session, work: Outgoing | int, outcome: _Outcome) -> None:
+        """What does not get in is due again. The caller holds the lock."""
+        if outcome is _Outcome.CLOSED and self._session is session:
+            # The next session has other rings, and begins with all that is not acknowledged.
+            self._session = None
+            self._health.down("its rings were closed", time.monotonic())
+        elif outcome is _Outcome.FULL and self._session is session:
+            if isinstance(work, int):
+                self._acknowledgements.append(work)
+            else:
+                self._outbox.mark_unwritten(work)
+            self._to_write.notify()
+
+    def _idle_session(self) -> _Session | None:
+        """The session if nothing is being written or due before. The caller holds the lock."""
+        return None if self._writing or self._acknowledgements else self._session
+
+    def _write_at_once(self, message: Outgoing) -> bool:
+        """Write on the calling thread, which holds the lock, if nothing is before it and nothing has to wait."""
+        session = self._idle_session()
+        if session is None or self._outbox.next_to_write() is not message:
+            return False
+        self._outbox.mark_written(message)
+        self._settle(session, message, self._write(session, message, 0.0))
+        return True
+
+    def _acknowledge(self, sequence: int) -> None:
+        """The caller holds the lock."""
+        session = self._idle_session()
+        if session is not None:
+            self._settle(session, sequence, self._write(session, sequence, 0.0))
+        else:
+            self._acknowledgements.append(sequence)
+            self._to_write.notify()
+
+    def _say_bye(self) -> None:
+        if self._session is not None:
+            try:
+                self._session.outbound.write_bye(time.monotonic() + FAREWELL_S)
+            except (RingError, TimeoutError) as cause:
+                logger.debug("stage %d: no farewell to stage %d: %s", self._stage, self._peer, cause)
+
+    def _read_until_closed(self) -> None:
+        session = None
+        while True:
+            with self._lock:
+                while self._session is None or self._session is session:
+                    if self._closing:
+                        return
+                    self._new_session.wait(IDLE_S)
+                session = self._session
+            try:
+                self._read(session)
+            except (FrameError, RingError) as cause:
+                with self._lock:
+                    self._health.fail(f"stage {self._peer} sent what cannot be: {cause}")
+                    self._news.notify_all()
+                return
+
+    def _read(self, session: _Session) -> None:
+        """Until the session's ring is closed and empty."""
+        while True:
+            try:
+                event = self._inbox.next(session.inbound, time.monotonic() + IDLE_S)
+            except RingClosedError:
+                return
+            if event is not None:
+                self._take(event)
+            del event  # or an idle thread would hold the last tensor
+
+    def _take(self, event: Event) -> None:
+        with self._lock:
+            if event.kind == Event.Kind.ACK:
+                self._outbox.acknowledge(event.sequence)
+                if self._outbox.next_to_write() is not None:
+                    self._to_write.notify()
+            elif event.kind == Event.Kind.BYE:
+                self._health.said_bye = True
+            elif event.kind == Event.Kind.REPEATED:
+                # The acknowledgement was lost, unless there has been none because nobody has asked for it yet.
+                kept = {arrival.sequence for key, arrival in self._arrived.items() if key not in self._posted}
+                if event.sequence not in kept:
+                    self._acknowledge(event.sequence)
+            else:
+                self._arrive(key_of(event), _Arrival(event.sequence, tensor_of(event), event.arrived_s))
+            self._news.notify_all()
+
+    def _arrive(self, key: MessageKey, arrival: _Arrival) -> None:
+        if key in self._arrived:
+            self._acknowledge(arrival.sequence)
+            return
+        self._arrived[key] = arrival
+        if key in self._posted:
+            self._acknowledge(arrival.sequence)
+
+    def _wait_for(self, done: Callable[[], bool], deadline_s: float) -> bool:
+        """Whether `done` became true by the deadline, and before the link was broken. The caller holds the lock."""
+        while not done():
+            until_s = min(deadline_s, self._health.broken_from_s())
+            now_s = time.monotonic()
+            if now_s >= until_s:
+                return False
+            self._news.wait(until_s - now_s)
+        return True

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host path: messages leave the training process through shared memory, and a delegate does the rest.
+
+Over shm the two training processes share a ring, so a message costs two copies; over tcp each shares rings with its own
+delegate. Nothing is sent on a stream of the device: a slow transfer never sits in front of compute.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from adaptra_megatron.transport.control import Open, Start
+from adaptra_megatron.transport.handshake import PIPELINE_NBYTES
+from adaptra_megatron.transport.host_link import HostLink
+from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
+from adaptra_megatron.transport.placement import (
+    choose_transport,
+    host_identity,
+    job_secret,
+    listen_shm,
+    listen_tcp,
+    listening_host,
+)
+from adaptra_megatron.transport.shm_wire import LANES as SHM_LANES
+from adaptra_megatron.transport.supervisor import Link, Supervisor
+
+Address = list[str | int]
+
+
+class LinkCounters(NamedTuple):
+    """What one link has seen."""
+
+    transport: str
+    sessions: int
+    """How often it came up."""
+    doubles: int
+    """Messages that came again and were dropped."""
+    unacknowledged: int
+
+
+@dataclass(frozen=True)
+class HostCounters:
+    """What the host path of one stage has seen."""
+
+    delegate_starts: int
+    refused: dict[str, int]
+    """Connections that the present delegate did not let in, by reason; empty if it does not answer."""
+    links: dict[int, LinkCounters]
+    """By peer."""
+
+
+class HostTransport:
+    """Transport through a delegate process."""
+
+    def __init__(self, group: dist.ProcessGroup, chunks: int, settings: HostSettings) -> None:
+        """Called by all ranks of the pipeline's process group at the same point; returns when all links are up.
+
+        `chunks`: model chunks per stage; with one, nothing goes between the last stage and the first.
+        Raises TransportError if a link does not come up.
+        """
+        self._stage = group.rank()
+        self._sent: list[MessageTimes] = []
+        self._received: list[MessageTimes] = []
+        self._peer_of: dict[MessageKey, int] = {}
+        peers = neighbours(self._stage, group.size(), wrap=chunks > 1)
+        hosts = _gather(group, (host_identity(), secrets.token_hex(PIPELINE_NBYTES)))
+        self._transports = {
+            peer: choose_transport(settings.transport, hosts[self._stage][0], hosts[peer][0], f"{self._stage}<->{peer}")
+            for peer in peers
+        }
+        one_host = len({identity.partition("/")[0] for identity, _token in hosts}) == 1
+        listeners = _listen(set(self._transports.values()), lambda: listening_host(settings.bind, one_host=one_host))
+        addresses = _gather(group, {name: address for name, (_listener, address) in listeners.items()})
+        self._links = {peer: HostLink(self._stage, peer, settings) for peer in peers}
+        self._supervisor = Supervisor(
+            _start(self._stage, hosts[0][1], list(listeners), settings),
+            [listener for listener, _address in listeners.values()],
+            [self._plan(peer, addresses, settings, listeners) for peer in peers],
+        )
+        deadline_s = time.monotonic() + settings.timeout_s
+        try:
+            for link in self._links.values():
+                link.wait_until_up(deadline_s)
+        except TransportError:
+            self.close()
+            raise
+
+    def _plan(
+        self,
+        peer: int,
+        addresses: Sequence[dict[str, Address]],
+        settings: HostSettings,
+        listeners: dict[str, tuple[socket.socket, Address]],
+    ) -> Link:
+        transport = self._transports[peer]
+        request = Open(
+            peer=peer,
+            session=0,
+            transport=transport,
+            connects=self._stage < peer,
+            address=addresses[peer][transport],
+            source=str(listeners["tcp"][1][0]) if transport == "tcp" else "",
+            lanes=SHM_LANES if transport == "shm" else settings.lanes,
+        )
+        return Link(self._links[peer], request, settings.slots, settings.slot_nbytes)
+
+    def describe(self, specification: TensorSpecification) -> None:
+        """Messages describe themselves here; only where they live matters. Raises TransportError for a GPU."""
+        if specification.device.type != "cpu":
+            raise TransportError(
+                f"stage {self._stage}: the host path carries tensors in host memory, not on {specification.device}; "
+                "use --adaptra-host-transport off"
+            )
+
+    def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
+        posted_s = self._links[peer].post_send(key, tensor)
+        self._sent.append(MessageTimes(key, peer, posted_s, posted_s))
+
+    def post_receive(self, key: MessageKey, peer: int) -> None:
+        self._links[peer].post_receive(key)
+        self._peer_of[key] = peer
+
+    def ready(self, key: MessageKey) -> bool:
+        return self._links[self._peer_of[key]].ready(key)
+
+    def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
+        tensor, times = self._links[self._peer_of.pop(key)].wait(key, deadline_s)
+        self._received.append(times)
+        return tensor
+
+    def flush(self, deadline_s: float) -> None:
+        for link in self._links.values():
+            link.flush(deadline_s)
+
+    def take_times(self) -> tuple[Sequence[MessageTimes], Sequence[MessageTimes]]:
+        sent, self._sent = self._sent, []
+        received, self._received = self._received, []
+        return sent, received
+
+    def counters(self, timeout_s: float = 5.0) -> HostCounters:
+        """For reports and tests; waits for the delegate's answer."""
+        answer = self._supervisor.counters(timeout_s)
+        return HostCounters(
+            delegate_starts=self._supervisor.starts,
+            refused={} if answer is None else answer.refused,
+            links={
+                peer: LinkCounters(self._transports[peer], link.sessions, link.doubles, link.unacknowledged)
+                for peer, link in self._links.items()
+            },
+        )
+
+    @property
+    def delegate_process_id(self) -> int | None:
+        """Of the running delegate; None between two."""
+        return self._supervisor.process_id
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+        self._supervisor.close()
+
+
+def neighbours(stage: int, stages: int, *, wrap: bool) -> list[int]:
+    """Stages that `stage` exchanges messages with; `wrap`: the first and the last are neighbours too."""
+    candidates = {stage - 1, stage + 1}
+    if wrap:
+        candidates = {candidate % stages for candidate in candidates}
+    return sorted(candidate for candidate in candidates if 0 <= candidate < stages and candidate != stage)
+
+
+def _gather(group: dist.ProcessGroup, mine: Any) -> list[Any]:
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
+
+
+def _listen(transports: set[str], host: Callable[[], str]) -> dict[str, tuple[socket.socket, Address]]:
+    found = {}
+    if "shm" in transports:
+        found["shm"] = listen_shm()
+    if "tcp" in transports:
+        found["tcp"] = listen_tcp(host())
+    return found
+
+
+def _start(stage: int, pipeline: str, listeners: list[str], settings: HostSettings) -> Start:
+    store = dist.distributed_c10d._get_default_store()
+    return Start(
+        stage=stage,
+        pipeline=pipeline,
+        secret=job_secret(store).hex(),
+        listeners=listeners,
+        handshake_s=settings.handshake_s,
+        stall_s=settings.stall_s,
+        max_message_nbytes=settings.max_message_nbytes,
+    )

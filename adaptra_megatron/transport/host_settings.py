@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be set about the host path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSettings:
+    """Settings of one HostTransport; all stages of a pipeline must have the same."""
+
+    transport: str = "auto"
+    """auto: shm between stages on one host, tcp otherwise. shm, tcp: that one."""
+    timeout_s: float = 600.0
+    """Longest time any single message may take to get into a ring; also for the links to come up."""
+    bind: str | None = None
+    """Address that tcp listens on; None: loopback on one host, otherwise that of the way to the master."""
+    lanes: int = 4
+    """TCP connections per link."""
+    slots: int = 16
+    slot_nbytes: int = MEBIBYTE // 4
+    """A ring holds slots * slot_nbytes; few enough to stay in a cache, enough for copies and wire to overlap."""
+    window_messages: int = 64
+    window_nbytes: int = 256 * MEBIBYTE
+    """How much a sender has on its way unacknowledged; what arrives early is kept by the receiver, up to as much."""
+    max_message_nbytes: int = 4096 * MEBIBYTE
+    pooled_nbytes: int = 256 * MEBIBYTE
+    """Unused memory of received messages that each link keeps for the next ones."""
+    grace_s: float = 10.0
+    """How long a link may be down before whoever waits for it gets an error; it is reconnected meanwhile."""
+    handshake_s: float = 5.0
+    """Longest time for a connection and the proof of each side."""
+    stall_s: float = 30.0
+    """Longest pause in the middle of a frame before its connection is given up."""

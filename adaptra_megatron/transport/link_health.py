@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one end knows about a link being up, down or finished, and the errors that say so."""
+
+from __future__ import annotations
+
+import math
+
+from adaptra_megatron.transport.messages import MessageKey, TransportError
+
+
+class LinkHealth:
+    """Pure bookkeeping; times are given (seconds of the monotonic clock)."""
+
+    def __init__(self, stage: int, peer: int, grace_s: float, now_s: float) -> None:
+        """`grace_s`: how long the link may be down before waiting for it makes no sense."""
+        self.said_bye = False
+        """Whether the peer has closed its end on purpose."""
+        self._stage, self._peer, self._grace_s = stage, peer, grace_s
+        self._down_since_s: float | None = now_s
+        self._cause = "it has not come up yet"
+        self._failure: str | None = None
+
+    def up(self) -> None:
+        """A session has begun."""
+        self._down_since_s = None
+
+    def down(self, cause: str, now_s: float) -> bool:
+        """The session is over, or an attempt to begin one failed. Returns whether the link was up."""
+        self._cause = cause
+        if self._down_since_s is not None:
+            return False
+        self._down_since_s = now_s
+        return True
+
+    def fail(self, cause: str) -> None:
+        """The link is of no use any more."""
+        self._failure = cause
+
+    def broken_from_s(self) -> float:
+        """When waiting for the link stops making sense: -inf if it never does, inf while the link is up."""
+        if self._failure is not None or self.said_bye:
+            return -math.inf
+        return math.inf if self._down_since_s is None else self._down_since_s + self._grace_s
+
+    def error(self, doing: str, key: MessageKey, since_s: float, now_s: float, *, receiving: bool) -> TransportError:
+        """The error for a message that has been under way since `since_s`."""
+        link = f"{self._peer}->{self._stage}" if receiving else f"{self._stage}->{self._peer}"
+        return TransportError(
+            f"stage {self._stage}, link {link}: {doing} the {key} for {now_s - since_s:.1f} s; {self._seen(now_s)}. "
+            f"Look at stage {self._peer} first: it died, hangs, or cannot be reached; restart from the last checkpoint "
+            "once it is back"
+        )
+
+    def not_up_error(self) -> TransportError:
+        """The error for a link that did not come up at the start."""
+        return TransportError(
+            f"stage {self._stage}, link {self._stage}<->{self._peer}: the host path does not come up; "
+            f"{self._failure or self._cause}. Look at stage {self._peer} first: it died, hangs, or cannot be reached; "
+            "--adaptra-host-transport off runs without the host path"
+        )
+
+    def _seen(self, now_s: float) -> str:
+        if self._failure is not None:
+            return self._failure
+        if self.said_bye:
+            return f"stage {self._peer} has closed its end"
+        if self._down_since_s is not None:
+            return f"the host path has been down for {now_s - self._down_since_s:.1f} s: {self._cause}"
+        return "nothing happened until the deadline"

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the stages of a pipeline are, which transport joins two of them, and what their delegates listen on."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from adaptra_megatron.transport.handshake import SECRET_NBYTES
+from adaptra_megatron.transport.messages import TransportError
+
+TRANSPORTS = ("auto", "shm", "tcp")
+_SECRET_KEY = "adaptra/transport/secret"
+_BACKLOG = 128
+
+
+class Store(Protocol):
+    """What is needed of torch.distributed's stores."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set `key` to `desired` if it has the value `expected`, or none and that is empty; its value afterwards."""
+
+
+def host_identity() -> str:
+    """Equal for two processes exactly if they can share memory through abstract unix sockets.
+
+    The same boot of the same kernel, and the same network namespace: containers of one host may have their own.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def choose_transport(wanted: str, ours: str, theirs: str, link: str) -> str:
+    """The transport between two stages with the host identities `ours` and `theirs`: "shm" or "tcp".
+
+    Raises TransportError if shm is forced between hosts.
+    """
+    if wanted == "auto":
+        return "shm" if ours == theirs else "tcp"
+    if wanted == "shm" and ours != theirs:
+        raise TransportError(
+            f"link {link}: shared memory was asked for, but its stages are on different hosts (or in containers with "
+            f"networks of their own): {ours} and {theirs}; use --adaptra-host-transport auto or tcp"
+        )
+    return wanted
+
+
+def job_secret(store: Store) -> bytes:
+    """The secret of this job, the same on every rank: the first rank that asks puts it into the job's store."""
+    mine = secrets.token_hex(SECRET_NBYTES)
+    return bytes.fromhex(store.compare_set(_SECRET_KEY, "", mine).decode())
+
+
+def listen_shm() -> tuple[socket.socket, list[str | int]]:
+    """A listening unix socket without a place in the file system, and its address. It vanishes with its owners."""
+    name = f"adaptra-{secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind("\0" + name)
+    listener.listen(_BACKLOG)
+    return listener, [name]
+
+
+def listen_tcp(host: str) -> tuple[socket.socket, list[str | int]]:
+    """A listening socket on a free port of the address `host` alone, and its address. Raises TransportError."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((host, 0))
+    except OSError as cause:
+        listener.close()
+        raise TransportError(
+            f"cannot listen on {host}: {cause}; give an address of this host that the other stages can reach"
+        ) from cause
+    listener.listen(_BACKLOG)
+    return listener, [host, listener.getsockname()[1]]
+
+
+def listening_host(bind: str | None, *, one_host: bool, environment: Mapping[str, str] = os.environ) -> str:
+    """Address to listen on: the one given, loopback if nobody comes from elsewhere, or that of the way to the master.
+
+    Raises TransportError when the master's address says nothing.
+    """
+    if bind is not None:
+        return bind
+    if one_host:
+        return "127.0.0.1"
+    master = environment.get("MASTER_ADDR", "")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing: it only asks for the route
+            host = str(probe.getsockname()[0])
+    except OSError as cause:
+        raise TransportError(
+            f"cannot tell which interface leads to the other hosts: MASTER_ADDR is {master!r} ({cause}); "
+            "give the address to listen on"
+        ) from cause
+    if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        raise TransportError(
+            f"MASTER_ADDR is {master!r}, which leads to {host} on this host, but stages are on several hosts; "
+            "set MASTER_ADDR to an address that they all reach, or give the address to listen on"
+        )
+    return host

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host path between real processes: delegates, rings, shm and tcp. What the ranks check is in transport_ranks.py
+and host_ranks.py."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+RANKS = str(Path(__file__).with_name("transport_ranks.py"))
+TIMEOUT_S = 60.0
+
+PATHS = pytest.mark.parametrize("path", ["shm", "tcp"])
+
+
+@PATHS
+@pytest.mark.parametrize(
+    ("ranks", "scenarios"),
+    [
+        (2, ("contents", "varying", "times")),
+        (3, ("other_order", "every_link")),
+    ],
+)
+def test_messages_arrive_as_they_were_sent(
+    start_ranks: Callable[..., object], path: str, ranks: int, scenarios: tuple[str, ...]
+) -> None:
+    start_ranks(ranks, [RANKS, path, *scenarios], timeout_s=TIMEOUT_S)
+
+
+@PATHS
+def test_a_silent_peer_is_an_error_at_the_deadline(start_ranks: Callable[..., object], path: str) -> None:
+    start_ranks(2, [RANKS, path, "silent"], timeout_s=TIMEOUT_S)
+
+
+@PATHS
+def test_a_killed_peer_is_an_error_and_never_a_hang(start_ranks: Callable[..., list], path: str) -> None:
+    dead, survivor = start_ranks(2, [RANKS, path, "killed"], timeout_s=TIMEOUT_S, check=False, stop_on_failure=False)
+    assert dead.returncode == -signal.SIGKILL
+    assert survivor.returncode == 0, survivor.output
+    assert "survived" in survivor.output
