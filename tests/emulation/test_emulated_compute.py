@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from adaptra_megatron.emulation import compute as compute_module
 from adaptra_megatron.emulation.compute import EmulatedCompute, EmulationError, parse_compute
 
 F_S, B_S, W_S = 0.02, 0.03, 0.04
@@ -19,9 +20,10 @@ def compute() -> EmulatedCompute:
 
 
 def seconds_of(function: Any, *args: Any, **keywords: Any) -> float:
-    """The shortest of three calls: only the machine's other work makes a call longer."""
+    """The shortest of three calls apart from each other: only the machine's other work makes a call longer."""
     times = []
     for _ in range(3):
+        time.sleep(0.002)
         started = time.monotonic()
         function(*args, **keywords)
         times.append(time.monotonic() - started)
@@ -39,6 +41,25 @@ def test_operation_lasts_its_time_and_keeps_its_result() -> None:
     assert_lasts(F_S, operation, 1)
     assert emulated.counts.calls == 4
     assert emulated.counts.overruns == 0
+
+
+def test_lateness_of_wake_ups_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late wake-up shortens the call that follows at once by as much; a call after a pause lasts its whole time."""
+    late_s, now_s = 0.0004, [100.0]
+
+    def sleep_until(deadline_s: float) -> None:
+        now_s[0] = max(now_s[0], deadline_s) + late_s
+
+    monkeypatch.setattr(compute_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(compute_module, "sleep_until", sleep_until)
+    operation = compute().lasting(lambda: None, lambda: F_S)
+    for _ in range(10):
+        operation()
+    assert now_s[0] - 100.0 == pytest.approx(10 * F_S + late_s)
+    now_s[0] += 0.01
+    paused_s = now_s[0]
+    operation()
+    assert now_s[0] - paused_s == pytest.approx(F_S + late_s)
 
 
 def test_longer_real_work_is_counted_as_overrun() -> None:
