@@ -28,8 +28,9 @@ _MARK = "adaptra_applied"
 class AppliedPatches:
     """Patches in force: what was there before, and how to put it back."""
 
-    def __init__(self, config: AdaptraConfig, runtime: AdaptraRuntime | None) -> None:
+    def __init__(self, config: AdaptraConfig, runtime: AdaptraRuntime | None, decorate: Decorate | None = None) -> None:
         self.config = config
+        self.decorate = decorate
         self.runtime = runtime
         """None under policy off, which changes nothing."""
         self._replaced: list[tuple[Patch, Any, str, Any, Any]] = []
@@ -85,7 +86,7 @@ def enable(config: AdaptraConfig, *, decorate: Decorate | None = None) -> Applie
     check_versions(PATCHES)
     in_force = _in_force()
     if in_force is not None:
-        if in_force.config != config:
+        if (in_force.config, in_force.decorate) != (config, decorate):
             raise PatchError("--adaptra is in force already with other settings; undo() those patches first")
         return in_force
 
@@ -94,7 +95,7 @@ def enable(config: AdaptraConfig, *, decorate: Decorate | None = None) -> Applie
     from adaptra_megatron.runtime.runtime import AdaptraRuntime
     from adaptra_megatron.runtime.split_backward import WeightGradientQueue
 
-    applied = AppliedPatches(config, AdaptraRuntime(config, WeightGradientQueue(layers), decorate))
+    applied = AppliedPatches(config, AdaptraRuntime(config, WeightGradientQueue(layers), decorate), decorate)
     try:
         for patch in PATCHES:
             applied.replace(patch)

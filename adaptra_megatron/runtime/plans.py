@@ -151,7 +151,7 @@ class PlanBook:
     def _install_file(self, path: Path) -> None:
         layout = self.layout
         try:
-            schedule = schedule_from_csv(path.read_text(), chunks=layout.chunks)
+            schedule = schedule_from_csv(_read_text("--adaptra-plan-csv", path), chunks=layout.chunks)
             if schedule.stages != layout.stages:
                 raise PlanMismatchError(
                     f"--adaptra-plan-csv {path} is a plan for {schedule.stages} stages, "
@@ -223,9 +223,17 @@ def changed_materially(before: Costs, after: Costs) -> bool:
     return any(abs(after.link(*link).latency_s - before.link(*link).latency_s) > threshold_s for link in links)
 
 
-def _read_costs(path: Path, layout: Layout) -> Costs:
+def _read_text(flag: str, path: Path) -> str:
     try:
-        costs = costs_from_json(json.loads(path.read_text()))
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanMismatchError(f"{flag} {path} cannot be read as text: {error}") from error
+
+
+def _read_costs(path: Path, layout: Layout) -> Costs:
+    text = _read_text("--adaptra-costs", path)
+    try:
+        costs = costs_from_json(json.loads(text))
     except ValueError as error:
         raise PlanMismatchError(f"--adaptra-costs {path}: {error}") from error
     if (costs.stages, costs.chunks) != (layout.stages, layout.chunks):
