@@ -174,6 +174,7 @@ PYBIND11_MODULE(_ring, module) {
     define_inbox(module);
     define_pumps(module);
     module.def("die_with_parent", &die_with_parent, py::arg("parent"));
+    module.attr("PEER_ENDED") = kPeerEnded;
     py::dict types;
     for (std::size_t code = 0; code < kDataTypes.size(); ++code) types[kDataTypes[code].name] = code;
     module.attr("DATA_TYPES") = types;

@@ -128,7 +128,7 @@ std::string receive_frames(Ring& ring, int socket, std::uint64_t max_message_nby
     while (true) {
         FrameHeader header;
         if (!receive_exactly(ring, socket, reinterpret_cast<std::byte*>(&header), sizeof header, true, stall_s)) {
-            return "the peer ended the connection";
+            return kPeerEnded;
         }
         check_frame(header, ring.slot_nbytes(), max_message_nbytes);
         Slot slot;

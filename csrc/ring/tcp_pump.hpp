@@ -11,6 +11,8 @@
 
 namespace adaptra {
 
+constexpr const char* kPeerEnded = "the peer ended the connection";
+
 // What one pump has moved, readable while it runs.
 struct PumpCounters {
     std::atomic<std::uint64_t> frames{0};

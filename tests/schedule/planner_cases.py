@@ -43,6 +43,22 @@ def emulated_case(times_ms: tuple[int, int, int], latency_ms: int, released: flo
     )
 
 
+def interleaved_case(latency_ms: int, cap: float) -> Costs:
+    """4 stages of 2 chunks, 16 micro-batches, 10 ms each, the middle link slow both ways."""
+    slow = LinkCost(latency_ms / 1000)
+    return uniform_costs(
+        4,
+        16,
+        chunks=2,
+        forward_s=0.01,
+        backward_input_s=0.01,
+        backward_weight_s=0.01,
+        links={(1, 2): slow, (2, 1): slow},
+        max_in_flight=cap,
+        released_at_backward_input=0.5,
+    )
+
+
 def _case(rng: random.Random, stages: int, micro_batches: int, caps: tuple[float | None, ...]) -> Costs:
     def table() -> tuple[tuple[float, ...], ...]:
         return tuple((rng.randint(5, 40) / 1000,) for _ in range(stages))

@@ -195,14 +195,16 @@ def random_costs(
     max_chunks: int = 3,
     whole_milliseconds: bool = False,
 ) -> Costs:
-    """Any costs: some actions and links may take no time at all."""
+    """Any costs: some actions and links may take no time at all; in whole milliseconds (for CP-SAT, where an F and its I
+    of no length would hold no memory) only links may."""
     stages = draw(st.integers(1, max_stages))
     chunks = draw(st.integers(1, max_chunks))
     if whole_milliseconds:
-        seconds = st.integers(0, 40).map(lambda ticks: ticks / 1000)
+        seconds = st.integers(1, 40).map(lambda ticks: ticks / 1000)
+        link_seconds = st.integers(0, 40).map(lambda ticks: ticks / 1000)
         released = draw(st.sampled_from([0.0, 0.25, 0.5, 1.0]))
     else:
-        seconds = st.one_of(st.just(0.0), st.just(0.02), st.floats(1e-4, 0.1))
+        seconds = link_seconds = st.one_of(st.just(0.0), st.just(0.02), st.floats(1e-4, 0.1))
         released = draw(st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(0.0, 1.0)))
 
     def table() -> tuple[tuple[float, ...], ...]:
@@ -218,7 +220,7 @@ def random_costs(
         forward_s=table(),
         backward_input_s=table(),
         backward_weight_s=table(),
-        links={ends: LinkCost(draw(seconds), draw(seconds)) for ends in slow},
+        links={ends: LinkCost(draw(link_seconds), draw(link_seconds)) for ends in slow},
         max_in_flight=tuple(draw(cap) for _ in range(stages)),
         released_at_backward_input=released,
     )

@@ -44,9 +44,7 @@ def test_same_costs_same_plan(costs: Costs) -> None:
 @given(costs=random_costs(max_chunks=1, max_stages=8, max_micro_batches=16), split=st.booleans())
 def test_never_slower_than_stock_where_stock_fits(costs: Costs, split: bool) -> None:
     stock = simulate(one_f_one_b(costs.stages, costs.micro_batches), costs)
-    fits = all(
-        cap is None or peak <= cap for peak, cap in zip(stock.peak_in_flight, costs.max_in_flight, strict=True)
-    )
+    fits = all(cap is None or peak <= cap for peak, cap in zip(stock.peak_in_flight, costs.max_in_flight, strict=True))
     if fits:
         assert plan(costs, split=split, deadline_s=0.0).makespan_s <= stock.makespan_s * (1 + 1e-12)
 
