@@ -16,8 +16,9 @@ from adaptra_megatron.schedule.simulator import peak_in_flight, require_room_for
 ACTIONS_PER_SECOND = 50_000_000
 """Simulated actions per second that a deadline is converted with: what one slow core does, so plans are repeatable."""
 
-# Simulations of the whole schedule that a plan may take, and what long pipelines get more, because with few micro-batches
-# most of their time is filling and draining: 5 ms for 8 stages, 50 ms for 16 and 128 micro-batches, 0.5 s for 64.
+# Simulations of the whole schedule that a plan may take, and what long pipelines get more, because with few
+# micro-batches most of their time is filling and draining. On one core: 5 ms for 8 stages and 32 micro-batches, 50 ms
+# for 16 and 128, 0.5 s for 64 and 256.
 _PASSES = 340
 _ACTIONS_PER_STAGE_SQUARED = 4_000
 

@@ -5,9 +5,9 @@ namespace adaptra {
 namespace {
 
 constexpr std::size_t kTenure = 12;   // steps for which a move is not undone
-constexpr int kStall = 40;            // steps without a better schedule before a restart
+constexpr int kStall = 80;            // steps without a better schedule before a restart
 constexpr int kShakes = 4;            // random moves of a restart
-constexpr int kReach = 10;            // longest move, in places
+constexpr int kReach = 16;            // longest move, in places
 constexpr double kSame = 1e-12;       // relative: times that differ by less are equal but for rounding
 
 }  // namespace

@@ -195,8 +195,10 @@ def random_costs(
     max_chunks: int = 3,
     whole_milliseconds: bool = False,
 ) -> Costs:
-    """Any costs: some actions and links may take no time at all; in whole milliseconds (for CP-SAT, where an F and its I
-    of no length would hold no memory) only links may."""
+    """Any costs: some actions and links may take no time at all.
+
+    In whole milliseconds, for CP-SAT, only links may: there, an F and its I of no length would hold no memory.
+    """
     stages = draw(st.integers(1, max_stages))
     chunks = draw(st.integers(1, max_chunks))
     if whole_milliseconds:

@@ -75,7 +75,8 @@ def test_tight_caps_within_five_percent_of_the_optimum(number: int) -> None:
     planned = plan(costs)
     assert_sound(planned, costs)
     best = optimum(costs, simulate(planned.schedule, costs), limit_s=2.0)
-    assert planned.makespan_s <= 1.05 * best.proven_s
+    # Both are proven; CP-SAT's is the better one unless it ran out of time.
+    assert planned.makespan_s <= 1.05 * max(best.proven_s, planned.lower_bound.seconds)
     assert best.found_s <= planned.makespan_s + 1e-9
 
 
