@@ -1,5 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast any schedule could possibly be."""
+"""How fast any schedule could possibly be.
+
+Micro-batches cost the same, so a schedule is what its counts are: the m-th F of a virtual stage is whichever starts
+m-th there. It needs m activations to have arrived, hence m forwards of the virtual stage before to have ended, one
+message after the other over a link that each occupies; likewise B and W. A whole backward is I and W in one go that
+sends and releases later, so bounds of split schedules hold for all. By induction this gives
+
+- heads: the earliest start of the m-th F, B and W of each virtual stage, and, read backwards in time,
+- tails: the least time from the start of the m-th from last to the end of the iteration.
+- A cap makes the m-th F wait until enough B and W of its stage have ended to leave room for it, and those for their
+  own round trips: a round trip per cap of micro-batches, also where they start and run out.
+- A stage does one action at a time and a link carries one message at a time: Jackson's preemptive schedule of all of
+  them with their heads and tails (Carlier, "The one-machine sequencing problem", 1982) bounds every real one.
+
+The largest value over all stages and links is the bound. The inductions are spelled out in csrc/schedule/bounds.cpp.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +31,13 @@ class LowerBound:
 
     seconds: float
     kind: str
-    """What binds: "stage" (its work) or "link" (its occupancy)."""
+    """What binds: "stage" (its work, or the way to it and back), "link" (its occupancy) or "memory" (a cap)."""
     where: str
     """The stage or the directed link that binds, such as "stage 3" or "link 3->4"."""
 
 
 def lower_bound(costs: Costs) -> LowerBound:
-    """The largest of the bounds we can prove."""
+    """The largest of the bounds that can be proven. Takes about 10 ms for 64 stages and 256 micro-batches."""
     return bound_from_native(_native.lower_bound(problem_from_costs(costs)), costs)
 
 

@@ -55,8 +55,9 @@ def simulate(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Sim
     """Replay the fixed orders of `schedule`; caps are not enforced.
 
     With `blocking` the sends and receives are those of stock Megatron-core (see `blocking.replay_blocking`), else
-    sends never block and receives are posted early. Raises SimulationError if the schedule does not fit `costs`, or
-    names the stages and the actions that wait if the orders deadlock.
+    sends never block and receives are posted early. Raises SimulationError if the schedule does not fit `costs`, or if
+    the orders deadlock: it names the stages and the actions that wait. Raises ScheduleError for `blocking` with orders
+    that stock does not run.
     """
     _check_fits(schedule, costs)
     if blocking:
