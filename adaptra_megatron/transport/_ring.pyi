@@ -7,6 +7,9 @@ from collections.abc import Sequence
 DATA_TYPES: dict[str, int]
 """Code of each data type that can travel, by torch's name."""
 
+PEER_ENDED: str
+"""What `receive_frames` returns when the peer has ended the connection between two frames."""
+
 class RingError(RuntimeError):
     """Memory that is no ring of this version, or one that the other process has spoilt."""
 

@@ -72,6 +72,7 @@ class HostLink:
         self._acknowledgements: deque[int] = deque()
         self._session: _Session | None = None
         self._writing = False
+        self._heard_bye = False
         self._health = LinkHealth(stage, peer, settings.grace_s, time.monotonic())
         self._closing = False
         self._lock = threading.Lock()
@@ -166,7 +167,7 @@ class HostLink:
 
     @property
     def finished(self) -> bool:
-        return self._health.said_bye or self._closing
+        return self._heard_bye or self._closing
 
     def connected(self, outbound: Ring, inbound: Ring) -> None:
         with self._lock:
@@ -182,13 +183,9 @@ class HostLink:
 
     def disconnected(self, cause: str) -> None:
         with self._lock:
-            was_up = self._health.down(cause, time.monotonic())
+            self._health.down(cause, time.monotonic())
             self._session = None
             self._news.notify_all()
-        if was_up and not self.finished:
-            logger.warning(
-                "stage %d, link to stage %d: the host path is down (%s); reconnecting", self._stage, self._peer, cause
-            )
 
     # The two threads.
 
@@ -292,6 +289,19 @@ class HostLink:
                     self._health.fail(f"stage {self._peer} sent what cannot be: {cause}")
                     self._news.notify_all()
                 return
+            self._session_ended()
+
+    def _session_ended(self) -> None:
+        """Everything of a session has been read."""
+        if not self.finished:
+            logger.warning(
+                "stage %d, link to stage %d: the host path is down (%s); reconnecting",
+                *(self._stage, self._peer, self._health.cause),
+            )
+        with self._lock:
+            # Not before: over several connections, a farewell may overtake what was sent before it.
+            self._health.said_bye = self._heard_bye
+            self._news.notify_all()
 
     def _read(self, session: _Session) -> None:
         """Until the session's ring is closed and empty."""
@@ -311,7 +321,7 @@ class HostLink:
                 if self._outbox.next_to_write() is not None:
                     self._to_write.notify()
             elif event.kind == Event.Kind.BYE:
-                self._health.said_bye = True
+                self._heard_bye = True
             elif event.kind == Event.Kind.REPEATED:
                 # The acknowledgement was lost, unless there has been none because nobody has asked for it yet.
                 kept = {arrival.sequence for key, arrival in self._arrived.items() if key not in self._posted}

@@ -17,20 +17,19 @@ class LinkHealth:
         """Whether the peer has closed its end on purpose."""
         self._stage, self._peer, self._grace_s = stage, peer, grace_s
         self._down_since_s: float | None = now_s
-        self._cause = "it has not come up yet"
+        self.cause = "it has not come up yet"
+        """Of the present or the last break."""
         self._failure: str | None = None
 
     def up(self) -> None:
         """A session has begun."""
         self._down_since_s = None
 
-    def down(self, cause: str, now_s: float) -> bool:
-        """The session is over, or an attempt to begin one failed. Returns whether the link was up."""
-        self._cause = cause
-        if self._down_since_s is not None:
-            return False
-        self._down_since_s = now_s
-        return True
+    def down(self, cause: str, now_s: float) -> None:
+        """The session is over, or an attempt to begin one failed."""
+        self.cause = cause
+        if self._down_since_s is None:
+            self._down_since_s = now_s
 
     def fail(self, cause: str) -> None:
         """The link is of no use any more."""
@@ -55,7 +54,7 @@ class LinkHealth:
         """The error for a link that did not come up at the start."""
         return TransportError(
             f"stage {self._stage}, link {self._stage}<->{self._peer}: the host path does not come up; "
-            f"{self._failure or self._cause}. Look at stage {self._peer} first: it died, hangs, or cannot be reached; "
+            f"{self._failure or self.cause}. Look at stage {self._peer} first: it died, hangs, or cannot be reached; "
             "--adaptra-host-transport off runs without the host path"
         )
 
@@ -65,5 +64,5 @@ class LinkHealth:
         if self.said_bye:
             return f"stage {self._peer} has closed its end"
         if self._down_since_s is not None:
-            return f"the host path has been down for {now_s - self._down_since_s:.1f} s: {self._cause}"
+            return f"the host path has been down for {now_s - self._down_since_s:.1f} s: {self.cause}"
         return "nothing happened until the deadline"

@@ -167,7 +167,9 @@ class Supervisor:
         if self._delegate is not None:
             for link in self._links.values():
                 if link.retry_s is not None and now_s >= link.retry_s:
-                    self._open(link)
+                    link.retry_s = None
+                    if not link.end.finished:
+                        self._open(link)
             self._ask()
         self._listen(self._next_s())
 
@@ -176,7 +178,7 @@ class Supervisor:
         self.starts += 1
         self._restart_s = time.monotonic() + self._pause_s
         for link in self._links.values():
-            link.retry_s = None if link.end.finished else 0.0
+            link.retry_s = 0.0
 
     def _next_s(self) -> float | None:
         """When something is to be done though nothing happens."""
@@ -225,7 +227,6 @@ class Supervisor:
 
     def _open(self, link: Link) -> None:
         assert self._delegate is not None
-        link.retry_s = None
         link.request = replace(link.request, session=link.request.session + 1)
         link.outbound = Ring.create(link.slots, link.slot_nbytes)
         shared = link.request.transport == "shm"
@@ -240,7 +241,7 @@ class Supervisor:
                 ring.close()
         link.outbound = link.inbound = None
         link.end.disconnected(cause)
-        link.retry_s = None if link.end.finished else time.monotonic() + link.pause_s
+        link.retry_s = time.monotonic() + link.pause_s
         link.pause_s = min(2 * link.pause_s, LONGEST_PAUSE_S)
 
     def _lost(self) -> None:

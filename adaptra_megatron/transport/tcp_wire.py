@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-from adaptra_megatron.transport._ring import PumpCounters, Ring, receive_frames, send_frames
+from adaptra_megatron.transport._ring import PEER_ENDED, PumpCounters, Ring, receive_frames, send_frames
 from adaptra_megatron.transport.wire import Traffic
 
 _DEAD_PEER_MS = 15_000
@@ -70,7 +70,8 @@ class TcpWire:
 
         def end(cause: str) -> None:
             over.set_result(None)
-            if cause:
+            # After an orderly end of one connection the others may still hold what was sent before.
+            if cause and (cause != PEER_ENDED or all(receiver.done() for receiver in self._receivers)):
                 self._ended(cause)
 
         def body() -> None:

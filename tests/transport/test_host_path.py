@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+HOST_RANKS = str(Path(__file__).with_name("host_ranks.py"))
 RANKS = str(Path(__file__).with_name("transport_ranks.py"))
 TIMEOUT_S = 60.0
 
@@ -38,6 +39,42 @@ def test_a_silent_peer_is_an_error_at_the_deadline(start_ranks: Callable[..., ob
 @PATHS
 def test_a_killed_peer_is_an_error_and_never_a_hang(start_ranks: Callable[..., list], path: str) -> None:
     dead, survivor = start_ranks(2, [RANKS, path, "killed"], timeout_s=TIMEOUT_S, check=False, stop_on_failure=False)
+    assert dead.returncode == -signal.SIGKILL
+    assert survivor.returncode == 0, survivor.output
+    assert "survived" in survivor.output
+
+
+@PATHS
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "delegates_killed",
+        "nothing_leaks",
+        "strangers",
+        "held_until_acknowledged",
+        "back_pressure",
+        "closed",
+        "idle",
+    ],
+)
+def test_host_path(start_ranks: Callable[..., object], path: str, scenario: str) -> None:
+    start_ranks(2, [HOST_RANKS, path, scenario], timeout_s=TIMEOUT_S)
+
+
+def test_a_message_of_a_gigabyte(start_ranks: Callable[..., object]) -> None:
+    start_ranks(2, [HOST_RANKS, "tcp", "gigabyte"], timeout_s=TIMEOUT_S)
+
+
+def test_a_stopped_delegate_holds_nobody_beyond_the_deadline(start_ranks: Callable[..., object]) -> None:
+    """Over tcp: over shm it is not in the way."""
+    start_ranks(2, [HOST_RANKS, "tcp", "delegate_stopped"], timeout_s=TIMEOUT_S)
+
+
+@PATHS
+def test_a_delegate_dies_with_its_killed_parent(start_ranks: Callable[..., list], path: str) -> None:
+    dead, survivor = start_ranks(
+        2, [HOST_RANKS, path, "parent_killed"], timeout_s=TIMEOUT_S, check=False, stop_on_failure=False
+    )
     assert dead.returncode == -signal.SIGKILL
     assert survivor.returncode == 0, survivor.output
     assert "survived" in survivor.output

@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks do in test_host_path.py: `host_ranks.py {shm,tcp} SCENARIO`. A scenario raises when something is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transport_ranks import CPU, MEBIBYTE, activation, content, expect, flush, gradient
+
+from adaptra_megatron.transport.host_path import HostTransport
+from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.messages import MessageKey, TensorSpecification, TransportError
+from adaptra_megatron.transport.outbox import Outbox
+
+ANY = TensorSpecification(None, torch.float32, CPU)
+SIZES = (1, 1000, MEBIBYTE // 8, MEBIBYTE, 40_000)
+"""Elements of float32: below, at and beyond what fits into a slot and a ring."""
+CHALLENGE_NBYTES = 44
+"""What anybody gets to hear, see transport/handshake.py."""
+
+Make = Callable[..., HostTransport]
+
+
+def until(condition: Callable[[], Any], otherwise: str, seconds: float = 10.0) -> None:
+    deadline_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline_s, otherwise
+        time.sleep(0.005)
+
+
+def store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def alive(process: int) -> bool:
+    """Whether a process runs; one that waits for its parent to notice its death does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def exchange(transport: HostTransport, iteration: int, messages: int = 10) -> None:
+    """Both ranks send to each other; every message arrives once, with its content."""
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    keys: list[tuple[MessageKey, MessageKey]] = []
+    for number in range(messages):
+        both = (activation(number, iteration=iteration), gradient(number, iteration=iteration))
+        keys.append((both[rank], both[peer]))
+    for number, (ours, theirs) in enumerate(keys):
+        transport.post_receive(theirs, peer)
+        transport.post_send(ours, peer, _content(number, iteration, rank))
+    for number, (_ours, theirs) in enumerate(keys):
+        expect(transport, theirs, _content(number, iteration, peer))
+    flush(transport)
+
+
+def _content(number: int, iteration: int, sender: int) -> torch.Tensor:
+    shape = (SIZES[number % len(SIZES)],)
+    return content(shape, torch.float32, 1000 * iteration + 10 * number + sender)
+
+
+def delegates_killed(make: Make) -> None:
+    """Each rank kills its delegate again and again in the middle of traffic; nothing is lost or doubled."""
+    kills = 3
+    transport = make()
+    exchange(transport, 0)
+    done = threading.Event()
+
+    def kill() -> None:
+        for number in range(kills):
+            done.wait(0.1 + 0.07 * number + 0.05 * dist.get_rank())
+            until(lambda: transport.delegate_process_id, "no new delegate after a kill")
+            process = transport.delegate_process_id
+            assert process is not None
+            os.kill(process, signal.SIGKILL)
+            until(lambda dead=process: transport.delegate_process_id not in (dead, None), "no new delegate")
+        done.set()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    iteration = 1
+    while not (_all_agree(done.is_set()) and iteration > 3):
+        exchange(transport, iteration)
+        iteration += 1
+    killer.join()
+    exchange(transport, iteration)
+    counters = transport.counters()
+    link = counters.links[1 - dist.get_rank()]
+    assert counters.delegate_starts == 1 + kills
+    assert link.sessions > 2, f"the link was never down: {link}"  # two kills may fall into one break, not all of them
+    assert link.unacknowledged == 0
+    dist.barrier()
+    transport.close()
+
+
+def _all_agree(mine: bool) -> bool:
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, mine)
+    return all(answers)
+
+
+def delegate_stopped(make: Make) -> None:
+    """A delegate that is stopped holds nobody beyond the deadline, and goes on when it is continued."""
+    transport = make()
+    exchange(transport, 0)
+    dist.barrier()
+    key, large = activation(0, iteration=1), (4 * MEBIBYTE,)
+    if dist.get_rank() == 0:
+        assert transport.delegate_process_id is not None
+        os.kill(transport.delegate_process_id, signal.SIGSTOP)
+        transport.post_send(key, 1, content(large, torch.float32, 7))
+        with pytest.raises(TransportError, match=r"stage 0, link 0->1.*nothing happened until the deadline"):
+            transport.flush(time.monotonic() + 0.5)
+        os.kill(transport.delegate_process_id, signal.SIGCONT)
+        flush(transport)
+    else:
+        transport.post_receive(key, 0)
+        expect(transport, key, content(large, torch.float32, 7))
+    dist.barrier()
+    transport.close()
+
+
+def parent_killed(make: Make) -> None:
+    """Rank 0 dies by SIGKILL; its delegate does not outlive it, nor its addresses."""
+    transport = make()
+    exchange(transport, 0)
+    if dist.get_rank() == 1:
+        store().set("survivor", "ready")
+        victim, delegate = (int(number) for number in store().get("victim").decode().split())
+        store().set("kill", "now")
+        until(lambda: not alive(victim), "the victim did not die")
+        until(lambda: not alive(delegate), "a delegate outlives its parent", 2.0)
+        transport.close()
+        sys.stdout.write("survived\n")
+        sys.stdout.flush()
+        os._exit(0)
+    store().set("victim", f"{os.getpid()} {transport.delegate_process_id}")
+    store().get("kill")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def nothing_leaks(make: Make) -> None:
+    """Transports come and go, with a killed delegate each; descriptors, threads, children, memory stay."""
+    before = None
+    for number in range(4):
+        transport = make()
+        exchange(transport, 0)
+        process = transport.delegate_process_id
+        assert process is not None
+        os.kill(process, signal.SIGKILL)
+        exchange(transport, 1)
+        dist.barrier()
+        delegates = transport.delegate_process_id
+        transport.close()
+        transport.close()
+        assert delegates is not None
+        assert not alive(process)
+        assert not alive(delegates)
+        del transport
+        gc.collect()
+        dist.barrier()
+        held = _held()
+        if number == 0:
+            before = held  # the first one also pays for what torch.distributed and the standard library keep
+    assert held == before, f"{held} after 4 transports, {before} after the first"
+
+
+def _held() -> dict[str, int]:
+    maps = Path("/proc/self/maps").read_text()
+    unix = Path("/proc/net/unix").read_text()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": sum(thread.name.startswith("adaptra-") for thread in threading.enumerate()),
+        "rings": maps.count("memfd:adaptra-ring"),
+        "addresses": 0 if dist.get_rank() else unix.count("@adaptra-"),
+    }
+
+
+def strangers(make: Make) -> None:
+    """Junk, oversized, replayed, half-open and too many connections change nothing, and are counted."""
+    transport = make(handshake_s=1.0)
+    exchange(transport, 0)
+    if dist.get_rank() == 1:
+        (listener,) = transport._supervisor._listeners
+        half_open = [_connect(listener) for _ in range(70)]  # more than a gate lets wait
+        for junk in (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), os.urandom(1 << 16), bytes(108), b"\xff" * 108):
+            with _connect(listener) as stranger:
+                _say(stranger, junk)
+                assert _answer(stranger) == b"", "a stranger was let in"
+        _connect(listener).close()
+        dist.barrier()
+        exchange(transport, 1)
+        until(lambda: sum(transport.counters().refused.values()) >= 75, f"only {transport.counters()} were counted")
+        refused = transport.counters().refused
+        assert refused["half_open"] >= 71
+        assert refused.get("junk", 0) + refused.get("wrong_secret", 0) == 4
+        for connection in half_open:
+            connection.close()
+    else:
+        dist.barrier()
+        exchange(transport, 1)
+    dist.barrier()
+    assert transport.delegate_process_id is not None
+    if dist.get_rank() == 1:
+        os.kill(transport.delegate_process_id, signal.SIGKILL)  # after all that, a peer still gets in
+    exchange(transport, 2)
+    assert transport.counters().links[1 - dist.get_rank()].sessions > 1
+    dist.barrier()
+    transport.close()
+
+
+def _connect(listener: socket.socket) -> socket.socket:
+    connection = socket.socket(listener.family, socket.SOCK_STREAM)
+    connection.settimeout(5.0)
+    connection.connect(listener.getsockname())
+    return connection
+
+
+def _say(connection: socket.socket, what: bytes) -> None:
+    with contextlib.suppress(ConnectionError):  # hung up on before everything was said
+        connection.sendall(what)
+
+
+def _answer(connection: socket.socket) -> bytes:
+    """What comes after the challenge."""
+    heard = b""
+    with contextlib.suppress(ConnectionError):  # hung up on with something unread
+        while part := connection.recv(1 << 16):
+            heard += part
+    return heard[CHALLENGE_NBYTES:]
+
+
+def held_until_acknowledged(make: Make) -> None:
+    """The storage under a sent tensor is swapped at once; the bytes are held until they were asked for, then freed."""
+    transport, refs = make(), []
+    post = Outbox.post
+
+    def watched(self: Outbox, key: MessageKey, tensor: torch.Tensor, now_s: float) -> Any:
+        refs.append(weakref.ref(tensor))
+        return post(self, key, tensor, now_s)
+
+    shape = (MEBIBYTE,)
+    if dist.get_rank() == 0:
+        Outbox.post = watched  # type: ignore[method-assign]
+        tensor = content(shape, torch.float32, 5)
+        transport.post_send(activation(0), 1, tensor)
+        tensor.data = torch.empty(1)  # Megatron's deallocate_output_tensor
+        time.sleep(0.2)
+        assert [ref() is not None for ref in refs] == [True]
+        dist.barrier()
+        until(lambda: refs[0]() is None, "the sent tensor is still held after it was acknowledged")
+        flush(transport)
+    else:
+        dist.barrier()
+        transport.post_receive(activation(0), 0)
+        received = transport.wait(activation(0), time.monotonic() + 10.0)
+        assert torch.equal(received, content(shape, torch.float32, 5))
+        kept = weakref.ref(received)
+        del received
+        assert kept() is None, "a received tensor is held by the transport"
+    dist.barrier()
+    transport.close()
+
+
+def back_pressure(make: Make) -> None:
+    """Posting never waits, however little the receiver asks for; what it keeps unasked is bounded by the window."""
+    transport = make(window_messages=8, slots=4)
+    count, shape = 60, (MEBIBYTE // 4,)
+    if dist.get_rank() == 0:
+        slowest_s = 0.0
+        for number in range(count):
+            tensor = content(shape, torch.float32, number)
+            start_s = time.monotonic()
+            transport.post_send(activation(number), 1, tensor)
+            slowest_s = max(slowest_s, time.monotonic() - start_s)
+        assert slowest_s < 0.1, f"posting took {slowest_s:.3f} s"
+        assert transport.counters().links[1].unacknowledged == count
+        dist.barrier()
+        flush(transport)
+    else:
+        dist.barrier()
+        time.sleep(0.3)
+        assert len(transport._links[0]._arrived) == 8, "not as many as the window allows"
+        for number in range(count):
+            transport.post_receive(activation(number), 0)
+            assert len(transport._links[0]._arrived) <= 8
+            expect(transport, activation(number), content(shape, torch.float32, number))
+    dist.barrier()
+    transport.close()
+
+
+def closed(make: Make) -> None:
+    """close() ends threads and delegate, twice does no harm, and the peer is told."""
+    transport = make(grace_s=30.0)
+    exchange(transport, 0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        transport.close()
+        transport.close()
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("adaptra-")]
+        assert transport.delegate_process_id is None
+        dist.barrier()
+        return
+    dist.barrier()
+    start_s = time.monotonic()
+    with pytest.raises(TransportError, match=r"stage 1, link 1->0.*stage 0 has closed its end"):
+        until(lambda: transport.post_send(gradient(0, iteration=1), 0, torch.zeros(1)), "the farewell is not heard")
+    assert time.monotonic() - start_s < 5.0, "the grace period was waited for though the peer said good-bye"
+    transport.close()
+
+
+def idle(make: Make) -> None:
+    """An idle delegate uses less than 0.5% of a core, and little memory."""
+    transport = make()
+    exchange(transport, 0)
+    dist.barrier()
+    process = Path(f"/proc/{transport.delegate_process_id}")
+    time.sleep(0.5)  # what the exchange left to do
+    before_s, start_s = _cpu_s(process), time.monotonic()
+    time.sleep(2.0)
+    used = (_cpu_s(process) - before_s) / (time.monotonic() - start_s)
+    assert used < 0.005, f"an idle delegate uses {used:.2%} of a core"
+    status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+    resident_mib = (int(status["RssAnon"].split()[0]) + int(status["RssFile"].split()[0])) / 1024
+    assert resident_mib < 64, f"a delegate takes {resident_mib:.0f} MiB"
+    assert "libtorch" not in (process / "maps").read_text()
+    sys.stdout.write(f"idle delegate: {used:.3%} of a core, {resident_mib:.1f} MiB\n")
+    dist.barrier()
+    transport.close()
+
+
+def _cpu_s(process: Path) -> float:
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in (process / "task").iterdir()) / 1e9
+
+
+def gigabyte(make: Make) -> None:
+    """The largest message that is promised."""
+    transport = make()
+    elements = 1 << 27
+    if dist.get_rank() == 0:
+        tensor = torch.arange(elements, dtype=torch.int64)
+        transport.post_send(activation(0), 1, tensor)
+        transport.flush(time.monotonic() + 40.0)
+    else:
+        transport.post_receive(activation(0), 0)
+        received = transport.wait(activation(0), time.monotonic() + 40.0)
+        assert received.shape == (elements,)
+        assert torch.equal(received, torch.arange(elements, dtype=torch.int64))
+    dist.barrier()
+    transport.close()
+
+
+SCENARIOS = (
+    delegates_killed,
+    delegate_stopped,
+    parent_killed,
+    nothing_leaks,
+    strangers,
+    held_until_acknowledged,
+    back_pressure,
+    closed,
+    idle,
+    gigabyte,
+)
+
+
+def main(path: str, names: list[str]) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+    dist.isend = inspect.unwrap(dist.isend)
+    settings = HostSettings(transport=path, timeout_s=30.0)
+
+    def make(**changes: Any) -> HostTransport:
+        transport = HostTransport(dist.group.WORLD, 1, replace(settings, **changes))
+        transport.describe(ANY)
+        return transport
+
+    scenarios = {scenario.__name__: scenario for scenario in SCENARIOS}
+    for name in names:
+        scenarios[name](make)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
