@@ -184,7 +184,7 @@ def main() -> None:
     for table in (
         time_table(arguments.repeats),
         roomy_table(arguments.roomy),
-        emulated_table(0.1),
+        emulated_table(0.2),
         tight_table(arguments.tight, arguments.limit),
     ):
         print("\n".join(table), flush=True)

@@ -23,6 +23,8 @@ logger = logging.getLogger("adaptra_megatron.runtime")
 
 RELEASED_AT_BACKWARD_INPUT = 0.0
 """Megatron's native layers keep inputs and output gradients of their linears until W: about the whole activation."""
+PLANNING_S = 0.2
+"""Work on one plan, on one core of the leading rank, beside the training."""
 WORTH_A_SWITCH = 0.02
 """Predicted gain below which a running plan is kept."""
 MATERIAL_CHANGE = 0.1
@@ -175,7 +177,8 @@ class PlanBook:
             max_in_flight=caps,
             released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
         )
-        self.install(plan(costs, split=self.layout.can_split).schedule, self.number + 1, caps)
+        chosen = plan(costs, deadline_s=PLANNING_S, split=self.layout.can_split)
+        self.install(chosen.schedule, self.number + 1, caps)
 
 
 class Replanner:
@@ -190,7 +193,7 @@ class Replanner:
         if self._planned is not None and not changed_materially(self._planned, costs):
             return None
         first, self._planned = self._planned is None, costs
-        candidate = plan(costs, split=self._layout.can_split)
+        candidate = plan(costs, deadline_s=PLANNING_S, split=self._layout.can_split)
         now_s = simulate(current, costs).makespan_s if current.micro_batches == costs.micro_batches else float("inf")
         if candidate.makespan_s > (1.0 - WORTH_A_SWITCH) * now_s:
             logger.info(

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from random import Random
 
 from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import LowerBound, bound_from_native
-from adaptra_megatron.schedule.costs import CostError, Costs
+from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, PerChunk
 from adaptra_megatron.schedule.native import decode_orders, problem_from_costs
-from adaptra_megatron.schedule.simulator import peak_in_flight, require_room_for_chunks
+from adaptra_megatron.schedule.simulator import peak_in_flight, require_room_for_chunks, simulate
 
 ACTIONS_PER_SECOND = 50_000_000
 """Simulated actions per second that a deadline is converted with: what one slow core does, so plans are repeatable."""
@@ -21,6 +23,11 @@ ACTIONS_PER_SECOND = 50_000_000
 # for 16 and 128, 0.5 s for 64 and 256.
 _PASSES = 340
 _ACTIONS_PER_STAGE_SQUARED = 4_000
+
+_LATENCY_STRETCHES = (1.1, 1.2, 1.3, 1.0)
+_NOISE = 0.06
+"""Relative change of compute times once the stretches alone have been tried."""
+_NO_GAP = 1e-9
 
 
 class PlanError(CostError):
@@ -46,26 +53,66 @@ def plan(costs: Costs, *, deadline_s: float | None = None, split: bool = True) -
     """The best schedule found for `costs`; among equally fast ones, the one that holds the fewest activations.
 
     Deterministic: the work is limited by a number of simulated actions, never by a clock. `deadline_s` sets that
-    number to `deadline_s * ACTIONS_PER_SECOND`; at least one schedule is always made. With `split` False each backward
-    is whole, for models whose backward cannot be split. Raises PlanError if no schedule fits the caps.
+    number to `deadline_s * ACTIONS_PER_SECOND`; at least one schedule is always made. What a first search leaves of it
+    is spent on the schedules of slightly different costs. With `split` False each backward is whole, for models whose
+    backward cannot be split. Raises PlanError if no schedule fits the caps.
     """
     try:
         require_room_for_chunks(costs)
     except CostError as error:
         raise PlanError(f"no schedule fits the cap: {error}") from error
+    actions = costs.stages * costs.chunks * costs.micro_batches * (3 if split else 2)
+    one_search = max(_PASSES * actions, _ACTIONS_PER_STAGE_SQUARED * costs.stages**2)
     if deadline_s is None:
-        actions = costs.stages * costs.chunks * costs.micro_batches * (3 if split else 2)
-        budget = max(_PASSES * actions, _ACTIONS_PER_STAGE_SQUARED * costs.stages**2)
+        budget = one_search
     else:
         if not 0.0 <= deadline_s < math.inf:
             raise CostError(f"deadline_s must be seconds >= 0, got {deadline_s!r}")
         budget = int(deadline_s * ACTIONS_PER_SECOND)
-    found = _native.plan(problem_from_costs(costs), split, budget)
+    first_search = min(budget, max(one_search, budget // 3))
+    found = _native.plan(problem_from_costs(costs), split, first_search)
     assert math.isfinite(found["makespan_s"])
-    schedule = decode_orders(found["orders"], costs)
-    return Plan(
-        schedule=schedule,
+    lower_bound = bound_from_native((found["bound_s"], found["bound_kind"], found["bound_place"]), costs)
+    best = Plan(
+        schedule=decode_orders(found["orders"], costs),
         makespan_s=found["makespan_s"],
-        lower_bound=bound_from_native((found["bound_s"], found["bound_kind"], found["bound_place"]), costs),
-        peak_in_flight=peak_in_flight(schedule, costs.released_at_backward_input),
+        lower_bound=lower_bound,
+        peak_in_flight=(),
+    )
+    best = _improve(best, costs, split=split, searches=(budget - first_search) // one_search, budget=one_search)
+    peaks = peak_in_flight(best.schedule, costs.released_at_backward_input)
+    return dataclasses.replace(best, peak_in_flight=peaks)
+
+
+def _improve(best: Plan, costs: Costs, *, split: bool, searches: int, budget: int) -> Plan:
+    """Plans for costs nearby, tried on the real ones: local search gets stuck elsewhere then (the noising method).
+
+    Latencies are rather taken too high than too low: a plan for more than there is only holds more activations.
+    """
+    for number in range(searches):
+        if best.gap <= _NO_GAP:
+            break
+        nearby = _nearby(costs, number)
+        schedule = decode_orders(_native.plan(problem_from_costs(nearby), split, budget)["orders"], costs)
+        makespan_s = simulate(schedule, costs).makespan_s
+        if makespan_s < best.makespan_s * (1.0 - _NO_GAP):
+            best = dataclasses.replace(best, schedule=schedule, makespan_s=makespan_s)
+    return best
+
+
+def _nearby(costs: Costs, number: int) -> Costs:
+    """The `number`-th neighbour of `costs`: the same every time, with the same caps."""
+    random = Random(number)
+    stretch = _LATENCY_STRETCHES[number % len(_LATENCY_STRETCHES)]
+    noise = _NOISE if number >= len(_LATENCY_STRETCHES) else 0.0
+
+    def noisy(table: PerChunk) -> PerChunk:
+        return tuple(tuple(seconds * (1.0 + random.uniform(-noise, noise)) for seconds in row) for row in table)
+
+    return dataclasses.replace(
+        costs,
+        forward_s=noisy(costs.forward_s),
+        backward_input_s=noisy(costs.backward_input_s),
+        backward_weight_s=noisy(costs.backward_weight_s),
+        links={link: LinkCost(stretch * cost.latency_s, cost.occupancy_s) for link, cost in costs.links.items()},
     )

@@ -247,7 +247,7 @@ class TestReplanning:
         healthy = costs()
         now_s = simulate(self.CURRENT, healthy).makespan_s
         best = dataclasses.replace(plan(healthy), makespan_s=(1.0 - gain) * now_s)
-        monkeypatch.setattr("adaptra_megatron.runtime.plans.plan", lambda costs, split: best)
+        monkeypatch.setattr("adaptra_megatron.runtime.plans.plan", lambda costs, **options: best)
         assert (Replanner(FOUR).decide(healthy, self.CURRENT) is not None) == switches
 
     def test_a_plan_for_another_number_of_micro_batches_is_replaced(self) -> None:

@@ -85,7 +85,7 @@ def test_tight_caps_within_five_percent_of_the_optimum(number: int) -> None:
 @pytest.mark.parametrize("times_ms", [(20, 20, 20), (16, 18, 10)])
 def test_emulated_cases_near_the_bound(times_ms: tuple[int, int, int], latency_ms: int, released: float) -> None:
     costs = emulated_case(times_ms, latency_ms, released)
-    planned = plan(costs, deadline_s=0.1)
+    planned = plan(costs, deadline_s=0.2)
     assert_sound(planned, costs)
     assert planned.gap <= 0.03
     assert planned.makespan_s <= simulate(zb_h1(8, 24), costs).makespan_s * (1 + 1e-12)
