@@ -50,6 +50,11 @@ class Ring:
     def closed(self) -> bool: ...
     @property
     def backlog(self) -> int: ...
+    @property
+    def pokes(self) -> int:
+        """How often this object was poked."""
+    def poke(self) -> None:
+        """Let this process's threads that wait in `Inbox.next` on this object return."""
     def close(self) -> None: ...
     def write(self, description: Description, address: int, nbytes: int, deadline_s: float) -> None:
         """Copy a message in. Raises RingClosedError, TimeoutError, or FrameError before anything is written."""
@@ -90,8 +95,12 @@ class Inbox:
     """Puts one sender's messages together, over any number of rings; each message comes out once."""
 
     def __init__(self, *, max_message_nbytes: int, pooled_nbytes: int) -> None: ...
-    def next(self, ring: Ring, deadline_s: float) -> Event | None:
-        """None at the deadline. Raises RingClosedError once a closed ring is empty, FrameError for a bad frame."""
+    def next(self, ring: Ring, deadline_s: float, seen_pokes: int | None = None) -> Event | None:
+        """None at the deadline, or when the ring's pokes are not `seen_pokes` (None: what they are at the call).
+
+        Each event goes to one of the threads that wait. Raises RingClosedError once a closed ring is empty, FrameError
+        for a bad frame.
+        """
     @property
     def doubles(self) -> int: ...
 

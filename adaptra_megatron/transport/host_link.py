@@ -13,13 +13,13 @@ import enum
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from adaptra_megatron.transport._ring import Event, FrameError, Inbox, Ring, RingClosedError, RingError
+from adaptra_megatron.transport.arrivals import Arrival, Arrivals
 from adaptra_megatron.transport.frames import check_can_travel, describe, key_of, tensor_of
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_health import LinkHealth
@@ -32,6 +32,9 @@ IDLE_S = 60.0
 """How long an idle thread sleeps when nobody wakes it."""
 FAREWELL_S = 1.0
 """How long closing waits for the last acknowledgements to be written."""
+SIGNALS_S = 0.5
+"""How long a native wait may keep the main thread from handling a signal."""
+ACKNOWLEDGED_TOGETHER = 8
 INLINE_NBYTES = 1 << 16
 """What the posting thread writes itself if that needs no waiting: waking another thread would take longer."""
 
@@ -51,13 +54,6 @@ class _Session:
     inbound: Ring
 
 
-@dataclass(frozen=True)
-class _Arrival:
-    sequence: int
-    tensor: torch.Tensor
-    arrived_s: float
-
-
 class HostLink:
     """Both directions between this stage and `peer`. Made known to the supervisor, which brings it up."""
 
@@ -67,9 +63,9 @@ class HostLink:
         self._stage, self._peer, self._settings = stage, peer, settings
         self._outbox = Outbox(settings.window_messages, settings.window_nbytes)
         self._inbox = Inbox(max_message_nbytes=settings.max_message_nbytes, pooled_nbytes=settings.pooled_nbytes)
-        self._posted: dict[MessageKey, float] = {}
-        self._arrived: dict[MessageKey, _Arrival] = {}
-        self._acknowledgements: deque[int] = deque()
+        self._arrivals = Arrivals()
+        self._awaited: MessageKey | None = None
+        self._flushing = False
         self._session: _Session | None = None
         self._writing = False
         self._heard_bye = False
@@ -114,27 +110,32 @@ class HostLink:
     def post_receive(self, key: MessageKey) -> None:
         now_s = time.monotonic()
         with self._lock:
-            assert key not in self._posted, f"{key} was posted twice"
-            if key not in self._arrived and now_s >= self._health.broken_from_s():
+            if key not in self._arrivals and now_s >= self._health.broken_from_s():
                 raise self._health.error("waited for", key, now_s, now_s, receiving=True)
-            self._posted[key] = now_s
-            if key in self._arrived:
-                self._acknowledge(self._arrived[key].sequence)
+            self._arrivals.post(key, now_s)
+            if self._arrivals.due:
+                self._acknowledge()
 
     def ready(self, key: MessageKey) -> bool:
-        return key in self._arrived
+        return key in self._arrivals
 
     def wait(self, key: MessageKey, deadline_s: float) -> tuple[torch.Tensor, MessageTimes]:
         with self._lock:
-            if not self._wait_for(lambda: key in self._arrived, deadline_s):
-                since_s = self._posted[key]
+            self._awaited = key
+            arrived = self._wait_for(lambda: key in self._arrivals, deadline_s)
+            self._awaited = None
+            if not arrived:
+                since_s = self._arrivals.posted_s(key)
                 raise self._health.error("waited for", key, since_s, time.monotonic(), receiving=True)
-            arrival = self._arrived.pop(key)
-            return arrival.tensor, MessageTimes(key, self._peer, self._posted.pop(key), arrival.arrived_s)
+            arrival, posted_s = self._arrivals.pop(key)
+        return arrival.tensor, MessageTimes(key, self._peer, posted_s, arrival.arrived_s)
 
     def flush(self, deadline_s: float) -> None:
         with self._lock:
-            if not self._wait_for(lambda: not len(self._outbox), deadline_s):
+            self._flushing = True
+            flushed = self._wait_for(lambda: not len(self._outbox), deadline_s)
+            self._flushing = False
+            if not flushed:
                 oldest = self._outbox.oldest()
                 assert oldest is not None
                 now_s = time.monotonic()
@@ -210,8 +211,8 @@ class HostLink:
         """An acknowledgement (its sequence number) before any message. The caller holds the lock."""
         if self._session is None:
             return None
-        if self._acknowledgements:
-            return self._acknowledgements.popleft()
+        if self._arrivals.due:
+            return self._arrivals.due.popleft()
         message = None if self._closing else self._outbox.next_to_write()
         if message is not None:
             self._outbox.mark_written(message)
@@ -239,32 +240,29 @@ class HostLink:
             self._health.down("its rings were closed", time.monotonic())
         elif outcome is _Outcome.FULL and self._session is session:
             if isinstance(work, int):
-                self._acknowledgements.append(work)
+                self._arrivals.due.append(work)
             else:
                 self._outbox.mark_unwritten(work)
             self._to_write.notify()
 
-    def _idle_session(self) -> _Session | None:
-        """The session if nothing is being written or due before. The caller holds the lock."""
-        return None if self._writing or self._acknowledgements else self._session
-
     def _write_at_once(self, message: Outgoing) -> bool:
         """Write on the calling thread, which holds the lock, if nothing is before it and nothing has to wait."""
-        session = self._idle_session()
-        if session is None or self._outbox.next_to_write() is not message:
+        session = self._session
+        if session is None or self._writing or self._outbox.next_to_write() is not message:
             return False
         self._outbox.mark_written(message)
         self._settle(session, message, self._write(session, message, 0.0))
         return True
 
-    def _acknowledge(self, sequence: int) -> None:
-        """The caller holds the lock."""
-        session = self._idle_session()
-        if session is not None:
-            self._settle(session, sequence, self._write(session, sequence, 0.0))
-        else:
-            self._acknowledgements.append(sequence)
+    def _acknowledge(self) -> None:
+        """Write what is due, or have it written. The caller holds the lock."""
+        session = self._session
+        if self._writing or session is None:
             self._to_write.notify()
+            return
+        for _ in range(len(self._arrivals.due)):
+            sequence = self._arrivals.due.popleft()
+            self._settle(session, sequence, self._write(session, sequence, 0.0))
 
     def _say_bye(self) -> None:
         if self._session is not None:
@@ -282,13 +280,8 @@ class HostLink:
                         return
                     self._new_session.wait(IDLE_S)
                 session = self._session
-            try:
-                self._read(session)
-            except (FrameError, RingError) as cause:
-                with self._lock:
-                    self._health.fail(f"stage {self._peer} sent what cannot be: {cause}")
-                    self._news.notify_all()
-                return
+            while self._read(session, time.monotonic() + IDLE_S):
+                pass
             self._session_ended()
 
     def _session_ended(self) -> None:
@@ -303,48 +296,71 @@ class HostLink:
             self._health.said_bye = self._heard_bye
             self._news.notify_all()
 
-    def _read(self, session: _Session) -> None:
-        """Until the session's ring is closed and empty."""
-        while True:
-            try:
-                event = self._inbox.next(session.inbound, time.monotonic() + IDLE_S)
-            except RingClosedError:
-                return
-            if event is not None:
+    def _read(self, session: _Session, until_s: float, seen_pokes: int | None = None) -> bool:
+        """Handle one event of the inbound ring, or return after a while. False once it is closed and empty."""
+        try:
+            event = self._inbox.next(session.inbound, until_s, seen_pokes)
+        except RingClosedError:
+            return False
+        except (FrameError, RingError) as cause:
+            with self._lock:
+                self._health.fail(f"stage {self._peer} sent what cannot be: {cause}")
+                self._news.notify_all()
+            return False
+        if event is not None:
+            with self._lock:
                 self._take(event)
-            del event  # or an idle thread would hold the last tensor
+                # Each acknowledgement wakes the peer: several go together while more messages come in anyway.
+                due = len(self._arrivals.due)
+                if due and (due >= ACKNOWLEDGED_TOGETHER or not session.inbound.backlog):
+                    self._acknowledge()
+        return True
 
     def _take(self, event: Event) -> None:
-        with self._lock:
-            if event.kind == Event.Kind.ACK:
-                self._outbox.acknowledge(event.sequence)
-                if self._outbox.next_to_write() is not None:
-                    self._to_write.notify()
-            elif event.kind == Event.Kind.BYE:
-                self._heard_bye = True
-            elif event.kind == Event.Kind.REPEATED:
-                # The acknowledgement was lost, unless there has been none because nobody has asked for it yet.
-                kept = {arrival.sequence for key, arrival in self._arrived.items() if key not in self._posted}
-                if event.sequence not in kept:
-                    self._acknowledge(event.sequence)
-            else:
-                self._arrive(key_of(event), _Arrival(event.sequence, tensor_of(event), event.arrived_s))
-            self._news.notify_all()
+        """The caller holds the lock."""
+        if event.kind == Event.Kind.ACK:
+            self._outbox.acknowledge(event.sequence)
+            if self._flushing and not len(self._outbox):
+                self._tell_waiting()
+            elif self._outbox.next_to_write() is not None:
+                self._to_write.notify()
+        elif event.kind == Event.Kind.BYE:
+            self._heard_bye = True
+        elif event.kind == Event.Kind.REPEATED:
+            self._arrivals.arrive_again(event.sequence)
+        else:
+            key = key_of(event)
+            self._arrivals.arrive(key, Arrival(event.sequence, tensor_of(event), event.arrived_s))
+            if key == self._awaited:
+                self._tell_waiting()
 
-    def _arrive(self, key: MessageKey, arrival: _Arrival) -> None:
-        if key in self._arrived:
-            self._acknowledge(arrival.sequence)
-            return
-        self._arrived[key] = arrival
-        if key in self._posted:
-            self._acknowledge(arrival.sequence)
+    def _tell_waiting(self) -> None:
+        """Wake the training thread, wherever it waits. The caller holds the lock."""
+        self._news.notify_all()
+        if self._session is not None:
+            self._session.inbound.poke()
 
     def _wait_for(self, done: Callable[[], bool], deadline_s: float) -> bool:
-        """Whether `done` became true by the deadline, and before the link was broken. The caller holds the lock."""
+        """Whether `done` became true by the deadline, and before the link was broken. The caller holds the lock.
+
+        The waiting thread reads the ring too: a message that it waits for then wakes it at once, instead of waking
+        the reading thread that wakes it.
+        """
+        ended = None
         while not done():
             until_s = min(deadline_s, self._health.broken_from_s())
             now_s = time.monotonic()
             if now_s >= until_s:
                 return False
-            self._news.wait(until_s - now_s)
+            session = self._session
+            if session is None or session is ended:
+                self._news.wait(until_s - now_s)
+                continue
+            seen_pokes = session.inbound.pokes
+            self._lock.release()
+            try:
+                if not self._read(session, min(until_s, now_s + SIGNALS_S), seen_pokes):
+                    ended = session
+            finally:
+                self._lock.acquire()
         return True

@@ -39,7 +39,7 @@ public:
     }
 
     // Wait until `done()`, or `closed()`, or the time `deadline_s` of the monotonic clock. `done` goes first: what was
-    // there before the closing is still delivered.
+    // there before the closing is still delivered. A deadline of 0 does not wait at all.
     template <class Done, class Closed>
     Outcome wait(Done done, Closed closed, double deadline_s) {
         const timespec deadline = to_timespec(deadline_s);
@@ -48,6 +48,7 @@ public:
             const std::uint32_t seen = count_.load();
             if (done()) return Outcome::kDone;
             if (closed()) return Outcome::kClosed;
+            if (deadline_s <= 0.0) return Outcome::kTimedOut;
             waiting_.fetch_add(1);
             const bool late = !(done() || closed()) && wait_once(seen, deadline) == ETIMEDOUT;
             waiting_.fetch_sub(1);

@@ -43,17 +43,25 @@ Outcome write_control(Ring& ring, FrameKind kind, std::uint64_t sequence, double
 Inbox::Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes)
     : max_message_nbytes_(max_message_nbytes), pool_(std::make_shared<MemoryPool>(pooled_nbytes)) {}
 
-std::optional<Event> Inbox::next(Ring& ring, double deadline_s, Outcome& outcome) {
+std::optional<Event> Inbox::next(Ring& ring, std::uint64_t seen_pokes, double deadline_s, Outcome& outcome) {
     while (true) {
-        Slot slot;
-        outcome = ring.take(slot, deadline_s);
-        if (outcome != Outcome::kDone) return std::nullopt;
+        if (std::optional<Event> event = take(ring)) return event;
+        outcome = ring.await_filled(seen_pokes, deadline_s);
+        if (outcome != Outcome::kDone || ring.pokes() != seen_pokes) return std::nullopt;
+    }
+}
+
+std::optional<Event> Inbox::take(Ring& ring) {
+    const std::lock_guard<std::mutex> lock(taking_);
+    Slot slot;
+    while (ring.take(slot, 0.0) == Outcome::kDone) {
         const FrameHeader header = *slot.header;  // a copy: checked and used are the same bytes
         check_frame(header, ring.slot_nbytes(), max_message_nbytes_);
         std::optional<Event> event = accept(header, slot.payload);
         ring.release(slot);
         if (event) return event;
     }
+    return std::nullopt;
 }
 
 std::optional<Event> Inbox::accept(const FrameHeader& header, const std::byte* payload) {

@@ -37,9 +37,10 @@ class Inbox {
 public:
     Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes);
 
-    // Take frames from `ring` until something is complete. No value at the deadline or, if `outcome` says so, because
-    // the ring is closed and empty. Throws FrameError for a frame that no sender writes. One thread at a time.
-    std::optional<Event> next(Ring& ring, double deadline_s, Outcome& outcome);
+    // Take frames from `ring` until something is complete. No value at the deadline, after a poke (see Ring), or, if
+    // `outcome` says so, because the ring is closed and empty. Throws FrameError for a frame that no sender writes.
+    // Several threads may wait here: each event goes to one of them.
+    std::optional<Event> next(Ring& ring, std::uint64_t seen_pokes, double deadline_s, Outcome& outcome);
 
     std::uint64_t doubles() const { return doubles_.load(); }
 
@@ -51,6 +52,8 @@ private:
         std::uint64_t missing = 0;
     };
 
+    // Without waiting.
+    std::optional<Event> take(Ring& ring);
     std::optional<Event> accept(const FrameHeader& header, const std::byte* payload);
     std::optional<Event> accept_data(const FrameHeader& header, const std::byte* payload);
     Partial& partial(const FrameHeader& header);
@@ -59,6 +62,7 @@ private:
 
     const std::uint64_t max_message_nbytes_;
     const std::shared_ptr<MemoryPool> pool_;
+    std::mutex taking_;
     std::map<std::uint64_t, Partial> partials_;
     // Every sequence number below `all_below_`, and those in the set, are complete.
     std::uint64_t all_below_ = 0;

@@ -68,12 +68,12 @@ void write_one(Ring& ring, FrameKind kind, std::uint64_t sequence, double deadli
     raise_unless_done(outcome);
 }
 
-std::optional<Event> next(Inbox& inbox, Ring& ring, double deadline_s) {
-    Outcome outcome;
+std::optional<Event> next(Inbox& inbox, Ring& ring, double deadline_s, std::optional<std::uint64_t> seen_pokes) {
+    Outcome outcome = Outcome::kDone;
     std::optional<Event> event;
     {
         py::gil_scoped_release release;
-        event = inbox.next(ring, deadline_s, outcome);
+        event = inbox.next(ring, seen_pokes.value_or(ring.pokes()), deadline_s, outcome);
     }
     if (outcome == Outcome::kClosed) raise_unless_done(outcome);
     return event;
@@ -112,6 +112,8 @@ void define_ring(py::module_& module) {
         .def_property_readonly("slot_nbytes", &Ring::slot_nbytes)
         .def_property_readonly("closed", &Ring::closed)
         .def_property_readonly("backlog", &Ring::backlog)
+        .def_property_readonly("pokes", &Ring::pokes)
+        .def("poke", &Ring::poke, py::call_guard<py::gil_scoped_release>())
         .def("close", &Ring::close)
         .def("write", &write, py::arg("description"), py::arg("address"), py::arg("nbytes"), py::arg("deadline_s"))
         .def(
@@ -148,7 +150,7 @@ void define_inbox(py::module_& module) {
     py::class_<Inbox>(module, "Inbox")
         .def(py::init<std::uint64_t, std::uint64_t>(), py::kw_only(), py::arg("max_message_nbytes"),
              py::arg("pooled_nbytes"))
-        .def("next", &next, py::arg("ring"), py::arg("deadline_s"))
+        .def("next", &next, py::arg("ring"), py::arg("deadline_s"), py::arg("seen_pokes") = py::none())
         .def_property_readonly("doubles", &Inbox::doubles);
 }
 

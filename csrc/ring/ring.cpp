@@ -174,17 +174,30 @@ void Ring::commit(const Slot& slot) {
     shared_->filled.ring();
 }
 
+bool Ring::filled() const {
+    // In this order: slots taken meanwhile make the difference too large, never negative.
+    const std::uint64_t taken = taken_.load();
+    const std::uint64_t filled = shared_->published.load() - taken;
+    if (filled > slots_ && taken_.load() == taken) throw RingError("the producer published more slots than there are");
+    return filled > 0;
+}
+
 Outcome Ring::take(Slot& slot, double deadline_s) {
     const std::lock_guard<std::mutex> lock(taking_);
-    const Outcome outcome = shared_->filled.wait(
-        [&] {
-            const std::uint64_t filled = shared_->published.load() - taken_;
-            if (filled > slots_) throw RingError("the producer published more slots than there are");
-            return filled > 0;
-        },
-        [&] { return closed(); }, deadline_s);
+    const Outcome outcome =
+        shared_->filled.wait([&] { return filled(); }, [&] { return closed(); }, deadline_s);
     if (outcome == Outcome::kDone) slot = this->slot(taken_++);
     return outcome;
+}
+
+Outcome Ring::await_filled(std::uint64_t seen_pokes, double deadline_s) {
+    return shared_->filled.wait([&] { return pokes_.load() != seen_pokes || filled(); }, [&] { return closed(); },
+                                deadline_s);
+}
+
+void Ring::poke() {
+    ++pokes_;
+    shared_->filled.ring();
 }
 
 void Ring::release(const Slot& slot) {

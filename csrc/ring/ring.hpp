@@ -4,6 +4,7 @@
 // slots are filled and emptied in any order, but published and released in the order in which they were claimed.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -47,6 +48,11 @@ public:
     // Consumer: get a published slot, then let the producer have it again.
     Outcome take(Slot& slot, double deadline_s);
     void release(const Slot& slot);
+    // Consumer: wait until there is a slot to take, or `poke` was called since `pokes` was `seen_pokes`.
+    Outcome await_filled(std::uint64_t seen_pokes, double deadline_s);
+    // Wakes this process's threads in `await_filled`.
+    void poke();
+    std::uint64_t pokes() const { return pokes_.load(); }
 
     // Wake everybody at both ends. Published slots can still be taken; nothing can be claimed.
     void close();
@@ -69,6 +75,7 @@ private:
 
     Ring(int fd, std::byte* memory, std::size_t mapped_nbytes, std::uint32_t slots, std::uint64_t slot_nbytes);
     Slot slot(std::uint64_t index) const;
+    bool filled() const;
 
     const int fd_;
     std::byte* const memory_;
@@ -82,7 +89,8 @@ private:
     std::uint64_t claimed_ = 0;
     Finished published_;
     std::mutex taking_;
-    std::uint64_t taken_ = 0;
+    std::atomic<std::uint64_t> taken_{0};
+    std::atomic<std::uint64_t> pokes_{0};
     Finished released_;
 };
 

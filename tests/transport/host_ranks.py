@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transport_ranks import CPU, MEBIBYTE, activation, content, expect, flush, gradient
+from transport_checks import CPU, MEBIBYTE, activation, content, expect, flush, gradient
 
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
@@ -298,10 +298,10 @@ def back_pressure(make: Make) -> None:
     else:
         dist.barrier()
         time.sleep(0.3)
-        assert len(transport._links[0]._arrived) == 8, "not as many as the window allows"
+        assert len(transport._links[0]._arrivals) == 8, "not as many as the window allows"
         for number in range(count):
             transport.post_receive(activation(number), 0)
-            assert len(transport._links[0]._arrived) <= 8
+            assert len(transport._links[0]._arrivals) <= 8
             expect(transport, activation(number), content(shape, torch.float32, number))
     dist.barrier()
     transport.close()
