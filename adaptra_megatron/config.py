@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 POLICIES = ("off", "observe", "adapt")
+HOST_TRANSPORTS = ("off", "auto", "shm", "tcp")
 
 
 class ConfigError(ValueError):
@@ -31,6 +32,8 @@ class AdaptraConfig:
     """Where each rank writes what it did and when; None: nothing is recorded."""
     timeout_s: float = 600.0
     """Longest wait for any message or decision of another rank."""
+    host_transport: str = "off"
+    """off: messages travel by torch.distributed. auto, shm, tcp: by the host path, over that transport."""
     receive_lookahead: int = 8
     """Receives posted ahead per neighbour; each holds one activation-sized buffer."""
 
@@ -53,6 +56,10 @@ class AdaptraConfig:
             )
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise ConfigError(f"--adaptra-timeout-s is {self.timeout_s}; it must be above 0")
+        if self.host_transport not in HOST_TRANSPORTS:
+            raise ConfigError(
+                f"--adaptra-host-transport is {self.host_transport!r}; it must be one of {', '.join(HOST_TRANSPORTS)}"
+            )
         if self.receive_lookahead < 1:
             raise ConfigError(f"receive_lookahead is {self.receive_lookahead}; at least 1 receive must be posted")
 
@@ -106,6 +113,13 @@ def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         metavar="SECONDS",
         help="Longest wait for a message or a decision of another rank before the run stops with an error.",
     )
+    group.add_argument(
+        "--adaptra-host-transport",
+        choices=HOST_TRANSPORTS,
+        default="off",
+        help="Send activations and gradients through host memory and a delegate process instead of torch.distributed: "
+        "over shared memory (shm), TCP (tcp), or whichever fits each pair of stages (auto).",
+    )
     return parser
 
 
@@ -118,4 +132,5 @@ def config_from_arguments(arguments: argparse.Namespace) -> AdaptraConfig:
         max_in_flight=arguments.adaptra_max_in_flight,
         trace_dir=arguments.adaptra_trace_dir,
         timeout_s=arguments.adaptra_timeout_s,
+        host_transport=arguments.adaptra_host_transport,
     )

@@ -13,7 +13,14 @@ from typing import Any
 
 import pytest
 
-from adaptra_megatron.config import POLICIES, AdaptraConfig, ConfigError, add_adaptra_arguments, config_from_arguments
+from adaptra_megatron.config import (
+    HOST_TRANSPORTS,
+    POLICIES,
+    AdaptraConfig,
+    ConfigError,
+    add_adaptra_arguments,
+    config_from_arguments,
+)
 
 
 @pytest.fixture
@@ -103,6 +110,13 @@ def test_flags_make_the_settings(parser: argparse.ArgumentParser, file: Path) ->
         config_from_arguments(parser.parse_args(["--adaptra-timeout-s", "0"]))
 
 
+@pytest.mark.parametrize("transport", HOST_TRANSPORTS)
+def test_every_host_transport_has_a_flag(parser: argparse.ArgumentParser, transport: str) -> None:
+    assert config_from_arguments(parser.parse_args(["--adaptra-host-transport", transport])).host_transport == transport
+    with pytest.raises(ConfigError, match="--adaptra-host-transport is 'verbatim'; it must be one of off, auto"):
+        AdaptraConfig(host_transport="verbatim")
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_has_a_flag(parser: argparse.ArgumentParser, policy: str) -> None:
     assert config_from_arguments(parser.parse_args(["--adaptra-policy", policy])).policy == policy
@@ -145,6 +159,7 @@ def test_help_has_a_group_of_its_own_and_names_units(parser: argparse.ArgumentPa
         "--adaptra-max-in-flight",
         "--adaptra-trace-dir",
         "--adaptra-timeout-s",
+        "--adaptra-host-transport",
     }
     assert all(action.help for action in flags.values())
     assert flags["--adaptra-timeout-s"].metavar == "SECONDS"

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
-from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.config import AdaptraConfig, ConfigError
 from adaptra_megatron.runtime.activations import ActivationAccount
 from adaptra_megatron.runtime.computation import MegatronComputation, StageComputation
 from adaptra_megatron.runtime.device import current_device
@@ -28,6 +28,8 @@ from adaptra_megatron.runtime.timers import make_timer
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
 from adaptra_megatron.telemetry.trace import TraceWriter
+from adaptra_megatron.transport.host_path import HostTransport
+from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Transport
 from adaptra_megatron.transport.stream_path import StreamTransport
 from adaptra_megatron.transport.torch_path import WaitingThreadTransport
@@ -111,6 +113,7 @@ class AdaptraRuntime:
             "plans_installed": max((pipeline.book.number for pipeline in self._pipelines.values()), default=0),
             "split_weight_gradients": self.weight_gradients.computed,
             "peak_in_flight": self.peak_in_flight,
+            "transports": sorted({type(pipeline.transport).__name__ for pipeline in self._pipelines.values()}),
             "schedule_csv": None if self.last_schedule is None else schedule_to_csv(self.last_schedule),
         }
 
@@ -140,11 +143,7 @@ class AdaptraRuntime:
         config = self._config
         book = PlanBook(config, layout)  # first: it refuses an impossible plan before anything is set up
         device = current_device()
-        transport: Transport
-        if device.type == "cuda":
-            transport = StreamTransport(call.pipeline_group, config.timeout_s)
-        else:
-            transport = WaitingThreadTransport(call.pipeline_group, call.chunks, config.timeout_s)
+        transport = _make_transport(call, config)
         membership = join(call.pipeline_group, config.timeout_s) if book.adapts else None
         exchange = PlanExchange(membership, PlanLeader(book).decide, config.timeout_s) if membership else None
         _warn_of_dropout(call)
@@ -227,6 +226,19 @@ class AdaptraRuntime:
             pipeline.membership.clock_offset_s,
         )
         pipeline.exchange.post(pipeline.training_iterations, measurement)
+
+
+def _make_transport(call: PipelineCall, config: AdaptraConfig) -> Transport:
+    group, on_gpu = call.pipeline_group, current_device().type == "cuda"
+    if config.host_transport != "off":
+        if on_gpu:
+            raise ConfigError("--adaptra-host-transport: the host path carries CPU tensors only so far; use off")
+        return HostTransport(
+            group, call.chunks, HostSettings(transport=config.host_transport, timeout_s=config.timeout_s)
+        )
+    if on_gpu:
+        return StreamTransport(group, config.timeout_s)
+    return WaitingThreadTransport(group, call.chunks, config.timeout_s)
 
 
 def _warn_of_dropout(call: PipelineCall) -> None:

@@ -7,6 +7,7 @@ delegate. Nothing is sent on a stream of the device: a slow transfer never sits 
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 import time
@@ -32,6 +33,8 @@ from adaptra_megatron.transport.placement import (
 )
 from adaptra_megatron.transport.shm_wire import LANES as SHM_LANES
 from adaptra_megatron.transport.supervisor import Link, Supervisor
+
+logger = logging.getLogger("adaptra_megatron.transport.host_path")
 
 Address = list[str | int]
 
@@ -93,6 +96,7 @@ class HostTransport:
         except TransportError:
             self.close()
             raise
+        logger.info("stage %d: the host path is up: %s", self._stage, self._transports)
 
     def _plan(
         self,
