@@ -6,8 +6,8 @@
 Every row is one job in which stock, ZB-H1 and adaptra train the same model one after the other on the same processes:
 compute is emulated (each F, B, W lasts a given time), one middle link is slow both ways. Losses are compared bitwise.
 Times are medians over the iterations after adaptra has found its plan. An iteration is a whole training step; the
-pipeline is its forward_backward function alone, which is what the lower bound (proven for adaptra's cap) and the
-simulator speak of: the optimizer is not in them.
+pipeline is its forward_backward function alone, which is what the lower bound (proven for adaptra's cap and the times
+emulated) and the simulator (given the times that adaptra measured) speak of: the optimizer is not in them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from adaptra_megatron.emulation.variants import Variant, VariantReport, check_eq
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.classic import interleaved_split, stock_order, zb_h1
-from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
+from adaptra_megatron.schedule.costs import Costs, LinkCost, costs_from_json, uniform_costs
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
 from adaptra_megatron.schedule.simulator import peak_in_flight, simulate
 
@@ -145,8 +145,8 @@ def measure(case: Case, server: ForkServer) -> Row:
 
 
 def summarise(case: Case, reports: dict[str, VariantReport], zero_bubble: Schedule) -> Row:
-    costs = case.costs()
     adaptra = reports["adaptra"]
+    measured = costs_from_json(adaptra.adaptra[0]["measured_costs"])
     ran = schedule_from_csv(adaptra.adaptra[0]["schedule_csv"], chunks=case.chunks)
     stock = stock_order(case.stages, case.micro_batches, case.chunks)
     return Row(
@@ -154,12 +154,12 @@ def summarise(case: Case, reports: dict[str, VariantReport], zero_bubble: Schedu
         stock=times(reports["stock"]),
         zero_bubble=times(reports["zero-bubble"]),
         adaptra=times(adaptra),
-        bound_s=lower_bound(costs).seconds,
-        simulated_stock_s=simulate(stock, costs, blocking=True).makespan_s,
-        simulated_zero_bubble_s=simulate(zero_bubble, costs).makespan_s,
-        simulated_adaptra_s=simulate(ran, costs).makespan_s,
+        bound_s=lower_bound(case.costs()).seconds,
+        simulated_stock_s=simulate(stock, measured, blocking=True).makespan_s,
+        simulated_zero_bubble_s=simulate(zero_bubble, measured).makespan_s,
+        simulated_adaptra_s=simulate(ran, measured).makespan_s,
         peak_in_flight=max(rank["peak_in_flight"] for rank in adaptra.adaptra),
-        simulated_peak=max(peak_in_flight(ran, costs.released_at_backward_input)),
+        simulated_peak=max(peak_in_flight(ran, measured.released_at_backward_input)),
     )
 
 

@@ -20,7 +20,8 @@ class PlanLeader:
         """`book`: of the leading rank; read for layout, caps and what runs before the first plan."""
         self._book = book
         self._replanner = Replanner(book.layout)
-        self._costs: Costs | None = None
+        self.costs: Costs | None = None
+        """The latest estimate."""
         self._decided: dict[int, Schedule] = {}
         self._number = 0
         self._measured = 0
@@ -41,11 +42,11 @@ class PlanLeader:
             can_split=layout.can_split,
             caps=self._book.caps(micro_batches),
             released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
-            previous=self._costs,
+            previous=self.costs,
         )
         if costs is None:
             return keep
-        self._costs = costs
+        self.costs = costs
         current = self._decided.get(micro_batches) or self._book.calibration_schedule(micro_batches)
         chosen = self._replanner.decide(costs, current)
         if chosen is None:

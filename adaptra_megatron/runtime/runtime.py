@@ -26,6 +26,7 @@ from adaptra_megatron.runtime.program import Program, compile_program
 from adaptra_megatron.runtime.split_backward import WeightGradientQueue
 from adaptra_megatron.runtime.timers import make_timer
 from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.schedule.costs import costs_to_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
 from adaptra_megatron.telemetry.trace import TraceWriter
 from adaptra_megatron.transport.host_path import HostTransport
@@ -51,6 +52,8 @@ class _Pipeline:
     membership: Membership | None
     """None, as the exchange, where nothing is decided from measurements."""
     exchange: PlanExchange | None
+    leader: PlanLeader
+    """Has something to say on the leading rank alone."""
     trace: TraceWriter | None
     iteration: int = 0
     training_iterations: int = 0
@@ -107,15 +110,22 @@ class AdaptraRuntime:
         return computation.losses
 
     def summary(self) -> dict[str, Any]:
-        """What ran, for reports and tests: plain numbers and text."""
+        """What ran, for reports and tests: plain numbers and text; on the leading rank also the costs it measured."""
         return {
             "training_iterations": sum(pipeline.training_iterations for pipeline in self._pipelines.values()),
             "plans_installed": max((pipeline.book.number for pipeline in self._pipelines.values()), default=0),
             "split_weight_gradients": self.weight_gradients.computed,
             "peak_in_flight": self.peak_in_flight,
             "transports": sorted({type(pipeline.transport).__name__ for pipeline in self._pipelines.values()}),
+            "measured_costs": self._measured_costs(),
             "schedule_csv": None if self.last_schedule is None else schedule_to_csv(self.last_schedule),
         }
+
+    def _measured_costs(self) -> dict[str, Any] | None:
+        for pipeline in self._pipelines.values():
+            if pipeline.leader.costs is not None:
+                return costs_to_json(pipeline.leader.costs)
+        return None
 
     def close(self) -> None:
         """Release transports, groups and trace files."""
@@ -145,7 +155,8 @@ class AdaptraRuntime:
         device = current_device()
         transport = _make_transport(call, config)
         membership = join(call.pipeline_group, config.timeout_s) if book.adapts else None
-        exchange = PlanExchange(membership, PlanLeader(book).decide, config.timeout_s) if membership else None
+        leader = PlanLeader(book)
+        exchange = PlanExchange(membership, leader.decide, config.timeout_s) if membership else None
         _warn_of_dropout(call)
         return _Pipeline(
             layout=layout,
@@ -157,6 +168,7 @@ class AdaptraRuntime:
             book=book,
             membership=membership,
             exchange=exchange,
+            leader=leader,
             trace=None
             if config.trace_dir is None
             else TraceWriter(

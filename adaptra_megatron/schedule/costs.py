@@ -161,6 +161,24 @@ def costs_from_json(document: Any) -> Costs:
     )
 
 
+def costs_to_json(costs: Costs) -> dict[str, Any]:
+    """The document that `costs_from_json` reads back as equal costs."""
+    return {
+        "stages": costs.stages,
+        "chunks": costs.chunks,
+        "micro_batches": costs.micro_batches,
+        "forward_s": [list(row) for row in costs.forward_s],
+        "backward_input_s": [list(row) for row in costs.backward_input_s],
+        "backward_weight_s": [list(row) for row in costs.backward_weight_s],
+        "links": [
+            {"from": source, "to": target, "latency_s": cost.latency_s, "occupancy_s": cost.occupancy_s}
+            for (source, target), cost in sorted(costs.links.items())
+        ],
+        "max_in_flight": list(costs.max_in_flight),
+        "released_at_backward_input": costs.released_at_backward_input,
+    }
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
