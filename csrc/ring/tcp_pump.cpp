@@ -60,33 +60,66 @@ void send_frame(const Ring& ring, int socket, const Slot& slot, const FrameHeade
     }
 }
 
-// Reads exactly `nbytes`. False if the peer ended the connection before the first of them and that is `allowed`.
-bool receive_exactly(const Ring& ring, int socket, std::byte* target, std::size_t nbytes, bool may_end, double stall_s) {
-    std::size_t received = 0;
-    double deadline_s = monotonic_s() + stall_s;
-    while (received < nbytes) {
-        const ssize_t count = recv(socket, target + received, nbytes - received, MSG_DONTWAIT);
-        if (count > 0) {
-            received += static_cast<std::size_t>(count);
-            deadline_s = monotonic_s() + stall_s;
-        } else if (count == 0) {
-            if (may_end && received == 0) return false;
-            throw Broken("the peer ended the connection in the middle of a frame");
-        } else if (errno == EAGAIN) {
-            const bool idle = may_end && received == 0;  // between frames a peer may be silent for ever
-            const bool ready = await(socket, POLLIN, idle ? monotonic_s() + kLook_s : deadline_s);
-            if (!ready && ring.closed()) throw Broken("closed while receiving");
+// Reads frames off a connection. What follows a payload is read along with it: the next header then costs nothing.
+class FrameReader {
+public:
+    FrameReader(const Ring& ring, int socket, double stall_s) : ring_(ring), socket_(socket), stall_s_(stall_s) {}
+
+    // False if the peer ended the connection between two frames.
+    bool read_header(FrameHeader& header) {
+        while (ahead_ < sizeof next_) {
+            iovec rest{reinterpret_cast<std::byte*>(&next_) + ahead_, sizeof next_ - ahead_};
+            const std::size_t count = read_some(&rest, 1, ahead_ == 0);
+            if (count == 0 && ahead_ == 0) return false;
+            if (count == 0) throw Broken(kCutOff);
+            ahead_ += count;
+        }
+        header = next_;
+        ahead_ = 0;
+        return true;
+    }
+
+    void read_payload(std::byte* target, std::size_t nbytes) {
+        std::size_t received = 0;
+        while (received < nbytes) {
+            iovec parts[2] = {{target + received, nbytes - received}, {&next_, sizeof next_}};
+            const std::size_t count = read_some(parts, 2, false);
+            if (count == 0) throw Broken(kCutOff);
+            received += count;
+        }
+        ahead_ = received - nbytes;
+    }
+
+private:
+    static constexpr const char* kCutOff = "the peer ended the connection in the middle of a frame";
+
+    // At least one byte, or 0 at the end of the connection. `idle`: between frames a peer may be silent for ever.
+    std::size_t read_some(iovec* parts, std::size_t count, bool idle) {
+        msghdr message{};
+        message.msg_iov = parts;
+        message.msg_iovlen = count;
+        const double deadline_s = monotonic_s() + stall_s_;
+        while (true) {
+            const ssize_t received = recvmsg(socket_, &message, MSG_DONTWAIT);
+            if (received >= 0) return static_cast<std::size_t>(received);
+            if (errno == EINTR) continue;
+            if (errno != EAGAIN) broken("receiving");
+            const bool ready = await(socket_, POLLIN, idle ? monotonic_s() + kLook_s : deadline_s);
+            if (!ready && ring_.closed()) throw Broken("closed while receiving");
             if (!ready && !idle && monotonic_s() >= deadline_s) throw Broken("the rest of a frame did not come");
-        } else if (errno != EINTR) {
-            broken("receiving");
         }
     }
-    return true;
-}
 
-void receive_payload(Ring& ring, int socket, FrameHeader header, const Slot& slot, double stall_s) {
+    const Ring& ring_;
+    const int socket_;
+    const double stall_s_;
+    FrameHeader next_;
+    std::size_t ahead_ = 0;  // bytes of `next_` that are here
+};
+
+void receive_payload(Ring& ring, FrameReader& reader, const FrameHeader& header, const Slot& slot) {
     try {
-        receive_exactly(ring, socket, slot.payload, header.nbytes, false, stall_s);
+        reader.read_payload(slot.payload, header.nbytes);
         *slot.header = header;
     } catch (const Broken&) {
         *slot.header = FrameHeader{};
@@ -125,18 +158,17 @@ std::string send_frames(Ring& ring, int socket, PumpCounters& counters) try {
 
 std::string receive_frames(Ring& ring, int socket, std::uint64_t max_message_nbytes, double stall_s,
                            PumpCounters& counters) try {
-    while (true) {
-        FrameHeader header;
-        if (!receive_exactly(ring, socket, reinterpret_cast<std::byte*>(&header), sizeof header, true, stall_s)) {
-            return kPeerEnded;
-        }
+    FrameReader reader(ring, socket, stall_s);
+    FrameHeader header;
+    while (reader.read_header(header)) {
         check_frame(header, ring.slot_nbytes(), max_message_nbytes);
         Slot slot;
         if (!claim_slot(ring, slot)) return "";
-        receive_payload(ring, socket, header, slot, stall_s);
+        receive_payload(ring, reader, header, slot);
         ++counters.frames;
         counters.nbytes += header.nbytes;
     }
+    return kPeerEnded;
 } catch (const std::runtime_error& cause) {
     return cause.what();
 }

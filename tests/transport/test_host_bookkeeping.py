@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the host path remembers: unacknowledged messages, arrivals, the link's health, and where stages are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from adaptra_megatron.transport import placement
+from adaptra_megatron.transport.arrivals import Arrival, Arrivals
+from adaptra_megatron.transport.frames import check_can_travel
+from adaptra_megatron.transport.host_path import neighbours
+from adaptra_megatron.transport.link_health import LinkHealth
+from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
+from adaptra_megatron.transport.outbox import Outbox
+
+NUMBERS = st.integers(0, 9)
+
+
+def key(micro_batch: int) -> MessageKey:
+    return MessageKey(0, Direction.ACTIVATION, 0, micro_batch)
+
+
+class TwoEnds(RuleBasedStateMachine):
+    """An outbox and its peer's arrivals over a path that breaks at any time: everything is used once, in any order."""
+
+    window = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outbox, self.arrivals = Outbox(self.window, 1 << 30), Arrivals()
+        self.path: list[tuple[int, MessageKey, torch.Tensor]] = []
+        self.seen: set[int] = set()
+        self.sent = self.asked = 0
+        self.used: list[int] = []
+
+    @rule()
+    def post(self) -> None:
+        self.outbox.post(key(self.sent), torch.full((2,), float(self.sent)), 0.0)
+        self.sent += 1
+
+    @rule()
+    def write(self) -> None:
+        message = self.outbox.next_to_write()
+        if message is not None:
+            self.outbox.mark_written(message)
+            self.path.append((message.sequence, message.key, message.tensor))
+
+    @rule()
+    def deliver(self) -> None:
+        if self.path:
+            sequence, name, tensor = self.path.pop(0)
+            if sequence in self.seen:
+                self.arrivals.arrive_again(sequence)
+            else:
+                self.seen.add(sequence)
+                self.arrivals.arrive(name, Arrival(sequence, tensor, 0.0))
+
+    @rule()
+    def ask(self) -> None:
+        if self.asked < self.sent:
+            self.arrivals.post(key(self.asked), 0.0)
+            self.asked += 1
+
+    @rule(number=NUMBERS)
+    def use(self, number: int) -> None:
+        ready = [n for n in range(self.asked) if key(n) in self.arrivals]
+        if ready:
+            chosen = ready[number % len(ready)]
+            arrival, _posted_s = self.arrivals.pop(key(chosen))
+            assert arrival.tensor[0] == chosen
+            self.used.append(chosen)
+
+    @rule()
+    def acknowledge(self) -> None:
+        if self.arrivals.due:
+            self.outbox.acknowledge(self.arrivals.due.popleft())
+
+    @rule()
+    def acknowledgement_lost_with_the_path(self) -> None:
+        if self.arrivals.due:
+            self.arrivals.due.popleft()
+        self.path.clear()
+        self.outbox.rewind()
+
+    @invariant()
+    def nothing_is_used_twice_and_the_window_holds(self) -> None:
+        assert len(set(self.used)) == len(self.used)
+        assert len(self.path) <= self.window
+        assert len(self.arrivals) <= self.window + len([n for n in range(self.asked) if key(n) in self.arrivals])
+
+    def teardown(self) -> None:
+        """A path that holds long enough brings everything."""
+        while self.asked < self.sent:
+            self.ask()
+        self.acknowledgement_lost_with_the_path()
+        for _ in range(6 * self.sent + 6):
+            self.write()
+            self.deliver()
+            self.use(0)
+            self.acknowledge()
+        assert sorted(self.used) == list(range(self.sent))
+        assert not len(self.outbox)
+
+
+TestTwoEnds = TwoEnds.TestCase
+
+
+def test_the_window_counts_bytes_and_lets_one_large_message_through() -> None:
+    outbox = Outbox(10, 100)
+    for number, nbytes in enumerate((500, 60, 60)):
+        outbox.post(key(number), torch.zeros(nbytes, dtype=torch.uint8), 0.0)
+    written = []
+    while (message := outbox.next_to_write()) is not None:
+        outbox.mark_written(message)
+        written.append(message.sequence)
+    assert written == [0]
+    assert outbox.acknowledge(0) is not None
+    assert outbox.acknowledge(0) is None
+    while (message := outbox.next_to_write()) is not None:
+        outbox.mark_written(message)
+        written.append(message.sequence)
+    assert written == [0, 1, 2]
+    oldest = outbox.oldest()
+    assert oldest is not None
+    assert oldest.sequence == 1
+
+
+def test_a_key_that_comes_twice_is_kept_once() -> None:
+    arrivals = Arrivals()
+    arrivals.arrive(key(0), Arrival(0, torch.zeros(1), 1.0))
+    arrivals.arrive(key(0), Arrival(9, torch.ones(1), 2.0))
+    assert list(arrivals.due) == [9], "the double's sender may let go of it, that of the first not yet"
+    arrivals.post(key(0), 3.0)
+    assert list(arrivals.due) == [9, 0]
+    arrival, posted_s = arrivals.pop(key(0))
+    assert (arrival.arrived_s, posted_s) == (1.0, 3.0)
+
+
+def test_health_says_until_when_waiting_makes_sense() -> None:
+    health = LinkHealth(1, 2, grace_s=5.0, now_s=100.0)
+    assert health.broken_from_s() == 105.0
+    health.up()
+    assert health.broken_from_s() == math.inf
+    health.down("it broke", 200.0)
+    health.down("connection refused", 203.0)
+    assert health.broken_from_s() == 205.0, "failed attempts do not prolong the grace period"
+    text = str(health.error("waited for", key(3), 199.0, 206.0, receiving=True))
+    for part in ("stage 1, link 2->1", str(key(3)), "for 7.0 s", "down for 6.0 s: connection refused", "stage 2 first"):
+        assert part in text
+    health.up()
+    health.said_bye = True
+    assert health.broken_from_s() == -math.inf
+    assert "stage 2 has closed its end" in str(health.error("x", key(0), 0.0, 1.0, receiving=False))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.zeros(1, dtype=torch.float8_e4m3fnuz), "data type torch.float8_e4m3fnuz"),
+        (torch.zeros([1] * 9), "more than 8 dimensions"),
+        (torch.zeros(11, dtype=torch.uint8), "11 bytes, more than the limit of 10"),
+        (torch.zeros(1, device="meta"), "on meta: the host path carries tensors in host memory only"),
+    ],
+)
+def test_what_cannot_travel_is_refused_at_once(tensor: torch.Tensor, said: str) -> None:
+    with pytest.raises(TransportError, match=said):
+        check_can_travel(key(0), tensor, 10)
+    check_can_travel(key(0), torch.zeros(10, dtype=torch.bool), 10)
+
+
+def test_transports_are_chosen_by_where_the_stages_are() -> None:
+    here = placement.host_identity()
+    assert here == placement.host_identity()
+    assert placement.choose_transport("auto", here, here, "0<->1") == "shm"
+    assert placement.choose_transport("auto", here, "elsewhere/1", "0<->1") == "tcp"
+    assert placement.choose_transport("tcp", here, here, "0<->1") == "tcp"
+    with pytest.raises(TransportError, match="link 0<->1: shared memory was asked for"):
+        placement.choose_transport("shm", here, "elsewhere/1", "0<->1")
+
+
+def test_listeners_bind_only_the_interface_that_is_needed() -> None:
+    assert placement.listening_host(None, one_host=True) == "127.0.0.1"
+    assert placement.listening_host("10.0.0.7", one_host=True) == "10.0.0.7"
+    with pytest.raises(TransportError, match="MASTER_ADDR is '127.0.0.1'"):
+        placement.listening_host(None, one_host=False, environment={"MASTER_ADDR": "127.0.0.1"})
+    with pytest.raises(TransportError, match="cannot tell which interface"):
+        placement.listening_host(None, one_host=False, environment={"MASTER_ADDR": "no such host."})
+    listener, (host, port) = placement.listen_tcp("127.0.0.1")
+    with listener:
+        assert listener.getsockname() == (host, port)
+    with pytest.raises(TransportError, match=r"cannot listen on 192\.0\.2\.1"):
+        placement.listen_tcp("192.0.2.1")  # an address for documentation: no host's
+
+
+def test_all_ranks_get_the_same_secret() -> None:
+    store = dist.HashStore()
+    secrets = {placement.job_secret(store) for _ in range(3)}
+    assert len(secrets) == 1
+    assert len(secrets.pop()) == 32
+    assert placement.job_secret(dist.HashStore()) != placement.job_secret(store), "another job, another secret"
+
+
+@given(st.integers(2, 9), st.booleans())
+def test_neighbours_are_mutual(stages: int, wrap: bool) -> None:
+    of = {stage: neighbours(stage, stages, wrap=wrap) for stage in range(stages)}
+    for stage, peers in of.items():
+        assert all(stage in of[peer] for peer in peers)
+        assert stage not in peers
+    links = {frozenset((stage, peer)) for stage, peers in of.items() for peer in peers}
+    assert len(links) == (stages if wrap and stages > 2 else stages - 1)
