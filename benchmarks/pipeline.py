@@ -99,7 +99,8 @@ class Row:
     zero_bubble: Times
     adaptra: Times
     bound_s: float
-    simulated_stock_s: float
+    simulated_stock_s: float | None
+    """None with chunks: the simulator knows Megatron's blocking sends, and interleaved stock overlaps them here."""
     simulated_zero_bubble_s: float
     simulated_adaptra_s: float
     peak_in_flight: float
@@ -155,7 +156,7 @@ def summarise(case: Case, reports: dict[str, VariantReport], zero_bubble: Schedu
         zero_bubble=times(reports["zero-bubble"]),
         adaptra=times(adaptra),
         bound_s=lower_bound(case.costs()).seconds,
-        simulated_stock_s=simulate(stock, measured, blocking=True).makespan_s,
+        simulated_stock_s=simulate(stock, measured, blocking=True).makespan_s if case.chunks == 1 else None,
         simulated_zero_bubble_s=simulate(zero_bubble, measured).makespan_s,
         simulated_adaptra_s=simulate(ran, measured).makespan_s,
         peak_in_flight=max(rank["peak_in_flight"] for rank in adaptra.adaptra),
@@ -168,6 +169,10 @@ def times(report: VariantReport) -> Times:
         statistics.median(report.iteration_seconds[-TIMED_ITERATIONS:]),
         statistics.median(report.pipeline_seconds[-TIMED_ITERATIONS:]),
     )
+
+
+def ratio(real: Times, simulated_s: float | None) -> str:
+    return "-" if simulated_s is None else f"{real.pipeline_s / simulated_s:.3f}"
 
 
 def table(rows: list[Row]) -> str:
@@ -187,9 +192,8 @@ def table(rows: list[Row]) -> str:
             f"| {case.stages} x {case.chunks}, {case.micro_batches} | {'/'.join(f'{v:g}' for v in case.compute_ms)} | "
             f"{case.latency_ms:g} | {' | '.join(shown)} | {row.bound_s * 1e3:.0f} | "
             f"{row.stock.iteration_s / row.adaptra.iteration_s:.2f} | {row.adaptra.pipeline_s / row.bound_s:.3f} | "
-            f"{row.stock.pipeline_s / row.simulated_stock_s:.3f}, "
-            f"{row.zero_bubble.pipeline_s / row.simulated_zero_bubble_s:.3f}, "
-            f"{row.adaptra.pipeline_s / row.simulated_adaptra_s:.3f} | "
+            f"{ratio(row.stock, row.simulated_stock_s)}, {ratio(row.zero_bubble, row.simulated_zero_bubble_s)}, "
+            f"{ratio(row.adaptra, row.simulated_adaptra_s)} | "
             f"{row.peak_in_flight:g}, {row.simulated_peak:g}, {case.cap:g} |"
         )
     return "\n".join(lines) + "\n"

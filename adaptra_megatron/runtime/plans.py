@@ -25,6 +25,8 @@ RELEASED_AT_BACKWARD_INPUT = 0.0
 """Megatron's native layers keep inputs and output gradients of their linears until W: about the whole activation."""
 PLANNING_S = 0.2
 """Work on one plan, on one core of the leading rank, beside the training."""
+PLANNING_SHARE = 0.1
+"""And no more than this of an iteration."""
 WORTH_A_SWITCH = 0.02
 """Predicted gain below which a running plan is kept."""
 MATERIAL_CHANGE = 0.1
@@ -193,8 +195,10 @@ class Replanner:
         if self._planned is not None and not changed_materially(self._planned, costs):
             return None
         first, self._planned = self._planned is None, costs
-        candidate = plan(costs, deadline_s=PLANNING_S, split=self._layout.can_split)
         now_s = simulate(current, costs).makespan_s if current.micro_batches == costs.micro_batches else float("inf")
+        # The next iteration but one waits for this plan, so it must be there before one iteration is over.
+        deadline_s = min(PLANNING_S, PLANNING_SHARE * now_s)
+        candidate = plan(costs, deadline_s=deadline_s, split=self._layout.can_split)
         if candidate.makespan_s > (1.0 - WORTH_A_SWITCH) * now_s:
             logger.info(
                 "adaptra: costs changed, plan kept: %.1f ms, best %.1f ms", now_s * 1e3, candidate.makespan_s * 1e3
