@@ -120,9 +120,8 @@ class PlanExchange:
             iteration += 1
 
     def _say_lost(self, error: RuntimeError) -> None:
-        # At the end of a job the store goes away with its process, under everybody's hands.
-        if not self._closed.is_set():
-            logger.warning("rank %d lost the job's store: %s", self._membership.rank, error)
+        # Normal at the end of a job, when the store goes away with its process; otherwise `decision` raises.
+        logger.debug("rank %d lost the job's store: %s", self._membership.rank, error)
 
 
 def _arrived(store: Any, key: str) -> bool:

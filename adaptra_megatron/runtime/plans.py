@@ -200,7 +200,7 @@ class Replanner:
         deadline_s = min(PLANNING_S, PLANNING_SHARE * now_s)
         candidate = plan(costs, deadline_s=deadline_s, split=self._layout.can_split)
         if candidate.makespan_s > (1.0 - WORTH_A_SWITCH) * now_s:
-            logger.info(
+            logger.debug(
                 "adaptra: costs changed, plan kept: %.1f ms, best %.1f ms", now_s * 1e3, candidate.makespan_s * 1e3
             )
             return None

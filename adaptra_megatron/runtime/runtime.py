@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -73,6 +74,8 @@ class AdaptraRuntime:
         self._decorate = decorate
         self._pipelines: dict[tuple[int, ...], _Pipeline] = {}
         self._programs: dict[int, Program] = {}
+        # Threads that wait in native code must not outlive the interpreter, and Megatron's scripts undo nothing.
+        atexit.register(self.close)
 
     def forward_backward(self, arguments: Mapping[str, Any], *, interleaved: bool) -> list[Any]:
         """One call of Megatron's forward_backward function, training or evaluation.
@@ -128,7 +131,8 @@ class AdaptraRuntime:
         return None
 
     def close(self) -> None:
-        """Release transports, groups and trace files."""
+        """Release transports, threads and trace files; happens by itself when the process ends."""
+        atexit.unregister(self.close)
         for pipeline in self._pipelines.values():
             pipeline.transport.close()
             if pipeline.exchange is not None:
