@@ -95,11 +95,11 @@ class Inbox:
     """Puts one sender's messages together, over any number of rings; each message comes out once."""
 
     def __init__(self, *, max_message_nbytes: int, pooled_nbytes: int) -> None: ...
-    def next(self, ring: Ring, deadline_s: float, seen_pokes: int | None = None) -> Event | None:
+    def next(self, ring: Ring, deadline_s: float, seen_pokes: int | None = None, hurry: bool = False) -> Event | None:
         """None at the deadline, or when the ring's pokes are not `seen_pokes` (None: what they are at the call).
 
-        Each event goes to one of the threads that wait. Raises RingClosedError once a closed ring is empty, FrameError
-        for a bad frame.
+        Each event goes to one of the threads that wait, and to one in a `hurry` first. Raises RingClosedError once a
+        closed ring is empty, FrameError for a bad frame.
         """
     @property
     def doubles(self) -> int: ...

@@ -296,10 +296,10 @@ class HostLink:
             self._health.said_bye = self._heard_bye
             self._news.notify_all()
 
-    def _read(self, session: _Session, until_s: float, seen_pokes: int | None = None) -> bool:
+    def _read(self, session: _Session, until_s: float, seen_pokes: int | None = None, hurry: bool = False) -> bool:
         """Handle one event of the inbound ring, or return after a while. False once it is closed and empty."""
         try:
-            event = self._inbox.next(session.inbound, until_s, seen_pokes)
+            event = self._inbox.next(session.inbound, until_s, seen_pokes, hurry)
         except RingClosedError:
             return False
         except (FrameError, RingError) as cause:
@@ -359,7 +359,7 @@ class HostLink:
             seen_pokes = session.inbound.pokes
             self._lock.release()
             try:
-                if not self._read(session, min(until_s, now_s + SIGNALS_S), seen_pokes):
+                if not self._read(session, min(until_s, now_s + SIGNALS_S), seen_pokes, hurry=True):
                     ended = session
             finally:
                 self._lock.acquire()

@@ -2,6 +2,7 @@
 #include "messages.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 namespace adaptra {
@@ -43,8 +44,38 @@ Outcome write_control(Ring& ring, FrameKind kind, std::uint64_t sequence, double
 Inbox::Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes)
     : max_message_nbytes_(max_message_nbytes), pool_(std::make_shared<MemoryPool>(pooled_nbytes)) {}
 
-std::optional<Event> Inbox::next(Ring& ring, std::uint64_t seen_pokes, double deadline_s, Outcome& outcome) {
+class Inbox::Hurry {
+public:
+    Hurry(Inbox& inbox, bool hurry) : inbox_(inbox), hurry_(hurry) {
+        if (hurry_) change(+1);
+    }
+    ~Hurry() {
+        if (hurry_ && change(-1) == 0) inbox_.passed_.notify_all();
+    }
+    Hurry(const Hurry&) = delete;
+    Hurry& operator=(const Hurry&) = delete;
+
+private:
+    int change(int by) {
+        const std::lock_guard<std::mutex> lock(inbox_.passing_);
+        return inbox_.in_hurry_ += by;
+    }
+
+    Inbox& inbox_;
+    const bool hurry_;
+};
+
+void Inbox::let_others_pass(double deadline_s) {
+    std::unique_lock<std::mutex> lock(passing_);
+    const auto left = std::chrono::duration<double>(std::max(0.0, deadline_s - monotonic_s()));
+    passed_.wait_for(lock, left, [&] { return in_hurry_ == 0; });
+}
+
+std::optional<Event> Inbox::next(Ring& ring, std::uint64_t seen_pokes, double deadline_s, bool hurry,
+                                 Outcome& outcome) {
+    const Hurry announced(*this, hurry);
     while (true) {
+        if (!hurry) let_others_pass(deadline_s);
         if (std::optional<Event> event = take(ring)) return event;
         outcome = ring.await_filled(seen_pokes, deadline_s);
         if (outcome != Outcome::kDone || ring.pokes() != seen_pokes) return std::nullopt;

@@ -2,10 +2,13 @@
 // Whole messages in and out of rings: cut into frames on one side, put together, checked and deduplicated on the other.
 #pragma once
 
+#include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <unordered_set>
@@ -39,8 +42,8 @@ public:
 
     // Take frames from `ring` until something is complete. No value at the deadline, after a poke (see Ring), or, if
     // `outcome` says so, because the ring is closed and empty. Throws FrameError for a frame that no sender writes.
-    // Several threads may wait here: each event goes to one of them.
-    std::optional<Event> next(Ring& ring, std::uint64_t seen_pokes, double deadline_s, Outcome& outcome);
+    // Several threads may wait here, each event goes to one of them: to one that is in a `hurry`, if there is one.
+    std::optional<Event> next(Ring& ring, std::uint64_t seen_pokes, double deadline_s, bool hurry, Outcome& outcome);
 
     std::uint64_t doubles() const { return doubles_.load(); }
 
@@ -52,6 +55,9 @@ private:
         std::uint64_t missing = 0;
     };
 
+    // While a thread in a hurry reads, others sleep: each slot would wake all of them.
+    class Hurry;
+    void let_others_pass(double deadline_s);
     // Without waiting.
     std::optional<Event> take(Ring& ring);
     std::optional<Event> accept(const FrameHeader& header, const std::byte* payload);
@@ -63,6 +69,9 @@ private:
     const std::uint64_t max_message_nbytes_;
     const std::shared_ptr<MemoryPool> pool_;
     std::mutex taking_;
+    std::mutex passing_;
+    std::condition_variable passed_;
+    int in_hurry_ = 0;
     std::map<std::uint64_t, Partial> partials_;
     // Every sequence number below `all_below_`, and those in the set, are complete.
     std::uint64_t all_below_ = 0;

@@ -68,12 +68,13 @@ void write_one(Ring& ring, FrameKind kind, std::uint64_t sequence, double deadli
     raise_unless_done(outcome);
 }
 
-std::optional<Event> next(Inbox& inbox, Ring& ring, double deadline_s, std::optional<std::uint64_t> seen_pokes) {
+std::optional<Event> next(Inbox& inbox, Ring& ring, double deadline_s, std::optional<std::uint64_t> seen_pokes,
+                          bool hurry) {
     Outcome outcome = Outcome::kDone;
     std::optional<Event> event;
     {
         py::gil_scoped_release release;
-        event = inbox.next(ring, seen_pokes.value_or(ring.pokes()), deadline_s, outcome);
+        event = inbox.next(ring, seen_pokes.value_or(ring.pokes()), deadline_s, hurry, outcome);
     }
     if (outcome == Outcome::kClosed) raise_unless_done(outcome);
     return event;
@@ -150,7 +151,8 @@ void define_inbox(py::module_& module) {
     py::class_<Inbox>(module, "Inbox")
         .def(py::init<std::uint64_t, std::uint64_t>(), py::kw_only(), py::arg("max_message_nbytes"),
              py::arg("pooled_nbytes"))
-        .def("next", &next, py::arg("ring"), py::arg("deadline_s"), py::arg("seen_pokes") = py::none())
+        .def("next", &next, py::arg("ring"), py::arg("deadline_s"), py::arg("seen_pokes") = py::none(),
+             py::arg("hurry") = false)
         .def_property_readonly("doubles", &Inbox::doubles);
 }
 

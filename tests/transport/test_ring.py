@@ -283,3 +283,30 @@ def test_a_killed_producer_hangs_nobody() -> None:
     while box.next(ring, time.monotonic() + 0.2) is not None:
         received += 1
     assert received < 1_000_000
+
+
+def test_whoever_is_in_a_hurry_is_served_first_and_a_poke_lets_everybody_go() -> None:
+    ring, box = Ring.create(8, SLOT), inbox()
+    served: list[str] = []
+
+    def wait(name: str, hurry: bool) -> None:
+        seen = ring.pokes
+        while box.next(ring, soon(), seen, hurry) is not None:
+            served.append(name)
+
+    waiting = [
+        threading.Thread(target=wait, args=("patient", False)),
+        threading.Thread(target=wait, args=("hurry", True)),
+    ]
+    for thread in waiting:
+        thread.start()
+        time.sleep(0.1)
+    for number in range(20):
+        write(ring, number, numpy.zeros(3 * SLOT, numpy.uint8))
+        time.sleep(0.005)
+    ring.poke()
+    for thread in waiting:
+        thread.join(5.0)
+        assert not thread.is_alive()
+    assert len(served) == 20
+    assert served.count("hurry") > 10
