@@ -10,6 +10,8 @@ DATA_TYPES: dict[str, int]
 PEER_ENDED: str
 """What `receive_frames` returns when the peer has ended the connection between two frames."""
 
+FRAME_HEADER_NBYTES: int
+
 class RingError(RuntimeError):
     """Memory that is no ring of this version, or one that the other process has spoilt."""
 
@@ -60,6 +62,24 @@ class Ring:
         """Copy a message in. Raises RingClosedError, TimeoutError, or FrameError before anything is written."""
     def write_ack(self, sequence: int, deadline_s: float) -> None: ...
     def write_bye(self, deadline_s: float) -> None: ...
+    @property
+    def slots_address(self) -> int:
+        """Of the memory of all headers and payloads, for hardware that reads and writes it."""
+    @property
+    def slots_nbytes(self) -> int: ...
+    def slot_offsets(self, index: int) -> tuple[int, int]:
+        """Where header and payload of this slot (counted from 0 for ever) are in that memory."""
+    def take_frame(self, deadline_s: float) -> tuple[int, int] | None:
+        """Index and payload size of the next frame to send. None at the deadline, or when closed and empty.
+
+        Raises FrameError for a frame that no sender writes.
+        """
+    def release_frame(self, index: int) -> None:
+        """The frame has left, and its slot may be used again."""
+    def claim_slot(self, deadline_s: float) -> int | None:
+        """Index of the next slot to fill. None at the deadline, or when closed."""
+    def commit_slot(self, index: int) -> int:
+        """The slot holds a frame now. Returns the payload size that it claims to have."""
 
 class Event:
     class Kind(enum.Enum):

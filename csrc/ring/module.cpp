@@ -7,6 +7,7 @@
 
 #include "messages.hpp"
 #include "ring.hpp"
+#include "slot_access.hpp"
 #include "tcp_pump.hpp"
 
 namespace py = pybind11;
@@ -105,8 +106,9 @@ void define_ring(py::module_& module) {
     py::class_<FrameHeader>(module, "Description")
         .def(py::init(&make_description), py::kw_only(), py::arg("sequence"), py::arg("iteration"),
              py::arg("direction"), py::arg("chunk"), py::arg("micro_batch"), py::arg("dtype"), py::arg("shape"));
-    py::class_<Ring, std::shared_ptr<Ring>>(module, "Ring")
-        .def_static("create", &Ring::create, py::arg("slots"), py::arg("slot_nbytes"))
+    py::class_<Ring, std::shared_ptr<Ring>> ring(module, "Ring");
+    define_slot_access(ring);
+    ring.def_static("create", &Ring::create, py::arg("slots"), py::arg("slot_nbytes"))
         .def_static("attach", &Ring::attach, py::arg("fd"))
         .def_property_readonly("fd", &Ring::fd)
         .def_property_readonly("slots", &Ring::slots)
@@ -179,6 +181,7 @@ PYBIND11_MODULE(_ring, module) {
     define_pumps(module);
     module.def("die_with_parent", &die_with_parent, py::arg("parent"));
     module.attr("PEER_ENDED") = kPeerEnded;
+    module.attr("FRAME_HEADER_NBYTES") = sizeof(FrameHeader);
     py::dict types;
     for (std::size_t code = 0; code < kDataTypes.size(); ++code) types[kDataTypes[code].name] = code;
     module.attr("DATA_TYPES") = types;

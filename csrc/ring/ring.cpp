@@ -146,9 +146,13 @@ std::shared_ptr<Ring> Ring::attach(int fd) {
     return std::shared_ptr<Ring>(new Ring(own.hand_over(), memory, nbytes, slots, slot_nbytes));
 }
 
+std::byte* Ring::slots_memory() const { return memory_ + kPage; }
+
+std::size_t Ring::slots_memory_nbytes() const { return mapped_nbytes_ - kPage; }
+
 Slot Ring::slot(std::uint64_t index) const {
     const std::uint64_t position = index & (slots_ - 1);
-    std::byte* headers = memory_ + kPage;
+    std::byte* headers = slots_memory();
     return {index, reinterpret_cast<FrameHeader*>(headers) + position,
             headers + headers_nbytes(slots_) + position * slot_nbytes_};
 }

@@ -41,6 +41,10 @@ public:
     int fd() const { return fd_; }
     std::uint32_t slots() const { return slots_; }
     std::uint64_t slot_nbytes() const { return slot_nbytes_; }
+    // All headers and payloads, without the page of counts before them: what an RNIC may be shown.
+    std::byte* slots_memory() const;
+    std::size_t slots_memory_nbytes() const;
+    Slot slot(std::uint64_t index) const;
 
     // Producer: get a slot to fill, then publish it.
     Outcome claim(Slot& slot, double deadline_s);
@@ -74,7 +78,6 @@ private:
     };
 
     Ring(int fd, std::byte* memory, std::size_t mapped_nbytes, std::uint32_t slots, std::uint64_t slot_nbytes);
-    Slot slot(std::uint64_t index) const;
     bool filled() const;
 
     const int fd_;
