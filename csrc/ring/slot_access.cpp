@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "slot_access.hpp"
 
+#include <pybind11/stl.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <optional>
