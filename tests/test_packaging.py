@@ -102,7 +102,7 @@ def test_the_wheel_carries_patches_and_the_extension(source: Path, distributions
     assert all(name.startswith(("adaptra_megatron/", "adaptra_megatron-")) for name in names)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     required = {line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist")}
-    assert {"torch>=2.6", "megatron-core<0.17,>=0.16.1"} <= required
+    assert {"torch>=2.8", "megatron-core<0.17,>=0.16.1"} <= required
 
 
 def test_an_installed_wheel_works(distributions: tuple[Path, Path], tmp_path: Path) -> None:

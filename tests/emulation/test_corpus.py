@@ -7,28 +7,26 @@ import numpy
 import pytest
 
 from adaptra_megatron.emulation.corpus import END_OF_DOCUMENT, ByteTokenizer, standard_library_sources, write_corpus
-from adaptra_megatron.emulation.megatron_on_cpu import cpu_megatron
 
 
 def test_megatron_reads_back_what_was_written(tmp_path: Path) -> None:
     sources = standard_library_sources(200_000)
     assert 100_000 < sum(path.stat().st_size for path in sources) <= 200_000
     assert sources == standard_library_sources(200_000)
-    with cpu_megatron():
-        from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-        tokens = write_corpus(tmp_path / "corpus", sources=sources)
-        dataset = IndexedDataset(str(tmp_path / "corpus"))
-        assert len(dataset) == len(sources)
-        assert sum(len(document) for document in dataset) == tokens
-        for document, path in zip(dataset, sources, strict=True):
-            assert document.dtype == numpy.uint16
-            assert document[-1] == END_OF_DOCUMENT
-            assert bytes(document[:-1].astype(numpy.uint8)) == path.read_bytes()
+    tokens = write_corpus(tmp_path / "corpus", sources=sources)
+    dataset = IndexedDataset(str(tmp_path / "corpus"))
+    assert len(dataset) == len(sources)
+    assert sum(len(document) for document in dataset) == tokens
+    for document, path in zip(dataset, sources, strict=True):
+        assert document.dtype == numpy.uint16
+        assert document[-1] == END_OF_DOCUMENT
+        assert bytes(document[:-1].astype(numpy.uint8)) == path.read_bytes()
 
 
 def test_no_text_is_refused(tmp_path: Path) -> None:
-    with cpu_megatron(), pytest.raises(ValueError, match="no text"):
+    with pytest.raises(ValueError, match="no text"):
         write_corpus(tmp_path / "corpus", sources=[])
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from support.fresh_process import in_fresh_process
 
 from adaptra_megatron.emulation.cuda_names import torch_names
 from adaptra_megatron.emulation.fork_server import rank_environment
@@ -29,6 +30,7 @@ def run_python(program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@in_fresh_process
 def test_undo_puts_every_name_back() -> None:
     environment, threads = dict(os.environ), torch.get_num_threads()
     with cpu_megatron():  # a first time, so that modules imported on the way are there before
@@ -58,6 +60,7 @@ def test_every_replacement_has_a_reason_and_an_owner_under_test() -> None:
         assert any(replacement.owner is owner for owner in OWNERS), str(replacement)
 
 
+@in_fresh_process
 def test_installing_twice_is_refused_but_install_returns_the_one_in_force() -> None:
     with cpu_megatron() as installation:
         with pytest.raises(MegatronOnCpuError, match="undo the first"):

@@ -108,10 +108,8 @@ def compare_final_state(straight: Path, resumed: Path) -> None:
 
 def test_corpus_is_learnt_from(start_ranks: Callable[..., list[RankResult]], tmp_path: Path) -> None:
     from adaptra_megatron.emulation.corpus import write_corpus
-    from adaptra_megatron.emulation.megatron_on_cpu import cpu_megatron
 
-    with cpu_megatron():
-        write_corpus(tmp_path / "corpus", limit_nbytes=500_000)
+    write_corpus(tmp_path / "corpus", limit_nbytes=500_000)
     options = COMMON.replace("--mock-data", f"--data-path {tmp_path}/corpus")
     argv = (TRAIN_GPT, *words("--emulate-cpu", options, TWO, "--train-iters 8 --lr 3e-3"))
     output = start_ranks(2, argv, timeout_s=90)[1].output
