@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One session over verbs: several rails, chunks striped over those that work, each arriving once.
+
+Decides and accounts; whoever owns it moves bytes to the peer, rings doorbells and watches the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from adaptra_megatron.transport.verbs_messages import Grant, Hello, RailMessage, VerbsMessage
+from adaptra_megatron.transport.verbs_rail import Completion, Did, QueuePair, QueuePairError, Rail, RailTiming, State
+from adaptra_megatron.transport.verbs_striping import Received, Stripes
+
+
+class Outside(Protocol):
+    """What a session does to the world."""
+
+    def say(self, message: VerbsMessage) -> None:
+        """To the peer, in order."""
+
+    def release(self, chunk: int) -> None:
+        """The peer has it: its slot of the outbound ring may be used again."""
+
+    def commit(self, chunk: int) -> int:
+        """It is in its slot of the inbound ring. Returns its size."""
+
+
+class VerbsSession:
+    """Times are given, in seconds of the monotonic clock. ValueErrors name what the peer cannot have said."""
+
+    def __init__(
+        self,
+        queue_pairs: Sequence[QueuePair],
+        *,
+        initiates: bool,
+        slots: int,
+        outside: Outside,
+        now_s: float,
+        timing: RailTiming | None = None,
+    ) -> None:
+        """`initiates`: whether this side raises rails, and the other answers; `slots` of each ring."""
+        self.sent_nbytes = self.received_nbytes = 0
+        self.rail_chunks = [0] * len(queue_pairs)
+        """Chunks that each rail has delivered to the peer, as far as this end saw it."""
+        self._outside = outside
+        self._stripes = Stripes(len(queue_pairs))
+        self._received = Received(slots)
+        self._claimed = self._granted = 0
+        self._now_s = self._up_s = now_s
+        timing = timing or RailTiming()
+        self._rails = [Rail(index, pair, initiates, self, timing) for index, pair in enumerate(queue_pairs)]
+
+    @property
+    def pending(self) -> int:
+        """Chunks that the peer does not have yet, as far as is known."""
+        return self._stripes.pending
+
+    @property
+    def rail_states(self) -> list[State]:
+        return [rail.state for rail in self._rails]
+
+    def outage(self) -> tuple[float, str]:
+        """For how many seconds no rail has been up, and why."""
+        causes = "; ".join(f"{rail.queue_pair.device}: {rail.cause}" for rail in self._rails)
+        return self._now_s - self._up_s, causes
+
+    def taken(self, chunk: int, nbytes: int) -> None:
+        """A frame with `nbytes` of payload is to leave."""
+        self._stripes.add(chunk, nbytes)
+
+    def claimed(self, chunk: int) -> None:
+        """There is a slot for this chunk of the peer, and for all before it."""
+        self._claimed = chunk + 1
+
+    def hear(self, message: VerbsMessage, now_s: float) -> None:
+        """A message of the peer."""
+        self._now_s = now_s
+        if isinstance(message, Grant):
+            self._stripes.grant(message.chunks)
+        elif isinstance(message, Hello):
+            raise ValueError("the peer began twice")
+        elif message.rail < len(self._rails):
+            self._rails[message.rail].hear(message, now_s)
+        else:
+            raise ValueError(f"there is no rail {message.rail}, only {len(self._rails)}")
+
+    def advance(self, now_s: float) -> None:
+        """Do all that can be done now. To be called after anything has happened, and at `next_s`."""
+        self._now_s = now_s
+        for index, rail in enumerate(self._rails):
+            self.collect(index)
+            if rail.state in (State.RAISING, State.UP):
+                self._look_for_events(rail)
+            rail.tick(self._stripes.in_flight(index), now_s)
+        self._send()
+        if self._granted != self._claimed:
+            self._granted = self._claimed
+            self._outside.say(Grant(chunks=self._granted))
+        if any(rail.state is State.UP for rail in self._rails):
+            self._up_s = now_s
+
+    def next_s(self) -> float | None:
+        """When to `advance` though nothing happens."""
+        due = [rail.due_s(self._stripes.in_flight(index)) for index, rail in enumerate(self._rails)]
+        return min((due_s for due_s in due if due_s is not None), default=None)
+
+    # What rails need, see verbs_rail.Settlement.
+
+    def say(self, message: RailMessage) -> None:
+        self._outside.say(message)
+
+    def received(self) -> tuple[int, list[int]]:
+        return self._received.below, self._received.beyond
+
+    def collect(self, rail: int) -> None:
+        try:
+            for completion in self._rails[rail].queue_pair.completions():
+                self._account(rail, completion)
+        except QueuePairError as cause:
+            self._rails[rail].give_up(str(cause), self._now_s)
+
+    def usable(self, rail: int, usable: bool) -> None:
+        (self._stripes.use if usable else self._stripes.avoid)(rail)
+
+    def settle(self, rail: int, below: int, beyond: list[int]) -> None:
+        for chunk, nbytes in self._stripes.settle(rail, below, beyond):
+            self._delivered(rail, chunk, nbytes)
+
+    def _account(self, index: int, completion: Completion) -> None:
+        rail = self._rails[index]
+        if completion.failure is not None:
+            rail.give_up(f"{completion.did.name.lower()}: {completion.failure}", self._now_s)
+        elif completion.did is Did.PROBE:
+            rail.probed(self._now_s)
+        elif completion.did is Did.WRITE:
+            rail.worked()
+            rail.moved(self._now_s)
+            self._delivered(index, completion.number, self._stripes.delivered(index, completion.number))
+        else:
+            chunk = self._received.number(completion.number)
+            if chunk >= self._claimed:
+                raise ValueError(f"chunk {chunk} came, but slots only for {self._claimed} were granted")
+            if self._received.note(chunk):
+                self.received_nbytes += self._outside.commit(chunk)
+
+    def _delivered(self, rail: int, chunk: int, nbytes: int) -> None:
+        self.rail_chunks[rail] += 1
+        self.sent_nbytes += nbytes
+        self._outside.release(chunk)
+
+    def _look_for_events(self, rail: Rail) -> None:
+        try:
+            event = rail.queue_pair.event()
+        except QueuePairError as cause:
+            event = str(cause)
+        if event is not None:
+            rail.give_up(event, self._now_s)
+
+    def _send(self) -> None:
+        while (assignment := self._stripes.next()) is not None:
+            rail = self._rails[assignment.rail]
+            if self._stripes.in_flight(assignment.rail) == 1:
+                rail.moved(self._now_s)
+            try:
+                rail.queue_pair.write(assignment.chunk, assignment.nbytes)
+            except QueuePairError as cause:
+                rail.give_up(str(cause), self._now_s)  # and settled with the peer, as it may be half posted

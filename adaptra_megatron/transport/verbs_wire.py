@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other hosts over RDMA: RNICs write from the outbound ring here into the inbound ring of the peer's delegate.
+
+The proven connection carries what the two ends have to agree on. Everything happens in the event loop, but for two
+threads that wait for the rings; nothing spins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from adaptra_megatron.transport._ring import FrameError, Ring, RingError
+from adaptra_megatron.transport.verbs_device import VerbsUnavailableError, find_ports, load_verbs
+from adaptra_megatron.transport.verbs_messages import Decoder, Hello, VerbsMessage, encode
+from adaptra_megatron.transport.verbs_queue_pair import VerbsQueuePair
+from adaptra_megatron.transport.verbs_rail import RailTiming, State
+from adaptra_megatron.transport.verbs_session import VerbsSession
+from adaptra_megatron.transport.wire import Traffic
+
+logger = logging.getLogger("adaptra_megatron.transport.verbs")
+
+LANES = 1
+_LOOK_S = 60.0
+"""How long a thread that waits for a ring sleeps when nobody wakes it."""
+_RECEIVED_AT_ONCE = 1 << 16
+_DEAD_PEER_MS = 15_000
+
+
+class VerbsWire:
+    """Wire over RNICs of this host and their counterparts: the n-th port here belongs to the n-th port there."""
+
+    def __init__(
+        self,
+        outbound: Ring,
+        inbound: Ring,
+        *,
+        connects: bool,
+        devices: list[str],
+        timeout_s: float,
+        timing: RailTiming | None = None,
+    ) -> None:
+        """`devices`: RDMA devices to use, none for all with a link; `timeout_s`: longest time without any rail."""
+        self.inbound: Ring | None = None
+        self._outbound, self._received = outbound, inbound
+        self._connects, self._devices, self._timeout_s, self._timing = connects, devices, timeout_s, timing
+        self._connection: socket.socket | None = None
+        self._queue_pairs: list[VerbsQueuePair] = []
+        self._session: VerbsSession | None = None
+        self._ended: Callable[[str], None] = lambda cause: None
+        self._over = False
+        self._decoder, self._unsent = Decoder(), bytearray()
+        self._threads: list[asyncio.Future[None]] = []
+        self._step_due = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def session(self) -> VerbsSession | None:
+        """Once it has begun."""
+        return self._session
+
+    async def begin(self, connections: Sequence[socket.socket], ended: Callable[[str], None]) -> None:
+        (self._connection,), self._ended = connections, ended
+        _tune(self._connection)
+        try:
+            ports, verbs = find_ports(self._devices), load_verbs()
+        except VerbsUnavailableError as cause:
+            raise OSError(str(cause)) from cause
+        theirs, early = await self._exchange(Hello(rails=len(ports), **_geometry(self._outbound)))
+        for port in ports[: theirs.rails]:
+            self._queue_pairs.append(VerbsQueuePair(verbs, port, self._outbound, self._received))
+        self._session = VerbsSession(
+            self._queue_pairs,
+            initiates=self._connects,
+            slots=self._received.slots,
+            outside=self,
+            now_s=time.monotonic(),
+            timing=self._timing,
+        )
+        self._heard(early)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._connection, self._hear)
+        for pair in self._queue_pairs:
+            loop.add_reader(pair.completion_fd, self._step_soon)
+            loop.add_reader(pair.event_fd, self._step_soon)
+        self._threads = [self._thread("verbs-take", self._take), self._thread("verbs-claim", self._claim)]
+        self._step_soon()
+        await self._until(lambda: self._over or State.UP in self._states(), self._timeout_s)
+        if State.UP not in self._states():
+            raise OSError(f"no RNIC reaches the peer within {self._timeout_s:g} s: {self._session.outage()[1]}")
+
+    async def stop(self) -> None:
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._outbound.close()
+        self._received.close()
+        if self._threads:
+            await asyncio.wait(self._threads)
+        loop = asyncio.get_running_loop()
+        for pair in self._queue_pairs:
+            loop.remove_reader(pair.completion_fd)
+            loop.remove_reader(pair.event_fd)
+            pair.close()
+        if self._connection is not None:
+            loop.remove_reader(self._connection)
+            loop.remove_writer(self._connection)
+            self._connection.close()
+
+    async def drain(self, timeout_s: float) -> None:
+        if self._session is not None:
+            session, (taker, _claimer) = self._session, self._threads
+            await self._until(lambda: self._over or (taker.done() and not session.pending), timeout_s)
+
+    def traffic(self) -> Traffic:
+        session = self._session
+        return Traffic(0, 0) if session is None else Traffic(session.sent_nbytes, session.received_nbytes)
+
+    # What the session does, see verbs_session.Outside.
+
+    def say(self, message: VerbsMessage) -> None:
+        self._unsent += encode(message)
+        self._flush()
+
+    def release(self, chunk: int) -> None:
+        self._outbound.release_frame(chunk)
+
+    def commit(self, chunk: int) -> int:
+        return self._received.commit_slot(chunk)
+
+    async def _exchange(self, ours: Hello) -> tuple[Hello, list[VerbsMessage]]:
+        """The peer's, and what it said after it. Raises OSError unless the peer's rings look like ours."""
+        assert self._connection is not None
+        self.say(ours)
+        arrived: list[VerbsMessage] = []
+        loop = asyncio.get_running_loop()
+        deadline_s = time.monotonic() + self._timeout_s
+        try:
+            while not arrived:
+                receiving = loop.sock_recv(self._connection, _RECEIVED_AT_ONCE)
+                data = await asyncio.wait_for(receiving, deadline_s - time.monotonic())
+                if not data:
+                    raise OSError("the peer's delegate went away; it says why")
+                arrived = self._decoder.feed(data)
+        except asyncio.TimeoutError:
+            raise OSError(f"the peer's delegate said nothing for {self._timeout_s:g} s") from None
+        except ValueError as cause:
+            raise OSError(f"the peer's delegate said what cannot be: {cause}") from cause
+        theirs, *early = arrived
+        if (
+            not isinstance(theirs, Hello)
+            or early
+            or (theirs.slots, theirs.slot_nbytes) != (ours.slots, ours.slot_nbytes)
+        ):
+            raise OSError(f"the peer began with {theirs}, which does not fit {ours}: all stages need the same settings")
+        return theirs, early
+
+    def _hear(self) -> None:
+        assert self._connection is not None
+        try:
+            data = self._connection.recv(_RECEIVED_AT_ONCE)
+        except BlockingIOError:
+            return
+        except OSError as cause:
+            self._end(f"the connection to the peer's delegate broke: {cause}")
+            return
+        if not data:
+            self._guarded(lambda session: session.advance(time.monotonic()))  # what arrived before it went
+            self._end("the peer's delegate went away")
+            return
+        try:
+            self._heard(self._decoder.feed(data))
+        except ValueError as cause:
+            self._end(f"the peer's delegate said what cannot be: {cause}")
+
+    def _heard(self, messages: list[VerbsMessage]) -> None:
+        for message in messages:
+            self._guarded(lambda session: session.hear(message, time.monotonic()))  # noqa: B023 (called at once)
+        self._step_soon()
+
+    def _flush(self) -> None:
+        assert self._connection is not None
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # not now; or never, which is seen where the connection is read
+            while self._unsent:
+                del self._unsent[: self._connection.send(self._unsent)]
+        if self._unsent and not self._over:
+            loop.add_writer(self._connection, self._flush)
+        else:
+            loop.remove_writer(self._connection)
+
+    def _step_soon(self) -> None:
+        if not self._step_due and not self._over:
+            self._step_due = True
+            asyncio.get_running_loop().call_soon(self._step)
+
+    def _step(self) -> None:
+        self._step_due = False
+        if self._over or self._session is None:
+            return
+        self._guarded(lambda session: session.advance(time.monotonic()))
+        self._changed.set()
+        outage_s, causes = self._session.outage()
+        if outage_s > self._timeout_s:  # the training process then begins another session
+            self._end(f"no RNIC has reached the peer for {outage_s:.1f} s: {causes}")
+        if self._timer is not None:
+            self._timer.cancel()
+        due_s = self._session.next_s()
+        if State.UP not in self._states():
+            due_s = min(due_s or math.inf, time.monotonic() + 1.0)
+        if due_s is not None and not self._over:
+            self._timer = asyncio.get_running_loop().call_later(due_s - time.monotonic(), self._step_soon)
+
+    def _guarded(self, act: Callable[[VerbsSession], None]) -> None:
+        if self._session is None or self._over:
+            return
+        try:
+            act(self._session)
+        except (ValueError, RingError) as cause:
+            self._end(f"the session cannot go on: {cause}")
+
+    def _end(self, cause: str) -> None:
+        if not self._over:
+            self._over = True
+            self._changed.set()
+            if self._connection is not None:
+                asyncio.get_running_loop().remove_reader(self._connection)  # its end stays readable
+            self._ended(cause)
+
+    def _states(self) -> list[State]:
+        return [] if self._session is None else self._session.rail_states
+
+    async def _until(self, done: Callable[[], bool], timeout_s: float) -> None:
+        """At most `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while not done() and (left_s := deadline_s - time.monotonic()) > 0:
+            self._changed.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left_s)
+
+    def _take(self, hand_over: Callable[[Callable[[], None]], None]) -> None:
+        """Until the outbound ring is closed and empty. Slots bound how much is handed over."""
+        session, ring = self._session, self._outbound
+        assert session is not None
+        while True:
+            closed = ring.closed
+            frame = ring.take_frame(time.monotonic() + _LOOK_S)
+            if frame is not None:
+                hand_over(functools.partial(session.taken, *frame))
+            elif closed:
+                return
+
+    def _claim(self, hand_over: Callable[[Callable[[], None]], None]) -> None:
+        """Until the inbound ring is closed."""
+        session, ring = self._session, self._received
+        assert session is not None
+        while not ring.closed:
+            chunk = ring.claim_slot(time.monotonic() + _LOOK_S)
+            if chunk is not None:
+                hand_over(functools.partial(session.claimed, chunk))
+
+    def _thread(self, name: str, run: Callable[[Callable[[Callable[[], None]], None]], None]) -> asyncio.Future[None]:
+        """A thread that hands work over to the event loop; the future is done when it has ended."""
+        loop = asyncio.get_running_loop()
+        over: asyncio.Future[None] = loop.create_future()
+
+        def accept(work: Callable[[], None]) -> None:
+            work()
+            self._step_soon()
+
+        def hand_over(work: Callable[[], None]) -> None:
+            loop.call_soon_threadsafe(accept, work)
+
+        def end(cause: str | None) -> None:
+            over.set_result(None)
+            self._changed.set()
+            if cause is not None:
+                self._end(cause)
+
+        def body() -> None:
+            cause = None
+            try:
+                run(hand_over)
+            except (RingError, FrameError) as error:
+                cause = f"this host's training process spoilt its ring: {error}"
+            loop.call_soon_threadsafe(end, cause)
+
+        threading.Thread(target=body, name=name, daemon=True).start()
+        return over
+
+
+def _geometry(ring: Ring) -> dict[str, int]:
+    return {"slots": ring.slots, "slot_nbytes": ring.slot_nbytes}
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_PEER_MS)
