@@ -32,10 +32,12 @@ class Start:
     """Hexadecimal, as the secret."""
     secret: str
     listeners: list[str]
-    """What the descriptors are: "shm" (unix socket), "tcp"."""
+    """What the descriptors are: "shm" (unix socket), "tcp" (for verbs too)."""
     handshake_s: float
     stall_s: float
     max_message_nbytes: int
+    rnics: list[str] = field(default_factory=list)
+    """verbs: RDMA devices to use; none for all with a link."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +54,9 @@ class Open:
     connects: bool
     """Whether this side connects (to `address`) or waits for the peer to."""
     address: list[Any]
-    """shm: name of the abstract unix socket. tcp: host and port."""
+    """shm: name of the abstract unix socket. tcp, verbs: host and port."""
     source: str
-    """tcp: address to connect from; "" for any."""
+    """tcp, verbs: address to connect from; "" for any."""
     lanes: int
 
 

@@ -14,6 +14,7 @@ from adaptra_megatron.transport.control import Down, Message, Open, Start, Up
 from adaptra_megatron.transport.handshake import HandshakeError, Purpose, Refusal
 from adaptra_megatron.transport.shm_wire import ShmWire
 from adaptra_megatron.transport.tcp_wire import TcpWire
+from adaptra_megatron.transport.verbs_wire import VerbsWire
 from adaptra_megatron.transport.wire import Traffic, Wire
 
 MOST_LANES = 64
@@ -85,6 +86,9 @@ class LinkSession:
         if request.transport == "shm":
             return ShmWire(rings[0], self._start.handshake_s)
         outbound, inbound = rings
+        if request.transport == "verbs":
+            devices, timeout_s = self._start.rnics, self._start.handshake_s
+            return VerbsWire(outbound, inbound, connects=request.connects, devices=devices, timeout_s=timeout_s)
         limit, stall_s = self._start.max_message_nbytes, self._start.stall_s
         return TcpWire(outbound, inbound, max_message_nbytes=limit, stall_s=stall_s)
 

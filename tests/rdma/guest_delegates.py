@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two stages exchange messages through two delegate processes over verbs, and one of the delegates is killed.
+
+Runs in the guest of scripts/softroce_vm.py. The stages here are what host_link.HostLink is, without torch: what has not
+arrived is sent again in the next session, and the receiver's inbox drops what comes twice.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy
+import pytest
+from rails import SLOT_NBYTES, SLOTS, random_bytes, wait_until, write_message
+
+from adaptra_megatron.transport._ring import Event, Inbox, Ring, RingClosedError
+from adaptra_megatron.transport.control import Open, Start
+from adaptra_megatron.transport.supervisor import Link, Supervisor
+
+LIMIT_S = 90.0
+PIPELINE, SECRET = secrets.token_hex(16), secrets.token_hex(32)
+MESSAGES = 8
+
+
+class Stage:
+    """One training process, as far as its links go; supervisor.LinkEnd."""
+
+    finished = False
+
+    def __init__(self, number: int, contents: list[numpy.ndarray]) -> None:
+        self.contents = contents
+        self.received: dict[int, bytes] = {}
+        self.times_received: Counter[int] = Counter()
+        self.rings: tuple[Ring, Ring] | None = None
+        self.sessions = 0
+        self.causes: list[str] = []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.number = number
+        self.supervisor: Supervisor | None = None
+        self._inbox = Inbox(max_message_nbytes=1 << 30, pooled_nbytes=1 << 26)
+
+    def start(self, peer: Stage) -> None:
+        start = Start(
+            stage=self.number,
+            pipeline=PIPELINE,
+            secret=SECRET,
+            listeners=["tcp"],
+            handshake_s=20.0,
+            stall_s=30.0,
+            max_message_nbytes=1 << 30,
+            rnics=[f"rx{rail}{self.number}" for rail in "ab"],
+        )
+        request = Open(
+            peer=peer.number,
+            session=0,
+            transport="verbs",
+            connects=self.number < peer.number,
+            address=list(peer.listener.getsockname()),
+            source="",
+            lanes=1,
+        )
+        self.supervisor = Supervisor(start, [self.listener], [Link(self, request, SLOTS, SLOT_NBYTES)])
+        for work in (self._send, self._receive):
+            threading.Thread(target=work, args=(peer,), daemon=True).start()
+
+    def connected(self, outbound: Ring, inbound: Ring) -> None:
+        self.rings = outbound, inbound
+        self.sessions += 1
+
+    def disconnected(self, cause: str) -> None:
+        self.rings = None
+        self.causes.append(cause)
+
+    def _send(self, peer: Stage) -> None:
+        """In each session, all that has not arrived."""
+        used = None
+        while len(peer.received) < len(self.contents):
+            rings = self.rings
+            if rings is None or rings is used:
+                time.sleep(0.01)
+                continue
+            used = rings
+            try:
+                for number, content in enumerate(self.contents):
+                    if number not in peer.received:
+                        write_message(rings[0], number, content)
+            except RingClosedError:
+                continue
+
+    def _receive(self, peer: Stage) -> None:
+        while len(self.received) < len(peer.contents):
+            rings = self.rings
+            if rings is None:
+                time.sleep(0.01)
+                continue
+            try:
+                event = self._inbox.next(rings[1], time.monotonic() + 0.2)
+            except RingClosedError:
+                time.sleep(0.01)
+                continue
+            if event is not None and event.kind == Event.Kind.MESSAGE:
+                self.times_received[event.sequence] += 1
+                self.received[event.sequence] = bytes(event.payload)
+
+
+@pytest.fixture
+def start_stages() -> Iterator[Callable[[], tuple[Stage, Stage]]]:
+    stages: list[Stage] = []
+
+    def start() -> tuple[Stage, Stage]:
+        for number in (0, 1):
+            contents = [
+                random_bytes(3 * SLOT_NBYTES + 1001 * message, 100 * number + message) for message in range(MESSAGES)
+            ]
+            stages.append(Stage(number, contents))
+        left, right = stages
+        left.start(right)
+        right.start(left)
+        return left, right
+
+    yield start
+    for stage in stages:
+        if stage.supervisor is not None:
+            stage.supervisor.close()
+
+
+def wait_for_all(left: Stage, right: Stage) -> None:
+    def seen() -> str:
+        return str([(stage.sessions, len(stage.received), stage.causes) for stage in (left, right)])
+
+    wait_until(lambda: len(left.received) == len(right.received) == MESSAGES, LIMIT_S, seen)
+    for sender, receiver in ((left, right), (right, left)):
+        assert set(receiver.times_received.values()) == {1}
+        for number, content in enumerate(sender.contents):
+            assert receiver.received[number] == content.tobytes(), f"message {number}"
+
+
+def test_two_stages_exchange_messages(start_stages: Callable[[], tuple[Stage, Stage]]) -> None:
+    left, right = start_stages()
+    wait_for_all(left, right)
+    assert (left.sessions, right.sessions) == (1, 1), left.causes + right.causes
+    for stage, other in ((left, right), (right, left)):
+        assert stage.supervisor is not None
+        counters = stage.supervisor.counters(10.0)
+        assert counters is not None
+        assert counters.received_nbytes == sum(content.nbytes for content in other.contents)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_delegate_loses_and_doubles_nothing(
+    start_stages: Callable[[], tuple[Stage, Stage]], victim: int
+) -> None:
+    left, right = start_stages()
+    wait_until(lambda: len(right.received) >= 2, LIMIT_S, lambda: str(left.causes + right.causes))
+    supervisor = (left, right)[victim].supervisor
+    assert supervisor is not None
+    assert supervisor.process_id is not None
+    os.kill(supervisor.process_id, signal.SIGKILL)
+    wait_for_all(left, right)
+    wait_until(lambda: min(left.sessions, right.sessions) >= 2, LIMIT_S)
+    assert supervisor.starts == 2
+    assert "SIGKILL" in "".join((left, right)[victim].causes)
