@@ -3,18 +3,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from adaptra_megatron.runtime.exchange import Decision
 from adaptra_megatron.runtime.measurements import StageMeasurement, estimate_costs
-from adaptra_megatron.runtime.plans import RELEASED_AT_BACKWARD_INPUT, PlanBook, Replanner
+from adaptra_megatron.runtime.plans import (
+    RELEASED_AT_BACKWARD_INPUT,
+    PlanBook,
+    Replanner,
+    changed_materially,
+    describe,
+)
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 
+logger = logging.getLogger("adaptra_megatron.runtime")
+
 
 class PlanLeader:
-    """Estimates costs after each iteration and decides on the schedule. Lives in the exchange's thread alone."""
+    """Estimates costs after each iteration and decides on the schedule. Lives in the exchange's thread alone.
+
+    Where the schedule is not its to choose (policy observe), it says what it sees and keeps what runs.
+    """
 
     def __init__(self, book: PlanBook) -> None:
         """`book`: of the leading rank; read for layout, caps and what runs before the first plan."""
@@ -33,21 +45,26 @@ class PlanLeader:
         # The first iteration pays for allocations and lazy set-up everywhere: it would mislead the planner.
         if self._measured == 1:
             return keep
-        layout, micro_batches = self._book.layout, measurements[0].micro_batches
+        book, micro_batches = self._book, measurements[0].micro_batches
+        before = self.costs
         costs = estimate_costs(
             measurements,
-            stages=layout.stages,
-            chunks=layout.chunks,
+            stages=book.layout.stages,
+            chunks=book.layout.chunks,
             micro_batches=micro_batches,
-            can_split=layout.can_split,
-            caps=self._book.caps(micro_batches),
+            can_split=book.adapts and book.layout.can_split,
+            caps=book.caps(micro_batches),
             released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
-            previous=self.costs,
+            previous=before,
         )
         if costs is None:
             return keep
         self.costs = costs
-        current = self._decided.get(micro_batches) or self._book.calibration_schedule(micro_batches)
+        if not book.adapts:
+            if before is None or changed_materially(before, costs):
+                logger.info("adaptra: observed %s", describe(costs))
+            return keep
+        current = self._decided.get(micro_batches) or book.calibration_schedule(micro_batches)
         chosen = self._replanner.decide(costs, current)
         if chosen is None:
             return keep

@@ -78,6 +78,11 @@ class PlanBook:
             self._install_file(config.plan_csv)
 
     @property
+    def measures(self) -> bool:
+        """Whether costs are of interest: to plan from, or to be told."""
+        return self.adapts or self._config.policy == "observe"
+
+    @property
     def adapts(self) -> bool:
         """Whether measured costs decide."""
         return self._config.policy == "adapt" and self._config.plan_csv is None and self._given_costs is None
@@ -204,16 +209,29 @@ class Replanner:
                 "adaptra: costs changed, plan kept: %.1f ms, best %.1f ms", now_s * 1e3, candidate.makespan_s * 1e3
             )
             return None
-        slow = max(costs.links.items(), key=lambda item: item[1].latency_s, default=None)
         logger.info(
-            "adaptra: %s plan: %.1f ms instead of %.1f ms, lower bound %.1f ms%s",
+            "adaptra: %s plan: %.1f ms instead of %.1f ms, lower bound %.1f ms; %s",
             "first" if first else "new",
             candidate.makespan_s * 1e3,
             now_s * 1e3,
             candidate.lower_bound.seconds * 1e3,
-            "" if slow is None else f"; slowest link {slow[0][0]}->{slow[0][1]} {slow[1].latency_s * 1e3:.1f} ms",
+            describe(costs),
         )
         return candidate.schedule
+
+
+def describe(costs: Costs) -> str:
+    """Slowest stage and link, for the log."""
+    work_s = [
+        costs.micro_batches * (sum(forward) + sum(backward))
+        for forward, backward in zip(costs.forward_s, costs.backward_s, strict=True)
+    ]
+    stage = max(range(costs.stages), key=work_s.__getitem__)
+    text = f"slowest stage {stage}, {work_s[stage] * 1e3:.1f} ms of work"
+    if costs.links:
+        (source, target), cost = max(costs.links.items(), key=lambda item: item[1].latency_s)
+        text += f"; slowest link {source}->{target}, {cost.latency_s * 1e3:.1f} ms"
+    return text
 
 
 def changed_materially(before: Costs, after: Costs) -> bool:

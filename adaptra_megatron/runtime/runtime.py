@@ -51,7 +51,7 @@ class _Pipeline:
     executor: PipelineExecutor
     book: PlanBook
     membership: Membership | None
-    """None, as the exchange, where nothing is decided from measurements."""
+    """None, as the exchange, where nobody wants to know what was measured."""
     exchange: PlanExchange | None
     leader: PlanLeader
     """Has something to say on the leading rank alone."""
@@ -158,7 +158,7 @@ class AdaptraRuntime:
         book = PlanBook(config, layout)  # first: it refuses an impossible plan before anything is set up
         device = current_device()
         transport = _make_transport(call, config)
-        membership = join(call.pipeline_group, config.timeout_s) if book.adapts else None
+        membership = join(call.pipeline_group, config.timeout_s) if book.measures else None
         leader = PlanLeader(book)
         exchange = PlanExchange(membership, leader.decide, config.timeout_s) if membership else None
         _warn_of_dropout(call)
@@ -186,8 +186,9 @@ class AdaptraRuntime:
     def _schedule(self, pipeline: _Pipeline, call: PipelineCall) -> Schedule:
         if call.forward_only:
             return pipeline.book.evaluation_schedule(call.micro_batches)
-        if pipeline.exchange is not None and pipeline.training_iterations >= DELAY:
-            number, csv = pipeline.exchange.decision(pipeline.training_iterations)
+        exchange, iteration = pipeline.exchange, pipeline.training_iterations
+        if exchange is not None and pipeline.book.adapts and iteration >= DELAY:
+            number, csv = exchange.decision(iteration)
             if csv is not None:
                 planned = schedule_from_csv(csv, chunks=call.chunks)
                 pipeline.book.install(planned, number, pipeline.book.caps(planned.micro_batches))

@@ -138,6 +138,8 @@ def check_ran(reports: list[VariantReport], case: Case) -> None:
         splits = splits and not (report.name == "measured" and "--recompute-granularity" in case.flags)
         ours = report.name != "stock"
         assert [rank["training_iterations"] for rank in report.adaptra] == [ITERATIONS] * case.world_size * ours
+        if report.name in ("measured", "observe"):
+            assert report.adaptra[0]["measured_costs"] is not None
         for rank in report.adaptra:
             assert (rank["split_weight_gradients"] > 0) == splits, report.name
 

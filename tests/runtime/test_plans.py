@@ -264,7 +264,7 @@ class TestReplanning:
         slow = dataclasses.replace(costs(), links={(0, 1): LinkCost(0.1), (2, 1): LinkCost(3.0)})
         with caplog.at_level(logging.INFO, logger="adaptra_megatron.runtime"):
             assert Replanner(FOUR).decide(slow, self.CURRENT) is not None
-        assert "slowest link 2->1 3000.0 ms" in caplog.text
+        assert "slowest link 2->1, 3000.0 ms" in caplog.text
         assert f"instead of {simulate(self.CURRENT, slow).makespan_s * 1e3:.1f} ms" in caplog.text
 
 
