@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 POLICIES = ("off", "observe", "adapt")
-HOST_TRANSPORTS = ("off", "auto", "shm", "tcp")
+HOST_TRANSPORTS = ("off", "auto", "shm", "tcp", "verbs")
 
 
 class ConfigError(ValueError):
@@ -118,7 +118,8 @@ def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         choices=HOST_TRANSPORTS,
         default="off",
         help="Send activations and gradients through host memory and a delegate process instead of torch.distributed: "
-        "over shared memory (shm), TCP (tcp), or whichever fits each pair of stages (auto).",
+        "over shared memory (shm), TCP (tcp), RDMA (verbs; auto's choice where a stage has none), or shared memory "
+        "within a host and TCP between hosts (auto).",
     )
     return parser
 

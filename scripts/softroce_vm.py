@@ -125,6 +125,9 @@ def prepare() -> None:
         (pyverbs,) = Path(directory).glob("python3-pyverbs*.deb")
         _keep_pyverbs(pyverbs)
         kernel, modules, builtin = _read_kernel(image)
+    tag = f"cpython-{sys.version_info.major}{sys.version_info.minor}"
+    if not list((CACHE / "pyverbs").glob(f"device.{tag}-*.so")):
+        raise SystemExit(f"softroce: Debian's pyverbs is not for this Python ({tag}): use the one of the distribution")
     _replace("vmlinux", _uncompressed(kernel))
     _replace("initrd", _initial_files(modules, builtin))
     _replace("version", FORMAT.encode())

@@ -30,9 +30,12 @@ from adaptra_megatron.transport.placement import (
     listen_shm,
     listen_tcp,
     listening_host,
+    verbs_or_auto,
 )
 from adaptra_megatron.transport.shm_wire import LANES as SHM_LANES
 from adaptra_megatron.transport.supervisor import Link, Supervisor
+from adaptra_megatron.transport.verbs_device import why_unavailable
+from adaptra_megatron.transport.verbs_wire import LANES as VERBS_LANES
 
 logger = logging.getLogger("adaptra_megatron.transport.host_path")
 
@@ -75,12 +78,15 @@ class HostTransport:
         self._received: list[MessageTimes] = []
         self._peer_of: dict[MessageKey, int] = {}
         peers = neighbours(self._stage, group.size(), wrap=chunks > 1)
-        hosts = _gather(group, (host_identity(), secrets.token_hex(PIPELINE_NBYTES)))
-        self._transports = {
-            peer: choose_transport(settings.transport, hosts[self._stage][0], hosts[peer][0], f"{self._stage}<->{peer}")
-            for peer in peers
-        }
-        one_host = len({identity.partition("/")[0] for identity, _token in hosts}) == 1
+        lacking = why_unavailable(list(settings.rnics)) if settings.transport == "verbs" else None
+        hosts = _gather(group, (host_identity(), secrets.token_hex(PIPELINE_NBYTES), lacking))
+        identities, lacks = [host[0] for host in hosts], {stage: host[2] for stage, host in enumerate(hosts)}
+        self._transports = {}
+        for peer in peers:
+            wanted = settings.transport if settings.transport != "verbs" else verbs_or_auto(lacks, self._stage, peer)
+            ends = identities[self._stage], identities[peer], f"{self._stage}<->{peer}"
+            self._transports[peer] = choose_transport(wanted, *ends)
+        one_host = len({identity.partition("/")[0] for identity in identities}) == 1
         listeners = _listen(set(self._transports.values()), lambda: listening_host(settings.bind, one_host=one_host))
         addresses = _gather(group, {name: address for name, (_listener, address) in listeners.items()})
         self._links = {peer: HostLink(self._stage, peer, settings) for peer in peers}
@@ -106,14 +112,15 @@ class HostTransport:
         listeners: dict[str, tuple[socket.socket, Address]],
     ) -> Link:
         transport = self._transports[peer]
+        listener = "shm" if transport == "shm" else "tcp"
         request = Open(
             peer=peer,
             session=0,
             transport=transport,
             connects=self._stage < peer,
-            address=addresses[peer][transport],
-            source=str(listeners["tcp"][1][0]) if transport == "tcp" else "",
-            lanes=SHM_LANES if transport == "shm" else settings.lanes,
+            address=addresses[peer][listener],
+            source=str(listeners["tcp"][1][0]) if listener == "tcp" else "",
+            lanes={"shm": SHM_LANES, "verbs": VERBS_LANES}.get(transport, settings.lanes),
         )
         return Link(self._links[peer], request, settings.slots, settings.slot_nbytes)
 
@@ -191,7 +198,7 @@ def _listen(transports: set[str], host: Callable[[], str]) -> dict[str, tuple[so
     found = {}
     if "shm" in transports:
         found["shm"] = listen_shm()
-    if "tcp" in transports:
+    if transports & {"tcp", "verbs"}:
         found["tcp"] = listen_tcp(host())
     return found
 
@@ -206,4 +213,5 @@ def _start(stage: int, pipeline: str, listeners: list[str], settings: HostSettin
         handshake_s=settings.handshake_s,
         stall_s=settings.stall_s,
         max_message_nbytes=settings.max_message_nbytes,
+        rnics=list(settings.rnics),
     )

@@ -13,13 +13,15 @@ class HostSettings:
     """Settings of one HostTransport; all stages of a pipeline must have the same."""
 
     transport: str = "auto"
-    """auto: shm between stages on one host, tcp otherwise. shm, tcp: that one."""
+    """auto: shm between stages on one host, tcp otherwise. shm, tcp, verbs: that one; verbs falls back to auto."""
     timeout_s: float = 600.0
     """Longest time any single message may take to get into a ring; also for the links to come up."""
     bind: str | None = None
     """Address that tcp listens on; None: loopback on one host, otherwise that of the way to the master."""
     lanes: int = 4
     """TCP connections per link."""
+    rnics: tuple[str, ...] = ()
+    """RDMA devices that verbs uses, in the order in which the other hosts' match them; none for all with a link."""
     slots: int = 16
     slot_nbytes: int = MEBIBYTE // 4
     """A ring holds slots * slot_nbytes; few enough to stay in a cache, enough for copies and wire to overlap."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import secrets
 import socket
@@ -14,7 +15,9 @@ from typing import Protocol
 from adaptra_megatron.transport.handshake import SECRET_NBYTES
 from adaptra_megatron.transport.messages import TransportError
 
-TRANSPORTS = ("auto", "shm", "tcp")
+TRANSPORTS = ("auto", "shm", "tcp", "verbs")
+logger = logging.getLogger("adaptra_megatron.transport.placement")
+
 _SECRET_KEY = "adaptra/transport/secret"
 _BACKLOG = 128
 
@@ -35,8 +38,21 @@ def host_identity() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
+def verbs_or_auto(lacking: Mapping[int, str | None], stage: int, peer: int) -> str:
+    """What to choose by where verbs is asked for: "verbs", or "auto" if one of the two stages cannot use it.
+
+    `lacking`: what each stage lacks for it. Both ends of a link come to the same.
+    """
+    causes = [f"stage {end}: {cause}" for end in sorted((stage, peer)) if (cause := lacking[end]) is not None]
+    if causes:
+        logger.warning("link %d<->%d: no verbs, %s; falling back to auto", stage, peer, "; ".join(causes))
+    return "auto" if causes else "verbs"
+
+
 def choose_transport(wanted: str, ours: str, theirs: str, link: str) -> str:
-    """The transport between two stages with the host identities `ours` and `theirs`: "shm" or "tcp".
+    """The transport between two stages with the host identities `ours` and `theirs`: "shm", "tcp" or "verbs".
+
+    auto never chooses verbs: that a device has a link does not say that it reaches the peer.
 
     Raises TransportError if shm is forced between hosts.
     """

@@ -86,11 +86,11 @@ class QueuePair(Protocol):
 class RailTiming:
     """Limits in seconds."""
 
-    silence_s: float = 1.5
+    silence_s: float = 1.0
     """How long chunks may be on their way over a rail without any of them arriving."""
     raise_s: float = 5.0
     """How long raising may take, with its probe."""
-    fence_s: float = 0.5
+    fence_s: float = 0.25
     """How long to wait for the requests of a stopped queue pair to end."""
     first_pause_s: float = 0.1
     longest_pause_s: float = 5.0
