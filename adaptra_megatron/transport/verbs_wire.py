@@ -55,7 +55,7 @@ class VerbsWire:
         self._queue_pairs: list[VerbsQueuePair] = []
         self._session: VerbsSession | None = None
         self._ended: Callable[[str], None] = lambda cause: None
-        self._over = False
+        self._over, self._cause = False, ""
         self._decoder, self._unsent = Decoder(), bytearray()
         self._threads: list[asyncio.Future[None]] = []
         self._step_due = False
@@ -94,6 +94,8 @@ class VerbsWire:
         self._threads = [self._thread("verbs-take", self._take), self._thread("verbs-claim", self._claim)]
         self._step_soon()
         await self._until(lambda: self._over or State.UP in self._states(), self._timeout_s)
+        if self._over:
+            raise OSError(self._cause)
         if State.UP not in self._states():
             raise OSError(f"no RNIC reaches the peer within {self._timeout_s:g} s: {self._session.outage()[1]}")
 
@@ -229,7 +231,7 @@ class VerbsWire:
 
     def _end(self, cause: str) -> None:
         if not self._over:
-            self._over = True
+            self._over, self._cause = True, cause
             self._changed.set()
             if self._connection is not None:
                 asyncio.get_running_loop().remove_reader(self._connection)  # its end stays readable
