@@ -13,10 +13,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from adaptra_megatron.transport._ring import PEER_ENDED, PumpCounters, Ring, receive_frames, send_frames
+from adaptra_megatron.transport.socket_io import tune_connection
 from adaptra_megatron.transport.wire import Traffic
-
-_DEAD_PEER_MS = 15_000
-"""How long unacknowledged data or keep-alive probes wait before the kernel gives a connection up."""
 
 
 class TcpWire:
@@ -35,7 +33,7 @@ class TcpWire:
     async def begin(self, connections: Sequence[socket.socket], ended: Callable[[str], None]) -> None:
         self._connections, self._ended = connections, ended
         for lane, connection in enumerate(connections):
-            _tune(connection)
+            tune_connection(connection)
             self._senders.append(self._pump(f"send-{lane}", self._send, connection))
             self._receivers.append(self._pump(f"receive-{lane}", self._receive, connection))
 
@@ -80,12 +78,3 @@ class TcpWire:
 
         threading.Thread(target=body, name=name, daemon=True).start()
         return over
-
-
-def _tune(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_PEER_MS)

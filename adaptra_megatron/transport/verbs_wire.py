@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from adaptra_megatron.transport._ring import FrameError, Ring, RingError
+from adaptra_megatron.transport.socket_io import tune_connection
 from adaptra_megatron.transport.verbs_device import VerbsUnavailableError, find_ports, load_verbs
 from adaptra_megatron.transport.verbs_messages import Decoder, Hello, VerbsMessage, encode
 from adaptra_megatron.transport.verbs_queue_pair import VerbsQueuePair
@@ -31,7 +32,6 @@ LANES = 1
 _LOOK_S = 60.0
 """How long a thread that waits for a ring sleeps when nobody wakes it."""
 _RECEIVED_AT_ONCE = 1 << 16
-_DEAD_PEER_MS = 15_000
 
 
 class VerbsWire:
@@ -69,7 +69,7 @@ class VerbsWire:
 
     async def begin(self, connections: Sequence[socket.socket], ended: Callable[[str], None]) -> None:
         (self._connection,), self._ended = connections, ended
-        _tune(self._connection)
+        tune_connection(self._connection)
         try:
             ports, verbs = find_ports(self._devices), load_verbs()
         except VerbsUnavailableError as cause:
@@ -301,12 +301,3 @@ class VerbsWire:
 
 def _geometry(ring: Ring) -> dict[str, int]:
     return {"slots": ring.slots, "slot_nbytes": ring.slot_nbytes}
-
-
-def _tune(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_PEER_MS)
