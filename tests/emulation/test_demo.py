@@ -62,7 +62,7 @@ def test_interrupt_ends_every_rank(tmp_path: Path) -> None:
         started = descendants(process.pid)
         assert len(started) >= 5  # the fork server and four ranks
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the fork server gets it too
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=90)
     finally:
         process.kill()
     assert process.returncode == 130, errors
