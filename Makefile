@@ -17,13 +17,14 @@ LINT := $(VENV)/.adaptra-lint
 NATIVE := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-rdma lint
+.PHONY: help install demo test test-slow test-rdma lint
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make install  virtual environment in $(VENV) with torch, Megatron-core and this package'
 	@echo 'make demo     train a small GPT with and without adaptra while a link turns slow'
 	@echo 'make test     every test but the slow ones'
+	@echo 'make test-slow  the slow ones'
 	@echo 'make test-rdma  the verbs transport on Soft-RoCE in a virtual machine (installs QEMU if it is missing)'
 	@echo 'make lint     ruff and mypy'
 
@@ -52,6 +53,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m 'not slow'
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m slow
 
 test-rdma: $(INSTALLED)
 	$(BIN)/python scripts/softroce_vm.py test
