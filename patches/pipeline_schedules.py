@@ -43,14 +43,6 @@ def _run(stock: Callable[..., Any], runtime: AdaptraRuntime, *, interleaved: boo
     return forward_backward
 
 
-def _run_plain(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
-    return _run(stock, runtime, interleaved=False)
-
-
-def _run_interleaved(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
-    return _run(stock, runtime, interleaved=True)
-
-
 def _refuse(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
     from adaptra_megatron.runtime.refusals import refuse_single_stage
 
@@ -68,7 +60,7 @@ PATCHES = (
         versions=">=0.16.1,<0.17",
         parameters=_PARAMETERS,
         reason="runs the planned order of forward, input-gradient and weight-gradient actions instead of 1F1B",
-        replace=_run_plain,
+        replace=functools.partial(_run, interleaved=False),
     ),
     Patch(
         identity="schedule-interleaved",
@@ -76,7 +68,7 @@ PATCHES = (
         versions=">=0.16.1,<0.17",
         parameters=_PARAMETERS,
         reason="runs the planned order instead of interleaved 1F1B",
-        replace=_run_interleaved,
+        replace=functools.partial(_run, interleaved=True),
     ),
     Patch(
         identity="schedule-none",

@@ -18,11 +18,11 @@ class ActivationAccount:
         self.held = 0.0
         self.peak = 0.0
         self._cap = cap
-        self._change = {
-            Kind.FORWARD: 1.0,
-            Kind.BACKWARD: -1.0,
-            Kind.BACKWARD_INPUT: -released_at_backward_input,
-            Kind.BACKWARD_WEIGHT: released_at_backward_input - 1.0,
+        self._released = {
+            Kind.FORWARD: 0.0,
+            Kind.BACKWARD: 1.0,
+            Kind.BACKWARD_INPUT: released_at_backward_input,
+            Kind.BACKWARD_WEIGHT: 1.0 - released_at_backward_input,
         }
 
     def before(self, kind: Kind, micro_batch: int, chunk: int) -> None:
@@ -39,8 +39,7 @@ class ActivationAccount:
 
     def after(self, kind: Kind) -> None:
         """Give back what a gradient releases."""
-        if kind is not Kind.FORWARD:
-            self.held += self._change[kind]
+        self.held -= self._released[kind]
 
 
 _ROUNDING = 1e-9

@@ -45,8 +45,6 @@ Decorate = Callable[[StageComputation, int], StageComputation]
 class _Pipeline:
     """What one rank keeps for one pipeline over the whole job."""
 
-    layout: Layout
-    stage: int
     transport: Transport
     executor: PipelineExecutor
     book: PlanBook
@@ -142,32 +140,29 @@ class AdaptraRuntime:
         self._pipelines.clear()
 
     def _pipeline(self, call: PipelineCall) -> _Pipeline:
+        identity = (*dist.get_process_group_ranks(call.pipeline_group), call.chunks)
+        if identity not in self._pipelines:
+            self._pipelines[identity] = self._make_pipeline(call)
+        return self._pipelines[identity]
+
+    def _make_pipeline(self, call: PipelineCall) -> _Pipeline:
+        config = self._config
         layout = Layout(
             stages=call.stages,
             chunks=call.chunks,
             group_size=call.group_size,
             can_split=call.config.recompute_granularity != "full",
         )
-        identity = (*dist.get_process_group_ranks(call.pipeline_group), call.chunks)
-        if identity not in self._pipelines:
-            self._pipelines[identity] = self._make_pipeline(call, layout)
-        return self._pipelines[identity]
-
-    def _make_pipeline(self, call: PipelineCall, layout: Layout) -> _Pipeline:
-        config = self._config
         book = PlanBook(config, layout)  # first: it refuses an impossible plan before anything is set up
-        device = current_device()
         transport = _make_transport(call, config)
         membership = join(call.pipeline_group, config.timeout_s) if book.measures else None
         leader = PlanLeader(book)
         exchange = PlanExchange(membership, leader.decide, config.timeout_s) if membership else None
         _warn_of_dropout(call)
         return _Pipeline(
-            layout=layout,
-            stage=call.stage,
             transport=transport,
             executor=PipelineExecutor(
-                transport, make_timer(device), lookahead=config.receive_lookahead, timeout_s=config.timeout_s
+                transport, make_timer(current_device()), lookahead=config.receive_lookahead, timeout_s=config.timeout_s
             ),
             book=book,
             membership=membership,
