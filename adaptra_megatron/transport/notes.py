@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two ends of a directed link tell each other about its device path.
+
+Notes arrive once and in order, over whichever of host path and job store works. "Session" numbers the process groups
+made for the device path; "number" counts all messages of the directed link, by whatever path, in the order of posting,
+which is the same at both ends; "index" counts what a session has carried, probes included.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class Meet:
+    """From the sender: let us make the process group of this session."""
+
+    name: ClassVar[str] = "meet"
+    session: int
+
+
+@dataclass(frozen=True)
+class Open:
+    """From the sender: messages from `number` on go by the device path, until further notice."""
+
+    name: ClassVar[str] = "open"
+    session: int
+    number: int
+    skipped: list[int] = field(default_factory=list)
+    """Beyond `number`, yet not sent: the receiver has them."""
+
+
+@dataclass(frozen=True)
+class Close:
+    """From the sender: I want to leave the device path. How far have you gone?"""
+
+    name: ClassVar[str] = "close"
+    session: int
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """From the receiver, in answer to Close: before `number`, messages are already expected on the device path."""
+
+    name: ClassVar[str] = "frozen"
+    session: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Until:
+    """From the sender: messages from `number` on go by the host path."""
+
+    name: ClassVar[str] = "until"
+    session: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """From the sender: it saw the device session fail."""
+
+    name: ClassVar[str] = "failed"
+    session: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class Dead:
+    """From the receiver: the session is over; of all that it carried, the first `received` have arrived."""
+
+    name: ClassVar[str] = "dead"
+    session: int
+    received: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    """From the receiver: have you sent the message of this index?"""
+
+    name: ClassVar[str] = "ask"
+    session: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Sent:
+    """From the sender, in answer to Ask: yes, as all before `count`."""
+
+    name: ClassVar[str] = "sent"
+    session: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Received:
+    """From the receiver, where acknowledgements cannot go by the host path: the first `count` have arrived."""
+
+    name: ClassVar[str] = "received"
+    session: int
+    count: int
+
+
+FromSender = Meet | Open | Close | Until | Failed | Sent
+FromReceiver = Frozen | Dead | Ask | Received
+Note = FromSender | FromReceiver
+_KINDS: dict[str, type[Note]] = {
+    kind.name: kind for kind in (Meet, Open, Close, Frozen, Until, Failed, Dead, Ask, Sent, Received)
+}
+FROM_SENDER = (Meet, Open, Close, Until, Failed, Sent)
+
+
+def encode_note(note: Note) -> bytes:
+    """As it travels."""
+    return json.dumps({"is": note.name, **asdict(note)}).encode()
+
+
+def decode_note(packet: bytes) -> Note:
+    """The inverse. Raises ValueError for what no peer of ours says."""
+    try:
+        fields = json.loads(packet)
+        return _KINDS[fields.pop("is")](**fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise ValueError(f"this is no note: {packet[:200]!r}") from cause

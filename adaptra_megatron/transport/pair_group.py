@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device path's wire: a process group of two ranks for one directed link and one session.
+
+Groups are made directly on the job's store, not by `new_group`: that needs the rest of the job, while a link must be
+repaired by its two ends alone, in the middle of an iteration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+_EXPIRED = timedelta(milliseconds=1)
+_LIFELINE_TAG = (1 << 31) - 1
+
+
+class PairEnds(NamedTuple):
+    """The global ranks at the ends of a directed link."""
+
+    source: int
+    target: int
+
+
+class Work(Protocol):
+    """A send or receive under way, as torch.distributed's."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Blocks until it is done. Raises RuntimeError where it failed or took too long."""
+
+
+class PairGroup:
+    """One end of a directed link over gloo. Both ends construct it at about the same time, with the same store."""
+
+    def __init__(self, store: dist.Store, ends: PairEnds, *, sends: bool, timeout_s: float) -> None:
+        """`store`: used by this session alone (a PrefixStore). `sends`: whether this is the source's end.
+
+        Raises RuntimeError when the other end does not come within `timeout_s`.
+        """
+        self.ends = ends
+        self._peer = 1 if sends else 0
+        self._group: Any = dist.ProcessGroupGloo(store, 1 - self._peer, 2, timedelta(seconds=timeout_s))
+        # Never answered. To let a wait expire is the only way to make gloo close a pair, which ends all other waits.
+        self._lifeline: Any = self._group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _LIFELINE_TAG)
+
+    # Looked up on the class at each call: fault injection and instrumentation replace them there.
+    def send(self, tensor: torch.Tensor, tag: int) -> Work:
+        """Send a contiguous tensor. The caller keeps its bytes until the peer has confirmed them."""
+        work: Work = self._group.send([tensor], self._peer, tag)
+        return work
+
+    def receive(self, buffer: torch.Tensor, tag: int) -> Work:
+        """Fill `buffer` with the message of this tag."""
+        work: Work = self._group.recv([buffer], self._peer, tag)
+        return work
+
+    def wait(self, work: Work, timeout_s: float) -> None:
+        """Block until `work` is done. Raises RuntimeError where it failed; a wait that expires ends the session."""
+        work.wait(timedelta(seconds=timeout_s))
+
+    def abort(self) -> None:
+        """End the session: every wait at both ends raises. Safe to call twice, and from any thread."""
+        with contextlib.suppress(RuntimeError):
+            self._lifeline.wait(_EXPIRED)

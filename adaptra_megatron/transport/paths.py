@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two paths of a directed link, and when one is left for the other."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Path(str, enum.Enum):
+    """Which way messages go from one stage to another."""
+
+    DEVICE = "device"
+    """torch.distributed between the two training processes (NCCL; gloo on CPU)."""
+    HOST = "host"
+    """Host memory and a delegate process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathSettings:
+    """Of every directed link that has both paths. All stages of a pipeline must have the same."""
+
+    preferred: Path = Path.DEVICE
+    """Used while it is healthy."""
+    suspicion_s: float = 0.25
+    """How long the training waits for a message of the device path before it asks whether that was sent at all."""
+    stall_s: float = 0.75
+    """How long a message that was sent may then still take before the device path counts as dead."""
+    host_patience_s: float = 0.5
+    """How long the host path may be down before messages go by the device path instead."""
+    probes: int = 8
+    """Small messages that must arrive over a new device session before it carries anything else."""
+    probe_pause_s: float = 0.05
+    """Between two probes, once the device path has failed before."""
+    probe_limit_s: float = 5.0
+    """How long a device session may take to come up and let the probes through."""
+    first_rest_s: float = 0.5
+    longest_rest_s: float = 60.0
+    """After a failure the device path rests, each time twice as long as the time before."""
+    forgiven_after_s: float = 60.0
+    """A device session that was healthy for as long makes earlier failures forgotten."""
