@@ -20,7 +20,7 @@ std::uint64_t described_nbytes(const FrameHeader& header) {
 }
 
 void check_data(const FrameHeader& header, std::uint64_t max_message_nbytes) {
-    if (header.direction > 1) refuse(header, "direction " + std::to_string(header.direction) + " does not exist");
+    if (header.direction > kLastDirection) refuse(header, "direction " + std::to_string(header.direction) + " does not exist");
     if (header.iteration < 0) refuse(header, "its iteration is negative");
     if (header.dtype >= kDataTypes.size()) refuse(header, "data type " + std::to_string(header.dtype) + " is unknown");
     if (header.dimensions > kMaxDimensions) {

@@ -12,6 +12,7 @@ namespace adaptra {
 
 constexpr std::uint32_t kFrameMagic = 0x46504441;  // "ADPF"
 constexpr std::size_t kMaxDimensions = 8;
+constexpr std::uint8_t kLastDirection = 2;  // activation, gradient, note
 
 enum class FrameKind : std::uint8_t {
     kData = 1,  // a part of a message

@@ -179,7 +179,7 @@ def test_only_rings_are_attached() -> None:
 SPOILT = {
     "magic": (0, b"XXXX"),
     "kind": (4, b"\x09"),
-    "direction": (5, b"\x02"),
+    "direction": (5, b"\x03"),
     "dtype": (6, b"\x63"),
     "dimensions": (7, b"\x09"),
     "iteration": (16, b"\xff" * 8),
