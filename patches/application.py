@@ -45,7 +45,7 @@ class AppliedPatches:
         # vars(), not getattr: a staticmethod must be put back as one.
         before = vars(owner)[attribute]
         original = getattr(owner, attribute)
-        _check_parameters(patch, original)
+        check_parameters(patch, original)
         assert self.runtime is not None
         replacement = patch.replace(original, self.runtime)
         setattr(replacement, _MARK, self)
@@ -133,7 +133,8 @@ def _in_force() -> AppliedPatches | None:
     return None
 
 
-def _check_parameters(patch: Patch, original: Callable[..., Any]) -> None:
+def check_parameters(patch: Patch, original: Callable[..., Any]) -> None:
+    """Raise PatchError unless `original` has the parameters that the patch's replacement relies on."""
     present = inspect.signature(original).parameters
     missing = [name for name in patch.parameters if name not in present]
     if missing:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from adaptra_megatron import __version__
-from adaptra_megatron.cli import plan, simulate
+from adaptra_megatron.cli import doctor, plan, simulate
 from adaptra_megatron.cli.inputs import InputError
 from adaptra_megatron.schedule.costs import CostError
 from adaptra_megatron.schedule.errors import ScheduleError
@@ -24,17 +24,22 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: 0, 2 with one line on stderr for bad input, 1 if stdout was closed."""
+    """Run one command; return its exit status: its own, or 0; 2 with one line on stderr for bad input.
+
+    1 if stdout was closed.
+    """
     parser: argparse.ArgumentParser = _Parser(
-        prog="adaptra", description="Pipeline schedules for Megatron-core: plan them, simulate them."
+        prog="adaptra",
+        description="Pipeline schedules for Megatron-core: plan them, simulate them; see what a host can do.",
     )
     parser.add_argument("--version", action="version", version=f"adaptra {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     plan.add_command(commands)
     simulate.add_command(commands)
+    doctor.add_command(commands)
     options = parser.parse_args(arguments)
     try:
-        options.run(options)
+        status: int | None = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader, such as `head`, has seen enough; without this Python complains once more when it closes stdout.
@@ -44,4 +49,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = " ".join(str(error).split())
         print(f"{parser.prog}: {message}", file=sys.stderr)
         return 2
-    return 0
+    return status or 0
