@@ -15,7 +15,8 @@ from adaptra_megatron.transport.messages import MessageKey
 class Arrival:
     """A message that is here."""
 
-    sequence: int
+    sequence: int | None
+    """None where it came by another path than the host path."""
     tensor: torch.Tensor
     arrived_s: float
 
@@ -26,8 +27,13 @@ class Arrivals:
     def __init__(self) -> None:
         self.due: deque[int] = deque()
         """Sequence numbers that the sender is still to be told of: arrived and asked for."""
+        self.doubles = 0
+        """Messages that were here already, by another path, and were dropped."""
         self._posted: dict[MessageKey, float] = {}
         self._arrived: dict[MessageKey, Arrival] = {}
+        self._used: set[MessageKey] = set()
+        """Of the latest iteration: all of earlier ones have been used, and are not listed."""
+        self._iteration = 0
 
     def __len__(self) -> int:
         return len(self._arrived)
@@ -37,21 +43,29 @@ class Arrivals:
         return key in self._arrived
 
     def post(self, key: MessageKey, now_s: float) -> None:
-        """Somebody asks for `key`."""
+        """Somebody asks for `key`. Iterations only go up: whoever asks for one has used all of those before."""
         assert key not in self._posted, f"{key} was posted twice"
+        if key.iteration > self._iteration:
+            self._iteration = key.iteration
+            self._used.clear()
         self._posted[key] = now_s
         if key in self._arrived:
-            self.due.append(self._arrived[key].sequence)
+            self._owe(self._arrived[key])
 
     def posted_s(self, key: MessageKey) -> float:
         """When `key` was asked for."""
         return self._posted[key]
 
-    def arrive(self, key: MessageKey, arrival: Arrival) -> None:
-        """Keep a message; one whose key is here already is dropped, and the sender told to do so too."""
-        first = self._arrived.setdefault(key, arrival) is arrival
-        if key in self._posted or not first:
-            self.due.append(arrival.sequence)
+    def arrive(self, key: MessageKey, arrival: Arrival) -> bool:
+        """Keep a message and return True; one that is or was here already is dropped, and acknowledged all the same."""
+        if key in self._used or key.iteration < self._iteration or key in self._arrived:
+            self.doubles += 1
+            self._owe(arrival)
+            return False
+        self._arrived[key] = arrival
+        if key in self._posted:
+            self._owe(arrival)
+        return True
 
     def arrive_again(self, sequence: int) -> None:
         """It was sent again: its acknowledgement was lost, unless there was none because nobody has asked for it."""
@@ -61,4 +75,9 @@ class Arrivals:
 
     def pop(self, key: MessageKey) -> tuple[Arrival, float]:
         """A message that has arrived and was asked for, and when it was asked for."""
+        self._used.add(key)
         return self._arrived.pop(key), self._posted.pop(key)
+
+    def _owe(self, arrival: Arrival) -> None:
+        if arrival.sequence is not None:
+            self.due.append(arrival.sequence)

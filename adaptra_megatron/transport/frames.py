@@ -7,9 +7,12 @@ import torch
 
 from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event
 from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
+from adaptra_megatron.transport.notes import NOTE_NBYTES
 
 MOST_DIMENSIONS = 8
 _DIRECTIONS = tuple(Direction)
+_NOTE = len(_DIRECTIONS)
+"""The direction of what is no tensor but a note; its number is where a message has its iteration."""
 _CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in DATA_TYPES.items()}
 _TYPES = {code: dtype for dtype, code in _CODES.items()}
 
@@ -37,6 +40,29 @@ def describe(sequence: int, key: MessageKey, tensor: torch.Tensor) -> Descriptio
         dtype=_CODES[tensor.dtype],
         shape=tensor.shape,
     )
+
+
+def describe_note(sequence: int, number: int, packet: torch.Tensor) -> Description:
+    """The description of a note on the wire; `packet`: uint8 [nbytes]."""
+    return Description(
+        sequence=sequence,
+        iteration=number,
+        direction=_NOTE,
+        chunk=0,
+        micro_batch=0,
+        dtype=_CODES[torch.uint8],
+        shape=packet.shape,
+    )
+
+
+def note_of(event: Event) -> tuple[int, bytes] | None:
+    """Number and bytes of a received note, None for any other message. Raises ValueError for one that is too long."""
+    if event.direction != _NOTE:
+        return None
+    packet = bytes(event.payload)
+    if len(packet) > NOTE_NBYTES:
+        raise ValueError(f"a note of {len(packet)} bytes is longer than {NOTE_NBYTES}")
+    return event.iteration, packet
 
 
 def key_of(event: Event) -> MessageKey:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,12 +19,12 @@ from dataclasses import dataclass
 
 import torch
 
-from adaptra_megatron.transport._ring import Event, FrameError, Inbox, Ring, RingClosedError, RingError
+from adaptra_megatron.transport._ring import Description, Event, FrameError, Inbox, Ring, RingClosedError, RingError
 from adaptra_megatron.transport.arrivals import Arrival, Arrivals
-from adaptra_megatron.transport.frames import check_can_travel, describe, key_of, tensor_of
+from adaptra_megatron.transport.frames import check_can_travel, describe, describe_note, key_of, note_of, tensor_of
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_health import LinkHealth
-from adaptra_megatron.transport.messages import MessageKey, MessageTimes
+from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.outbox import Outbox, Outgoing
 
 logger = logging.getLogger("adaptra_megatron.transport.host_link")
@@ -64,6 +65,7 @@ class HostLink:
         self._outbox = Outbox(settings.window_messages, settings.window_nbytes)
         self._inbox = Inbox(max_message_nbytes=settings.max_message_nbytes, pooled_nbytes=settings.pooled_nbytes)
         self._arrivals = Arrivals()
+        self._posted = 0
         self._awaited: MessageKey | None = None
         self._flushing = False
         self._session: _Session | None = None
@@ -95,26 +97,24 @@ class HostLink:
 
     def post_send(self, key: MessageKey, tensor: torch.Tensor) -> float:
         """Returns the time of posting. Raises TransportError for what cannot travel and where the link is broken."""
-        check_can_travel(key, tensor, self._settings.max_message_nbytes)
-        # An alias: Megatron's deallocate_output_tensor swaps the storage under the caller's tensor.
-        outgoing = tensor.detach().contiguous()
+        outgoing = self._outgoing(key, tensor)
         now_s = time.monotonic()
         with self._lock:
             if now_s >= self._health.broken_from_s():
                 raise self._health.error("could not send", key, now_s, now_s, receiving=False)
-            message = self._outbox.post(key, outgoing, now_s)
-            if outgoing.nbytes > INLINE_NBYTES or not self._write_at_once(message):
-                self._to_write.notify()
+            self._enqueue(key, outgoing, self._posted, now_s)
+            self._posted += 1
         return now_s
+
+    def describe(self, specification: TensorSpecification) -> None:
+        """Say what the messages to come look like, for a path on which they do not say so themselves."""
 
     def post_receive(self, key: MessageKey) -> None:
         now_s = time.monotonic()
         with self._lock:
             if key not in self._arrivals and now_s >= self._health.broken_from_s():
                 raise self._health.error("waited for", key, now_s, now_s, receiving=True)
-            self._arrivals.post(key, now_s)
-            if self._arrivals.due:
-                self._acknowledge()
+            self._ask_for(key, now_s)
 
     def ready(self, key: MessageKey) -> bool:
         return key in self._arrivals
@@ -122,24 +122,20 @@ class HostLink:
     def wait(self, key: MessageKey, deadline_s: float) -> tuple[torch.Tensor, MessageTimes]:
         with self._lock:
             self._awaited = key
-            arrived = self._wait_for(lambda: key in self._arrivals, deadline_s)
+            arrived = self._wait_for(lambda: key in self._arrivals, deadline_s, key)
             self._awaited = None
             if not arrived:
-                since_s = self._arrivals.posted_s(key)
-                raise self._health.error("waited for", key, since_s, time.monotonic(), receiving=True)
+                raise self._not_received(key, self._arrivals.posted_s(key), time.monotonic())
             arrival, posted_s = self._arrivals.pop(key)
         return arrival.tensor, MessageTimes(key, self._peer, posted_s, arrival.arrived_s)
 
     def flush(self, deadline_s: float) -> None:
         with self._lock:
             self._flushing = True
-            flushed = self._wait_for(lambda: not len(self._outbox), deadline_s)
+            flushed = self._wait_for(self._all_sent, deadline_s)
             self._flushing = False
             if not flushed:
-                oldest = self._outbox.oldest()
-                assert oldest is not None
-                now_s = time.monotonic()
-                raise self._health.error("could not send", oldest.key, oldest.posted_s, now_s, receiving=False)
+                raise self._not_sent(time.monotonic())
 
     def close(self) -> None:
         """Say what is still to be said to the peer, then end the threads. Safe to call twice."""
@@ -162,7 +158,7 @@ class HostLink:
     @property
     def doubles(self) -> int:
         """Messages that came again and were dropped."""
-        return self._inbox.doubles
+        return self._inbox.doubles + self._arrivals.doubles
 
     # What the supervisor calls.
 
@@ -187,6 +183,26 @@ class HostLink:
             self._health.down(cause, time.monotonic())
             self._session = None
             self._news.notify_all()
+
+    # What both call.
+
+    def _outgoing(self, key: MessageKey, tensor: torch.Tensor) -> torch.Tensor:
+        """What to send, checked. Raises TransportError for what cannot travel."""
+        check_can_travel(key, tensor, self._settings.max_message_nbytes)
+        # An alias: Megatron's deallocate_output_tensor swaps the storage under the caller's tensor.
+        return tensor.detach().contiguous()
+
+    def _enqueue(self, key: MessageKey | None, tensor: torch.Tensor, number: int, now_s: float) -> None:
+        """Send a message, or a note (no key). The caller holds the lock."""
+        message = self._outbox.post(key, tensor, number, now_s)
+        if tensor.nbytes > INLINE_NBYTES or not self._write_at_once(message):
+            self._to_write.notify()
+
+    def _ask_for(self, key: MessageKey, now_s: float) -> None:
+        """The caller holds the lock."""
+        self._arrivals.post(key, now_s)
+        if self._arrivals.due:
+            self._acknowledge()
 
     # The two threads.
 
@@ -224,8 +240,7 @@ class HostLink:
             if isinstance(work, int):
                 session.outbound.write_ack(work, deadline_s)
             else:
-                description = describe(work.sequence, work.key, work.tensor)
-                session.outbound.write(description, work.tensor.data_ptr(), work.tensor.nbytes, deadline_s)
+                session.outbound.write(_description(work), work.tensor.data_ptr(), work.tensor.nbytes, deadline_s)
         except TimeoutError:
             return _Outcome.FULL
         except RingError:
@@ -309,7 +324,12 @@ class HostLink:
             return False
         if event is not None:
             with self._lock:
-                self._take(event)
+                try:
+                    self._take(event)
+                except ValueError as cause:
+                    self._health.fail(f"stage {self._peer} sent what cannot be: {cause}")
+                    self._news.notify_all()
+                    return False
                 # Each acknowledgement wakes the peer: several go together while more messages come in anyway.
                 due = len(self._arrivals.due)
                 if due and (due >= ACKNOWLEDGED_TOGETHER or not session.inbound.backlog):
@@ -319,8 +339,8 @@ class HostLink:
     def _take(self, event: Event) -> None:
         """The caller holds the lock."""
         if event.kind == Event.Kind.ACK:
-            self._outbox.acknowledge(event.sequence)
-            if self._flushing and not len(self._outbox):
+            self._acknowledged(event.sequence)
+            if self._flushing and self._all_sent():
                 self._tell_waiting()
             elif self._outbox.next_to_write() is not None:
                 self._to_write.notify()
@@ -328,11 +348,46 @@ class HostLink:
             self._heard_bye = True
         elif event.kind == Event.Kind.REPEATED:
             self._arrivals.arrive_again(event.sequence)
+        elif (note := note_of(event)) is not None:
+            self._arrivals.due.append(event.sequence)
+            self._heard(*note)
         else:
-            key = key_of(event)
-            self._arrivals.arrive(key, Arrival(event.sequence, tensor_of(event), event.arrived_s))
-            if key == self._awaited:
-                self._tell_waiting()
+            self._deliver(key_of(event), Arrival(event.sequence, tensor_of(event), event.arrived_s))
+
+    def _deliver(self, key: MessageKey, arrival: Arrival) -> None:
+        """The caller holds the lock."""
+        if self._arrivals.arrive(key, arrival) and key == self._awaited:
+            self._tell_waiting()
+
+    # What a link with a second path does differently; the lock is held.
+
+    def _acknowledged(self, sequence: int) -> None:
+        """The peer has, and needs, what was sent with this number."""
+        self._outbox.acknowledge(sequence)
+
+    def _heard(self, number: int, packet: bytes) -> None:
+        """A note has come. Raises ValueError for one that cannot be."""
+        raise ValueError(f"note {number} came, but this link has one path only")
+
+    def _all_sent(self) -> bool:
+        return not len(self._outbox)
+
+    def _given_up_from_s(self, key: MessageKey | None) -> float:
+        """When waiting for `key` (None: for everything to be sent) stops making sense."""
+        return self._health.broken_from_s()
+
+    def _look_again_s(self, key: MessageKey | None, now_s: float) -> float:
+        """When to look whether something has to be done for what is waited for."""
+        return math.inf
+
+    def _not_received(self, key: MessageKey, since_s: float, now_s: float) -> TransportError:
+        return self._health.error("waited for", key, since_s, now_s, receiving=True)
+
+    def _not_sent(self, now_s: float) -> TransportError:
+        oldest = self._outbox.oldest()
+        assert oldest is not None
+        assert oldest.key is not None
+        return self._health.error("could not send", oldest.key, oldest.posted_s, now_s, receiving=False)
 
     def _tell_waiting(self) -> None:
         """Wake the training thread, wherever it waits. The caller holds the lock."""
@@ -340,7 +395,7 @@ class HostLink:
         if self._session is not None:
             self._session.inbound.poke()
 
-    def _wait_for(self, done: Callable[[], bool], deadline_s: float) -> bool:
+    def _wait_for(self, done: Callable[[], bool], deadline_s: float, key: MessageKey | None = None) -> bool:
         """Whether `done` became true by the deadline, and before the link was broken. The caller holds the lock.
 
         The waiting thread reads the ring too: a message that it waits for then wakes it at once, instead of waking
@@ -348,10 +403,12 @@ class HostLink:
         """
         ended = None
         while not done():
-            until_s = min(deadline_s, self._health.broken_from_s())
             now_s = time.monotonic()
+            look_again_s = self._look_again_s(key, now_s)
+            until_s = min(deadline_s, self._given_up_from_s(key))
             if now_s >= until_s:
                 return False
+            until_s = max(now_s, min(until_s, look_again_s))
             session = self._session
             if session is None or session is ended:
                 self._news.wait(until_s - now_s)
@@ -364,3 +421,9 @@ class HostLink:
             finally:
                 self._lock.acquire()
         return True
+
+
+def _description(work: Outgoing) -> Description:
+    if work.key is None:
+        return describe_note(work.sequence, work.number, work.tensor)
+    return describe(work.sequence, work.key, work.tensor)

@@ -17,12 +17,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from adaptra_megatron.transport.control import Open, Start
+from adaptra_megatron.transport.dual_link import DualLink, PathCounters
 from adaptra_megatron.transport.handshake import PIPELINE_NBYTES
 from adaptra_megatron.transport.host_link import HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
+from adaptra_megatron.transport.note_mail import NoteMail
+from adaptra_megatron.transport.pair_group import PairEnds, PairGroup
+from adaptra_megatron.transport.paths import Path, PathSettings
 from adaptra_megatron.transport.placement import (
     choose_transport,
     host_identity,
@@ -51,6 +56,8 @@ class LinkCounters(NamedTuple):
     doubles: int
     """Messages that came again and were dropped."""
     unacknowledged: int
+    paths: PathCounters | None
+    """None where there is the host path only."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +74,13 @@ class HostCounters:
 class HostTransport:
     """Transport through a delegate process."""
 
-    def __init__(self, group: dist.ProcessGroup, chunks: int, settings: HostSettings) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, chunks: int, settings: HostSettings, paths: PathSettings | None = None
+    ) -> None:
         """Called by all ranks of the pipeline's process group at the same point; returns when all links are up.
 
-        `chunks`: model chunks per stage; with one, nothing goes between the last stage and the first.
-        Raises TransportError if a link does not come up.
+        `chunks`: model chunks per stage; with one, nothing goes between the last stage and the first. `paths`: when to
+        use the device path; None: never. Raises TransportError if a link does not come up.
         """
         self._stage = group.rank()
         self._sent: list[MessageTimes] = []
@@ -89,7 +98,7 @@ class HostTransport:
         one_host = len({identity.partition("/")[0] for identity in identities}) == 1
         listeners = _listen(set(self._transports.values()), lambda: listening_host(settings.bind, one_host=one_host))
         addresses = _gather(group, {name: address for name, (_listener, address) in listeners.items()})
-        self._links = {peer: HostLink(self._stage, peer, settings) for peer in peers}
+        self._links = {peer: self._make_link(group, peer, settings, paths, hosts[0][1]) for peer in peers}
         self._supervisor = Supervisor(
             _start(self._stage, hosts[0][1], list(listeners), settings),
             [listener for listener, _address in listeners.values()],
@@ -103,6 +112,25 @@ class HostTransport:
             self.close()
             raise
         logger.info("stage %d: the host path is up: %s", self._stage, self._transports)
+
+    def _make_link(
+        self, group: dist.ProcessGroup, peer: int, settings: HostSettings, paths: PathSettings | None, pipeline: str
+    ) -> HostLink:
+        if paths is None:
+            return HostLink(self._stage, peer, settings)
+        store: Any = dist.distributed_c10d._get_default_store()
+        store = store.clone()
+        ours, theirs = f"{self._stage}-{peer}", f"{peer}-{self._stage}"
+        ranks = PairEnds(dist.get_global_rank(group, self._stage), dist.get_global_rank(group, peer))
+
+        def make_group(as_sender: bool, session: int, timeout_s: float) -> PairGroup:
+            prefix = f"adaptra/device/{pipeline}/{ours if as_sender else theirs}/{session}"
+            ends = ranks if as_sender else PairEnds(ranks.target, ranks.source)
+            # A store of its own: whoever waits in a store keeps others waiting.
+            return PairGroup(PrefixStore(prefix, store.clone()), ends, sends=as_sender, timeout_s=timeout_s)
+
+        mail = NoteMail(store, f"adaptra/notes/{pipeline}/{ours}", f"adaptra/notes/{pipeline}/{theirs}")
+        return DualLink(self._stage, peer, settings, paths, make_group, mail)
 
     def _plan(
         self,
@@ -131,6 +159,8 @@ class HostTransport:
                 f"stage {self._stage}: the host path carries tensors in host memory, not on {specification.device}; "
                 "use --adaptra-host-transport off"
             )
+        for link in self._links.values():
+            link.describe(specification)
 
     def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
         posted_s = self._links[peer].post_send(key, tensor)
@@ -164,10 +194,22 @@ class HostTransport:
             delegate_starts=self._supervisor.starts,
             refused={} if answer is None else answer.refused,
             links={
-                peer: LinkCounters(self._transports[peer], link.sessions, link.doubles, link.unacknowledged)
+                peer: LinkCounters(
+                    self._transports[peer],
+                    link.sessions,
+                    link.doubles,
+                    link.unacknowledged,
+                    link.path_counters() if isinstance(link, DualLink) else None,
+                )
                 for peer, link in self._links.items()
             },
         )
+
+    def prefer(self, peer: int, path: Path) -> None:
+        """Send to `peer` by this path while it is healthy; a link with the host path only stays there."""
+        link = self._links[peer]
+        if isinstance(link, DualLink):
+            link.prefer(path)
 
     @property
     def delegate_process_id(self) -> int | None:

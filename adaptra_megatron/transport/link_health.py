@@ -41,13 +41,20 @@ class LinkHealth:
             return -math.inf
         return math.inf if self._down_since_s is None else self._down_since_s + self._grace_s
 
-    def error(self, doing: str, key: MessageKey, since_s: float, now_s: float, *, receiving: bool) -> TransportError:
-        """The error for a message that has been under way since `since_s`."""
+    @property
+    def down_since_s(self) -> float | None:
+        """None while a session is up."""
+        return self._down_since_s
+
+    def error(
+        self, doing: str, key: MessageKey, since_s: float, now_s: float, *, receiving: bool, also: str = ""
+    ) -> TransportError:
+        """The error for a message that has been under way since `since_s`. `also`: what is known of another path."""
         link = f"{self._peer}->{self._stage}" if receiving else f"{self._stage}->{self._peer}"
         return TransportError(
-            f"stage {self._stage}, link {link}: {doing} the {key} for {now_s - since_s:.1f} s; {self._seen(now_s)}. "
-            f"Look at stage {self._peer} first: it died, hangs, or cannot be reached; restart from the last checkpoint "
-            "once it is back"
+            f"stage {self._stage}, link {link}: {doing} the {key} for {now_s - since_s:.1f} s; "
+            f"{self._seen(now_s)}{also and '; '}{also}. Look at stage {self._peer} first: it died, hangs, or cannot be "
+            "reached; restart from the last checkpoint once it is back"
         )
 
     def not_up_error(self) -> TransportError:

@@ -12,6 +12,9 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
+NOTE_NBYTES = 1 << 16
+"""The longest that anybody writes or reads."""
+
 
 @dataclass(frozen=True)
 class Meet:

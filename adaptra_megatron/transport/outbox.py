@@ -16,70 +16,115 @@ class Outgoing:
     """One message under way. Holding it holds its bytes."""
 
     sequence: int
-    key: MessageKey
+    key: MessageKey | None
+    """None for a note."""
+    number: int
+    """Of all messages of the directed link; of all its notes, for a note."""
     tensor: torch.Tensor
     """Contiguous, no autograd history."""
     posted_s: float
     written: bool = False
     """Whether it is in the ring of the present session, wholly or in part."""
+    elsewhere: bool = False
+    """Whether it was also sent by another path: nobody waits for this one any more."""
 
 
 class Outbox:
-    """In the order of posting. Not safe for threads: its link's lock guards it."""
+    """In the order of posting, notes first. Not safe for threads: its link's lock guards it."""
 
     def __init__(self, window_messages: int, window_nbytes: int) -> None:
-        """How much may be on its way unacknowledged; one message always may, however large."""
+        """How much may be on its way unacknowledged; one message always may, however large, and so may any note."""
         self._window_messages, self._window_nbytes = window_messages, window_nbytes
         self._unacknowledged: OrderedDict[int, Outgoing] = OrderedDict()
+        self._unwritten: OrderedDict[int, Outgoing] = OrderedDict()
+        self._unwritten_notes: OrderedDict[int, Outgoing] = OrderedDict()
         self._next_sequence = 0
+        self._elsewhere = 0
+        self._notes = 0
         self._written_messages = 0
         self._written_nbytes = 0
 
     def __len__(self) -> int:
-        return len(self._unacknowledged)
+        """Messages that somebody may wait for."""
+        return len(self._unacknowledged) - self._notes - self._elsewhere
 
-    def post(self, key: MessageKey, tensor: torch.Tensor, now_s: float) -> Outgoing:
-        """Append a message."""
-        message = Outgoing(self._next_sequence, key, tensor, now_s)
+    def post(self, key: MessageKey | None, tensor: torch.Tensor, number: int, now_s: float) -> Outgoing:
+        """Append a message, or a note (no key)."""
+        message = Outgoing(self._next_sequence, key, number, tensor, now_s)
         self._unacknowledged[message.sequence] = message
+        self._notes += key is None
+        self._line(message)[message.sequence] = message
         self._next_sequence += 1
         return message
 
+    def messages(self, *, elsewhere: bool = False) -> list[Outgoing]:
+        """What somebody may wait for, in the order of posting; or all messages, with what was sent elsewhere too."""
+        everything = [each for each in self._unacknowledged.values() if each.key is not None]
+        return [each for each in everything if elsewhere or not each.elsewhere]
+
     def oldest(self) -> Outgoing | None:
-        """What has waited longest for its acknowledgement."""
-        return next(iter(self._unacknowledged.values()), None)
+        """What somebody has waited for longest."""
+        messages = (each for each in self._unacknowledged.values() if each.key is not None and not each.elsewhere)
+        return next(messages, None)
 
     def next_to_write(self) -> Outgoing | None:
-        """The first message that is not in the ring yet, if the window has room for it."""
+        """What to put into the ring next: a note, or the next message if the window has room for it."""
+        if self._unwritten_notes:
+            return next(iter(self._unwritten_notes.values()))
         full = self._written_messages >= self._window_messages or self._written_nbytes >= self._window_nbytes
-        if full or self._written_messages == len(self._unacknowledged):
-            return None
-        return next(message for message in self._unacknowledged.values() if not message.written)
+        return None if full or not self._unwritten else next(iter(self._unwritten.values()))
 
     def mark_written(self, message: Outgoing) -> None:
         """Count a message as on its way; called before its first byte is."""
         message.written = True
-        self._written_messages += 1
-        self._written_nbytes += message.tensor.nbytes
+        del self._line(message)[message.sequence]
+        if message.key is not None:
+            self._written_messages += 1
+            self._written_nbytes += message.tensor.nbytes
 
     def mark_unwritten(self, message: Outgoing) -> None:
         """It did not get through: send it again. Nothing happens if it was acknowledged meanwhile."""
         if message.written and message.sequence in self._unacknowledged:
             self._forget(message)
+            line = self._line(message)
+            line[message.sequence] = message
+            line.move_to_end(message.sequence, last=False)
 
     def rewind(self) -> None:
         """A new session has begun: everything that is not acknowledged is to be sent again."""
-        for message in self._unacknowledged.values():
+        for message in reversed(self._unacknowledged.values()):
             self.mark_unwritten(message)
+
+    def send_elsewhere(self, message: Outgoing) -> None:
+        """Another path carries it now. It stays: a part of it may have arrived, and its sequence number is taken."""
+        if not message.elsewhere:
+            message.elsewhere = True
+            self._elsewhere += 1
+
+    def send_after_all(self, message: Outgoing) -> None:
+        """The other path did not bring it."""
+        if message.elsewhere:
+            message.elsewhere = False
+            self._elsewhere -= 1
 
     def acknowledge(self, sequence: int) -> Outgoing | None:
         """Let go of a message. None if it was acknowledged before: acknowledgements may come twice."""
         message = self._unacknowledged.pop(sequence, None)
-        if message is not None and message.written:
+        if message is None:
+            return None
+        self._notes -= message.key is None
+        self._elsewhere -= message.elsewhere
+        if message.written:
             self._forget(message)
+        else:
+            del self._line(message)[sequence]
         return message
+
+    def _line(self, message: Outgoing) -> OrderedDict[int, Outgoing]:
+        return self._unwritten_notes if message.key is None else self._unwritten
 
     def _forget(self, message: Outgoing) -> None:
         message.written = False
-        self._written_messages -= 1
-        self._written_nbytes -= message.tensor.nbytes
+        if message.key is not None:
+            self._written_messages -= 1
+            self._written_nbytes -= message.tensor.nbytes

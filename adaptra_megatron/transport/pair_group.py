@@ -35,14 +35,15 @@ class Work(Protocol):
 class PairGroup:
     """One end of a directed link over gloo. Both ends construct it at about the same time, with the same store."""
 
-    def __init__(self, store: dist.Store, ends: PairEnds, *, sends: bool, timeout_s: float) -> None:
-        """`store`: used by this session alone (a PrefixStore). `sends`: whether this is the source's end.
+    def __init__(self, store: Any, ends: PairEnds, *, sends: bool, timeout_s: float) -> None:
+        """`store`: torch.distributed's, used by this session alone. `sends`: whether this is the source's end.
 
         Raises RuntimeError when the other end does not come within `timeout_s`.
         """
         self.ends = ends
         self._peer = 1 if sends else 0
-        self._group: Any = dist.ProcessGroupGloo(store, 1 - self._peer, 2, timedelta(seconds=timeout_s))
+        make: Any = dist.ProcessGroupGloo
+        self._group = make(store, 1 - self._peer, 2, timedelta(seconds=timeout_s))
         # Never answered. To let a wait expire is the only way to make gloo close a pair, which ends all other waits.
         self._lifeline: Any = self._group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _LIFELINE_TAG)
 

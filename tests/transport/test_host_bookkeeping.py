@@ -42,7 +42,7 @@ class TwoEnds(RuleBasedStateMachine):
 
     @rule()
     def post(self) -> None:
-        self.outbox.post(key(self.sent), torch.full((2,), float(self.sent)), 0.0)
+        self.outbox.post(key(self.sent), torch.full((2,), float(self.sent)), self.sent, 0.0)
         self.sent += 1
 
     @rule()
@@ -115,7 +115,7 @@ TestTwoEnds = TwoEnds.TestCase
 def test_the_window_counts_bytes_and_lets_one_large_message_through() -> None:
     outbox = Outbox(10, 100)
     for number, nbytes in enumerate((500, 60, 60)):
-        outbox.post(key(number), torch.zeros(nbytes, dtype=torch.uint8), 0.0)
+        outbox.post(key(number), torch.zeros(nbytes, dtype=torch.uint8), number, 0.0)
     written = []
     while (message := outbox.next_to_write()) is not None:
         outbox.mark_written(message)

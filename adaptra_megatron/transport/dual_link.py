@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A link with two paths: messages take the device path or the host path and, when one dies, the other.
+
+The two directions are independent: the Outlet at the sending stage decides, the Inlet at the receiving stage follows.
+Both are bookkeeping; here is what they ask for. Notes between them go by the host path, and by the job's store while
+that is down. What may take time (sending on the device path, making and ending its sessions) happens without the lock.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from adaptra_megatron.transport._ring import Ring
+from adaptra_megatron.transport.arrivals import Arrival
+from adaptra_megatron.transport.device_session import ReceivingSession, SendingSession
+from adaptra_megatron.transport.host_link import HostLink
+from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.inlet import REMEMBERED, DeviceReceive, Inlet, InletEffects
+from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
+from adaptra_megatron.transport.note_mail import OVERDUE_S, NoteMail
+from adaptra_megatron.transport.notes import FromSender, Note, Received, decode_note, encode_note
+from adaptra_megatron.transport.outlet import DeviceSend, Outlet, OutletEffects, Posted
+from adaptra_megatron.transport.pair_group import PairGroup
+from adaptra_megatron.transport.paths import Path, PathSettings
+
+logger = logging.getLogger("adaptra_megatron.transport.dual_link")
+
+MakeGroup = Callable[[bool, int, float], PairGroup]
+"""(whether this end sends, session, timeout_s): this end of a device session. Raises RuntimeError."""
+
+_CONFIRMS = 1 << 63
+"""An acknowledgement with this bit is of the device path: a session, and how many of its messages have arrived."""
+_COUNT_BITS = 40
+_TICK_S = 0.05
+_IDLE_S = 60.0
+_FETCH_S = 2.0
+"""How long the training waits for anything before it is looked for in the store though the host path is up."""
+
+
+class PathCounters(NamedTuple):
+    """What one stage has seen of one link."""
+
+    path: Path
+    """Of the next message that it sends."""
+    sent_by_device: int
+    sent_by_host: int
+    switches: int
+    """How often what it sends began to take the other path."""
+    sessions_lost: int
+    """Device sessions of either direction that died after they had been made."""
+
+
+@dataclass
+class _Work:
+    """What is to be done without the lock."""
+
+    sends: list[DeviceSend[torch.Tensor]] = field(default_factory=list)
+    receives: list[tuple[DeviceReceive, TensorSpecification]] = field(default_factory=list)
+    begin: list[tuple[bool, int]] = field(default_factory=list)
+    """Whether as the sender, and the session."""
+    end: list[tuple[bool, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.sends or self.receives or self.begin or self.end)
+
+
+class DualLink(HostLink):
+    """Both directions between this stage and `peer`, each on either path. Used, and brought up, as a HostLink is."""
+
+    def __init__(
+        self,
+        stage: int,
+        peer: int,
+        settings: HostSettings,
+        paths: PathSettings,
+        make_group: MakeGroup,
+        mail: NoteMail,
+    ) -> None:
+        self._paths, self._make_group, self._mail = paths, make_group, mail
+        self._outlet: Outlet[torch.Tensor] = Outlet(paths)
+        self._inlet = Inlet(paths)
+        self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
+        self._specifications: dict[int, TensorSpecification] = {}
+        self._early: dict[int, Arrival] = {}
+        self._sessions: dict[tuple[bool, int], SendingSession | ReceivingSession] = {}
+        self._work = _Work()
+        self._wait_began_s = math.inf
+        self._fetch_wanted = False
+        super().__init__(stage, peer, settings)
+        self._to_keep = threading.Condition(self._lock)
+        self._makers: list[threading.Thread] = []
+        self._keeper = threading.Thread(target=self._keep, name=f"adaptra-paths-{peer}", daemon=True)
+        self._keeper.start()
+
+    # What the training thread calls.
+
+    def prefer(self, path: Path) -> None:
+        """Send by this path while it is healthy, from the next agreed message on."""
+        with self._lock:
+            self._outlet.prefer(path)
+            self._to_keep.notify()
+
+    def path_counters(self) -> PathCounters:
+        """For reports and tests."""
+        with self._lock:
+            by_path = self._outlet.by_path
+            lost = self._outlet.failures + self._inlet.deaths
+            return PathCounters(
+                self._outlet.path, by_path[Path.DEVICE], by_path[Path.HOST], self._outlet.switches, lost
+            )
+
+    def post_send(self, key: MessageKey, tensor: torch.Tensor) -> float:
+        outgoing = self._outgoing(key, tensor)
+        now_s = time.monotonic()
+        with self._lock:
+            if not self._outlet.device_healthy and now_s >= self._health.broken_from_s():
+                raise self._error("could not send", key, now_s, now_s, receiving=False)
+            message, path = self._outlet.post(key, outgoing)
+            if path is Path.HOST:
+                self._enqueue(key, outgoing, message.number, now_s)
+            work = self._due_here()
+        self._do(work)
+        return now_s
+
+    def describe(self, specification: TensorSpecification) -> None:
+        with self._lock:
+            self._specification = specification
+
+    def post_receive(self, key: MessageKey) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            if not self._inlet.alive and key not in self._arrivals and now_s >= self._health.broken_from_s():
+                raise self._error("waited for", key, now_s, now_s, receiving=True)
+            self._specifications[self._inlet.posted] = self._specification
+            self._specifications.pop(self._inlet.posted - REMEMBERED, None)
+            number = self._inlet.post(key)
+            self._ask_for(key, now_s)
+            if (early := self._early.pop(number, None)) is not None:
+                self._deliver(key, early)
+            work = self._due_here()
+        self._do(work)
+
+    def wait(self, key: MessageKey, deadline_s: float) -> tuple[torch.Tensor, MessageTimes]:
+        self._wait_began_s = time.monotonic()
+        return super().wait(key, deadline_s)
+
+    def close(self) -> None:
+        super().close()  # says good-bye: what the peer then sees of the device path is no failure
+        with self._lock:
+            self._to_keep.notify()
+        for thread in (self._keeper, *self._makers):
+            thread.join(self._paths.probe_limit_s + 1.0)
+        with self._lock:
+            sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
+            session.end()
+
+    # What the supervisor calls.
+
+    def connected(self, outbound: Ring, inbound: Ring) -> None:
+        super().connected(outbound, inbound)
+        with self._lock:
+            self._inlet.confirm_again()
+            self._settle_effects()
+            self._to_keep.notify()
+
+    def disconnected(self, cause: str) -> None:
+        super().disconnected(cause)
+        with self._lock:
+            self._to_keep.notify()
+
+    # What the host path asks, with the lock held.
+
+    def _acknowledged(self, sequence: int) -> None:
+        if sequence & _CONFIRMS:
+            session, received = (sequence & ~_CONFIRMS) >> _COUNT_BITS, sequence & ((1 << _COUNT_BITS) - 1)
+            self._confirmed(session, received)
+            return
+        message = self._outbox.acknowledge(sequence)
+        if message is not None and message.key is None:
+            self._mail.acknowledged(message.number)
+
+    def _heard(self, number: int, packet: bytes) -> None:
+        now_s = time.monotonic()
+        for readable in self._mail.take(number, packet):
+            note = decode_note(readable)
+            if isinstance(note, FromSender):
+                self._inlet.heard(note, now_s)
+            elif isinstance(note, Received):
+                self._confirmed(note.session, note.count)
+            else:
+                self._outlet.heard(note, now_s)
+        self._settle_effects()
+        self._to_keep.notify()
+
+    def _all_sent(self) -> bool:
+        return not len(self._outbox) and not self._outlet.retained
+
+    def _given_up_from_s(self, key: MessageKey | None) -> float:
+        device = self._outlet.device_healthy and not len(self._outbox) if key is None else self._inlet.expects(key)
+        return math.inf if device else self._health.broken_from_s()
+
+    def _look_again_s(self, key: MessageKey | None, now_s: float) -> float:
+        look_again_s = now_s + self._paths.suspicion_s
+        if now_s > self._wait_began_s + _FETCH_S and not self._fetch_wanted:
+            self._fetch_wanted = True
+            self._to_keep.notify()
+        if key is not None and self._inlet.expects(key):
+            look_again_s = min(look_again_s, self._inlet.suspect(self._wait_began_s, now_s))
+            self._settle_effects()
+            if self._work:
+                self._to_keep.notify()
+        return look_again_s
+
+    def _not_received(self, key: MessageKey, since_s: float, now_s: float) -> TransportError:
+        return self._error("waited for", key, since_s, now_s, receiving=True)
+
+    def _not_sent(self, now_s: float) -> TransportError:
+        oldest = self._outbox.oldest()
+        key, since_s = (oldest.key, oldest.posted_s) if oldest is not None else (self._outlet.oldest_retained(), now_s)
+        assert key is not None
+        return self._error("could not send", key, since_s, now_s, receiving=False)
+
+    def _error(self, doing: str, key: MessageKey, since_s: float, now_s: float, *, receiving: bool) -> TransportError:
+        alive = self._inlet.alive if receiving else self._outlet.device_healthy
+        cause = self._inlet.cause if receiving else self._outlet.cause
+        also = "the device path is up" if alive else f"the device path is down: {cause}"
+        return self._health.error(doing, key, since_s, now_s, receiving=receiving, also=also)
+
+    # Effects: the parts that need the lock at once, the others to `_work`.
+
+    def _settle_effects(self) -> None:
+        """The caller holds the lock."""
+        now_s = time.monotonic()
+        outlet, self._outlet.effects = self._outlet.effects, OutletEffects()
+        inlet, self._inlet.effects = self._inlet.effects, InletEffects()
+        for note in (*outlet.notes, *inlet.notes):
+            self._say(note, now_s)
+        if inlet.confirm is not None:
+            self._confirm(*inlet.confirm, now_s)
+        self._move(outlet, now_s)
+        work = self._work
+        work.sends += outlet.sends
+        for receive in inlet.receives:
+            specification = self._specifications.get(receive.number, self._specification)
+            work.receives.append((receive, specification))
+        work.begin += [(True, session) for session in outlet.begin] + [(False, session) for session in inlet.begin]
+        work.end += [(True, session) for session in outlet.end] + [(False, session) for session in inlet.end]
+
+    def _move(self, outlet: OutletEffects[torch.Tensor], now_s: float) -> None:
+        """Messages between the host path and the device path."""
+        if not outlet.withdrawals and not outlet.resends:
+            return
+        waiting = {message.number: message for message in self._outbox.messages(elsewhere=True)}
+        for number in outlet.withdrawals:
+            self._outbox.send_elsewhere(waiting[number])
+        for message in outlet.resends:
+            if message.number in waiting:
+                self._outbox.send_after_all(waiting[message.number])
+            else:
+                self._enqueue(message.key, message.payload, message.number, now_s)
+        self._tell_waiting()
+
+    def _say(self, note: Note, now_s: float) -> None:
+        packet = encode_note(note)
+        number = self._mail.post(packet, now_s)
+        self._enqueue(None, torch.frombuffer(bytearray(packet), dtype=torch.uint8), number, now_s)
+
+    def _confirm(self, session: int, received: int, now_s: float) -> None:
+        if self._session is None:
+            self._say(Received(session, received), now_s)
+            return
+        self._arrivals.due.append(_CONFIRMS | session << _COUNT_BITS | received)
+        self._acknowledge()
+
+    def _confirmed(self, session: int, received: int) -> None:
+        self._outlet.confirmed(session, received)
+        sending = self._sessions.get((True, session))
+        if isinstance(sending, SendingSession):
+            sending.confirmed(received)
+        if self._flushing and self._all_sent():
+            self._tell_waiting()
+        if not self._outlet.device_healthy:
+            self._to_keep.notify()  # these may have been the probes
+
+    def _due_here(self) -> _Work:
+        """What the calling thread is to do at once; the rest is the keeper's. The caller holds the lock."""
+        self._settle_effects()
+        work = self._work
+        if not work:
+            return work
+        self._work = _Work(begin=work.begin, end=work.end)
+        if self._work:
+            self._to_keep.notify()
+        return _Work(sends=work.sends, receives=work.receives)
+
+    def _do(self, work: _Work) -> None:
+        """Without the lock."""
+        for send in work.sends:
+            self._send(send)
+        for receive, specification in work.receives:
+            with self._lock:
+                session = self._sessions.get((False, receive.session))
+            if isinstance(session, ReceivingSession):
+                session.receive(receive.index, specification if receive.number >= 0 else None)
+        for as_sender, number in work.begin:
+            maker = threading.Thread(target=self._make, args=(as_sender, number), name="adaptra-meet", daemon=True)
+            self._makers = [thread for thread in self._makers if thread.is_alive()] + [maker]
+            maker.start()
+        for as_sender, number in work.end:
+            self._end(as_sender, number)
+
+    def _send(self, send: DeviceSend[torch.Tensor]) -> None:
+        with self._lock:
+            session = self._sessions.get((True, send.session))
+        if not isinstance(session, SendingSession):
+            return
+        try:
+            if send.message is None:
+                session.probe(send.index)
+            else:
+                session.send(send.index, send.message.payload, header=self._specification.shape is None)
+        except RuntimeError as cause:
+            self._failed(True, send.session, f"torch.distributed reported: {cause}")
+
+    # The device path's sessions.
+
+    def _make(self, as_sender: bool, number: int) -> None:
+        """Meet the peer for a new session. A thread of its own: the peer may not come."""
+        try:
+            group = self._make_group(as_sender, number, self._paths.probe_limit_s)
+        except RuntimeError as cause:
+            self._failed(as_sender, number, f"the two ends did not meet: {cause}")
+            return
+        session: SendingSession | ReceivingSession
+        if as_sender:
+            session = SendingSession(group)
+        else:
+            session = ReceivingSession(
+                group,
+                self._settings.timeout_s,
+                functools.partial(self._device_arrived, number),
+                functools.partial(self._failed, False, number),
+            )
+        with self._lock:
+            self._sessions[as_sender, number] = session
+            if as_sender:
+                self._outlet.made(number, time.monotonic())
+            else:
+                self._inlet.made(number)
+            self._settle_effects()
+            self._to_keep.notify()
+
+    def _end(self, as_sender: bool, number: int) -> None:
+        with self._lock:
+            session = self._sessions.pop((as_sender, number), None)
+            finished, lost = self.finished, self._outlet.cause if as_sender else self._inlet.cause
+        if session is not None:
+            session.end()
+        if not finished:
+            link = f"{self._stage}->{self._peer}" if as_sender else f"{self._peer}->{self._stage}"
+            logger.warning("link %s: the device path is down: %s; messages go by the host path", link, lost)
+
+    def _device_arrived(self, session: int, tensor: torch.Tensor, arrived_s: float) -> None:
+        with self._lock:
+            number = self._inlet.arrived(session, tensor.nbytes)
+            if number is not None and number >= 0:
+                arrival = Arrival(None, tensor, arrived_s)
+                key = self._inlet.key(number)
+                if key is None:
+                    self._early[number] = arrival
+                else:
+                    self._deliver(key, arrival)
+            self._settle_effects()
+            if self._work:
+                self._to_keep.notify()
+
+    def _failed(self, as_sender: bool, session: int, cause: str) -> None:
+        with self._lock:
+            if as_sender:
+                self._outlet.failed(session, cause)
+            else:
+                self._inlet.failed(session, cause, time.monotonic())
+            self._settle_effects()
+            self._to_keep.notify()
+
+    # The keeper: time, and whatever must not hold up anybody else.
+
+    def _keep(self) -> None:
+        while True:
+            with self._lock:
+                if self._closing:
+                    return
+                now_s = time.monotonic()
+                down_since_s = self._health.down_since_s
+                down_s = 0.0 if down_since_s is None else max(now_s - down_since_s, 1e-9)
+                if not self.finished:
+                    self._outlet.tick(now_s, down_s, self._unacknowledged)
+                self._settle_effects()
+                work, self._work = self._work, _Work()
+                overdue = self._mail.overdue(now_s)
+                fetch = self._fetch_wanted or (down_s > OVERDUE_S and not self.finished)
+                if not (work or overdue or fetch):
+                    self._to_keep.wait(self._pause_s(now_s))
+                    continue
+                self._fetch_wanted = False
+            self._do(work)
+            self._mail.put(overdue)
+            if fetch:
+                self._fetch()
+
+    def _fetch(self) -> None:
+        notes = self._mail.fetch()
+        with self._lock:
+            try:
+                for number, packet in notes:
+                    self._heard(number, packet)
+            except ValueError as cause:
+                self._health.fail(f"stage {self._peer} left what cannot be in the store: {cause}")
+                self._news.notify_all()
+            self._to_keep.wait(_TICK_S)
+
+    def _pause_s(self, now_s: float) -> float:
+        """Until time alone brings something."""
+        until_s = math.inf
+        if not self.finished:
+            until_s = self._outlet.next_tick_s(now_s)
+            if self._health.down_since_s is not None:
+                until_s = min(until_s, now_s + _TICK_S)
+        if (posted_s := self._mail.oldest_unheard_s) is not None:
+            until_s = min(until_s, posted_s + OVERDUE_S)
+        return min(_IDLE_S, max(1e-3, until_s - now_s))
+
+    def _unacknowledged(self) -> list[Posted[torch.Tensor]]:
+        return [
+            Posted(message.number, message.key, message.tensor)
+            for message in self._outbox.messages()
+            if message.key is not None
+        ]

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receiving end of a directed link with two paths: what to expect on the device path, and when to give it up.
+
+Pure bookkeeping, as the sending end in outlet.py. Messages of the host path need none: they say what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from adaptra_megatron.transport.messages import MessageKey
+from adaptra_megatron.transport.notes import (
+    Ask,
+    Close,
+    Dead,
+    Failed,
+    FromReceiver,
+    FromSender,
+    Frozen,
+    Meet,
+    Open,
+    Sent,
+    Until,
+)
+from adaptra_megatron.transport.paths import PathSettings
+
+REMEMBERED = 1024
+"""Keys of the latest messages: a dead host path leaves no more than its window without an acknowledgement."""
+_CONFIRMED_TOGETHER = 8
+_CONFIRMED_NBYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class DeviceReceive:
+    """To be received in this session with this index; a negative number means a probe."""
+
+    session: int
+    index: int
+    number: int
+
+
+@dataclass
+class InletEffects:
+    """What is to be done now."""
+
+    notes: list[FromReceiver] = field(default_factory=list)
+    receives: list[DeviceReceive] = field(default_factory=list)
+    confirm: tuple[int, int] | None = None
+    """Session, and how much of it has arrived, for the sender to know."""
+    begin: list[int] = field(default_factory=list)
+    """Sessions whose group is to be made."""
+    end: list[int] = field(default_factory=list)
+    """Sessions whose group is to be given up."""
+
+
+@dataclass
+class _Interval:
+    """Numbers that a session carries."""
+
+    next: int
+    """The first that no receive has been issued for."""
+    until: int | None
+    skipped: frozenset[int]
+
+
+@dataclass
+class _Session:
+    number: int
+    ready: bool = False
+    issued: int = 0
+    """Receives so far: the index of the next."""
+    received: int = 0
+    confirmed: int = 0
+    unconfirmed_nbytes: int = 0
+    intervals: deque[_Interval] = field(default_factory=deque)
+    frozen: int | None = None
+    """While the sender makes up its mind, nothing from this number on is issued."""
+    waiting: deque[int] = field(default_factory=deque)
+    """Numbers of the receives under way, in order; negative for probes."""
+    asked_s: float = math.inf
+    sent: int = 0
+    """How much the sender says it has sent, and when that was heard."""
+    sent_s: float = math.inf
+
+
+class Inlet:
+    """Not safe for threads: its link's lock guards it."""
+
+    def __init__(self, settings: PathSettings) -> None:
+        self.posted = 0
+        self.effects = InletEffects()
+        self.deaths = 0
+        """Device sessions that ended."""
+        self.cause = "it has not come up yet"
+        self.dead_since_s = 0.0
+        """When the device path last came to an end; only of interest while it is not alive."""
+        self._settings = settings
+        self._keys: dict[int, MessageKey] = {}
+        self._session: _Session | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether messages may come by the device path."""
+        return self._session is not None
+
+    def expects(self, key: MessageKey) -> bool:
+        """Whether the device path owes this message."""
+        return self._session is not None and any(self._keys.get(number) == key for number in self._session.waiting)
+
+    def post(self, key: MessageKey) -> int:
+        """The training asks for the next message of the directed link; returns its number."""
+        number = self.posted
+        self._keys[number] = key
+        self._keys.pop(number - REMEMBERED, None)
+        self.posted += 1
+        self._issue()
+        return number
+
+    def key(self, number: int) -> MessageKey | None:
+        """Of a message that was asked for."""
+        return self._keys.get(number)
+
+    def made(self, session: int) -> None:
+        """The group of a session has been made at this end."""
+        current = self._session
+        if current is None or current.number != session:
+            self.effects.end.append(session)
+            return
+        current.ready = True
+        for number in range(-self._settings.probes, 0):
+            self._receive(current, number)
+        self._issue()
+
+    def arrived(self, session: int, nbytes: int) -> int | None:
+        """The session's next message is here; returns its number, None if the session is over: then it never came."""
+        current = self._session
+        if current is None or current.number != session:
+            return None
+        number = current.waiting.popleft()
+        current.received += 1
+        current.asked_s = current.sent_s = math.inf
+        current.unconfirmed_nbytes += nbytes
+        due = current.received - current.confirmed
+        if not current.waiting or due >= _CONFIRMED_TOGETHER or current.unconfirmed_nbytes >= _CONFIRMED_NBYTES:
+            current.confirmed, current.unconfirmed_nbytes = current.received, 0
+            self.effects.confirm = (session, current.received)
+        return number
+
+    def confirm_again(self) -> None:
+        """The sender may have missed the last confirmation."""
+        if self._session is not None and self._session.confirmed:
+            self.effects.confirm = (self._session.number, self._session.confirmed)
+
+    def failed(self, session: int, cause: str, now_s: float) -> None:
+        """The session is over: what has not arrived will come by the host path."""
+        current = self._session
+        if current is None or current.number != session:
+            return
+        self.deaths += 1
+        self.cause, self.dead_since_s = cause, now_s
+        self._session = None
+        self.effects.confirm = None
+        self.effects.notes.append(Dead(session, current.received, cause))
+        self.effects.end.append(session)
+
+    def heard(self, note: FromSender, now_s: float) -> None:
+        """A note has come; but for Meet, those of other sessions mean nothing."""
+        if isinstance(note, Meet):
+            if self._session is not None:
+                self.failed(self._session.number, "the sender began another session", now_s)
+            self._session = _Session(note.session)
+            self.effects.begin.append(note.session)
+            return
+        current = self._session
+        if current is None or current.number != note.session:
+            return
+        if isinstance(note, Failed):
+            self.failed(note.session, note.cause, now_s)
+        elif isinstance(note, Open):
+            current.intervals.append(_Interval(note.number, None, frozenset(note.skipped)))
+            self._issue()
+        elif isinstance(note, Close):
+            current.frozen = max(self.posted, current.intervals[-1].next)
+            self.effects.notes.append(Frozen(note.session, current.frozen))
+        elif isinstance(note, Until):
+            current.intervals[-1].until = note.number
+            current.frozen = None
+            self._issue()
+        elif isinstance(note, Sent):
+            current.sent, current.sent_s = note.count, now_s
+
+    def suspect(self, since_s: float, now_s: float) -> float:
+        """The training has waited since `since_s` for something that the device path owes.
+
+        Asks the sender whether it was sent at all, and gives the session up where it was and still does not come.
+        Returns when to call this again.
+        """
+        current, settings = self._session, self._settings
+        if current is None or not current.waiting:
+            return now_s + settings.suspicion_s
+        index = current.received
+        if current.sent > index and math.isfinite(current.sent_s):
+            if now_s < current.sent_s + settings.stall_s:
+                return current.sent_s + settings.stall_s
+            waited_s = now_s - current.sent_s
+            self.failed(current.number, f"what was sent did not arrive for {waited_s:.1f} s", now_s)
+            return math.inf
+        asked_s = current.asked_s if math.isfinite(current.asked_s) else since_s
+        if now_s < asked_s + settings.suspicion_s:
+            return asked_s + settings.suspicion_s
+        current.asked_s = now_s
+        self.effects.notes.append(Ask(current.number, index))
+        return now_s + settings.suspicion_s
+
+    def _issue(self) -> None:
+        """Issue the receives that are due, in the order in which the sender sends."""
+        current = self._session
+        if current is None or not current.ready:
+            return
+        # A later interval may hold what is waited for now, and comes only after everything before it.
+        while len(current.intervals) > 1:
+            self._issue_interval(current, current.intervals[0], everything=True)
+            current.intervals.popleft()
+        if current.intervals:
+            self._issue_interval(current, current.intervals[0], everything=False)
+
+    def _issue_interval(self, current: _Session, interval: _Interval, *, everything: bool) -> None:
+        limit = self.posted
+        if interval.until is not None:
+            limit = interval.until if everything else min(limit, interval.until)
+        elif current.frozen is not None:
+            limit = min(limit, current.frozen)
+        while interval.next < limit:
+            if interval.next not in interval.skipped:
+                self._receive(current, interval.next)
+            interval.next += 1
+
+    def _receive(self, current: _Session, number: int) -> None:
+        self.effects.receives.append(DeviceReceive(current.number, current.issued, number))
+        current.issued += 1
+        current.waiting.append(number)

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sending end of a directed link with two paths: which path each message takes, and what a failure leaves to do.
+
+Pure bookkeeping: times are given (seconds of the monotonic clock), effects are left in lists for the caller to carry
+out. The sender alone decides. Whoever moves messages to another path first agrees with the receiver on the number
+from which on they move, so that a receiver expects each message on exactly one path; only a dead session needs sending
+again, and then only what the receiver has not got.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from adaptra_megatron.transport.messages import MessageKey
+from adaptra_megatron.transport.notes import (
+    Ask,
+    Close,
+    Dead,
+    Failed,
+    FromReceiver,
+    FromSender,
+    Frozen,
+    Meet,
+    Open,
+    Received,
+    Sent,
+    Until,
+)
+from adaptra_megatron.transport.paths import Path, PathSettings
+
+Payload = TypeVar("Payload")
+
+
+@dataclass(frozen=True)
+class Posted(Generic[Payload]):
+    """One message of the directed link. Holding it holds its bytes."""
+
+    number: int
+    key: MessageKey
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class DeviceSend(Generic[Payload]):
+    """To be sent in this session with this index; no message means a probe."""
+
+    session: int
+    index: int
+    message: Posted[Payload] | None
+
+
+@dataclass
+class OutletEffects(Generic[Payload]):
+    """What is to be done now, in this order within each list."""
+
+    notes: list[FromSender] = field(default_factory=list)
+    sends: list[DeviceSend[Payload]] = field(default_factory=list)
+    resends: list[Posted[Payload]] = field(default_factory=list)
+    """By the host path."""
+    withdrawals: list[int] = field(default_factory=list)
+    """Numbers that the host path need not carry any more."""
+    begin: list[int] = field(default_factory=list)
+    """Sessions whose group is to be made."""
+    end: list[int] = field(default_factory=list)
+    """Sessions whose group is to be given up, after the sends."""
+
+
+@dataclass
+class _Session(Generic[Payload]):
+    """A device session, from the proposal to make it until the receiver's word that it is dead."""
+
+    number: int
+    since_s: float
+    ready: bool = False
+    """Whether its group has been made at this end."""
+    proven_s: float = math.inf
+    """When all probes had arrived."""
+    failed: bool = False
+    """Whether this end has called it dead."""
+    probed: int = 0
+    next_probe_s: float = 0.0
+    sent: int = 0
+    received: int = 0
+    closing: bool = False
+    until: int | None = None
+    """Messages from this number on go by the host path. None while there is no end in sight."""
+    carries: bool = False
+    retained: dict[int, Posted[Payload]] = field(default_factory=dict)
+    """By index: what may have to be sent again."""
+
+
+class Outlet(Generic[Payload]):
+    """Not safe for threads: its link's lock guards it."""
+
+    def __init__(self, settings: PathSettings) -> None:
+        self.posted = 0
+        """Messages posted so far: the number of the next one."""
+        self.effects: OutletEffects[Payload] = OutletEffects()
+        self.by_path = {Path.DEVICE: 0, Path.HOST: 0}
+        """Messages posted, by the path they were first sent on."""
+        self.switches = 0
+        """How often messages began to go by the other path, for whatever reason."""
+        self.failures = 0
+        """Device sessions that died after they had been healthy."""
+        self.cause = "it has not come up yet"
+        """Of the last failure."""
+        self._settings = settings
+        self._preferred = settings.preferred
+        self._session: _Session[Payload] | None = None
+        self._sessions = 0
+        self._rest_until_s = -math.inf
+        self._in_a_row = 0
+
+    @property
+    def preferred(self) -> Path:
+        """What is used while it is healthy."""
+        return self._preferred
+
+    @property
+    def path(self) -> Path:
+        """The path of the next message."""
+        session = self._session
+        if session is None or session.failed or not session.carries:
+            return Path.HOST
+        return Path.DEVICE if session.until is None or self.posted < session.until else Path.HOST
+
+    @property
+    def device_healthy(self) -> bool:
+        """Whether the device path carries messages, or could."""
+        return self._session is not None and not self._session.failed and math.isfinite(self._session.proven_s)
+
+    @property
+    def retained(self) -> int:
+        """Messages of the device path that are kept because the receiver has not confirmed them."""
+        return len(self._session.retained) if self._session is not None else 0
+
+    def oldest_retained(self) -> MessageKey | None:
+        """What the receiver should have confirmed first."""
+        return next((each.key for each in self._session.retained.values()), None) if self._session else None
+
+    def prefer(self, path: Path) -> None:
+        """Takes effect with the next `tick`."""
+        self._preferred = path
+
+    def post(self, key: MessageKey, payload: Payload) -> tuple[Posted[Payload], Path]:
+        """Number a message and say which path it takes. For the device path, a send is left in the effects."""
+        path = self.path
+        message = Posted(self.posted, key, payload)
+        self.posted += 1
+        self.by_path[path] += 1
+        if path is Path.DEVICE:
+            assert self._session is not None
+            self._send(self._session, message)
+            if session_over(self._session, self.posted):
+                self._leave(self._session)
+        return message, path
+
+    def made(self, session: int, now_s: float) -> None:
+        """The group of a session has been made at this end."""
+        if self._session is not None and self._session.number == session:
+            self._session.ready = True
+            self._session.next_probe_s = now_s
+        else:
+            self.effects.end.append(session)
+
+    def failed(self, session: int, cause: str) -> None:
+        """This end saw a session fail. The receiver has the last word on what has arrived."""
+        current = self._session
+        if current is not None and current.number == session and not current.failed:
+            current.failed = True
+            self.cause = cause
+            self.effects.notes.append(Failed(session, cause))
+
+    def confirmed(self, session: int, received: int) -> None:
+        """The receiver has the first `received` of what the session carried."""
+        current = self._session
+        if current is None or current.number != session:
+            return
+        for index in range(current.received, received):
+            current.retained.pop(index, None)
+        current.received = max(current.received, received)
+
+    def heard(self, note: FromReceiver, now_s: float) -> None:
+        """A note has come; those of earlier sessions mean nothing."""
+        current = self._session
+        if current is None or current.number != note.session:
+            return
+        if isinstance(note, Dead):
+            self._bury(current, note, now_s)
+        elif isinstance(note, Received):
+            self.confirmed(note.session, note.count)
+        elif isinstance(note, Ask):
+            self.effects.notes.append(Sent(note.session, current.sent))
+        elif isinstance(note, Frozen) and current.closing and current.until is None:
+            current.until = max(self.posted, note.number)
+            self.effects.notes.append(Until(note.session, current.until))
+            if session_over(current, self.posted):
+                self._leave(current)
+
+    def tick(
+        self, now_s: float, host_down_s: float, host_unacknowledged: Callable[[], Sequence[Posted[Payload]]]
+    ) -> None:
+        """Do what time brings. `host_down_s`: for how long the host path has been down, 0 while it is up."""
+        if self._session is None:
+            if now_s >= self._rest_until_s:
+                self._sessions += 1
+                self._session = _Session(self._sessions, now_s)
+                self.effects.notes.append(Meet(self._sessions))
+                self.effects.begin.append(self._sessions)
+            return
+        self._prove(self._session, now_s)
+        self._choose(self._session, host_down_s, host_unacknowledged)
+
+    def next_tick_s(self, now_s: float) -> float:
+        """When `tick` has something to do though nothing happens."""
+        session = self._session
+        if session is None:
+            return self._rest_until_s
+        if session.failed or math.isfinite(session.proven_s):
+            return math.inf
+        limit_s = session.since_s + self._settings.probe_limit_s
+        return min(limit_s, session.next_probe_s if session.ready else limit_s)
+
+    def _prove(self, session: _Session[Payload], now_s: float) -> None:
+        """Send the probes that are due, and judge."""
+        if session.failed or math.isfinite(session.proven_s):
+            return
+        settings = self._settings
+        if session.received >= settings.probes:
+            session.proven_s = now_s
+            session.next_probe_s = math.inf
+            return
+        if now_s >= session.since_s + settings.probe_limit_s:
+            self.failed(session.number, f"its probes did not get through in {settings.probe_limit_s:g} s")
+            return
+        while session.ready and session.probed < settings.probes and now_s >= session.next_probe_s:
+            self.effects.sends.append(DeviceSend(session.number, session.sent, None))
+            session.sent += 1
+            session.probed += 1
+            # A path that has failed before must hold for a while, not just for a moment.
+            session.next_probe_s = now_s + (settings.probe_pause_s if self._in_a_row else 0.0)
+        if session.probed == settings.probes:
+            session.next_probe_s = math.inf
+
+    def _choose(
+        self,
+        session: _Session[Payload],
+        host_down_s: float,
+        host_unacknowledged: Callable[[], Sequence[Posted[Payload]]],
+    ) -> None:
+        if not self.device_healthy:
+            return
+        host_dead = host_down_s > self._settings.host_patience_s
+        stranded = host_unacknowledged() if host_dead else ()
+        if not session.carries and (self._preferred is Path.DEVICE or host_dead):
+            self._open(session, stranded)
+            return
+        leaves = self._preferred is Path.HOST and host_down_s == 0
+        # What is stranded on a dead host path can only join the device path at a new beginning.
+        if session.carries and not session.closing and (stranded or leaves):
+            session.closing = True
+            self.effects.notes.append(Close(session.number))
+
+    def _open(self, session: _Session[Payload], stranded: Sequence[Posted[Payload]]) -> None:
+        """From now on, and for what is stranded on a dead host path, the device path."""
+        first = min((message.number for message in stranded), default=self.posted)
+        taken = {message.number for message in stranded}
+        skipped = [number for number in range(first, self.posted) if number not in taken]
+        self.effects.notes.append(Open(session.number, first, skipped))
+        session.carries, session.closing, session.until = True, False, None
+        self.switches += 1
+        for message in sorted(stranded, key=lambda message: message.number):
+            self._send(session, message)
+            self.effects.withdrawals.append(message.number)
+
+    def _send(self, session: _Session[Payload], message: Posted[Payload]) -> None:
+        session.retained[session.sent] = message
+        self.effects.sends.append(DeviceSend(session.number, session.sent, message))
+        session.sent += 1
+
+    def _leave(self, session: _Session[Payload]) -> None:
+        """The last message before the agreed number has been posted; the session stays, in reserve."""
+        session.carries = session.closing = False
+        self.switches += 1
+
+    def _bury(self, session: _Session[Payload], note: Dead, now_s: float) -> None:
+        self.confirmed(note.session, note.received)
+        self.cause = note.cause
+        if math.isfinite(session.proven_s):
+            self.failures += 1
+            if now_s - session.proven_s >= self._settings.forgiven_after_s:
+                self._in_a_row = 0
+        if session.carries:
+            self.switches += 1
+        rest_s = min(self._settings.longest_rest_s, self._settings.first_rest_s * 2.0 ** min(self._in_a_row, 30))
+        self._rest_until_s = now_s + rest_s
+        self._in_a_row += 1
+        self.effects.resends += [session.retained[index] for index in sorted(session.retained)]
+        self.effects.end.append(session.number)
+        self._session = None
+
+
+def session_over(session: _Session[Payload], posted: int) -> bool:
+    """Whether everything up to the agreed number has been posted."""
+    return session.carries and session.until is not None and posted >= session.until
