@@ -56,12 +56,13 @@ def _run(transports: Sequence[str], timeout_s: float) -> tuple[list[dict[str, An
 
 
 def _last_words(error: LaunchError, timeout_s: float) -> str:
-    """The last line of the rank that failed by itself: what Python says about its exception."""
-    failed = next((result for result in error.results if result.returncode > 0), None)
-    if failed is None:
-        return f"it was not over within {timeout_s:.0f} s"
-    said = [line for line in failed.output.splitlines() if line.strip()]
-    return said[-1].strip() if said else f"exit status {failed.returncode}"
+    """The last line of each rank that failed by itself: what Python says about its exception."""
+    said = []
+    for result in error.results:
+        if result.returncode > 0:
+            lines = [line for line in result.output.splitlines() if line.strip()] or ["nothing"]
+            said.append(f"process {result.rank} says {lines[-1].removeprefix(f'[rank{result.rank}]:').strip()}")
+    return "; ".join(said) or f"it was not over within {timeout_s:.0f} s"
 
 
 def _passed(outcome: dict[str, Any]) -> Finding:
