@@ -69,6 +69,14 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ping:
+    """To the delegate: ask for `Pong`, which proves that it runs."""
+
+    name: ClassVar[str] = "ping"
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stop:
     """To the delegate: let what is in the outbound rings leave, then end."""
 
@@ -107,8 +115,18 @@ class Counters:
     received_nbytes: int = 0
 
 
-Message = Start | Open | Report | Stop | Up | Down | Counters
-_KINDS: dict[str, type[Message]] = {kind.name: kind for kind in (Start, Open, Report, Stop, Up, Down, Counters)}
+@dataclass(frozen=True, kw_only=True)
+class Pong:
+    """From the delegate: the answer to the `Ping` of that number."""
+
+    name: ClassVar[str] = "pong"
+    number: int
+
+
+Message = Start | Open | Report | Ping | Stop | Up | Down | Counters | Pong
+_KINDS: dict[str, type[Message]] = {
+    kind.name: kind for kind in (Start, Open, Report, Ping, Stop, Up, Down, Counters, Pong)
+}
 
 
 def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:

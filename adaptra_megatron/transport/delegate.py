@@ -19,7 +19,18 @@ import sys
 
 from adaptra_megatron.transport import control
 from adaptra_megatron.transport._ring import Ring, RingError, die_with_parent
-from adaptra_megatron.transport.control import ControlEndedError, Counters, Down, Message, Open, Report, Start, Stop
+from adaptra_megatron.transport.control import (
+    ControlEndedError,
+    Counters,
+    Down,
+    Message,
+    Open,
+    Ping,
+    Pong,
+    Report,
+    Start,
+    Stop,
+)
 from adaptra_megatron.transport.gate import Gate
 from adaptra_megatron.transport.handshake import HandshakeError, Purpose, Refusal
 from adaptra_megatron.transport.link_session import LinkSession
@@ -47,7 +58,9 @@ class Delegate:
                 self._gate.close()
                 await asyncio.gather(*(link.drain(message.drain_s) for link in self._links.values()))
                 return
-            if isinstance(message, Report):
+            if isinstance(message, Ping):
+                self._tell(Pong(number=message.number), [])
+            elif isinstance(message, Report):
                 self._tell(self._counters(message.number), [])
             elif isinstance(message, Open):
                 self._open(message, descriptors)

@@ -2,7 +2,8 @@
 """Keeps a delegate running beside this training process, and its links up: starts, restarts, reconnects.
 
 The listening sockets belong to the training process and are lent to each delegate: addresses outlive delegates, and a
-refused connection means that the training process itself is gone.
+refused connection means that the training process itself is gone. A delegate that is stopped or hangs would hold its
+links in silence: it is asked for a sign of life a few times per second, and replaced when none comes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,20 @@ from typing import Protocol
 import adaptra_megatron
 from adaptra_megatron.transport import control
 from adaptra_megatron.transport._ring import Ring
-from adaptra_megatron.transport.control import ControlEndedError, Counters, Down, Message, Open, Report, Start, Stop, Up
+from adaptra_megatron.transport.control import (
+    ControlEndedError,
+    Counters,
+    Down,
+    Message,
+    Open,
+    Ping,
+    Pong,
+    Report,
+    Start,
+    Stop,
+    Up,
+)
+from adaptra_megatron.transport.heartbeat import PATIENCE_S, Heartbeat
 
 logger = logging.getLogger("adaptra_megatron.transport.supervisor")
 
@@ -69,6 +83,7 @@ class Delegate:
 
     def __init__(self, start: Start, listeners: Sequence[socket.socket]) -> None:
         """Starts it. The calling thread must live as long as it: the kernel ties its life to that thread's."""
+        self.heartbeat = Heartbeat(time.monotonic())
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = str(Path(adaptra_megatron.__file__).parents[1])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -105,8 +120,21 @@ class _Question:
 class Supervisor:
     """A thread that owns the delegate."""
 
-    def __init__(self, start: Start, listeners: Sequence[socket.socket], links: Sequence[Link]) -> None:
-        """Starts the delegate and begins to bring all links up. `listeners` become the supervisor's."""
+    def __init__(
+        self,
+        start: Start,
+        listeners: Sequence[socket.socket],
+        links: Sequence[Link],
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """Starts the delegate and begins to bring all links up.
+
+        Args:
+            listeners: become the supervisor's.
+            patience_s: silence after which a delegate is killed and replaced, counted while this process ran. It
+                doubles each time until a link comes up: whatever takes so long on this machine gets done at last.
+        """
         self.starts = 0
         """Delegates started so far."""
         self._start, self._listeners = start, listeners
@@ -114,6 +142,7 @@ class Supervisor:
         self._delegate: Delegate | None = None
         self._restart_s = 0.0
         self._pause_s = FIRST_PAUSE_S
+        self._first_patience_s = self._patience_s = patience_s
         self._lock = threading.Lock()
         self._questions: list[_Question] = []
         self._asked = 0
@@ -171,6 +200,7 @@ class Supervisor:
                     if not link.end.finished:
                         self._open(link)
             self._ask()
+            self._feel_the_pulse(now_s)
         self._listen(self._next_s())
 
     def _begin(self) -> None:
@@ -180,31 +210,35 @@ class Supervisor:
         for link in self._links.values():
             link.retry_s = 0.0
 
-    def _next_s(self) -> float | None:
+    def _next_s(self) -> float:
         """When something is to be done though nothing happens."""
-        times = [link.retry_s for link in self._links.values() if link.retry_s is not None]
         if self._delegate is None:
-            times = [self._restart_s]
-        return min(times, default=None)
+            return self._restart_s
+        retries = (link.retry_s for link in self._links.values() if link.retry_s is not None)
+        return min([self._delegate.heartbeat.next_s, *retries])
 
-    def _listen(self, until_s: float | None) -> None:
+    def _listen(self, until_s: float) -> None:
         """Wait for the delegate, or for being woken, and handle one message."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             if self._delegate is not None:
                 selector.register(self._delegate.channel, selectors.EVENT_READ)
-            wait_s = None if until_s is None else max(0.0, until_s - time.monotonic())
-            ready = {key.fileobj for key, _events in selector.select(wait_s)}
+            ready = {key.fileobj for key, _events in selector.select(max(0.0, until_s - time.monotonic()))}
         if self._woken in ready:
             self._woken.recv(4096)
         if self._delegate is not None and self._delegate.channel in ready:
             try:
                 self._handle(*control.receive(self._delegate.channel))
             except ControlEndedError:
-                self._lost()
+                how = self._delegate.end(1.0)
+                self._replace(f"ended by {how}")
 
     def _handle(self, message: Message, descriptors: list[int]) -> None:
         try:
+            if isinstance(message, Pong):
+                assert self._delegate is not None
+                self._delegate.heartbeat.answered(message.number)
+                return
             if isinstance(message, Counters):
                 self._answer(message)
                 return
@@ -218,6 +252,7 @@ class Supervisor:
             if descriptors:
                 link.inbound = Ring.attach(descriptors[0])
             link.pause_s = self._pause_s = FIRST_PAUSE_S
+            self._patience_s = self._first_patience_s
             assert link.outbound is not None
             assert link.inbound is not None
             link.end.connected(link.outbound, link.inbound)
@@ -244,17 +279,32 @@ class Supervisor:
         link.retry_s = time.monotonic() + link.pause_s
         link.pause_s = min(2 * link.pause_s, LONGEST_PAUSE_S)
 
-    def _lost(self) -> None:
-        """The delegate is gone: another one takes over, with a growing pause in case it dies at once."""
+    def _feel_the_pulse(self, now_s: float) -> None:
+        """Ping the delegate if that is due, or kill it if it has been silent for too long."""
         assert self._delegate is not None
-        how = self._delegate.end(1.0)
+        heartbeat = self._delegate.heartbeat
+        number = heartbeat.tick(now_s)
+        if number is not None:
+            with contextlib.suppress(ControlEndedError):  # seen where the channel is read
+                control.send(self._delegate.channel, Ping(number=number))
+        elif heartbeat.exhausts(self._patience_s):
+            self._patience_s *= 2
+            process = self._delegate.process.pid
+            self._delegate.end(0.0)
+            self._replace(f"(process {process}) did not answer for {heartbeat.silent_s:.1f} s and was killed")
+
+    def _replace(self, what: str) -> None:
+        """The delegate is gone: another one takes over, with a growing pause in case it dies at once."""
         self._delegate = None
         if self._closing:
             return
-        logger.warning("stage %d: the delegate ended by %s; starting another", self._start.stage, how)
+        logger.warning("stage %d: the delegate %s; starting another", self._start.stage, what)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         for link in self._links.values():
-            self._went_down(link, f"this stage's delegate ended by {how}")
+            self._went_down(link, f"this stage's delegate {what}")
+        with self._lock:
+            for question in self._questions:
+                question.sent = False
 
     def _ask(self) -> None:
         assert self._delegate is not None

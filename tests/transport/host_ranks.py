@@ -35,6 +35,9 @@ SIZES = (1, 1000, MEBIBYTE // 8, MEBIBYTE, 40_000)
 CHALLENGE_NBYTES = 44
 """What anybody gets to hear, see transport/handshake.py."""
 
+FAILOVER_S = 2.0
+"""Longest pause of traffic that a dead or silent delegate may cause."""
+
 Make = Callable[..., HostTransport]
 
 
@@ -121,22 +124,63 @@ def _all_agree(mine: bool) -> bool:
 
 
 def delegate_stopped(make: Make) -> None:
-    """A delegate that is stopped holds nobody beyond the deadline, and goes on when it is continued."""
-    transport = make()
+    """A delegate is stopped in the middle of traffic: it is replaced, soon enough, and every message arrives once."""
+    transport, peer = make(), 1 - dist.get_rank()
     exchange(transport, 0)
     dist.barrier()
-    key, large = activation(0, iteration=1), (4 * MEBIBYTE,)
-    if dist.get_rank() == 0:
-        assert transport.delegate_process_id is not None
-        os.kill(transport.delegate_process_id, signal.SIGSTOP)
-        transport.post_send(key, 1, content(large, torch.float32, 7))
-        with pytest.raises(TransportError, match=r"stage 0, link 0->1.*nothing happened until the deadline"):
-            transport.flush(time.monotonic() + 0.5)
-        os.kill(transport.delegate_process_id, signal.SIGCONT)
-        flush(transport)
+    victim, longest_s, iteration = transport.delegate_process_id, 0.0, 1
+    assert victim is not None
+    end_s = time.monotonic() + 3.0
+    while not _all_agree(time.monotonic() > end_s):
+        start_s = time.monotonic()
+        if iteration == 10 and dist.get_rank() == 0:
+            threading.Timer(0.01, os.kill, (victim, signal.SIGSTOP)).start()
+        exchange(transport, iteration)
+        longest_s = max(longest_s, time.monotonic() - start_s)
+        iteration += 1
+    counters = transport.counters()
+    assert counters.delegate_starts == 2 - dist.get_rank()
+    assert counters.links[peer].sessions == 2
+    assert counters.links[peer].unacknowledged == 0
+    assert not alive(victim) or dist.get_rank() == 1, "the stopped delegate is still there"
+    assert 0.5 < longest_s < FAILOVER_S, f"the exchange that it struck took {longest_s:.2f} s"
+    sys.stdout.write(f"stopped delegate: traffic stood for {longest_s:.2f} s\n")
+    dist.barrier()
+    transport.close()
+
+
+def rank_stopped(make: Make) -> None:
+    """A whole training process is stopped for longer than a delegate may be: nothing changes, no delegate is killed."""
+    transport, stop_s, over = make(), 3.0, threading.Event()
+    ranks: list[Any] = [None, None]
+    dist.all_gather_object(ranks, os.getpid())
+    exchange(transport, 0)
+    delegate, iteration, ends_s = transport.delegate_process_id, 1, [time.monotonic()]
+
+    def stop() -> None:
+        time.sleep(0.2)
+        os.kill(ranks[0], signal.SIGSTOP)
+        time.sleep(stop_s)
+        os.kill(ranks[0], signal.SIGCONT)
+        over.set()
+
+    stopper = threading.Thread(target=stop)
+    if dist.get_rank() == 1:
+        stopper.start()
     else:
-        transport.post_receive(key, 0)
-        expect(transport, key, content(large, torch.float32, 7))
+        over.set()
+    while not _all_agree(over.is_set()):
+        exchange(transport, iteration)
+        ends_s.append(time.monotonic())
+        iteration += 1
+    time.sleep(1.5)  # whoever held the silence against the delegate would act now
+    exchange(transport, iteration)
+    counters = transport.counters()
+    longest_s = max(after - before for before, after in zip(ends_s, ends_s[1:], strict=False))
+    assert longest_s > stop_s - 0.2, f"the longest exchange took {longest_s:.2f} s: nothing was stopped"
+    assert transport.delegate_process_id == delegate
+    assert counters.delegate_starts == 1
+    assert counters.links[1 - dist.get_rank()].sessions == 1
     dist.barrier()
     transport.close()
 
@@ -256,9 +300,9 @@ def held_until_acknowledged(make: Make) -> None:
     transport, refs = make(), []
     post = Outbox.post
 
-    def watched(self: Outbox, key: MessageKey, tensor: torch.Tensor, now_s: float) -> Any:
+    def watched(self: Outbox, key: MessageKey, tensor: torch.Tensor, number: int, now_s: float) -> Any:
         refs.append(weakref.ref(tensor))
-        return post(self, key, tensor, now_s)
+        return post(self, key, tensor, number, now_s)
 
     shape = (MEBIBYTE,)
     if dist.get_rank() == 0:
@@ -374,6 +418,7 @@ def gigabyte(make: Make) -> None:
 SCENARIOS = (
     delegates_killed,
     delegate_stopped,
+    rank_stopped,
     parent_killed,
     nothing_leaks,
     strangers,

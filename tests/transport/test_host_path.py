@@ -65,9 +65,14 @@ def test_a_message_of_a_gigabyte(start_ranks: Callable[..., object]) -> None:
     start_ranks(2, [HOST_RANKS, "tcp", "gigabyte"], timeout_s=TIMEOUT_S)
 
 
-def test_a_stopped_delegate_holds_nobody_beyond_the_deadline(start_ranks: Callable[..., object]) -> None:
+def test_a_stopped_delegate_is_replaced(start_ranks: Callable[..., object]) -> None:
     """Over tcp: over shm it is not in the way."""
     start_ranks(2, [HOST_RANKS, "tcp", "delegate_stopped"], timeout_s=TIMEOUT_S)
+
+
+@PATHS
+def test_a_stopped_rank_changes_nothing(start_ranks: Callable[..., object], path: str) -> None:
+    start_ranks(2, [HOST_RANKS, path, "rank_stopped"], timeout_s=TIMEOUT_S)
 
 
 @PATHS
