@@ -27,7 +27,7 @@ from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.inlet import REMEMBERED, DeviceReceive, Inlet, InletEffects
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.note_mail import OVERDUE_S, NoteMail
-from adaptra_megatron.transport.notes import FromSender, Note, Received, decode_note, encode_note
+from adaptra_megatron.transport.notes import FromSender, Note, Open, Received, decode_note, encode_note
 from adaptra_megatron.transport.outlet import DeviceSend, Outlet, OutletEffects, Posted
 from adaptra_megatron.transport.pair_group import PairGroup
 from adaptra_megatron.transport.paths import Path, PathSettings
@@ -245,6 +245,8 @@ class DualLink(HostLink):
         inlet, self._inlet.effects = self._inlet.effects, InletEffects()
         for note in (*outlet.notes, *inlet.notes):
             self._say(note, now_s)
+            if isinstance(note, Open):
+                logger.info("link %d->%d: messages go by the device path", self._stage, self._peer)
         if inlet.confirm is not None:
             self._confirm(*inlet.confirm, now_s)
         self._move(outlet, now_s)
@@ -363,12 +365,13 @@ class DualLink(HostLink):
     def _end(self, as_sender: bool, number: int) -> None:
         with self._lock:
             session = self._sessions.pop((as_sender, number), None)
-            finished, lost = self.finished, self._outlet.cause if as_sender else self._inlet.cause
+            half = self._outlet if as_sender else self._inlet
+            level = logging.WARNING if half.was_healthy and not self.finished else logging.DEBUG
+            cause = half.cause
         if session is not None:
             session.end()
-        if not finished:
-            link = f"{self._stage}->{self._peer}" if as_sender else f"{self._peer}->{self._stage}"
-            logger.warning("link %s: the device path is down: %s; messages go by the host path", link, lost)
+        link = f"{self._stage}->{self._peer}" if as_sender else f"{self._peer}->{self._stage}"
+        logger.log(level, "link %s: the device path is down (%s); messages go by the host path", link, cause)
 
     def _device_arrived(self, session: int, tensor: torch.Tensor, arrived_s: float) -> None:
         with self._lock:
@@ -389,7 +392,7 @@ class DualLink(HostLink):
             if as_sender:
                 self._outlet.failed(session, cause)
             else:
-                self._inlet.failed(session, cause, time.monotonic())
+                self._inlet.failed(session, cause)
             self._settle_effects()
             self._to_keep.notify()
 

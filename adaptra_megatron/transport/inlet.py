@@ -94,8 +94,8 @@ class Inlet:
         self.deaths = 0
         """Device sessions that ended."""
         self.cause = "it has not come up yet"
-        self.dead_since_s = 0.0
-        """When the device path last came to an end; only of interest while it is not alive."""
+        self.was_healthy = False
+        """Whether the session that ended last had carried messages."""
         self._settings = settings
         self._keys: dict[int, MessageKey] = {}
         self._session: _Session | None = None
@@ -153,13 +153,13 @@ class Inlet:
         if self._session is not None and self._session.confirmed:
             self.effects.confirm = (self._session.number, self._session.confirmed)
 
-    def failed(self, session: int, cause: str, now_s: float) -> None:
+    def failed(self, session: int, cause: str) -> None:
         """The session is over: what has not arrived will come by the host path."""
         current = self._session
         if current is None or current.number != session:
             return
         self.deaths += 1
-        self.cause, self.dead_since_s = cause, now_s
+        self.cause, self.was_healthy = cause, bool(current.intervals)
         self._session = None
         self.effects.confirm = None
         self.effects.notes.append(Dead(session, current.received, cause))
@@ -169,7 +169,7 @@ class Inlet:
         """A note has come; but for Meet, those of other sessions mean nothing."""
         if isinstance(note, Meet):
             if self._session is not None:
-                self.failed(self._session.number, "the sender began another session", now_s)
+                self.failed(self._session.number, "the sender began another session")
             self._session = _Session(note.session)
             self.effects.begin.append(note.session)
             return
@@ -177,7 +177,7 @@ class Inlet:
         if current is None or current.number != note.session:
             return
         if isinstance(note, Failed):
-            self.failed(note.session, note.cause, now_s)
+            self.failed(note.session, note.cause)
         elif isinstance(note, Open):
             current.intervals.append(_Interval(note.number, None, frozenset(note.skipped)))
             self._issue()
@@ -205,7 +205,7 @@ class Inlet:
             if now_s < current.sent_s + settings.stall_s:
                 return current.sent_s + settings.stall_s
             waited_s = now_s - current.sent_s
-            self.failed(current.number, f"what was sent did not arrive for {waited_s:.1f} s", now_s)
+            self.failed(current.number, f"what was sent did not arrive for {waited_s:.1f} s")
             return math.inf
         asked_s = current.asked_s if math.isfinite(current.asked_s) else since_s
         if now_s < asked_s + settings.suspicion_s:

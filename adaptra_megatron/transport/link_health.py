@@ -24,6 +24,7 @@ class LinkHealth:
     def up(self) -> None:
         """A session has begun."""
         self._down_since_s = None
+        self.cause = "its connection ended"
 
     def down(self, cause: str, now_s: float) -> None:
         """The session is over, or an attempt to begin one failed."""

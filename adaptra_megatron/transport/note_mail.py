@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Protocol
 
 logger = logging.getLogger("adaptra_megatron.transport.note_mail")
 
 OVERDUE_S = 0.2
 """How long the host path has for a note before it goes into the store too."""
+LONGEST_PAUSE_S = 60.0
+"""Between two attempts to ask a store that did not answer."""
 
 
 class Store(Protocol):
@@ -38,7 +41,8 @@ class NoteMail:
         self._next = 0
         self._early: dict[int, bytes] = {}
         self._unheard: dict[int, tuple[bytes, float]] = {}
-        self._complained = False
+        self._failures = 0
+        self._ask_again_s = 0.0
 
     def post(self, packet: bytes, now_s: float) -> int:
         """A new note: returns the number under which the host path is to carry it."""
@@ -77,26 +81,30 @@ class NoteMail:
 
     def put(self, notes: list[tuple[int, bytes]]) -> None:
         """Into the store. Without the lock."""
-        for number, packet in notes:
-            try:
+        try:
+            for number, packet in notes:
                 self._store.set(f"{self._outbound}/{number}", packet)
-            except RuntimeError as cause:
-                self._complain(cause)
+        except RuntimeError as cause:
+            self._failed(cause)
 
     def fetch(self) -> list[tuple[int, bytes]]:
         """What the peer has put into the store. Without the lock."""
         found: list[tuple[int, bytes]] = []
         number = self._next
+        if time.monotonic() < self._ask_again_s:
+            return found
         try:
             while self._store.check([f"{self._inbound}/{number}"]):
                 found.append((number, self._store.get(f"{self._inbound}/{number}")))
                 self._store.delete_key(f"{self._inbound}/{number}")
                 number += 1
         except RuntimeError as cause:
-            self._complain(cause)
+            self._failed(cause)
         return found
 
-    def _complain(self, cause: Exception) -> None:
-        if not self._complained:
-            self._complained = True
+    def _failed(self, cause: Exception) -> None:
+        """Such a store rarely comes back, and every attempt to ask it fills the log with torch's complaints."""
+        if not self._failures:
             logger.warning("the job's store does not answer (%s): a link whose host path is down cannot change", cause)
+        self._ask_again_s = time.monotonic() + min(LONGEST_PAUSE_S, 2.0**self._failures)
+        self._failures += 1

@@ -107,6 +107,8 @@ class Outlet(Generic[Payload]):
         """Device sessions that died after they had been healthy."""
         self.cause = "it has not come up yet"
         """Of the last failure."""
+        self.was_healthy = False
+        """Whether the session that failed last had been."""
         self._settings = settings
         self._preferred = settings.preferred
         self._session: _Session[Payload] | None = None
@@ -289,7 +291,8 @@ class Outlet(Generic[Payload]):
     def _bury(self, session: _Session[Payload], note: Dead, now_s: float) -> None:
         self.confirmed(note.session, note.received)
         self.cause = note.cause
-        if math.isfinite(session.proven_s):
+        self.was_healthy = math.isfinite(session.proven_s)
+        if self.was_healthy:
             self.failures += 1
             if now_s - session.proven_s >= self._settings.forgiven_after_s:
                 self._in_a_row = 0

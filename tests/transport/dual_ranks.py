@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks do in test_dual_path.py: `dual_ranks.py {shm,tcp} SCENARIO...`. A scenario raises when something is
+wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from host_ranks import ANY, all_agree, exchange, until
+from transport_checks import CPU, activation, content, expect, flush
+
+from adaptra_megatron.transport.dual_link import PathCounters
+from adaptra_megatron.transport.host_path import HostTransport
+from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.messages import TensorSpecification, TransportError
+from adaptra_megatron.transport.pair_group import PairGroup, Work
+from adaptra_megatron.transport.paths import Path, PathSettings
+from adaptra_megatron.transport.supervisor import Supervisor
+
+FAILOVER_S = 2.0
+FIXED = TensorSpecification((64, 33), torch.float32, CPU)
+
+Make = Callable[..., HostTransport]
+
+
+def paths(transport: HostTransport) -> PathCounters:
+    counters = transport.counters().links[1 - dist.get_rank()].paths
+    assert counters is not None
+    return counters
+
+
+def on(transport: HostTransport, path: Path) -> None:
+    """Wait until this rank sends by `path`."""
+    until(lambda: paths(transport).path is path, f"rank {dist.get_rank()} does not send by the {path.value} path")
+
+
+def timed_exchange(transport: HostTransport, iteration: int) -> float:
+    start_s = time.monotonic()
+    exchange(transport, iteration)
+    return time.monotonic() - start_s
+
+
+class Swallowed:
+    """Work that never ends."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("swallowed")
+
+
+@contextmanager
+def faulty_sends(instead: Callable[[], Work]) -> Iterator[list[int]]:
+    """This rank's sends on the device path do something else; yields the tags that were struck."""
+    real, struck = PairGroup.send, []
+
+    def send(self: PairGroup, tensor: torch.Tensor, tag: int) -> Work:
+        struck.append(tag)
+        return instead()
+
+    PairGroup.send = send  # type: ignore[method-assign]
+    try:
+        yield struck
+    finally:
+        PairGroup.send = real  # type: ignore[method-assign]
+
+
+def _raise() -> Work:
+    raise RuntimeError("emulated: connection reset by peer")
+
+
+def device_first(make: Make) -> None:
+    """Messages begin on the host path and move to the device path once that is proven; fixed and varying shapes."""
+    for specification in (ANY, FIXED):
+        transport = make()
+        transport.describe(specification)
+        on(transport, Path.DEVICE)
+        dist.barrier()
+        for iteration in range(3):
+            if specification is ANY:
+                exchange(transport, iteration)
+            else:
+                _exchange_fixed(transport, iteration)
+        counters = paths(transport)
+        assert counters.sent_by_device == 30, counters
+        assert counters.sent_by_host == 0, counters
+        assert transport.counters().links[1 - dist.get_rank()].doubles == 0
+        dist.barrier()
+        transport.close()
+
+
+def _exchange_fixed(transport: HostTransport, iteration: int) -> None:
+    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    for number in range(10):
+        transport.post_receive(activation(number, iteration=iteration, chunk=peer), peer)
+        tensor = content(FIXED.shape or (), torch.float32, 100 * iteration + 10 * number + rank)
+        transport.post_send(activation(number, iteration=iteration, chunk=rank), peer, tensor)
+    for number in range(10):
+        key = activation(number, iteration=iteration, chunk=peer)
+        expect(transport, key, content(FIXED.shape or (), torch.float32, 100 * iteration + 10 * number + peer))
+    flush(transport)
+
+
+def _fails_over(make: Make, instead: Callable[[], Work]) -> None:
+    transport = make()
+    on(transport, Path.DEVICE)
+    exchange(transport, 0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with faulty_sends(instead) as struck:
+            took_s = timed_exchange(transport, 1)
+            assert struck, "the fault did not fire"
+            assert paths(transport).path is Path.HOST
+            exchange(transport, 2)
+            time.sleep(0.8)  # probes are lost as well: the path is not taken again
+            exchange(transport, 3)
+            assert paths(transport).path is Path.HOST
+            assert len(struck) > 1
+    else:
+        took_s = timed_exchange(transport, 1)
+        exchange(transport, 2)
+        exchange(transport, 3)
+    assert took_s < FAILOVER_S, f"failing over took {took_s:.2f} s"
+    sys.stdout.write(f"failing over took {took_s:.2f} s\n")
+    on(transport, Path.DEVICE)
+    exchange(transport, 4)
+    counters = paths(transport)
+    assert counters.sent_by_device > 0
+    assert counters.sessions_lost >= 1
+    dist.barrier()
+    transport.close()
+
+
+def device_silent(make: Make) -> None:
+    """Rank 0's device path swallows messages: the other path brings them in time, and the device path comes back."""
+    _fails_over(make, Swallowed)
+
+
+def device_raises(make: Make) -> None:
+    """Rank 0's device path raises: as above, at once."""
+    _fails_over(make, _raise)
+
+
+def device_ends(make: Make) -> None:
+    """Device sessions are closed under both ends, again and again in the middle of traffic."""
+    transport = make(first_rest_s=0.02, longest_rest_s=0.1, probe_pause_s=0.002)
+    on(transport, Path.DEVICE)
+    peer, randomness = 1 - dist.get_rank(), random.Random(dist.get_rank())
+    link: Any = transport._links[peer]
+    done = threading.Event()
+    ended = 0
+
+    def end_sessions() -> None:
+        nonlocal ended
+        while not done.is_set():
+            time.sleep(randomness.uniform(0.01, 0.1))
+            for session in list(link._sessions.values()):
+                session._group.abort()
+                ended += 1
+
+    thread = threading.Thread(target=end_sessions)
+    thread.start()
+    start_s, iteration = time.monotonic(), 0
+    while not all_agree(time.monotonic() > start_s + 4.0):
+        exchange(transport, iteration)
+        iteration += 1
+    done.set()
+    thread.join()
+    assert ended > 20
+    on(transport, Path.DEVICE)
+    exchange(transport, iteration)
+    assert paths(transport).sessions_lost > 5
+    dist.barrier()
+    transport.close()
+
+
+def switching(make: Make) -> None:
+    """Both ranks change the preferred path at random all the time: every message arrives once."""
+    transport = make()
+    peer, randomness = 1 - dist.get_rank(), random.Random(dist.get_rank())
+    done = threading.Event()
+
+    def switch() -> None:
+        while not done.is_set():
+            transport.prefer(peer, randomness.choice(list(Path)))
+            time.sleep(randomness.uniform(0.0, 0.01))
+
+    thread = threading.Thread(target=switch)
+    thread.start()
+    for iteration in range(150):
+        exchange(transport, iteration)
+    done.set()
+    thread.join()
+    counters = paths(transport)
+    sys.stdout.write(f"{counters}\n")
+    assert counters.switches > 20, counters
+    assert min(counters.sent_by_device, counters.sent_by_host) > 100, counters
+    assert counters.sessions_lost == 0, counters
+    assert transport.counters().links[peer].doubles == 0
+    dist.barrier()
+    transport.close()
+
+
+@contextmanager
+def no_delegate(transport: HostTransport) -> Iterator[None]:
+    """The delegate of this rank is killed, and no other is started."""
+    begin = Supervisor._begin
+
+    def later(self: Supervisor) -> None:
+        self._restart_s = time.monotonic() + 0.05
+
+    Supervisor._begin = later  # type: ignore[method-assign]
+    try:
+        assert transport.delegate_process_id is not None
+        os.kill(transport.delegate_process_id, signal.SIGKILL)
+        yield
+    finally:
+        Supervisor._begin = begin  # type: ignore[method-assign]
+
+
+def host_dies(make: Make) -> None:
+    """The host path is preferred, and dies for good in the middle: the device path takes over, with what was lost."""
+    transport = make(preferred=Path.HOST)
+    exchange(transport, 0)
+    assert paths(transport).sent_by_device == 0
+    until(lambda: transport._links[1 - dist.get_rank()]._outlet.device_healthy, "no device path")  # type: ignore[attr-defined]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with no_delegate(transport):
+            took_s = timed_exchange(transport, 1)
+            for iteration in (2, 3):
+                exchange(transport, iteration)
+            assert paths(transport).path is Path.DEVICE
+            dist.barrier()
+    else:
+        took_s = timed_exchange(transport, 1)
+        for iteration in (2, 3):
+            exchange(transport, iteration)
+        assert paths(transport).path is Path.DEVICE
+        dist.barrier()
+    sys.stdout.write(f"failing over to the device path took {took_s:.2f} s\n")
+    assert took_s < FAILOVER_S, f"failing over took {took_s:.2f} s"
+    on(transport, Path.HOST)
+    exchange(transport, 4)
+    dist.barrier()
+    transport.close()
+
+
+def both_die(make: Make) -> None:
+    """No path is left: an error with both causes, not later than the grace period of the host path."""
+    transport = make(grace_s=1.5)
+    on(transport, Path.DEVICE)
+    exchange(transport, 0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with faulty_sends(_raise), no_delegate(transport):
+            transport.post_send(activation(0, iteration=1), 1, torch.ones(5))
+            until(lambda: paths(transport).path is Path.HOST, "it is still on the device path")
+            with pytest.raises(TransportError) as failed:
+                transport.flush(time.monotonic() + 10.0)
+            _names_both(str(failed.value), "link 0->1", "connection reset by peer")
+            dist.barrier()
+    else:
+        transport.post_receive(activation(0, iteration=1), 0)
+        start_s = time.monotonic()
+        with pytest.raises(TransportError) as failed:
+            transport.wait(activation(0, iteration=1), start_s + 10.0)
+        assert time.monotonic() - start_s < 5.0
+        _names_both(str(failed.value), "link 0->1", "connection reset by peer")
+        dist.barrier()
+    transport.close()
+
+
+def _names_both(text: str, *parts: str) -> None:
+    for part in (f"stage {dist.get_rank()}", str(activation(0, iteration=1)), "host path has been down", *parts):
+        assert part in text, f"{part!r} is missing in: {text}"
+
+
+SCENARIOS = (device_first, device_silent, device_raises, device_ends, switching, host_dies, both_die)
+
+
+def main(transport_name: str, names: list[str]) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+
+    def make(grace_s: float = 10.0, **changes: Any) -> HostTransport:
+        settings = HostSettings(transport=transport_name, timeout_s=30.0, grace_s=grace_s)
+        transport = HostTransport(dist.group.WORLD, 1, settings, PathSettings(**changes))
+        transport.describe(ANY)
+        return transport
+
+    scenarios = {scenario.__name__: scenario for scenario in SCENARIOS}
+    for name in names:
+        scenarios[name](make)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
