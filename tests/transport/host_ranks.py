@@ -104,7 +104,7 @@ def delegates_killed(make: Make) -> None:
     killer = threading.Thread(target=kill)
     killer.start()
     iteration = 1
-    while not (_all_agree(done.is_set()) and iteration > 3):
+    while not (all_agree(done.is_set()) and iteration > 3):
         exchange(transport, iteration)
         iteration += 1
     killer.join()
@@ -117,7 +117,7 @@ def delegates_killed(make: Make) -> None:
     transport.close()
 
 
-def _all_agree(mine: bool) -> bool:
+def all_agree(mine: bool) -> bool:
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, mine)
     return all(answers)
@@ -131,7 +131,7 @@ def delegate_stopped(make: Make) -> None:
     victim, longest_s, iteration = transport.delegate_process_id, 0.0, 1
     assert victim is not None
     end_s = time.monotonic() + 3.0
-    while not _all_agree(time.monotonic() > end_s):
+    while not all_agree(time.monotonic() > end_s):
         start_s = time.monotonic()
         if iteration == 10 and dist.get_rank() == 0:
             threading.Timer(0.01, os.kill, (victim, signal.SIGSTOP)).start()
@@ -169,7 +169,7 @@ def rank_stopped(make: Make) -> None:
         stopper.start()
     else:
         over.set()
-    while not _all_agree(over.is_set()):
+    while not all_agree(over.is_set()):
         exchange(transport, iteration)
         ends_s.append(time.monotonic())
         iteration += 1
