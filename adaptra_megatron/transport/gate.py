@@ -30,6 +30,7 @@ class Gate:
         self.refused: Counter[Refusal] = Counter()
         self._secret, self._timeout_s, self._admit = secret, timeout_s, admit
         self._unproven: dict[asyncio.Task[None], None] = {}
+        self._proven: set[asyncio.Task[None]] = set()
         self._listening: list[asyncio.Task[None]] = []
 
     def listen(self, listener: socket.socket) -> None:
@@ -52,19 +53,41 @@ class Gate:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             if len(self._unproven) >= MOST_UNPROVEN:
-                next(iter(self._unproven)).cancel()
+                oldest = next(iter(self._unproven))
+                del self._unproven[oldest]
+                oldest.cancel()
             task = asyncio.ensure_future(self._greet(connection))
             self._unproven[task] = None
-            task.add_done_callback(lambda done: self._unproven.pop(done, None))
+            task.add_done_callback(self._forget)
+            # Accepting what waits already does not yield: a burst would come before all cancellations and handshakes.
+            await asyncio.sleep(0)
 
     async def _greet(self, connection: socket.socket) -> None:
         try:
             purpose = await handshake.accept(connection, self._secret, self._timeout_s)
+        except HandshakeError as cause:
+            self._refuse(connection, cause.refusal)
+            return
+        except asyncio.CancelledError:
+            self._refuse(connection, Refusal.HALF_OPEN)
+            raise
+        self._prove()
+        try:
             await self._admit(purpose, connection)
         except HandshakeError as cause:
-            self.refused[cause.refusal] += 1
-            connection.close()
-        except asyncio.CancelledError:
-            self.refused[Refusal.HALF_OPEN] += 1
-            connection.close()
-            raise
+            self._refuse(connection, cause.refusal)
+
+    def _prove(self) -> None:
+        """From here on the running task makes room for nobody: a session begins in it, which takes its time."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._unproven.pop(task, None)
+        self._proven.add(task)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._unproven.pop(task, None)
+        self._proven.discard(task)
+
+    def _refuse(self, connection: socket.socket, refusal: Refusal) -> None:
+        self.refused[refusal] += 1
+        connection.close()
