@@ -10,6 +10,7 @@ from pathlib import Path
 
 POLICIES = ("off", "observe", "adapt")
 HOST_TRANSPORTS = ("off", "auto", "shm", "tcp", "verbs")
+PATHS = ("device", "host")
 
 
 class ConfigError(ValueError):
@@ -33,7 +34,9 @@ class AdaptraConfig:
     timeout_s: float = 600.0
     """Longest wait for any message or decision of another rank."""
     host_transport: str = "off"
-    """off: messages travel by torch.distributed. auto, shm, tcp: by the host path, over that transport."""
+    """Transport of the host path; off: there is none, messages travel by torch.distributed and no other way."""
+    path: str = "device"
+    """Which path messages take while it is healthy: device (torch.distributed) or host."""
     receive_lookahead: int = 8
     """Receives posted ahead per neighbour; each holds one activation-sized buffer."""
 
@@ -59,6 +62,13 @@ class AdaptraConfig:
         if self.host_transport not in HOST_TRANSPORTS:
             raise ConfigError(
                 f"--adaptra-host-transport is {self.host_transport!r}; it must be one of {', '.join(HOST_TRANSPORTS)}"
+            )
+        if self.path not in PATHS:
+            raise ConfigError(f"--adaptra-path is {self.path!r}; it must be one of {', '.join(PATHS)}")
+        if self.path == "host" and self.host_transport == "off":
+            raise ConfigError(
+                "--adaptra-path host needs a host path, but --adaptra-host-transport is off; "
+                "use --adaptra-host-transport auto"
             )
         if self.receive_lookahead < 1:
             raise ConfigError(f"receive_lookahead is {self.receive_lookahead}; at least 1 receive must be posted")
@@ -117,9 +127,16 @@ def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         "--adaptra-host-transport",
         choices=HOST_TRANSPORTS,
         default="off",
-        help="Send activations and gradients through host memory and a delegate process instead of torch.distributed: "
-        "over shared memory (shm), TCP (tcp), RDMA (verbs; auto's choice where a stage has none), or shared memory "
-        "within a host and TCP between hosts (auto).",
+        help="Give every link between stages a second path, through host memory and a delegate process, which takes "
+        "over when torch.distributed fails: over shared memory (shm), TCP (tcp), RDMA (verbs; auto's choice where a "
+        "stage has none), or shared memory within a host and TCP between hosts (auto).",
+    )
+    group.add_argument(
+        "--adaptra-path",
+        choices=PATHS,
+        default="device",
+        help="The path that activations and gradients take while it is healthy: torch.distributed (device), or the "
+        "host path. The other takes over when it fails.",
     )
     return parser
 
@@ -134,4 +151,5 @@ def config_from_arguments(arguments: argparse.Namespace) -> AdaptraConfig:
         trace_dir=arguments.adaptra_trace_dir,
         timeout_s=arguments.adaptra_timeout_s,
         host_transport=arguments.adaptra_host_transport,
+        path=arguments.adaptra_path,
     )

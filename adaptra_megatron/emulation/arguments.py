@@ -112,6 +112,12 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         help="milliseconds that forward, input gradient and weight gradient last: one triple, or one per stage",
     )
     group.add_argument(
+        "--emulate-path-flaps",
+        default=None,
+        metavar="SEED",
+        help="change the preferred path of every link after every few messages, at random",
+    )
+    group.add_argument(
         "--emulate-slow-link",
         action="append",
         default=[],

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slow links: a decorator around torch.distributed's isend that makes chosen messages arrive late.
 
-It strikes whatever is sent through `torch.distributed.isend`, also as a P2POp of `batch_isend_irecv`: Megatron's own
-point-to-point communication and ours alike. Collectives are not touched.
+It strikes whatever is sent through `torch.distributed.isend`, also as a P2POp of `batch_isend_irecv`, or by a link's
+device path: Megatron's own point-to-point communication and ours alike. Collectives and the host path are not touched.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch.distributed.distributed_c10d as c10d
 from adaptra_megatron.emulation.link_faults import LinkClock, LinkFault
 from adaptra_megatron.emulation.precise_sleep import sleep_until
 from adaptra_megatron.emulation.replacing import Replaced, Replacement
+from adaptra_megatron.transport.pair_group import PairGroup
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -175,7 +176,9 @@ class SlowLinks:
             self._isend = dist.isend
             isend = self.decorate(self._isend)
             reason = "emulated slow link"
-            self._replaced = Replaced(Replacement(owner, "isend", isend, reason) for owner in (dist, c10d))
+            replacements = [Replacement(owner, "isend", isend, reason) for owner in (dist, c10d)]
+            pair_send = self.decorate_pair(PairGroup.send)
+            self._replaced = Replaced([*replacements, Replacement(PairGroup, "send", pair_send, reason)])
         return self
 
     def close(self, timeout_s: float = 30.0) -> None:
@@ -210,6 +213,15 @@ class SlowLinks:
             # An alias: the caller may free the tensor (`tensor.data = ...`) while its bytes still have to travel.
             send = functools.partial(isend, tensor.detach(), dst, group, tag, group_dst)
             return self._send(_global_rank(dst, group, group_dst), tensor.nbytes, send)
+
+        return delayed
+
+    def decorate_pair(self, pair_send: Callable[..., Any]) -> Callable[..., Any]:
+        """As `decorate`, for `PairGroup.send`."""
+
+        @functools.wraps(pair_send)
+        def delayed(pair: PairGroup, tensor: torch.Tensor, tag: int) -> Any:
+            return self._send(pair.ends.target, tensor.nbytes, functools.partial(pair_send, pair, tensor, tag))
 
         return delayed
 

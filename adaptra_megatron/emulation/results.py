@@ -37,7 +37,8 @@ class TrainingResult:
     """Final main parameters and moments by `<optimizer>.<group>.<parameter>.<what>`, this rank's shard of them."""
     links_struck: dict[str, int] = field(default_factory=dict)
     """Messages that each emulated slow link delayed, by `<source stage>><target stage>`."""
-
+    path_flaps: int = 0
+    """How often a link of this rank was told to prefer the other path."""
     compute: dict[str, float] = field(default_factory=dict)
     """`ComputeCounts` of the emulated compute; empty without it."""
 

@@ -28,6 +28,7 @@ from adaptra_megatron.emulation.data import Batch, build_datasets, micro_batches
 from adaptra_megatron.emulation.link_faults import parse_link_fault
 from adaptra_megatron.emulation.links import SlowLinks
 from adaptra_megatron.emulation.model import build_config, build_model, build_optimizer
+from adaptra_megatron.emulation.path_flaps import PathFlaps
 from adaptra_megatron.emulation.process_groups import join_job, seed_everything, set_up_groups, stage_of_rank
 from adaptra_megatron.emulation.results import TrainingResult, model_tensors, optimizer_tensors, save_result
 from adaptra_megatron.telemetry.stock import trace_stock
@@ -50,6 +51,7 @@ def train(args: argparse.Namespace) -> TrainingResult:
         set_up_groups(args)
         compute = _emulate_compute(args, stack)
         links = _emulate_links(args, stack, world_size)
+        flaps = _emulate_path_flaps(args, stack)
         if args.adaptra:
             from adaptra_megatron.config import config_from_arguments
             from adaptra_megatron.patches import enable
@@ -66,6 +68,8 @@ def train(args: argparse.Namespace) -> TrainingResult:
             trainer.result.adaptra = applied.runtime.summary()
     if compute is not None:
         trainer.result.compute = asdict(compute.counts)
+    if flaps is not None:
+        trainer.result.path_flaps = flaps.flaps
     if args.dump_state:
         save_result(trainer.result, args.dump_state, rank=dist.get_rank(), world_size=world_size)
     return trainer.result
@@ -80,6 +84,12 @@ def _emulate_compute(args: argparse.Namespace, stack: contextlib.ExitStack) -> E
     # Also under --adaptra: where that leaves an iteration to stock, times are the same.
     stack.enter_context(compute.install_on_stock(schedules))
     return compute
+
+
+def _emulate_path_flaps(args: argparse.Namespace, stack: contextlib.ExitStack) -> PathFlaps | None:
+    if args.emulate_path_flaps is None:
+        return None
+    return stack.enter_context(PathFlaps(f"{args.emulate_path_flaps}:{dist.get_rank()}"))
 
 
 def _emulate_links(args: argparse.Namespace, stack: contextlib.ExitStack, world_size: int) -> SlowLinks | None:

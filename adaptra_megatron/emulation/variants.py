@@ -56,6 +56,8 @@ class VariantReport:
     """Per iteration: from the first stage's start to the last rank's end of the forward_backward function alone."""
     links_struck: dict[str, int] = field(default_factory=dict)
     """Messages that emulated slow links delayed, by `<source stage>><target stage>`, summed over ranks."""
+    path_flaps: int = 0
+    """How often links were told to prefer the other path, summed over ranks."""
     adaptra: list[dict[str, Any]] = field(default_factory=list)
     """`AdaptraRuntime.summary()` of each rank; empty for stock."""
     worst_overrun_s: float = 0.0
@@ -182,6 +184,7 @@ def _merge(variant: Variant, parts: Sequence[dict[str, Any]]) -> VariantReport:
     report.overruns = sum(result["compute"].get("overruns", 0) for result in results) / max(calls, 1)
     spans = zip(*(result["forward_backward_s"] for result in results), strict=True)
     report.pipeline_seconds = [max(left for _, left in ranks) - ranks[0][0] for ranks in spans]
+    report.path_flaps = sum(result["path_flaps"] for result in results)
     for result in results:
         for link, count in result["links_struck"].items():
             report.links_struck[link] = report.links_struck.get(link, 0) + count

@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from adaptra_megatron.telemetry.trace import TraceWriter
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Transport
+from adaptra_megatron.transport.paths import Path, PathSettings
 from adaptra_megatron.transport.stream_path import StreamTransport
 from adaptra_megatron.transport.torch_path import WaitingThreadTransport
 
@@ -118,8 +119,19 @@ class AdaptraRuntime:
             "split_weight_gradients": self.weight_gradients.computed,
             "peak_in_flight": self.peak_in_flight,
             "transports": sorted({type(pipeline.transport).__name__ for pipeline in self._pipelines.values()}),
+            "links": self._links(),
             "measured_costs": self._measured_costs(),
             "schedule_csv": None if self.last_schedule is None else schedule_to_csv(self.last_schedule),
+        }
+
+    def _links(self) -> dict[str, Any]:
+        """What links with a host path have seen, by "<stage>-<peer>"."""
+        transports = [pipeline.transport for pipeline in self._pipelines.values()]
+        return {
+            f"{transport.stage}-{peer}": asdict(counters)
+            for transport in transports
+            if isinstance(transport, HostTransport)
+            for peer, counters in transport.link_counters().items()
         }
 
     def _measured_costs(self) -> dict[str, Any] | None:
@@ -246,7 +258,10 @@ def _make_transport(call: PipelineCall, config: AdaptraConfig) -> Transport:
         if on_gpu:
             raise ConfigError("--adaptra-host-transport: the host path carries CPU tensors only so far; use off")
         return HostTransport(
-            group, call.chunks, HostSettings(transport=config.host_transport, timeout_s=config.timeout_s)
+            group,
+            call.chunks,
+            HostSettings(transport=config.host_transport, timeout_s=config.timeout_s),
+            PathSettings(preferred=Path(config.path)),
         )
     if on_gpu:
         return StreamTransport(group, config.timeout_s)

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -46,7 +45,8 @@ _FETCH_S = 2.0
 """How long the training waits for anything before it is looked for in the store though the host path is up."""
 
 
-class PathCounters(NamedTuple):
+@dataclass(frozen=True)
+class PathCounters:
     """What one stage has seen of one link."""
 
     path: Path

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,8 @@ logger = logging.getLogger("adaptra_megatron.transport.host_path")
 Address = list[str | int]
 
 
-class LinkCounters(NamedTuple):
+@dataclass(frozen=True)
+class LinkCounters:
     """What one link has seen."""
 
     transport: str
@@ -82,25 +83,25 @@ class HostTransport:
         `chunks`: model chunks per stage; with one, nothing goes between the last stage and the first. `paths`: when to
         use the device path; None: never. Raises TransportError if a link does not come up.
         """
-        self._stage = group.rank()
+        self.stage = group.rank()
         self._sent: list[MessageTimes] = []
         self._received: list[MessageTimes] = []
         self._peer_of: dict[MessageKey, int] = {}
-        peers = neighbours(self._stage, group.size(), wrap=chunks > 1)
+        peers = neighbours(self.stage, group.size(), wrap=chunks > 1)
         lacking = why_unavailable(list(settings.rnics)) if settings.transport == "verbs" else None
         hosts = _gather(group, (host_identity(), secrets.token_hex(PIPELINE_NBYTES), lacking))
         identities, lacks = [host[0] for host in hosts], {stage: host[2] for stage, host in enumerate(hosts)}
         self._transports = {}
         for peer in peers:
-            wanted = settings.transport if settings.transport != "verbs" else verbs_or_auto(lacks, self._stage, peer)
-            ends = identities[self._stage], identities[peer], f"{self._stage}<->{peer}"
+            wanted = settings.transport if settings.transport != "verbs" else verbs_or_auto(lacks, self.stage, peer)
+            ends = identities[self.stage], identities[peer], f"{self.stage}<->{peer}"
             self._transports[peer] = choose_transport(wanted, *ends)
         one_host = len({identity.partition("/")[0] for identity in identities}) == 1
         listeners = _listen(set(self._transports.values()), lambda: listening_host(settings.bind, one_host=one_host))
         addresses = _gather(group, {name: address for name, (_listener, address) in listeners.items()})
         self._links = {peer: self._make_link(group, peer, settings, paths, hosts[0][1]) for peer in peers}
         self._supervisor = Supervisor(
-            _start(self._stage, hosts[0][1], list(listeners), settings),
+            _start(self.stage, hosts[0][1], list(listeners), settings),
             [listener for listener, _address in listeners.values()],
             [self._plan(peer, addresses, settings, listeners) for peer in peers],
         )
@@ -111,17 +112,17 @@ class HostTransport:
         except TransportError:
             self.close()
             raise
-        logger.info("stage %d: the host path is up: %s", self._stage, self._transports)
+        logger.info("stage %d: the host path is up: %s", self.stage, self._transports)
 
     def _make_link(
         self, group: dist.ProcessGroup, peer: int, settings: HostSettings, paths: PathSettings | None, pipeline: str
     ) -> HostLink:
         if paths is None:
-            return HostLink(self._stage, peer, settings)
+            return HostLink(self.stage, peer, settings)
         store: Any = dist.distributed_c10d._get_default_store()
         store = store.clone()
-        ours, theirs = f"{self._stage}-{peer}", f"{peer}-{self._stage}"
-        ranks = PairEnds(dist.get_global_rank(group, self._stage), dist.get_global_rank(group, peer))
+        ours, theirs = f"{self.stage}-{peer}", f"{peer}-{self.stage}"
+        ranks = PairEnds(dist.get_global_rank(group, self.stage), dist.get_global_rank(group, peer))
 
         def make_group(as_sender: bool, session: int, timeout_s: float) -> PairGroup:
             prefix = f"adaptra/device/{pipeline}/{ours if as_sender else theirs}/{session}"
@@ -130,7 +131,7 @@ class HostTransport:
             return PairGroup(PrefixStore(prefix, store.clone()), ends, sends=as_sender, timeout_s=timeout_s)
 
         mail = NoteMail(store, f"adaptra/notes/{pipeline}/{ours}", f"adaptra/notes/{pipeline}/{theirs}")
-        return DualLink(self._stage, peer, settings, paths, make_group, mail)
+        return DualLink(self.stage, peer, settings, paths, make_group, mail)
 
     def _plan(
         self,
@@ -145,7 +146,7 @@ class HostTransport:
             peer=peer,
             session=0,
             transport=transport,
-            connects=self._stage < peer,
+            connects=self.stage < peer,
             address=addresses[peer][listener],
             source=str(listeners["tcp"][1][0]) if listener == "tcp" else "",
             lanes={"shm": SHM_LANES, "verbs": VERBS_LANES}.get(transport, settings.lanes),
@@ -156,7 +157,7 @@ class HostTransport:
         """Messages describe themselves here; only where they live matters. Raises TransportError for a GPU."""
         if specification.device.type != "cpu":
             raise TransportError(
-                f"stage {self._stage}: the host path carries tensors in host memory, not on {specification.device}; "
+                f"stage {self.stage}: the host path carries tensors in host memory, not on {specification.device}; "
                 "use --adaptra-host-transport off"
             )
         for link in self._links.values():
@@ -190,20 +191,21 @@ class HostTransport:
     def counters(self, timeout_s: float = 5.0) -> HostCounters:
         """For reports and tests; waits for the delegate's answer."""
         answer = self._supervisor.counters(timeout_s)
-        return HostCounters(
-            delegate_starts=self._supervisor.starts,
-            refused={} if answer is None else answer.refused,
-            links={
-                peer: LinkCounters(
-                    self._transports[peer],
-                    link.sessions,
-                    link.doubles,
-                    link.unacknowledged,
-                    link.path_counters() if isinstance(link, DualLink) else None,
-                )
-                for peer, link in self._links.items()
-            },
-        )
+        refused = {} if answer is None else answer.refused
+        return HostCounters(self._supervisor.starts, refused, self.link_counters())
+
+    def link_counters(self) -> dict[int, LinkCounters]:
+        """By peer. Waits for nobody."""
+        return {
+            peer: LinkCounters(
+                transport=self._transports[peer],
+                sessions=link.sessions,
+                doubles=link.doubles,
+                unacknowledged=link.unacknowledged,
+                paths=link.path_counters() if isinstance(link, DualLink) else None,
+            )
+            for peer, link in self._links.items()
+        }
 
     def prefer(self, peer: int, path: Path) -> None:
         """Send to `peer` by this path while it is healthy; a link with the host path only stays there."""
