@@ -18,7 +18,7 @@ import socket
 import sys
 
 from adaptra_megatron.transport import control
-from adaptra_megatron.transport._ring import Ring, RingError, die_with_parent
+from adaptra_megatron.transport._ring import Ring, die_with_parent
 from adaptra_megatron.transport.control import (
     ControlEndedError,
     Counters,
@@ -68,7 +68,7 @@ class Delegate:
     def _open(self, request: Open, descriptors: list[int]) -> None:
         try:
             rings = [Ring.attach(descriptor) for descriptor in descriptors]
-        except RingError as cause:
+        except RuntimeError as cause:  # RingError, or no memory or descriptor
             self._tell(Down(peer=request.peer, session=request.session, cause=str(cause)), [])
             return
         finally:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 
 from adaptra_megatron.transport import handshake
-from adaptra_megatron.transport._ring import Ring, RingError
+from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.control import Down, Message, Open, Start, Up
 from adaptra_megatron.transport.handshake import HandshakeError, Purpose, Refusal
 from adaptra_megatron.transport.shm_wire import ShmWire
@@ -126,7 +126,7 @@ class LinkSession:
         self._begun = True
         try:
             await wire.begin(connections, lambda cause: self._ended(request.session, cause))
-        except (OSError, RingError) as cause:
+        except (OSError, RuntimeError) as cause:  # RingError, or no memory or descriptor
             await self._finish(str(cause))
             return
         descriptors = [wire.inbound.fd] if wire.inbound is not None else []

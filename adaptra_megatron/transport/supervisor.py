@@ -82,7 +82,10 @@ class Delegate:
     """One running delegate process."""
 
     def __init__(self, start: Start, listeners: Sequence[socket.socket]) -> None:
-        """Starts it. The calling thread must live as long as it: the kernel ties its life to that thread's."""
+        """Starts it. The calling thread must live as long as it: the kernel ties its life to that thread's.
+
+        Raises OSError if this host has no room for a process.
+        """
         self.heartbeat = Heartbeat(time.monotonic())
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = str(Path(adaptra_megatron.__file__).parents[1])
@@ -204,7 +207,12 @@ class Supervisor:
         self._listen(self._next_s())
 
     def _begin(self) -> None:
-        self._delegate = Delegate(self._start, self._listeners)
+        try:
+            self._delegate = Delegate(self._start, self._listeners)
+        except OSError as cause:  # no process, no memory, no descriptor: there may be one in a moment
+            self._replace(f"cannot be started: {cause}")
+            self._restart_s = time.monotonic() + self._pause_s
+            return
         self.starts += 1
         self._restart_s = time.monotonic() + self._pause_s
         for link in self._links.values():
@@ -249,8 +257,12 @@ class Supervisor:
             if isinstance(message, Down):
                 self._went_down(link, message.cause)
                 return
-            if descriptors:
-                link.inbound = Ring.attach(descriptors[0])
+            try:
+                if descriptors:
+                    link.inbound = Ring.attach(descriptors[0])
+            except RuntimeError as cause:
+                self._went_down(link, str(cause))
+                return
             link.pause_s = self._pause_s = FIRST_PAUSE_S
             self._patience_s = self._first_patience_s
             assert link.outbound is not None
@@ -263,9 +275,13 @@ class Supervisor:
     def _open(self, link: Link) -> None:
         assert self._delegate is not None
         link.request = replace(link.request, session=link.request.session + 1)
-        link.outbound = Ring.create(link.slots, link.slot_nbytes)
         shared = link.request.transport == "shm"
-        link.inbound = None if shared else Ring.create(link.slots, link.slot_nbytes)
+        try:
+            link.outbound = Ring.create(link.slots, link.slot_nbytes)
+            link.inbound = None if shared else Ring.create(link.slots, link.slot_nbytes)
+        except RuntimeError as cause:  # no memory, no descriptor: there may be one in a moment
+            self._went_down(link, str(cause))
+            return
         rings = [ring.fd for ring in (link.outbound, link.inbound) if ring is not None]
         with contextlib.suppress(ControlEndedError):  # seen where the channel is read
             control.send(self._delegate.channel, link.request, rings)

@@ -27,7 +27,7 @@ class Wire(Protocol):
     async def begin(self, connections: Sequence[socket.socket], ended: Callable[[str], None]) -> None:
         """Take over proven connections, in the order of their lanes, and start. `ended` is called in the event loop.
 
-        Raises OSError, RingError: they cannot be used; the caller then calls `stop`.
+        Raises OSError, RuntimeError (RingError above all): they cannot be used; the caller then calls `stop`.
         """
 
     async def stop(self) -> None:

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two supervisors and their real delegates, joined over shared memory, while this process runs out of things."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from adaptra_megatron.transport import supervisor
+from adaptra_megatron.transport._ring import Inbox, Ring
+from adaptra_megatron.transport.control import Open, Start
+from adaptra_megatron.transport.handshake import PIPELINE_NBYTES, SECRET_NBYTES
+from adaptra_megatron.transport.placement import listen_shm
+from adaptra_megatron.transport.shm_wire import LANES
+from adaptra_megatron.transport.supervisor import Link, Supervisor
+
+
+class End:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.finished = False
+        self.causes: list[str] = []
+        self.rings: tuple[Ring, Ring] | None = None
+
+    def connected(self, outbound: Ring, inbound: Ring) -> None:
+        self.rings = outbound, inbound
+
+    def disconnected(self, cause: str) -> None:
+        self.causes.append(cause)
+        self.rings = None
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[], tuple[End, End]]]:
+    """Start both stages; they are closed at the end."""
+    running: list[Supervisor] = []
+
+    def start() -> tuple[End, End]:
+        secret, pipeline = os.urandom(SECRET_NBYTES).hex(), os.urandom(PIPELINE_NBYTES).hex()
+        listeners = [listen_shm(), listen_shm()]
+        ends = End(), End()
+        for stage, (end, peer) in enumerate(zip(ends, (1, 0), strict=True)):
+            request = Open(
+                peer=peer,
+                session=0,
+                transport="shm",
+                connects=stage == 0,
+                address=listeners[peer][1],
+                source="",
+                lanes=LANES,
+            )
+            beginning = Start(
+                stage=stage,
+                pipeline=pipeline,
+                secret=secret,
+                listeners=["shm"],
+                handshake_s=5.0,
+                stall_s=5.0,
+                max_message_nbytes=1 << 20,
+            )
+            running.append(Supervisor(beginning, [listeners[stage][0]], [Link(end, request, 4, 4096)]))
+        return ends
+
+    yield start
+    for each in running:
+        each.close()
+
+
+def until(condition: Callable[[], Any], otherwise: Callable[[], str]) -> None:
+    deadline_s = time.monotonic() + 15.0
+    while not condition():
+        assert time.monotonic() < deadline_s, otherwise()
+        time.sleep(0.01)
+
+
+def joined(one: End, other: End) -> None:
+    """They come up, and what one writes the other reads."""
+    until(lambda: one.rings and other.rings, lambda: f"the link does not come up: {one.causes} {other.causes}")
+    assert one.rings is not None
+    assert other.rings is not None
+    one.rings[0].write_ack(7, time.monotonic() + 5.0)
+    event = Inbox(max_message_nbytes=0, pooled_nbytes=0).next(other.rings[1], time.monotonic() + 5.0)
+    assert event is not None
+    assert event.sequence == 7
+
+
+class Scarce:
+    """Refuses the first calls of something real, as the kernel does when it has run out of it."""
+
+    def __init__(self, real: Callable[..., Any], error: Exception, times: int) -> None:
+        self.refused = 0
+        self._real, self._error, self._times = real, error, times
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self.refused < self._times:
+            self.refused += 1
+            raise self._error
+        return self._real(*arguments, **named)
+
+
+def test_a_host_without_room_for_a_process_is_asked_again(
+    start: Callable[[], tuple[End, End]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scarce = Scarce(supervisor.subprocess.Popen, BlockingIOError(11, "Resource temporarily unavailable"), 3)
+    monkeypatch.setattr(supervisor.subprocess, "Popen", scarce)
+    one, other = start()
+    joined(one, other)
+    assert scarce.refused == 3
+    assert any("cannot be started: " in cause for cause in one.causes + other.causes)
+
+
+def test_a_process_without_room_for_a_ring_tries_again(
+    start: Callable[[], tuple[End, End]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = Scarce(Ring.create, RuntimeError("creating a ring: Too many open files"), 3)
+    attach = Scarce(Ring.attach, RuntimeError("mapping a ring: Cannot allocate memory"), 1)
+
+    class ScarceRing:
+        pass
+
+    ScarceRing.create, ScarceRing.attach = create, attach  # type: ignore[attr-defined]
+    monkeypatch.setattr(supervisor, "Ring", ScarceRing)
+    one, other = start()
+    joined(one, other)
+    assert (create.refused, attach.refused) == (3, 1)
+    causes = " ".join(one.causes + other.causes)
+    assert "Too many open files" in causes
+    assert "Cannot allocate memory" in causes
