@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device whose work happens late, in any order that its streams and events allow, on memory that is poisoned
+whenever it is not in use: what reads or writes without having waited, or after letting go, shows as wrong content."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+POISON = 0xA5
+PATIENCE_S = 5.0
+
+
+class SimulatedEvent:
+    """A point in a simulated stream."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.done = False
+        self._device = device
+
+    def query(self) -> bool:
+        """Whether the device has reached it."""
+        self._device.check()
+        return self.done
+
+    def synchronize(self) -> None:
+        """Let the device work until it has reached it."""
+        self._device.run_until(lambda: self.done)
+
+
+class SimulatedStream:
+    """Operations in order: events to wait for, events to set and functions to call."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.held = False
+        """Whether it stands still, as one that waits for a peer."""
+        self.operations: deque[SimulatedEvent | tuple[SimulatedEvent] | Callable[[], None]] = deque()
+
+    def runnable(self) -> bool:
+        """Whether its next operation could happen now. An event alone is waited for; in a tuple, it is set."""
+        if self.held or not self.operations:
+            return False
+        first = self.operations[0]
+        return first.done if isinstance(first, SimulatedEvent) else True
+
+
+class SimulatedDevice:
+    """Implements `cuda_device.Device` on host memory. Copies are by address: nothing keeps memory alive but its user.
+
+    An operation happens only when somebody synchronizes. Which of several then comes first is drawn by lot, unless
+    one kind always goes `first`: "compute" or "copies".
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, seed: int = 0, *, first: str | None = None, ignores_waits: bool = False) -> None:
+        self.failure: Exception | None = None
+        """Raised by whatever asks the device from now on."""
+        self.refuses_page_locks = False
+        self.compute = SimulatedStream("compute")
+        self.streams = [self.compute]
+        self.locked: dict[int, int] = {}
+        self.page_locks_made = 0
+        self.pageable_copies = 0
+        self.kept: list[tuple[int, str]] = []
+        """Addresses of tensors that were kept until done, and on which stream."""
+        self.allocated_pinned: list[int] = []
+        self.freed: set[int] = set()
+        self._first, self._ignores_waits = first, ignores_waits
+        self._random = random.Random(seed)
+        self._changed = threading.Condition(threading.RLock())
+        self._memories: list[np.ndarray] = []
+
+    # Device
+
+    def current_stream(self) -> SimulatedStream:
+        """There is one, whatever the thread."""
+        return self.compute
+
+    def new_stream(self) -> SimulatedStream:
+        """One more."""
+        self.streams.append(SimulatedStream(f"copy {len(self.streams)}"))
+        return self.streams[-1]
+
+    def record(self, stream: SimulatedStream) -> SimulatedEvent:
+        """Put an event on `stream`."""
+        event = SimulatedEvent(self)
+        self._put(stream, (event,))
+        return event
+
+    def make_wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+        """Put a wait on `stream`."""
+        if not self._ignores_waits:
+            self._put(stream, event)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: SimulatedStream) -> None:
+        """Put a copy of raw memory on `stream`."""
+        assert target.nbytes == source.nbytes
+        to, from_, nbytes = target.data_ptr(), source.data_ptr(), target.nbytes
+        self._put(stream, lambda: ctypes.memmove(to, from_, nbytes))
+        if not (self._is_known(to) and self._is_known(from_)):
+            self.pageable_copies += 1
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: SimulatedStream) -> torch.Tensor:
+        """Poisoned memory."""
+        self.check()
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        return self._allocate(nbytes, stream).view(dtype).view(tuple(shape))
+
+    def keep_until_done_on(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
+        """Memory that is freed is poisoned on that stream then."""
+        self.kept.append((tensor.data_ptr(), stream.name))
+
+    def idle(self, stream: SimulatedStream) -> bool:
+        """Whether nothing is left on `stream`; the device works on meanwhile."""
+        self.check()
+        self.run()
+        return not stream.operations
+
+    def page_locked(self, nbytes: int) -> torch.Tensor:
+        """Poisoned memory."""
+        self.check()
+        self.allocated_pinned.append(nbytes)
+        return self._allocate(nbytes)
+
+    def lock_pages(self, address: int, nbytes: int) -> None:
+        """Note it; overlapping ranges are an error, as they are to CUDA."""
+        if self.refuses_page_locks:
+            raise RuntimeError("operation not permitted")
+        assert address % 4096 == 0
+        assert all(address + nbytes <= other or address >= other + size for other, size in self.locked.items())
+        self.locked[address] = nbytes
+        self.page_locks_made += 1
+
+    def unlock_pages(self, address: int) -> None:
+        """What is not locked cannot be unlocked."""
+        del self.locked[address]
+
+    # What tests do.
+
+    def tensor(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` computed on the compute stream: poison until that has run."""
+        made = self.empty(values.shape, values.dtype, self.compute)
+        to, nbytes = made.data_ptr(), made.nbytes
+        self._put(self.compute, lambda: ctypes.memmove(to, values.data_ptr(), nbytes))
+        return made
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a kernel that is queued now on the compute stream will have read of `tensor`, once it has run."""
+        seen = torch.full_like(tensor, 0)
+        from_, to, nbytes = tensor.data_ptr(), seen.data_ptr(), seen.nbytes
+        self._put(self.compute, lambda: ctypes.memmove(to, from_, nbytes))
+        return seen
+
+    def fail(self, cause: Exception) -> None:
+        """An error: of what is under way, and of everything after it."""
+        with self._changed:
+            self.failure = cause
+            self._changed.notify_all()
+
+    def let_go(self, stream: SimulatedStream) -> None:
+        """It stands still no more."""
+        with self._changed:
+            stream.held = False
+            self._changed.notify_all()
+
+    def run(self) -> None:
+        """Work until nothing can go on."""
+        with self._changed:
+            while self._step():
+                pass
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Work until `done`, waiting for streams that stand still. Raises the device's error."""
+        with self._changed:
+            while not done():
+                self.check()
+                if not self._step() and not self._changed.wait(PATIENCE_S):
+                    raise AssertionError("a stream stands still for ever")
+            self.check()
+
+    def check(self) -> None:
+        """Raise the device's error, if it has one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _step(self) -> bool:
+        runnable = [stream for stream in self.streams if stream.runnable()]
+        if not runnable:
+            return False
+        preferred = {"compute": runnable[0], "copies": runnable[-1]}
+        stream = preferred[self._first] if self._first else self._random.choice(runnable)
+        first = stream.operations.popleft()
+        if isinstance(first, tuple):
+            first[0].done = True
+            self._changed.notify_all()
+        elif not isinstance(first, SimulatedEvent):
+            first()
+        return True
+
+    def _put(
+        self, stream: SimulatedStream, operation: SimulatedEvent | tuple[SimulatedEvent] | Callable[[], None]
+    ) -> None:
+        self.check()
+        with self._changed:
+            stream.operations.append(operation)
+            self._changed.notify_all()
+
+    def _allocate(self, nbytes: int, stream: SimulatedStream | None = None) -> torch.Tensor:
+        memory = np.full(nbytes, POISON, dtype=np.uint8)
+        self._memories.append(memory)  # for ever, so that what writes too late spoils nothing of ours
+        lent = memory[:]
+        weakref.finalize(lent, self._free, memory, stream)
+        return torch.from_numpy(lent)
+
+    def _free(self, memory: np.ndarray, stream: SimulatedStream | None) -> None:
+        """Others may use it: at once if it is the host's, else what is put on its own stream from now on."""
+        address = memory.ctypes.data
+        self.freed.add(address)
+        for kept, name in self.kept:
+            if kept == address:
+                stream = next(each for each in self.streams if each.name == name)
+        if stream is None:
+            memory.fill(POISON)
+        elif self.failure is None:
+            self._put(stream, lambda: memory.fill(POISON))
+
+    def _is_known(self, address: int) -> bool:
+        ranges = [(memory.ctypes.data, memory.nbytes) for memory in self._memories] + list(self.locked.items())
+        return any(first <= address < first + nbytes for first, nbytes in ranges)
