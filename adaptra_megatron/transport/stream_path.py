@@ -91,8 +91,8 @@ class StreamTransport:
         if self._receives[key].buffer is None:
             self._receive_through(key, deadline_s)
         peer, buffer, work = self._receives.pop(key)
-        self._settle(work, key, f"{peer}->{self._rank}", deadline_s)
         assert buffer is not None
+        self._settle(work, buffer, key, f"{peer}->{self._rank}", deadline_s)
         return buffer
 
     def _receive_through(self, key: MessageKey, deadline_s: float) -> None:
@@ -103,13 +103,13 @@ class StreamTransport:
         while first != key:
             first = self._announced[peer].popleft()
             header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=specification.device)
-            self._settle(self._irecv(header, peer, first), first, f"{peer}->{self._rank}", deadline_s)
+            self._settle(self._irecv(header, peer, first), header, first, f"{peer}->{self._rank}", deadline_s)
             body = torch.empty(decode_shape(header.cpu()), dtype=specification.dtype, device=specification.device)
             self._receives[first] = _Receive(peer, body, self._irecv(body, peer, first))
 
     def flush(self, deadline_s: float) -> None:
-        for key, peer, _tensor, work in self._sends:
-            self._settle(work, key, f"{self._rank}->{peer}", deadline_s)
+        for key, peer, tensor, work in self._sends:
+            self._settle(work, tensor, key, f"{self._rank}->{peer}", deadline_s)
         self._sends.clear()
 
     def take_times(self) -> tuple[Sequence[MessageTimes], Sequence[MessageTimes]]:
@@ -120,12 +120,20 @@ class StreamTransport:
             dist.destroy_process_group(group)
         self._links.clear()
 
-    def _settle(self, work: dist.Work | None, key: MessageKey, link: str, deadline_s: float) -> None:
+    def _settle(
+        self, work: dist.Work | None, tensor: torch.Tensor, key: MessageKey, link: str, deadline_s: float
+    ) -> None:
+        """On a device, the current stream waits and the backend's watchdog keeps the deadline; else the thread waits.
+
+        A timeout would make NCCL's wait block the thread too, until the transfer is over.
+        """
         if work is None:
             return
         try:
-            # On a stream backend this blocks the stream, not the thread; the backend's watchdog keeps the deadline.
-            work.wait(timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
+            if tensor.device.type == "cpu":
+                work.wait(timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
+            else:
+                work.wait()
         except RuntimeError as cause:
             raise self._error(key, link, cause) from cause
 

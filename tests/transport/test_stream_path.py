@@ -34,12 +34,12 @@ class Work:
     def __init__(self) -> None:
         self.done = False
         self.failure: Exception | None = None
-        self.waited: list[timedelta] = []
+        self.waited: list[timedelta | None] = []
 
     def is_completed(self) -> bool:
         return self.done
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         self.waited.append(timeout)
         if self.failure is not None:
             raise self.failure
@@ -204,11 +204,24 @@ def test_waits_are_bounded_by_the_deadline(distributed: RecordedDistributed, tra
     transport.post_receive(key(0), 0)
     transport.wait(key(0), time.monotonic() + 2.0)
     (allowed,) = distributed.transfers[0][-1].waited
+    assert allowed is not None
     assert timedelta(seconds=1.5) < allowed <= timedelta(seconds=2.0)
     transport.post_receive(key(1), 0)
     transport.wait(key(1), time.monotonic() - 1.0)
     (allowed,) = distributed.transfers[1][-1].waited
+    assert allowed is not None
     assert timedelta(0) < allowed < timedelta(seconds=0.1), "an expired deadline is not an endless one"
+
+
+def test_waits_on_a_device_block_no_thread(distributed: RecordedDistributed, transport: StreamTransport) -> None:
+    """NCCL's wait blocks the calling thread until the transfer is over if, and only if, it is given a timeout."""
+    device = torch.device("meta")
+    transport.describe(TensorSpecification((2, 3), torch.float32, device))
+    transport.post_receive(key(0), 0)
+    transport.post_send(key(0), 2, torch.zeros(2, 3, device=device))
+    transport.wait(key(0), time.monotonic() + 2.0)
+    transport.flush(time.monotonic() + 2.0)
+    assert [work.waited for *_, work in distributed.transfers] == [[None], [None]]
 
 
 def _fail_receive(distributed: RecordedDistributed, transport: StreamTransport) -> None:
