@@ -70,7 +70,7 @@ class StreamTransport:
             header = encode_shape(outgoing.shape, outgoing.device)
             self._sends.append((key, peer, header, self._isend(header, peer, key)))
         self._sends.append((key, peer, outgoing, self._isend(outgoing, peer, key)))
-        self._sends = [entry for entry in self._sends if entry[3] is not None and not entry[3].is_completed()]
+        self._let_go_of_completed_sends()
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
         assert key not in self._receives, f"{key} was posted twice"
@@ -108,9 +108,18 @@ class StreamTransport:
             self._receives[first] = _Receive(peer, body, self._irecv(body, peer, first))
 
     def flush(self, deadline_s: float) -> None:
-        for key, peer, tensor, work in self._sends:
+        sends, self._sends = self._sends, []
+        for key, peer, tensor, work in sends:
             self._settle(work, tensor, key, f"{self._rank}->{peer}", deadline_s)
-        self._sends.clear()
+
+    def _let_go_of_completed_sends(self) -> None:
+        """A send that failed is completed too: to wait for it is to hear of that."""
+        sends, self._sends = self._sends, []
+        completed = []
+        for entry in sends:
+            (completed if entry[3] is None or entry[3].is_completed() else self._sends).append(entry)
+        for key, peer, tensor, work in completed:
+            self._settle(work, tensor, key, f"{self._rank}->{peer}", time.monotonic())
 
     def take_times(self) -> tuple[Sequence[MessageTimes], Sequence[MessageTimes]]:
         return (), ()

@@ -194,9 +194,26 @@ def test_sent_tensors_are_held_until_their_send_is_done(
         works.append(distributed.transfers[-1][-1])
         works[0].done = True
     transport.flush(time.monotonic() + 1.0)
-    assert [len(work.waited) for work in works] == [0, 1, 1], "only what has not left is waited for"
+    assert [len(work.waited) for work in works] == [1, 1, 1]
+    (asked,) = works[0].waited
+    assert asked is not None
+    assert asked < timedelta(seconds=0.1), "what has left is only asked whether it failed"
     transport.flush(time.monotonic() + 1.0)
-    assert [len(work.waited) for work in works] == [0, 1, 1]
+    assert [len(work.waited) for work in works] == [1, 1, 1]
+
+
+def test_a_send_that_completed_by_failing_is_not_taken_for_sent(
+    distributed: RecordedDistributed, transport: StreamTransport
+) -> None:
+    transport.describe(FIXED)
+    transport.post_send(key(7), 2, torch.zeros(2, 3))
+    failed = distributed.transfers[-1][-1]
+    failed.done, failed.failure = True, RuntimeError("NCCL error: remote process exited")
+    with pytest.raises(TransportError, match=r"link 1->2: .*micro-batch 7 .*remote process exited"):
+        transport.post_send(key(8), 2, torch.zeros(2, 3))
+    transport.flush(time.monotonic() + 1.0)
+    assert len(failed.waited) == 1, "it is reported once"
+    assert len(distributed.transfers[-1][-1].waited) == 1, "what was posted meanwhile is still waited for"
 
 
 def test_waits_are_bounded_by_the_deadline(distributed: RecordedDistributed, transport: StreamTransport) -> None:
