@@ -115,7 +115,7 @@ class StreamTransport:
     def _let_go_of_completed_sends(self) -> None:
         """A send that failed is completed too: to wait for it is to hear of that."""
         sends, self._sends = self._sends, []
-        completed = []
+        completed: list[tuple[MessageKey, int, torch.Tensor, dist.Work | None]] = []
         for entry in sends:
             (completed if entry[3] is None or entry[3].is_completed() else self._sends).append(entry)
         for key, peer, tensor, work in completed:
