@@ -112,6 +112,12 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         help="milliseconds that forward, input gradient and weight gradient last: one triple, or one per stage",
     )
     group.add_argument(
+        "--emulate-fault-plan",
+        default=None,
+        metavar="DIR",
+        help="the directory of a fault campaign (adaptra_megatron.emulation.soak), whose driver runs beside the job",
+    )
+    group.add_argument(
         "--emulate-path-flaps",
         default=None,
         metavar="SEED",

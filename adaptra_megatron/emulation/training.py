@@ -11,9 +11,10 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,9 @@ from adaptra_megatron.emulation.process_groups import join_job, seed_everything,
 from adaptra_megatron.emulation.results import TrainingResult, model_tensors, optimizer_tensors, save_result
 from adaptra_megatron.telemetry.stock import trace_stock
 
+if TYPE_CHECKING:
+    from adaptra_megatron.emulation.soak_rank import SoakRank
+
 logger = logging.getLogger("adaptra_megatron.emulation.training")
 
 
@@ -51,6 +55,7 @@ def train(args: argparse.Namespace) -> TrainingResult:
         set_up_groups(args)
         compute = _emulate_compute(args, stack)
         links = _emulate_links(args, stack, world_size)
+        soak = _soak(args, stack)
         flaps = _emulate_path_flaps(args, stack)
         if args.adaptra:
             from adaptra_megatron.config import config_from_arguments
@@ -62,8 +67,11 @@ def train(args: argparse.Namespace) -> TrainingResult:
         elif args.adaptra_trace_dir is not None:
             stage = parallel_state.get_pipeline_model_parallel_rank()
             stack.enter_context(trace_stock(schedules, args.adaptra_trace_dir, rank=dist.get_rank(), stage=stage))
-        trainer = Trainer(args, links)
+        watchers = [watcher.set_iteration for watcher in (links, soak) if watcher is not None]
+        trainer = Trainer(args, watchers)
         trainer.run()
+        if links is not None:
+            trainer.result.links_struck = {f"{a}>{b}": count for (a, b), count in links.struck.items()}
         if applied is not None and applied.runtime is not None:
             trainer.result.adaptra = applied.runtime.summary()
     if compute is not None:
@@ -92,6 +100,15 @@ def _emulate_path_flaps(args: argparse.Namespace, stack: contextlib.ExitStack) -
     return stack.enter_context(PathFlaps(f"{args.emulate_path_flaps}:{dist.get_rank()}"))
 
 
+def _soak(args: argparse.Namespace, stack: contextlib.ExitStack) -> SoakRank | None:
+    if args.emulate_fault_plan is None:
+        return None
+    from adaptra_megatron.emulation.soak_rank import SoakRank
+
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return stack.enter_context(SoakRank(Path(args.emulate_fault_plan), stage, args.pipeline_model_parallel_size))
+
+
 def _emulate_links(args: argparse.Namespace, stack: contextlib.ExitStack, world_size: int) -> SlowLinks | None:
     if not args.emulate_slow_link:
         return None
@@ -110,9 +127,10 @@ def _emulate_links(args: argparse.Namespace, stack: contextlib.ExitStack, world_
 class Trainer:
     """Model, optimizer, data and loop of one training."""
 
-    def __init__(self, args: argparse.Namespace, links: SlowLinks | None = None) -> None:
+    def __init__(self, args: argparse.Namespace, watchers: Sequence[Callable[[int], None]] = ()) -> None:
+        """`watchers` are told the number of each iteration (from 0) when it begins."""
         self.args = args
-        self._links = links
+        self._watchers = watchers
         if args.save:
             check_can_save()
         self.result = TrainingResult()
@@ -133,8 +151,8 @@ class Trainer:
         for chunk in self.model:
             chunk.train()
         while self.iteration < args.train_iters:
-            if self._links is not None:
-                self._links.set_iteration(self.iteration)
+            for watcher in self._watchers:
+                watcher(self.iteration)
             started = time.perf_counter()
             grad_norm = self._train_step(iterators)
             self.iteration += 1
@@ -149,8 +167,6 @@ class Trainer:
         with self._parameters_gathered():
             self.result.parameters = model_tensors(self.model)
         self.result.optimizer_state = optimizer_tensors(self.optimizer)
-        if self._links is not None:
-            self.result.links_struck = {f"{a}>{b}": count for (a, b), count in self._links.struck.items()}
         if args.save and not (args.save_interval and self.iteration % args.save_interval == 0):
             self._save()
 
