@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two ends of a directed link with two paths, over a network that loses sessions, delays notes and drops the host
+path at will: whatever happens, every message that is asked for arrives, with its own content."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from adaptra_megatron.transport.inlet import DeviceReceive, Inlet, InletEffects
+from adaptra_megatron.transport.messages import Direction, MessageKey
+from adaptra_megatron.transport.notes import Ask, Dead, Frozen, Meet, Note, Open, Until, decode_note, encode_note
+from adaptra_megatron.transport.outlet import DeviceSend, Outlet, OutletEffects, Posted
+from adaptra_megatron.transport.paths import Path, PathSettings
+
+SETTINGS = PathSettings(probes=2, probe_pause_s=0.01, first_rest_s=0.1, longest_rest_s=1.0)
+FEW = st.integers(1, 4)
+
+
+def key(number: int) -> MessageKey:
+    return MessageKey(0, Direction.ACTIVATION, 0, number)
+
+
+class Session:
+    """One device session: what the sender put in, what the receiver expects, and whether it still works."""
+
+    def __init__(self) -> None:
+        self.sent: dict[int, DeviceSend[str]] = {}
+        self.expected: dict[int, DeviceReceive] = {}
+        self.arrived = 0
+        self.broken = False
+
+
+class TwoPaths(RuleBasedStateMachine):
+    """Plays what dual_link.py does around an Outlet and an Inlet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outlet: Outlet[str] = Outlet(SETTINGS)
+        self.inlet = Inlet(SETTINGS)
+        self.now_s = 0.0
+        self.host_down_since_s: float | None = None
+        self.host: deque[Posted[str]] = deque()
+        self.elsewhere: set[int] = set()
+        self.to_inlet: deque[Note] = deque()
+        self.to_outlet: deque[Note] = deque()
+        self.confirmations: deque[tuple[int, int]] = deque()
+        self.sessions: dict[int, Session] = {}
+        self.makes: list[tuple[bool, int]] = []
+        self.here: dict[int, str] = {}
+        """What has arrived, by number; asked for or not."""
+
+    @initialize(up=st.booleans())
+    def begin(self, up: bool) -> None:
+        """Most of what can go wrong needs a device path that has come up."""
+        self._tick()
+        if up:
+            self.everything_moves(12)
+            assert self.outlet.path is Path.DEVICE
+
+    # What changes from outside.
+
+    @rule(count=FEW)
+    def post(self, count: int) -> None:
+        for _ in range(count):
+            number = self.outlet.posted
+            message, path = self.outlet.post(key(number), f"message {number}")
+            assert message.number == number
+            if path is Path.HOST:
+                self.host.append(message)
+            self._carry_out()
+
+    @rule(count=FEW)
+    def ask(self, count: int) -> None:
+        for _ in range(count):
+            assert self.inlet.post(key(self.inlet.posted)) == self.inlet.posted - 1
+            self._carry_out()
+
+    @rule(path=st.sampled_from(Path))
+    def prefer(self, path: Path) -> None:
+        self.outlet.prefer(path)
+        self._tick()
+
+    @rule(seconds=st.sampled_from([0.001, 0.05, 0.3, 1.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now_s += seconds
+        self._tick()
+
+    @rule()
+    def host_breaks(self) -> None:
+        if self.host_down_since_s is None:
+            self.host_down_since_s = self.now_s
+            self.confirmations.clear()
+
+    @rule()
+    def host_is_repaired(self) -> None:
+        self.host_down_since_s = None
+        self.inlet.confirm_again()
+        self._carry_out()
+
+    @rule(at_sender=st.booleans())
+    def session_fails(self, at_sender: bool) -> None:
+        for number, session in self.sessions.items():
+            if not session.broken:
+                session.broken = True
+                if at_sender:
+                    self.outlet.failed(number, "a test")
+                else:
+                    self.inlet.failed(number, "a test")
+        self._carry_out()
+
+    @rule()
+    def waits_for_the_oldest(self) -> None:
+        wanted = next((number for number in range(self.inlet.posted) if number not in self.here), None)
+        if wanted is not None and self.inlet.expects(key(wanted)):
+            assert self.inlet.suspect(self.now_s - 1.0, self.now_s) > self.now_s
+            self._carry_out()
+
+    # What the network does.
+
+    @rule(rounds=st.integers(1, 12))
+    def everything_moves(self, rounds: int) -> None:
+        for _ in range(rounds):
+            self.notes_arrive(4)
+            self.groups_are_made()
+            self.device_messages_arrive(4)
+            self.host_messages_arrive(4)
+            self.time_passes(0.05)
+
+    @rule(count=FEW)
+    def notes_arrive(self, count: int) -> None:
+        for _ in range(count):
+            if self.to_inlet:
+                self.inlet.heard(self.to_inlet.popleft(), self.now_s)  # type: ignore[arg-type]
+                self._carry_out()
+            if self.to_outlet:
+                self.outlet.heard(self.to_outlet.popleft(), self.now_s)  # type: ignore[arg-type]
+                self._carry_out()
+            if self.confirmations:
+                self.outlet.confirmed(*self.confirmations.popleft())
+
+    @rule()
+    def groups_are_made(self) -> None:
+        makes, self.makes = self.makes, []
+        for as_sender, number in makes:
+            self.sessions.setdefault(number, Session())
+            if as_sender:
+                self.outlet.made(number, self.now_s)
+            else:
+                self.inlet.made(number)
+            self._carry_out()
+        self._tick()
+
+    @rule(count=FEW)
+    def device_messages_arrive(self, count: int) -> None:
+        for number, session in list(self.sessions.items()):
+            for _ in range(count):
+                index = session.arrived
+                if session.broken or index not in session.sent or index not in session.expected:
+                    break
+                session.arrived += 1
+                send, receive = session.sent[index], session.expected[index]
+                sent = -1 if send.message is None else send.message.number
+                assert max(receive.number, -1) == sent, "what arrives is not what is expected with this index"
+                taken = self.inlet.arrived(number, 10)
+                if taken is not None and taken >= 0:
+                    assert send.message is not None
+                    assert taken == sent
+                    self.here.setdefault(taken, send.message.payload)
+                self._carry_out()
+
+    @rule(count=FEW)
+    def host_messages_arrive(self, count: int) -> None:
+        for _ in range(count):
+            if self.host and self.host_down_since_s is None:
+                message = self.host.popleft()
+                self.elsewhere.discard(message.number)
+                self.here.setdefault(message.number, message.payload)
+
+    # The glue.
+
+    def _tick(self) -> None:
+        down_s = 0.0 if self.host_down_since_s is None else max(1e-9, self.now_s - self.host_down_since_s)
+        unacknowledged = [message for message in self.host if message.number not in self.elsewhere]
+        self.outlet.tick(self.now_s, down_s, lambda: unacknowledged)
+        self._carry_out()
+
+    def _carry_out(self) -> None:
+        outlet, self.outlet.effects = self.outlet.effects, OutletEffects()
+        inlet, self.inlet.effects = self.inlet.effects, InletEffects()
+        self.to_inlet += [decode_note(encode_note(note)) for note in outlet.notes]
+        self.to_outlet += [decode_note(encode_note(note)) for note in inlet.notes]
+        if inlet.confirm is not None:
+            self.confirmations.append(inlet.confirm)
+        self.elsewhere |= set(outlet.withdrawals)
+        waiting = {message.number for message in self.host}
+        for message in outlet.resends:
+            self.elsewhere.discard(message.number)
+            if message.number not in waiting:
+                self.host.append(message)
+        for send in outlet.sends:
+            session = self.sessions.get(send.session)
+            if session is not None:
+                session.sent[send.index] = send
+        for receive in inlet.receives:
+            session = self.sessions.get(receive.session)
+            if session is not None:
+                session.expected[receive.index] = receive
+        self.makes += [(True, number) for number in outlet.begin] + [(False, number) for number in inlet.begin]
+        for number in (*outlet.end, *inlet.end):
+            if number in self.sessions:
+                self.sessions[number].broken = True
+
+    @invariant()
+    def content_is_its_own(self) -> None:
+        assert all(payload == f"message {number}" for number, payload in self.here.items())
+
+    def teardown(self) -> None:
+        """Everything works from now on: whatever was posted and asked for arrives, and nothing is retained."""
+        while self.inlet.posted < self.outlet.posted:
+            self.ask(1)
+        while self.outlet.posted < self.inlet.posted:
+            self.post(1)
+        self.host_is_repaired()
+        # Sessions broken on one side only are noticed by the other, as connections that end are.
+        for number, session in self.sessions.items():
+            if session.broken:
+                self.inlet.failed(number, "its connection ended")
+        self._carry_out()
+        self.everything_moves(150)
+        assert sorted(self.here) == list(range(self.outlet.posted))
+        assert self.outlet.retained == 0
+        assert self.outlet.device_healthy
+        assert self.outlet.path is self.outlet.preferred
+
+
+TestTwoPaths = TwoPaths.TestCase
