@@ -17,7 +17,7 @@ LINT := $(VENV)/.adaptra-lint
 NATIVE := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-rdma lint
+.PHONY: help install demo test test-slow test-rdma soak lint
 .DELETE_ON_ERROR:
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo 'make test     every test but the slow ones'
 	@echo 'make test-slow  the slow ones'
 	@echo 'make test-rdma  the verbs transport on Soft-RoCE in a virtual machine (installs QEMU if it is missing)'
+	@echo 'make soak     fault campaign: real training while paths, delegates and ranks fail (SOAK=--rounds=5 for more)'
 	@echo 'make lint     ruff and mypy'
 
 install: $(INSTALLED)
@@ -59,6 +60,9 @@ test-slow: $(INSTALLED)
 
 test-rdma: $(INSTALLED)
 	$(BIN)/python scripts/softroce_vm.py test
+
+soak: $(INSTALLED)
+	$(BIN)/python -m adaptra_megatron.emulation.soak $(SOAK)
 
 lint: $(LINT)
 	$(BIN)/ruff check .
