@@ -34,9 +34,29 @@ def explicit_forward_backward(find: Callable[[], Callable[..., Any]]) -> Callabl
         groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
         config = get_model_config(model[0] if isinstance(model, list) else model)
         communicator = P2PCommunicator(pp_group=groups.pp, config=config)
-        return stock(**arguments, p2p_communicator=communicator, pg_collection=groups)
+        talk(communicator, groups.pp)
+        losses = stock(**arguments, p2p_communicator=communicator, pg_collection=groups)
+        talk(communicator, groups.pp)
+        return losses
 
     return forward_backward
+
+
+def talk(communicator: Any, group: Any) -> None:
+    """Stages that talk past the schedule, between iterations: every stage tells the next, and is answered."""
+    import torch
+
+    first, last = group.rank() == 0, group.rank() == group.size() - 1
+    told, answer = torch.full((3, 5), 1.0 + group.rank()), torch.full((3, 5), -1.0 - group.rank())
+    if group.rank() % 2 == 0:
+        communicator.send_forward(told, last)
+        answered = communicator.recv_backward(told.shape, last)
+    else:
+        heard = communicator.recv_forward(told.shape, first)
+        assert torch.equal(heard, told - 1.0), f"stage {group.rank()} heard {heard}"
+        communicator.send_backward(answer, first)
+        return
+    assert last or torch.equal(answered, answer - 1.0), f"stage {group.rank()} was answered {answered}"
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callers that pass a communicator and process groups of their own get stock's numbers too."""
+"""Callers that pass a communicator and process groups of their own get stock's numbers too, and can use them for
+messages of their own between iterations."""
 
 from __future__ import annotations
 
@@ -30,10 +31,11 @@ def test_process_groups_of_the_caller(
         Variant("stock", tuple(arguments)),
         Variant("measured", (*arguments, "--adaptra"), like="stock"),
         Variant("observe", (*arguments, "--adaptra", "--adaptra-policy", "observe"), like="stock"),
+        Variant("two paths", (*arguments, "--adaptra", "--adaptra-host-transport", "auto"), like="stock"),
     ]
     request, report = tmp_path / "variants.json", tmp_path / "report.json"
     request.write_text(json.dumps([asdict(variant) for variant in wanted]))
     start_ranks(2, [SCRIPT, str(request), str(report)], timeout_s=100)
     reports = [VariantReport(**entry) for entry in json.loads(report.read_text())]
     check_equal(reports)
-    assert [rank["training_iterations"] for entry in reports for rank in entry.adaptra] == [6] * 4
+    assert [rank["training_iterations"] for entry in reports for rank in entry.adaptra] == [6] * 6

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from collections import deque
 
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from adaptra_megatron.transport.inlet import DeviceReceive, Inlet, InletEffects
 from adaptra_megatron.transport.messages import Direction, MessageKey
-from adaptra_megatron.transport.notes import Ask, Dead, Frozen, Meet, Note, Open, Until, decode_note, encode_note
+from adaptra_megatron.transport.notes import Note, decode_note, encode_note
 from adaptra_megatron.transport.outlet import DeviceSend, Outlet, OutletEffects, Posted
 from adaptra_megatron.transport.paths import Path, PathSettings
 
