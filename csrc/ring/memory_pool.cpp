@@ -53,15 +53,18 @@ std::shared_ptr<Block> MemoryPool::get(std::uint64_t nbytes) {
 }
 
 void MemoryPool::put_back(std::byte* data, std::uint64_t capacity) {
+    std::vector<Unused> surplus;
     {
         const std::lock_guard<std::mutex> lock(mutex_);
-        if (unused_nbytes_ + capacity <= limit_nbytes_) {
-            unused_.push_back({data, capacity});
-            unused_nbytes_ += capacity;
-            return;
-        }
+        unused_.push_back({data, capacity});
+        unused_nbytes_ += capacity;
+        // Out goes what has been unused longest: sizes that are no longer asked for must not keep out those that are.
+        auto kept = unused_.begin();
+        for (; unused_nbytes_ > limit_nbytes_; ++kept) unused_nbytes_ -= kept->capacity;
+        surplus.assign(unused_.begin(), kept);
+        unused_.erase(unused_.begin(), kept);
     }
-    munmap(data, capacity);
+    for (const Unused& unused : surplus) munmap(unused.data, unused.capacity);
 }
 
 }  // namespace adaptra

@@ -46,11 +46,15 @@ Inbox::Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes)
 
 class Inbox::Hurry {
 public:
-    Hurry(Inbox& inbox, bool hurry) : inbox_(inbox), hurry_(hurry) {
-        if (hurry_) change(+1);
+    Hurry(Inbox& inbox, Ring& ring, bool hurry) : inbox_(inbox), ring_(ring), hurry_(hurry) {
+        if (!hurry_) return;
+        change(+1);
+        ring_.begin_urgent();
     }
     ~Hurry() {
-        if (hurry_ && change(-1) == 0) inbox_.passed_.notify_all();
+        if (!hurry_) return;
+        if (change(-1) == 0) inbox_.passed_.notify_all();
+        ring_.end_urgent();
     }
     Hurry(const Hurry&) = delete;
     Hurry& operator=(const Hurry&) = delete;
@@ -62,6 +66,7 @@ private:
     }
 
     Inbox& inbox_;
+    Ring& ring_;
     const bool hurry_;
 };
 
@@ -73,11 +78,11 @@ void Inbox::let_others_pass(double deadline_s) {
 
 std::optional<Event> Inbox::next(Ring& ring, std::uint64_t seen_pokes, double deadline_s, bool hurry,
                                  Outcome& outcome) {
-    const Hurry announced(*this, hurry);
+    const Hurry announced(*this, ring, hurry);
     while (true) {
         if (!hurry) let_others_pass(deadline_s);
         if (std::optional<Event> event = take(ring)) return event;
-        outcome = ring.await_filled(seen_pokes, deadline_s);
+        outcome = ring.await_filled(seen_pokes, deadline_s, hurry ? Wait::kUrgent : Wait::kPatient);
         if (outcome != Outcome::kDone || ring.pokes() != seen_pokes) return std::nullopt;
     }
 }

@@ -16,7 +16,7 @@ namespace adaptra {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x474E495241445041;  // "APDARING"
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 constexpr std::size_t kPage = 4096;
 constexpr std::uint32_t kMaxSlots = 4096;
 constexpr std::uint64_t kMaxSlotNbytes = std::uint64_t{64} << 20;
@@ -194,14 +194,22 @@ Outcome Ring::take(Slot& slot, double deadline_s) {
     return outcome;
 }
 
-Outcome Ring::await_filled(std::uint64_t seen_pokes, double deadline_s) {
+Outcome Ring::await_filled(std::uint64_t seen_pokes, double deadline_s, Wait manner) {
     return shared_->filled.wait([&] { return pokes_.load() != seen_pokes || filled(); }, [&] { return closed(); },
-                                deadline_s);
+                                deadline_s, manner);
+}
+
+void Ring::begin_urgent() { shared_->filled.begin_urgent(); }
+
+void Ring::end_urgent() {
+    shared_->filled.end_urgent();
+    // Patient threads slept through this. No check of the counts: whoever takes the next slot makes it.
+    if (shared_->published.load() != taken_.load()) shared_->filled.ring_all();
 }
 
 void Ring::poke() {
     ++pokes_;
-    shared_->filled.ring();
+    shared_->filled.ring_all();
 }
 
 void Ring::release(const Slot& slot) {
@@ -213,8 +221,8 @@ void Ring::release(const Slot& slot) {
 
 void Ring::close() {
     shared_->closed.store(1);
-    shared_->filled.ring();
-    shared_->emptied.ring();
+    shared_->filled.ring_all();
+    shared_->emptied.ring_all();
 }
 
 bool Ring::closed() const { return shared_->closed.load() != 0; }

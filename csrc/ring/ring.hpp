@@ -53,7 +53,10 @@ public:
     Outcome take(Slot& slot, double deadline_s);
     void release(const Slot& slot);
     // Consumer: wait until there is a slot to take, or `poke` was called since `pokes` was `seen_pokes`.
-    Outcome await_filled(std::uint64_t seen_pokes, double deadline_s);
+    Outcome await_filled(std::uint64_t seen_pokes, double deadline_s, Wait manner);
+    // Between the two, filled slots wake only threads that wait urgently.
+    void begin_urgent();
+    void end_urgent();
     // Wakes this process's threads in `await_filled`.
     void poke();
     std::uint64_t pokes() const { return pokes_.load(); }

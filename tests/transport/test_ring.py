@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -33,6 +35,12 @@ def inbox(*, most: int = 1 << 30) -> Inbox:
 
 def soon(seconds: float = 10.0) -> float:
     return time.monotonic() + seconds
+
+
+def wakes_of(thread: threading.Thread) -> int:
+    """How often `thread` has given up its core to wait."""
+    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
+    return int(status.split("nonvoluntary", 1)[0].rsplit("voluntary_ctxt_switches:", 1)[1])
 
 
 def number_of(path: str) -> int:
@@ -283,6 +291,63 @@ def test_a_killed_producer_hangs_nobody() -> None:
     while box.next(ring, time.monotonic() + 0.2) is not None:
         received += 1
     assert received < 1_000_000
+
+
+def test_memory_of_a_size_no_longer_asked_for_makes_room() -> None:
+    ring, box = Ring.create(16, SLOT), Inbox(max_message_nbytes=1 << 20, pooled_nbytes=16 * SLOT)
+    numbers = itertools.count()
+
+    def receive(nbytes: int) -> Event:
+        write(ring, next(numbers), numpy.zeros(nbytes, numpy.uint8))
+        event = box.next(ring, soon())
+        assert event is not None
+        return event
+
+    together = [receive(4 * SLOT) for _ in range(4)]
+    together.clear()  # the pool is full of these
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for _ in range(50):
+        receive(12 * SLOT)
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert faults < 50 * 12 / 2, f"{faults} page faults: memory was mapped anew for each message"
+
+
+def test_filled_slots_wake_only_the_thread_in_a_hurry_until_it_leaves() -> None:
+    ring, box = Ring.create(8, SLOT), inbox()
+    served: list[int] = []
+
+    def serve_patiently() -> None:
+        with contextlib.suppress(RingClosedError):
+            while (event := box.next(ring, soon())) is not None:
+                served.append(event.sequence)
+
+    patient = threading.Thread(target=serve_patiently)
+    patient.start()
+    time.sleep(0.1)
+    before = wakes_of(patient)
+
+    def write_some() -> None:
+        for number in range(50):
+            time.sleep(0.002)
+            write(ring, number, numpy.zeros(3 * SLOT, numpy.uint8))
+
+    writer = threading.Thread(target=write_some)
+    writer.start()
+    in_hurry = 0
+    while in_hurry + len(served) < 50:
+        event = box.next(ring, time.monotonic() + 0.1, None, True)
+        in_hurry += event is not None
+    writer.join()
+    woken = wakes_of(patient) - before
+    assert in_hurry > 25
+    assert woken <= 2 * (50 - in_hurry) + 25, f"the patient thread woke {woken} times while another served {in_hurry}"
+    write(ring, 50, numpy.zeros(SLOT, numpy.uint8))  # nobody is in a hurry any more
+    limit_s = soon()
+    while 50 not in served and time.monotonic() < limit_s:
+        time.sleep(0.001)
+    ring.close()
+    patient.join(5.0)
+    assert 50 in served
 
 
 def test_whoever_is_in_a_hurry_is_served_first_and_a_poke_lets_everybody_go() -> None:
