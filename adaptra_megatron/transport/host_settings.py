@@ -23,8 +23,9 @@ class HostSettings:
     rnics: tuple[str, ...] = ()
     """RDMA devices that verbs uses, in the order in which the other hosts' match them; none for all with a link."""
     slots: int = 16
-    slot_nbytes: int = MEBIBYTE // 4
-    """A ring holds slots * slot_nbytes; few enough to stay in a cache, enough for copies and wire to overlap."""
+    slot_nbytes: int = MEBIBYTE // 2
+    """A ring holds slots * slot_nbytes; few enough to stay in a cache, enough for copies and wire to overlap. Each slot
+    wakes a thread on both sides: smaller ones cost throughput where cores are few."""
     window_messages: int = 64
     window_nbytes: int = 256 * MEBIBYTE
     """How much a sender has on its way unacknowledged; what arrives early is kept by the receiver, up to as much."""

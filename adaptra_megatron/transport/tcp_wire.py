@@ -74,7 +74,8 @@ class TcpWire:
 
         def body() -> None:
             cause = run(connection)
-            loop.call_soon_threadsafe(end, cause)
+            with contextlib.suppress(RuntimeError):  # the delegate has ended, and its loop with it
+                loop.call_soon_threadsafe(end, cause)
 
         threading.Thread(target=body, name=name, daemon=True).start()
         return over
