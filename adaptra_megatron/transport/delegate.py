@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The delegate: a small process beside each training process that connects, proves and carries its links.
 
-    python -m adaptra_megatron.transport.delegate CONTROL_FD PARENT_PID
-
 It ends with its parent, however that ends: the kernel kills it, and the control socket ends. Everything it holds
 (rings, sockets) is anonymous and goes with it. It imports neither torch nor Megatron, and idles without using CPU.
 """
@@ -15,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 
 from adaptra_megatron.transport import control
 from adaptra_megatron.transport._ring import Ring, die_with_parent
@@ -121,7 +118,10 @@ async def _run(channel: socket.socket) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """The process. Ends by `os._exit`: pumps in the middle of a transfer are nobody's business any more."""
+    """The process, with the descriptor of its control socket and its parent's process id as arguments.
+
+    Ends by `os._exit`: pumps in the middle of a transfer are nobody's business any more.
+    """
     control_fd, parent = map(int, arguments)
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent decides
@@ -132,7 +132,3 @@ def main(arguments: list[str]) -> None:
         logger.exception("stopped by a bug")
         os._exit(1)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

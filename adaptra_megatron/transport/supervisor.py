@@ -46,6 +46,12 @@ logger = logging.getLogger("adaptra_megatron.transport.supervisor")
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
 DRAIN_S = 2.0
+_DELEGATE = (
+    "import sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; import adaptra_megatron; del sys.path[0]; "
+    "from adaptra_megatron.transport.delegate import main; main(sys.argv[2:])"
+)
+"""This very package, but nothing else of its directory, nor of the working directory: they may hold modules that go by
+the names of Python's own."""
 
 
 class LinkEnd(Protocol):
@@ -76,6 +82,8 @@ class Link:
     retry_s: float | None = None
     """When to try again; None while a session is up or coming up."""
     pause_s: float = FIRST_PAUSE_S
+    transport: str | None = None
+    """What carried its last session; None before the first."""
 
 
 class Delegate:
@@ -89,13 +97,11 @@ class Delegate:
         self.heartbeat = Heartbeat(time.monotonic())
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = str(Path(adaptra_megatron.__file__).parents[1])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "adaptra_megatron.transport.delegate", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-c", _DELEGATE, root, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
             )
         self.channel.settimeout(5.0)
         with contextlib.suppress(ControlEndedError):  # seen where the channel is read
@@ -160,6 +166,10 @@ class Supervisor:
         """Of the running delegate."""
         delegate = self._delegate
         return None if delegate is None else delegate.process.pid
+
+    def transport(self, peer: int) -> str | None:
+        """What carries the link to `peer`, or carried it last; None before it has come up."""
+        return self._links[peer].transport
 
     def counters(self, timeout_s: float) -> Counters | None:
         """What the running delegate has counted; None if it does not answer in time."""
@@ -264,6 +274,9 @@ class Supervisor:
                 self._went_down(link, str(cause))
                 return
             link.pause_s = self._pause_s = FIRST_PAUSE_S
+            link.transport = message.transport
+            if link.request.connects:  # who connects proposes: what it fell to outlives the delegate
+                link.request = replace(link.request, transport=message.transport)
             self._patience_s = self._first_patience_s
             assert link.outbound is not None
             assert link.inbound is not None

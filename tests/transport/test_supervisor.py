@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import adaptra_megatron
 from adaptra_megatron.transport import supervisor
 from adaptra_megatron.transport._ring import Inbox, Ring
 from adaptra_megatron.transport.control import Open, Start
@@ -131,3 +133,23 @@ def test_a_process_without_room_for_a_ring_tries_again(
     causes = " ".join(one.causes + other.causes)
     assert "Too many open files" in causes
     assert "Cannot allocate memory" in causes
+
+
+def test_the_working_directory_does_not_hide_pythons_modules(
+    start: Callable[[], tuple[End, End]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("asyncio", "json", "selectors"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('this is not the module you look for')\n")
+    monkeypatch.chdir(tmp_path)
+    joined(*start())
+
+
+def test_a_package_beside_ours_does_not_hide_pythons_modules(
+    start: Callable[[], tuple[End, End]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As site-packages with an old backport in it: the training process does not see that, nor must its delegate."""
+    (tmp_path / "asyncio.py").write_text("raise ImportError('an old backport')\n")
+    ours = Path(adaptra_megatron.__file__).parent
+    (tmp_path / ours.name).symlink_to(ours)
+    monkeypatch.setattr(adaptra_megatron, "__file__", str(tmp_path / ours.name / "__init__.py"))
+    joined(*start())
