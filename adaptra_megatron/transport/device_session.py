@@ -75,6 +75,10 @@ class SendingSession:
             for index in [index for index in self._held if index < received]:
                 del self._held[index]
 
+    def abort(self) -> None:
+        """Break the session; the other end sees it break too."""
+        self._group.abort()
+
     def end(self) -> None:
         """Give the session up. The bytes are let go of only then: the backend may read them until it is."""
         self._group.abort()
@@ -106,6 +110,10 @@ class ReceivingSession:
         """Expect a message like this (without a shape, a header comes before it), or a probe (None)."""
         expected = specification or TensorSpecification((PROBE_NBYTES,), torch.uint8, torch.device("cpu"))
         self._order.start(index, lambda: self._start(index, expected))
+
+    def abort(self) -> None:
+        """Break the session; the other end sees it break too."""
+        self._group.abort()
 
     def end(self) -> None:
         """Give the session up and end the thread. Not to be called by that thread."""

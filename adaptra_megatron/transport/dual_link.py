@@ -8,19 +8,17 @@ that is down. What may take time (sending on the device path, making and ending 
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.arrivals import Arrival
-from adaptra_megatron.transport.device_session import ReceivingSession, SendingSession
+from adaptra_megatron.transport.device_path import DevicePath, MakeGroup
 from adaptra_megatron.transport.host_link import HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.inlet import REMEMBERED, DeviceReceive, Inlet, InletEffects
@@ -28,13 +26,9 @@ from adaptra_megatron.transport.messages import MessageKey, MessageTimes, Tensor
 from adaptra_megatron.transport.note_mail import OVERDUE_S, NoteMail
 from adaptra_megatron.transport.notes import FromSender, Note, Open, Received, decode_note, encode_note
 from adaptra_megatron.transport.outlet import DeviceSend, Outlet, OutletEffects, Posted
-from adaptra_megatron.transport.pair_group import PairGroup
 from adaptra_megatron.transport.paths import Path, PathSettings
 
 logger = logging.getLogger("adaptra_megatron.transport.dual_link")
-
-MakeGroup = Callable[[bool, int, float], PairGroup]
-"""(whether this end sends, session, timeout_s): this end of a device session. Raises RuntimeError."""
 
 _CONFIRMS = 1 << 63
 """An acknowledgement with this bit is of the device path: a session, and how many of its messages have arrived."""
@@ -63,7 +57,8 @@ class PathCounters:
 class _Work:
     """What is to be done without the lock."""
 
-    sends: list[DeviceSend[torch.Tensor]] = field(default_factory=list)
+    sends: list[tuple[DeviceSend[torch.Tensor], bool]] = field(default_factory=list)
+    """With or without a header."""
     receives: list[tuple[DeviceReceive, TensorSpecification]] = field(default_factory=list)
     begin: list[tuple[bool, int]] = field(default_factory=list)
     """Whether as the sender, and the session."""
@@ -85,19 +80,19 @@ class DualLink(HostLink):
         make_group: MakeGroup,
         mail: NoteMail,
     ) -> None:
-        self._paths, self._make_group, self._mail = paths, make_group, mail
+        self._paths, self._mail = paths, mail
         self._outlet: Outlet[torch.Tensor] = Outlet(paths)
         self._inlet = Inlet(paths)
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
         self._specifications: dict[int, TensorSpecification] = {}
         self._early: dict[int, Arrival] = {}
-        self._sessions: dict[tuple[bool, int], SendingSession | ReceivingSession] = {}
         self._work = _Work()
         self._wait_began_s = math.inf
         self._fetch_wanted = False
+        limits = {"meeting_s": paths.probe_limit_s, "timeout_s": settings.timeout_s}
+        self._device = DevicePath(make_group, self, **limits)
         super().__init__(stage, peer, settings)
         self._to_keep = threading.Condition(self._lock)
-        self._makers: list[threading.Thread] = []
         self._keeper = threading.Thread(target=self._keep, name=f"adaptra-paths-{peer}", daemon=True)
         self._keeper.start()
 
@@ -157,12 +152,8 @@ class DualLink(HostLink):
         super().close()  # says good-bye: what the peer then sees of the device path is no failure
         with self._lock:
             self._to_keep.notify()
-        for thread in (self._keeper, *self._makers):
-            thread.join(self._paths.probe_limit_s + 1.0)
-        with self._lock:
-            sessions, self._sessions = self._sessions, {}
-        for session in sessions.values():
-            session.end()
+        self._keeper.join(self._paths.probe_limit_s + 1.0)
+        self._device.close()
 
     # What the supervisor calls.
 
@@ -251,7 +242,7 @@ class DualLink(HostLink):
             self._confirm(*inlet.confirm, now_s)
         self._move(outlet, now_s)
         work = self._work
-        work.sends += outlet.sends
+        work.sends += [(send, self._specification.shape is None) for send in outlet.sends]
         for receive in inlet.receives:
             specification = self._specifications.get(receive.number, self._specification)
             work.receives.append((receive, specification))
@@ -286,9 +277,7 @@ class DualLink(HostLink):
 
     def _confirmed(self, session: int, received: int) -> None:
         self._outlet.confirmed(session, received)
-        sending = self._sessions.get((True, session))
-        if isinstance(sending, SendingSession):
-            sending.confirmed(received)
+        self._device.confirmed(session, received)
         if self._flushing and self._all_sent():
             self._tell_waiting()
         if not self._outlet.device_healthy:
@@ -307,73 +296,36 @@ class DualLink(HostLink):
 
     def _do(self, work: _Work) -> None:
         """Without the lock."""
-        for send in work.sends:
-            self._send(send)
+        for send, header in work.sends:
+            self._device.send(send, header=header)
         for receive, specification in work.receives:
-            with self._lock:
-                session = self._sessions.get((False, receive.session))
-            if isinstance(session, ReceivingSession):
-                session.receive(receive.index, specification if receive.number >= 0 else None)
-        for as_sender, number in work.begin:
-            maker = threading.Thread(target=self._make, args=(as_sender, number), name="adaptra-meet", daemon=True)
-            self._makers = [thread for thread in self._makers if thread.is_alive()] + [maker]
-            maker.start()
-        for as_sender, number in work.end:
-            self._end(as_sender, number)
+            self._device.receive(receive, specification)
+        for as_sender, session in work.begin:
+            self._device.begin(as_sender, session)
+        for as_sender, session in work.end:
+            self._tell_ended(as_sender)
+            self._device.end(as_sender, session)
 
-    def _send(self, send: DeviceSend[torch.Tensor]) -> None:
+    def _tell_ended(self, as_sender: bool) -> None:
         with self._lock:
-            session = self._sessions.get((True, send.session))
-        if not isinstance(session, SendingSession):
-            return
-        try:
-            if send.message is None:
-                session.probe(send.index)
-            else:
-                session.send(send.index, send.message.payload, header=self._specification.shape is None)
-        except RuntimeError as cause:
-            self._failed(True, send.session, f"torch.distributed reported: {cause}")
-
-    # The device path's sessions.
-
-    def _make(self, as_sender: bool, number: int) -> None:
-        """Meet the peer for a new session. A thread of its own: the peer may not come."""
-        try:
-            group = self._make_group(as_sender, number, self._paths.probe_limit_s)
-        except RuntimeError as cause:
-            self._failed(as_sender, number, f"the two ends did not meet: {cause}")
-            return
-        session: SendingSession | ReceivingSession
-        if as_sender:
-            session = SendingSession(group)
-        else:
-            session = ReceivingSession(
-                group,
-                self._settings.timeout_s,
-                functools.partial(self._device_arrived, number),
-                functools.partial(self._failed, False, number),
-            )
-        with self._lock:
-            self._sessions[as_sender, number] = session
-            if as_sender:
-                self._outlet.made(number, time.monotonic())
-            else:
-                self._inlet.made(number)
-            self._settle_effects()
-            self._to_keep.notify()
-
-    def _end(self, as_sender: bool, number: int) -> None:
-        with self._lock:
-            session = self._sessions.pop((as_sender, number), None)
             half = self._outlet if as_sender else self._inlet
             level = logging.WARNING if half.was_healthy and not self.finished else logging.DEBUG
             cause = half.cause
-        if session is not None:
-            session.end()
         link = f"{self._stage}->{self._peer}" if as_sender else f"{self._peer}->{self._stage}"
         logger.log(level, "link %s: the device path is down (%s); messages go by the host path", link, cause)
 
-    def _device_arrived(self, session: int, tensor: torch.Tensor, arrived_s: float) -> None:
+    # What the device path tells, from its threads.
+
+    def device_made(self, as_sender: bool, session: int) -> None:
+        with self._lock:
+            if as_sender:
+                self._outlet.made(session, time.monotonic())
+            else:
+                self._inlet.made(session)
+            self._settle_effects()
+            self._to_keep.notify()
+
+    def device_arrived(self, session: int, tensor: torch.Tensor, arrived_s: float) -> None:
         with self._lock:
             number = self._inlet.arrived(session, tensor.nbytes)
             if number is not None and number >= 0:
@@ -387,7 +339,7 @@ class DualLink(HostLink):
             if self._work:
                 self._to_keep.notify()
 
-    def _failed(self, as_sender: bool, session: int, cause: str) -> None:
+    def device_failed(self, as_sender: bool, session: int, cause: str) -> None:
         with self._lock:
             if as_sender:
                 self._outlet.failed(session, cause)

@@ -36,7 +36,7 @@ Make = Callable[..., HostTransport]
 
 
 def paths(transport: HostTransport) -> PathCounters:
-    counters = transport.counters().links[1 - dist.get_rank()].paths
+    counters = transport.link_counters()[1 - dist.get_rank()].paths
     assert counters is not None
     return counters
 
@@ -95,7 +95,7 @@ def device_first(make: Make) -> None:
         counters = paths(transport)
         assert counters.sent_by_device == 30, counters
         assert counters.sent_by_host == 0, counters
-        assert transport.counters().links[1 - dist.get_rank()].doubles == 0
+        assert transport.link_counters()[1 - dist.get_rank()].doubles == 0
         dist.barrier()
         transport.close()
 
@@ -165,9 +165,8 @@ def device_ends(make: Make) -> None:
         nonlocal ended
         while not done.is_set():
             time.sleep(randomness.uniform(0.01, 0.1))
-            for session in list(link._sessions.values()):
-                session._group.abort()
-                ended += 1
+            link._device.abort_all()
+            ended += 1
 
     thread = threading.Thread(target=end_sessions)
     thread.start()
@@ -207,7 +206,7 @@ def switching(make: Make) -> None:
     assert counters.switches > 20, counters
     assert min(counters.sent_by_device, counters.sent_by_host) > 100, counters
     assert counters.sessions_lost == 0, counters
-    assert transport.counters().links[peer].doubles == 0
+    assert transport.link_counters()[peer].doubles == 0
     dist.barrier()
     transport.close()
 
