@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of torch.cuda, call by call; whether a GPU then does it is for tests/gpu."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from adaptra_megatron.transport.cuda_device import CudaDevice
+
+GPU = torch.device("cuda", 3)
+
+
+class RecordedCuda:
+    """The parts of torch.cuda that are used, and what they were asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.status = 0
+        self.streams: list[Any] = []
+
+    def current_device(self) -> int:
+        return 3
+
+    def current_stream(self, device: torch.device) -> str:
+        return f"current stream of {device}"
+
+    def Stream(self, device: torch.device) -> str:
+        return f"new stream of {device}"
+
+    def Event(self, *, blocking: bool) -> Any:
+        self.calls.append(("event", blocking))
+        return self
+
+    def record(self, stream: str) -> None:
+        self.calls.append(("record", stream))
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.calls.append(("enter", device))
+        yield
+        self.calls.append(("leave", device))
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.streams.append(stream)
+        yield
+        self.streams.pop()
+
+    def cudart(self) -> RecordedCuda:
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls.append(("register", address, nbytes, flags))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
+        return self.status
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
+    recorded = RecordedCuda()
+    monkeypatch.setattr("adaptra_megatron.transport.cuda_device._cuda", recorded)
+    return recorded
+
+
+def test_a_device_without_index_is_the_present_one_for_all_threads(cuda: RecordedCuda) -> None:
+    assert CudaDevice(torch.device("cuda")).device == GPU
+    assert CudaDevice(torch.device("cuda", 1)).device == torch.device("cuda", 1)
+
+
+def test_streams_are_the_devices_own_whatever_device_is_current(cuda: RecordedCuda) -> None:
+    device = CudaDevice(GPU)
+    assert device.current_stream() == "current stream of cuda:3"
+    assert device.new_stream() == "new stream of cuda:3"
+
+
+def test_threads_sleep_on_events(cuda: RecordedCuda) -> None:
+    event = CudaDevice(GPU).record("a stream")
+    assert event is cuda
+    assert cuda.calls == [("event", True), ("record", "a stream")]
+
+
+def test_copies_are_asynchronous_and_on_their_stream(cuda: RecordedCuda) -> None:
+    class Target:
+        def copy_(self, source: object, *, non_blocking: bool) -> None:
+            cuda.calls.append(("copy", source, non_blocking, list(cuda.streams)))
+
+    CudaDevice(GPU).copy(Target(), "source", "a stream")  # type: ignore[arg-type]
+    assert cuda.calls == [("copy", "source", True, ["a stream"])]
+    assert cuda.streams == []
+
+
+def test_pages_are_locked_for_all_contexts_in_that_of_the_device(cuda: RecordedCuda) -> None:
+    device = CudaDevice(GPU)
+    device.lock_pages(4096, 8192)
+    device.unlock_pages(4096)
+    inside = [("enter", GPU), ("register", 4096, 8192, 1), ("leave", GPU)]
+    assert cuda.calls == [*inside, ("enter", GPU), ("unregister", 4096), ("leave", GPU)]
+
+
+def test_a_refused_page_lock_is_an_error(cuda: RecordedCuda) -> None:
+    cuda.status = 712
+    with pytest.raises(RuntimeError, match="cudaHostRegister failed with CUDA error 712"):
+        CudaDevice(GPU).lock_pages(4096, 8192)
