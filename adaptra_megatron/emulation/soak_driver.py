@@ -63,11 +63,12 @@ class SoakDriver:
         """Returns when all faults are done, or the job is over; what went wrong is in `problems`."""
         progress = Progress(self._directory, self._stages)
         try:
-            if not self._until(lambda: all(self._pid_file(stage).exists() for stage in range(self._stages))):
+            stages = range(self._stages)
+            if not self._until(lambda: all(progress.process_id(stage) for stage in stages)):
                 return
-            self.footprint.ranks = [int(self._pid_file(stage).read_text()) for stage in range(self._stages)]
+            self.footprint.ranks = [progress.process_id(stage) for stage in stages]
             for fault in self._plan:
-                if not self._until(lambda fault=fault: progress.get(fault.stage) >= fault.iteration):  # type: ignore[misc]
+                if not self._until(lambda fault=fault: progress.iteration(fault.stage) >= fault.iteration):  # type: ignore[misc]
                     return
                 self._look_around()
                 time.sleep(fault.delay * _TYPICAL_ITERATION_S)
@@ -81,9 +82,6 @@ class SoakDriver:
     def missing(self) -> int:
         """Planned faults that have not happened."""
         return len(self._plan) - len(self.done)
-
-    def _pid_file(self, stage: int) -> Path:
-        return self._directory / f"rank{stage}.pid"
 
     def _until(self, condition: Callable[[], bool]) -> bool:
         """Wait for `condition`; False if the job is over before."""

@@ -8,29 +8,34 @@ import os
 import struct
 from pathlib import Path
 
-_NUMBER = struct.Struct("<q")
+_ENTRY = struct.Struct("<qq")
 
 
 class Progress:
-    """The iteration that each stage is in, in a file that ranks and driver map."""
+    """Process id and iteration of each stage, in a file that ranks and driver map."""
 
     def __init__(self, directory: Path, stages: int) -> None:
-        """Made by whoever comes first; -1 until a stage has begun."""
+        """Made by whoever comes first; zeros until a stage writes."""
         descriptor = os.open(directory / "progress", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            os.ftruncate(descriptor, stages * _NUMBER.size)
-            self._map = mmap.mmap(descriptor, stages * _NUMBER.size)
+            os.ftruncate(descriptor, stages * _ENTRY.size)
+            self._map = mmap.mmap(descriptor, stages * _ENTRY.size)
         finally:
             os.close(descriptor)
 
     def set(self, stage: int, iteration: int) -> None:
-        """`stage` begins `iteration`."""
-        _NUMBER.pack_into(self._map, stage * _NUMBER.size, iteration + 1)
+        """`stage`, which is this process, begins `iteration` (counted from 0)."""
+        _ENTRY.pack_into(self._map, stage * _ENTRY.size, os.getpid(), iteration)
 
-    def get(self, stage: int) -> int:
+    def process_id(self, stage: int) -> int:
+        """Of `stage`; 0 until it has begun its first iteration."""
+        pid: int = _ENTRY.unpack_from(self._map, stage * _ENTRY.size)[0]
+        return pid
+
+    def iteration(self, stage: int) -> int:
         """The iteration that `stage` is in."""
-        number: int = _NUMBER.unpack_from(self._map, stage * _NUMBER.size)[0]
-        return number - 1
+        number: int = _ENTRY.unpack_from(self._map, stage * _ENTRY.size)[1]
+        return number
 
     def close(self) -> None:
         """Unmap."""

@@ -67,7 +67,6 @@ class SoakRank:
                 Replacement(runtime, "PathSettings", hasty, f"{reason}: the next fault comes soon"),
             ]
         )
-        (self._directory / f"rank{self._stage}.pid").write_text(str(os.getpid()))
         return self
 
     def __exit__(

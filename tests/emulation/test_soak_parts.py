@@ -62,9 +62,10 @@ def test_the_trainings_of_a_round_share_its_faults(transports: tuple[str, ...]) 
 
 def test_progress_is_seen_by_others(tmp_path: Path) -> None:
     writer, reader = Progress(tmp_path, 3), Progress(tmp_path, 3)
-    assert [reader.get(stage) for stage in range(3)] == [-1, -1, -1]
+    assert [reader.process_id(stage) for stage in range(3)] == [0, 0, 0]
     writer.set(1, 7)
-    assert [reader.get(stage) for stage in range(3)] == [-1, 7, -1]
+    assert [reader.process_id(stage) for stage in range(3)] == [0, os.getpid(), 0]
+    assert [reader.iteration(stage) for stage in range(3)] == [0, 7, 0]
     writer.close()
     reader.close()
 
