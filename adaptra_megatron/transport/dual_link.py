@@ -222,7 +222,7 @@ class DualLink(HostLink):
         return self._error("could not send", key, since_s, now_s, receiving=False)
 
     def _error(self, doing: str, key: MessageKey, since_s: float, now_s: float, *, receiving: bool) -> TransportError:
-        alive = self._inlet.alive if receiving else self._outlet.device_healthy
+        alive = self._inlet.carries if receiving else self._outlet.device_healthy
         cause = self._inlet.cause if receiving else self._outlet.cause
         also = "the device path is up" if alive else f"the device path is down: {cause}"
         return self._health.error(doing, key, since_s, now_s, receiving=receiving, also=also)

@@ -105,6 +105,11 @@ class Inlet:
         """Whether messages may come by the device path."""
         return self._session is not None
 
+    @property
+    def carries(self) -> bool:
+        """Whether messages have come by the device path, or are expected on it, since it was last made."""
+        return self._session is not None and bool(self._session.intervals)
+
     def expects(self, key: MessageKey) -> bool:
         """Whether the device path owes this message."""
         return self._session is not None and any(self._keys.get(number) == key for number in self._session.waiting)

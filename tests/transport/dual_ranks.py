@@ -262,28 +262,38 @@ def both_die(make: Make) -> None:
     on(transport, Path.DEVICE)
     exchange(transport, 0)
     dist.barrier()
+    key = activation(0, iteration=1)
     if dist.get_rank() == 0:
-        with faulty_sends(_raise), no_delegate(transport):
-            transport.post_send(activation(0, iteration=1), 1, torch.ones(5))
-            until(lambda: paths(transport).path is Path.HOST, "it is still on the device path")
+        with no_delegate(transport), faulty_sends(_raise):
+            _host_is_down(transport)
+            dist.barrier()
+            transport.post_send(key, 1, torch.ones(5))
             with pytest.raises(TransportError) as failed:
                 transport.flush(time.monotonic() + 10.0)
-            _names_both(str(failed.value), "link 0->1", "connection reset by peer")
             dist.barrier()
     else:
-        transport.post_receive(activation(0, iteration=1), 0)
+        _host_is_down(transport)
+        dist.barrier()
+        transport.post_receive(key, 0)
         start_s = time.monotonic()
         with pytest.raises(TransportError) as failed:
-            transport.wait(activation(0, iteration=1), start_s + 10.0)
+            transport.wait(key, start_s + 10.0)
         assert time.monotonic() - start_s < 5.0
-        _names_both(str(failed.value), "link 0->1", "connection reset by peer")
         dist.barrier()
+    for part in (
+        f"stage {dist.get_rank()}",
+        "link 0->1",
+        str(key),
+        "host path has been down",
+        "connection reset by peer",
+    ):
+        assert part in str(failed.value), f"{part!r} is missing in: {failed.value}"
     transport.close()
 
 
-def _names_both(text: str, *parts: str) -> None:
-    for part in (f"stage {dist.get_rank()}", str(activation(0, iteration=1)), "host path has been down", *parts):
-        assert part in text, f"{part!r} is missing in: {text}"
+def _host_is_down(transport: HostTransport) -> None:
+    link: Any = transport._links[1 - dist.get_rank()]
+    until(lambda: link._health.down_since_s is not None, "the host path is still up")
 
 
 SCENARIOS = (device_first, device_silent, device_raises, device_ends, switching, host_dies, both_die)
