@@ -47,6 +47,7 @@ class DevicePath:
         self._sending: dict[int, SendingSession] = {}
         self._receiving: dict[int, ReceivingSession] = {}
         self._makers: list[threading.Thread] = []
+        self._closed = False
 
     def begin(self, as_sender: bool, session: int) -> None:
         """Meet the peer for a new session, in a thread of its own: the peer may not come."""
@@ -95,6 +96,7 @@ class DevicePath:
         for maker in self._makers:
             maker.join(self._meeting_s + 1.0)
         with self._lock:
+            self._closed = True
             sessions = self._all()
             self._sending.clear()
             self._receiving.clear()
@@ -118,6 +120,9 @@ class DevicePath:
             self._events.device_failed(as_sender, session, f"the two ends did not meet: {cause}")
             return
         with self._lock:
+            if self._closed:
+                group.abort()
+                return
             if as_sender:
                 self._sending[session] = SendingSession(group)
             else:

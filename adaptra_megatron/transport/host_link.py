@@ -318,9 +318,10 @@ class HostLink:
         except RingClosedError:
             return False
         except (FrameError, RingError) as cause:
-            with self._lock:
-                self._health.fail(f"stage {self._peer} sent what cannot be: {cause}")
-                self._news.notify_all()
+            self._fail(f"stage {self._peer} sent what cannot be: {cause}")
+            return False
+        except MemoryError:
+            self._fail(f"there is no memory for what stage {self._peer} sent")
             return False
         if event is not None:
             with self._lock:
@@ -335,6 +336,11 @@ class HostLink:
                 if due and (due >= ACKNOWLEDGED_TOGETHER or not session.inbound.backlog):
                     self._acknowledge()
         return True
+
+    def _fail(self, cause: str) -> None:
+        with self._lock:
+            self._health.fail(cause)
+            self._news.notify_all()
 
     def _take(self, event: Event) -> None:
         """The caller holds the lock."""
