@@ -140,7 +140,7 @@ class SoakDriver:
                 if not delegate.ended(_PROMPTLY_S):
                     self.problems.append(f"fault {fault.number}: delegate {pid} outlived SIGKILL")
                 over_s = time.monotonic()
-                wait_until(lambda: delegate_of(rank) not in (None, pid), _REPLACED_S)
+                wait_until(lambda: delegate_of(rank) not in (None, pid) or self._over(), _REPLACED_S)
             replaced = delegate.ended(0.0)
         self.done.append(Done(fault, at_s, over_s, replaced))
         self._delegates.pop(fault.stage, None)

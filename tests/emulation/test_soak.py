@@ -12,7 +12,7 @@ from adaptra_megatron.emulation.soak import Campaign, run_round
 from adaptra_megatron.emulation.soak_plan import Kind
 from adaptra_megatron.emulation.soak_report import percentile, table
 
-CAMPAIGN = Campaign(kills=30, stops=16, path_faults=24, flaps=1000, spacing=5)
+CAMPAIGN = Campaign(kills=50, stops=24, path_faults=30, flaps=1000, spacing=5)
 
 
 @pytest.mark.timeout(480)
