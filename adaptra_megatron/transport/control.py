@@ -51,6 +51,7 @@ class Open:
     peer: int
     session: int
     transport: str
+    """shm, tcp, or verbs, which falls to tcp for good if no session over verbs begins."""
     connects: bool
     """Whether this side connects (to `address`) or waits for the peer to."""
     address: list[Any]
@@ -58,6 +59,7 @@ class Open:
     source: str
     """tcp, verbs: address to connect from; "" for any."""
     lanes: int
+    """shm: 1. tcp: how many connections. verbs: how many if it falls to tcp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,8 @@ class Up:
     name: ClassVar[str] = "up"
     peer: int
     session: int
+    transport: str
+    """shm, tcp or verbs: what carries them."""
 
 
 @dataclass(frozen=True, kw_only=True)

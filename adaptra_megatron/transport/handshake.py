@@ -33,9 +33,9 @@ SESSION_NBYTES = 16
 PIPELINE_NBYTES = 16
 
 _MAGIC = b"adaptra\n"
-_VERSION = 1
+_VERSION = 2
 _CHALLENGE = struct.Struct(f"<8sI{NONCE_NBYTES}s")
-_PURPOSE = struct.Struct(f"<{PIPELINE_NBYTES}sII{SESSION_NBYTES}sHH")
+_PURPOSE = struct.Struct(f"<{PIPELINE_NBYTES}sII{SESSION_NBYTES}sHH?")
 _PROOF_NBYTES = hashlib.sha256().digest_size
 _ANSWER_NBYTES = _PURPOSE.size + NONCE_NBYTES + _PROOF_NBYTES
 
@@ -76,6 +76,8 @@ class Purpose(NamedTuple):
     """Which of them this is, from 0."""
     lanes: int
     """How many there are."""
+    verbs: bool = False
+    """Whether the connecting side proposes a session over RDMA, for which this connection carries the talk."""
 
 
 async def accept(connection: socket.socket, secret: bytes, timeout_s: float) -> Purpose:

@@ -42,8 +42,16 @@ class Hello:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unable:
+    """Instead: this end has no verbs."""
+
+    name: ClassVar[str] = "unable"
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Grant:
-    """There are slots for all chunks below `chunks`."""
+    """There are slots for all chunks below `chunks`. For when no rail can carry it, and after one has failed."""
 
     name: ClassVar[str] = "grant"
     chunks: int
@@ -91,8 +99,10 @@ class Fenced:
 
 
 RailMessage = Raise | Raised | Ready | Fenced
-VerbsMessage = Hello | Grant | RailMessage
-_KINDS: dict[str, type[VerbsMessage]] = {kind.name: kind for kind in (Hello, Grant, Raise, Raised, Ready, Fenced)}
+VerbsMessage = Hello | Unable | Grant | RailMessage
+_KINDS: dict[str, type[VerbsMessage]] = {
+    kind.name: kind for kind in (Hello, Unable, Grant, Raise, Raised, Ready, Fenced)
+}
 
 
 def encode(message: VerbsMessage) -> bytes:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reliable connected queue pair of libibverbs between the outbound ring here and the inbound ring of a peer.
 
-A chunk is two RDMA WRITEs: its payload, then its header with the chunk's number as immediate data. On one reliable
-connection the second completes after the first, so the receiver's completion means that both are in its memory.
+A chunk is two RDMA WRITEs, posted together: its payload, then its header with the chunk's number as immediate data. On
+one reliable connection the second completes after the first, so the receiver's completion means that both are in its
+memory. A grant of slots is an empty SEND with the number of chunks as immediate data.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from adaptra_megatron.transport.verbs_device import Port, VerbsUnavailableError
 from adaptra_megatron.transport.verbs_messages import Endpoint
 from adaptra_megatron.transport.verbs_rail import Completion, Did, QueuePairError
 
-_RECEIVE, _PROBE, _FIRST_CHUNK = 0, 1, 2
+_RECEIVE, _PROBE, _GRANT, _FIRST_CHUNK = 0, 1, 2, 3
 """Identifiers of work requests; chunk n has n + _FIRST_CHUNK. The upper bits tell one use of the pair from the next."""
 _USE_SHIFT = 48
 _ACK_TIMEOUT, _RETRIES = 14, 5
@@ -82,14 +83,28 @@ class VerbsQueuePair:
         for descriptor in (self.event_fd, self.completion_fd):
             os.set_blocking(descriptor, False)  # pyverbs waits with the GIL held
         self._domain = self._own(verbs.PD(self._context))
-        self._queue = self._own(verbs.CQ(self._context, 4 * self._outbound.slots + 4, None, self._channel, 0))
+        slots = self._outbound.slots
+        # A grant goes with at least one new slot, and what can be granted before the peer answers is bounded by the
+        # slots: twice as many requests as chunks are enough for both, in either direction.
+        self._send_requests, self._receive_requests = 4 * slots + 4, 2 * slots + 2
+        entries = self._send_requests + self._receive_requests
+        self._queue = self._own(verbs.CQ(self._context, entries, None, self._channel, 0))
+        self._queue.req_notify()
         self._source = self._register(self._outbound, verbs.IBV_ACCESS_LOCAL_WRITE)
         self._target = self._register(self._inbound, verbs.IBV_ACCESS_LOCAL_WRITE | verbs.IBV_ACCESS_REMOTE_WRITE)
         self._create()
-        # One of each, for all work requests: pyverbs does not free them, and they are copied when posted.
-        self._element = verbs.SGE(self._outbound.slots_address, 0, self._source.lkey)
-        self._send = verbs.SendWR(opcode=verbs.IBV_WR_RDMA_WRITE, num_sge=1, sg=[self._element])
-        self._send.sg_list = self._element
+        # The same ones for all work requests: pyverbs does not free them, and they are copied when posted.
+        self._payload_element, self._payload = self._request(verbs.IBV_WR_RDMA_WRITE)
+        self._header_element, self._header = self._request(verbs.IBV_WR_RDMA_WRITE_WITH_IMM)
+        self._payload.next_wr = self._header
+        _none, self._grant = self._request(verbs.IBV_WR_SEND_WITH_IMM)
+        _none, self._probe = self._request(verbs.IBV_WR_RDMA_WRITE)
+        self._grant.num_sge = self._probe.num_sge = 0
+        self._payload.send_flags = 0
+        self._header_element.length = FRAME_HEADER_NBYTES
+        self._poller = select.poll()
+        for descriptor in (self.event_fd, self.completion_fd):
+            self._poller.register(descriptor, select.POLLIN)
         nowhere = verbs.SGE(self._inbound.slots_address, 1, self._target.lkey)  # immediate data needs no memory
         self._receive = verbs.RecvWR(wr_id=_RECEIVE, num_sge=1, sg=[nowhere])
 
@@ -104,7 +119,7 @@ class VerbsQueuePair:
         self._use = (self._use + 1) & 0xFFFF
         self._receive.wr_id = self._use << _USE_SHIFT | _RECEIVE
         self._pair.to_init(self._attributes())
-        for _ in range(self._inbound.slots):
+        for _ in range(self._receive_requests):
             self._post_receive()
         port = self._context.query_port(self._port.number)
         self._gid_index, gid = self._port.gid()
@@ -137,18 +152,39 @@ class VerbsQueuePair:
     @_translated
     def probe(self) -> None:
         """An empty RDMA WRITE, which the peer's RNIC acknowledges."""
-        self._post(_PROBE, 0, 0)
+        assert self._peer is not None
+        self._probe.set_wr_rdma(self._peer.key, self._peer.address)
+        self._post(self._probe, _PROBE)
 
     @_translated
     def write(self, chunk: int, nbytes: int) -> None:
+        """From our ring to the same place in the peer's."""
+        peer, here = self._peer, self._outbound.slots_address
+        assert peer is not None
         header, payload = self._outbound.slot_offsets(chunk)
-        if nbytes:
-            self._post(chunk + _FIRST_CHUNK, payload, nbytes, signaled=False)
-        self._post(chunk + _FIRST_CHUNK, header, FRAME_HEADER_NBYTES, immediate=chunk)
+        self._header_element.addr = here + header
+        self._header.wr_id = self._use << _USE_SHIFT | chunk + _FIRST_CHUNK
+        self._header.imm_data = socket.htonl(chunk & 0xFFFFFFFF)
+        self._header.set_wr_rdma(peer.key, peer.address + header)
+        if not nbytes:
+            self._pair.post_send(self._header)
+            return
+        self._payload_element.addr, self._payload_element.length = here + payload, nbytes
+        self._payload.wr_id = self._header.wr_id
+        self._payload.set_wr_rdma(peer.key, peer.address + payload)
+        self._pair.post_send(self._payload)
+
+    @_translated
+    def grant(self, chunks: int) -> None:
+        self._grant.imm_data = socket.htonl(chunks & 0xFFFFFFFF)
+        self._post(self._grant, _GRANT)
 
     @_translated
     def completions(self) -> list[Completion]:
-        self._take_notifications()
+        if self.completion_fd in self._readable():
+            self._channel.get_cq_event(self._queue)
+            self._queue.ack_events(1)
+            self._queue.req_notify()  # before polling: what comes later notifies again
         found: list[Completion] = []
         while True:
             count, entries = self._queue.poll(_POLLED_AT_ONCE)
@@ -159,7 +195,7 @@ class VerbsQueuePair:
     @_translated
     def event(self) -> str | None:
         cause = None
-        while _readable(self.event_fd):
+        while self.event_fd in self._readable():
             event = self._context.get_async_event()
             name = self._events.get(event.event_type)
             event.ack()
@@ -213,26 +249,24 @@ class VerbsQueuePair:
         return self._own(verbs.MR(self._domain, nbytes, access, address=ring.slots_address))
 
     def _create(self) -> None:
-        verbs, slots = self.verbs, self._outbound.slots
-        capacity = verbs.QPCap(max_send_wr=2 * slots + 2, max_recv_wr=slots, max_send_sge=1, max_recv_sge=1)
+        verbs, sends, receives = self.verbs, self._send_requests, self._receive_requests
+        capacity = verbs.QPCap(max_send_wr=sends, max_recv_wr=receives, max_send_sge=1, max_recv_sge=1)
         kind = verbs.QPInitAttr(qp_type=verbs.IBV_QPT_RC, scq=self._queue, rcq=self._queue, cap=capacity, sq_sig_all=0)
         self._pair = verbs.QP(self._domain, kind)
 
     def _modify(self, state: int) -> None:
         self._pair.modify(self.verbs.QPAttr(qp_state=state), self.verbs.IBV_QP_STATE)
 
-    def _post(
-        self, identifier: int, offset: int, nbytes: int, immediate: int | None = None, *, signaled: bool = True
-    ) -> None:
-        """An RDMA WRITE from our ring to the same place in the peer's."""
-        verbs, request = self.verbs, self._send
-        assert self._peer is not None
-        self._element.addr, self._element.length = self._outbound.slots_address + offset, nbytes
-        request.wr_id, request.num_sge = self._use << _USE_SHIFT | identifier, 1 if nbytes else 0
-        request.opcode = verbs.IBV_WR_RDMA_WRITE if immediate is None else verbs.IBV_WR_RDMA_WRITE_WITH_IMM
-        request.imm_data = 0 if immediate is None else socket.htonl(immediate & 0xFFFFFFFF)
-        request.send_flags = verbs.IBV_SEND_SIGNALED if signaled else 0
-        request.set_wr_rdma(self._peer.key, self._peer.address + offset)
+    def _request(self, opcode: int) -> tuple[Any, Any]:
+        """A piece of our ring, and a work request that moves it."""
+        verbs = self.verbs
+        element = verbs.SGE(self._outbound.slots_address, 0, self._source.lkey)
+        request = verbs.SendWR(opcode=opcode, num_sge=1, sg=[element], send_flags=verbs.IBV_SEND_SIGNALED)
+        request.sg_list = element
+        return element, request
+
+    def _post(self, request: Any, identifier: int) -> None:
+        request.wr_id = self._use << _USE_SHIFT | identifier
         self._pair.post_send(request)
 
     def _post_receive(self) -> None:
@@ -248,11 +282,15 @@ class VerbsQueuePair:
             elif failure is not None:
                 return None
             # One of an earlier use can only tell of what arrived then, which is as true now.
-            return Completion(Did.RECEIVE, socket.ntohl(entry.imm_data) if failure is None else 0, failure)
+            if failure is not None:
+                return Completion(Did.RECEIVE, 0, failure)
+            written = entry.opcode == self.verbs.IBV_WC_RECV_RDMA_WITH_IMM
+            return Completion(Did.RECEIVE if written else Did.HEAR_GRANT, socket.ntohl(entry.imm_data), None)
         if use != self._use:
             return None
-        did, number = (Did.PROBE, 0) if identifier == _PROBE else (Did.WRITE, identifier - _FIRST_CHUNK)
-        return Completion(did, number, failure)
+        if identifier >= _FIRST_CHUNK:
+            return Completion(Did.WRITE, identifier - _FIRST_CHUNK, failure)
+        return Completion(Did.PROBE if identifier == _PROBE else Did.GRANT, 0, failure)
 
     def _received(self, failure: str | None) -> None:
         self._receiving -= 1
@@ -261,12 +299,9 @@ class VerbsQueuePair:
             with contextlib.suppress(self.verbs.Error):  # given up meanwhile
                 self._post_receive()
 
-    def _take_notifications(self) -> None:
-        """Before polling: what comes later notifies again."""
-        while _readable(self.completion_fd):
-            self._channel.get_cq_event(self._queue)
-            self._queue.ack_events(1)
-        self._queue.req_notify()
+    def _readable(self) -> set[int]:
+        """Which descriptors say that there is something."""
+        return {descriptor for descriptor, _event in self._poller.poll(0)}
 
 
 def _names(verbs: SimpleNamespace, prefix: str) -> dict[int, str]:
@@ -281,9 +316,3 @@ def _event_descriptors() -> set[int]:
             if "infinibandevent" in os.readlink(f"/proc/self/fd/{entry}"):
                 found.add(int(entry))
     return found
-
-
-def _readable(descriptor: int) -> bool:
-    poller = select.poll()
-    poller.register(descriptor, select.POLLIN)
-    return bool(poller.poll(0))

@@ -36,12 +36,16 @@ class Did(enum.Enum):
     RECEIVE = enum.auto()
     WRITE = enum.auto()
     PROBE = enum.auto()
+    GRANT = enum.auto()
+    """Ours."""
+    HEAR_GRANT = enum.auto()
+    """The peer's."""
 
 
 class Completion(NamedTuple):
     did: Did
     number: int
-    """WRITE: the chunk. RECEIVE: the immediate data."""
+    """WRITE: the chunk. RECEIVE, HEAR_GRANT: the immediate data."""
     failure: str | None
 
 
@@ -64,6 +68,9 @@ class QueuePair(Protocol):
 
     def write(self, chunk: int, nbytes: int) -> None:
         """A chunk with `nbytes` of payload to the same slot of the peer."""
+
+    def grant(self, chunks: int) -> None:
+        """Tell the peer that there are slots for all chunks below this number. Lost if the rail fails."""
 
     def completions(self) -> list[Completion]:
         """What has finished since the last call."""
@@ -88,7 +95,7 @@ class RailTiming:
 
     silence_s: float = 1.0
     """How long chunks may be on their way over a rail without any of them arriving."""
-    raise_s: float = 5.0
+    raise_s: float = 2.0
     """How long raising may take, with its probe."""
     fence_s: float = 0.25
     """How long to wait for the requests of a stopped queue pair to end."""
@@ -133,6 +140,8 @@ class Rail:
         self.state = State.DOWN
         self.cause = "it has not come up yet"
         """Why it was given up last."""
+        self.failures = 0
+        """Attempts to raise it that failed."""
         self.queue_pair = queue_pair
         self._index, self._initiates, self._session, self._timing = index, initiates, session, timing
         self._attempt = 0
@@ -177,6 +186,7 @@ class Rail:
             return
         log = logger.warning if self.state is State.UP else logger.debug
         log("rail %d (%s): %s", self._index, self.queue_pair.device, cause)
+        self.failures += self.state is State.RAISING
         self.state, self.cause = State.FENCING, cause
         self._due_s = now_s + self._timing.fence_s
         self._session.usable(self._index, False)
@@ -212,9 +222,11 @@ class Rail:
         self._pause_s = min(2 * self._pause_s, self._timing.longest_pause_s)
         if not self._try(self.queue_pair.port_active):
             self.cause = "its port has no link"
+            self.failures += 1
             return
         endpoint = self._try(self.queue_pair.prepare)
         if endpoint is None:
+            self.failures += 1
             return
         self._begin(self._attempt + 1, now_s)
         self._session.say(Raise(rail=self._index, attempt=self._attempt, endpoint=endpoint))

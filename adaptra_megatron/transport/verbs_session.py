@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from adaptra_megatron.transport.verbs_messages import Grant, Hello, RailMessage, VerbsMessage
+from adaptra_megatron.transport.verbs_messages import Grant, Hello, RailMessage, Unable, VerbsMessage
 from adaptra_megatron.transport.verbs_rail import Completion, Did, QueuePair, QueuePairError, Rail, RailTiming, State
 from adaptra_megatron.transport.verbs_striping import Received, Stripes
 
@@ -47,8 +47,12 @@ class VerbsSession:
         self._outside = outside
         self._stripes = Stripes(len(queue_pairs))
         self._received = Received(slots)
+        self._slots = slots
         self._claimed = self._granted = 0
+        self._grants_lost = False
+        self._grants_in_flight = [0] * len(queue_pairs)
         self._now_s = self._up_s = now_s
+        self._ever_up = False
         timing = timing or RailTiming()
         self._rails = [Rail(index, pair, initiates, self, timing) for index, pair in enumerate(queue_pairs)]
 
@@ -61,10 +65,30 @@ class VerbsSession:
     def rail_states(self) -> list[State]:
         return [rail.state for rail in self._rails]
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether no rail has ever been up, though each was tried."""
+        return not self._ever_up and all(rail.failures for rail in self._rails)
+
+    @property
+    def wants_slots(self) -> bool:
+        """Whether the peer may soon have none left to write into: more are to be claimed as soon as there are any."""
+        return self._claimed - self._received.below <= self._slots // 2
+
+    @property
+    def wants_frames(self) -> bool:
+        """Whether the rails may soon have nothing to do. Otherwise a completion comes first, and frames can wait."""
+        return self._stripes.pending < self._slots // 2
+
+    @property
+    def outage_s(self) -> float:
+        """For how many seconds no rail has been up."""
+        return self._now_s - self._up_s
+
     def outage(self) -> tuple[float, str]:
         """For how many seconds no rail has been up, and why."""
         causes = "; ".join(f"{rail.queue_pair.device}: {rail.cause}" for rail in self._rails)
-        return self._now_s - self._up_s, causes
+        return self.outage_s, causes
 
     def taken(self, chunk: int, nbytes: int) -> None:
         """A frame with `nbytes` of payload is to leave."""
@@ -79,7 +103,7 @@ class VerbsSession:
         self._now_s = now_s
         if isinstance(message, Grant):
             self._stripes.grant(message.chunks)
-        elif isinstance(message, Hello):
+        elif isinstance(message, Hello | Unable):
             raise ValueError("the peer began twice")
         elif message.rail < len(self._rails):
             self._rails[message.rail].hear(message, now_s)
@@ -93,17 +117,15 @@ class VerbsSession:
             self.collect(index)
             if rail.state in (State.RAISING, State.UP):
                 self._look_for_events(rail)
-            rail.tick(self._stripes.in_flight(index), now_s)
+            rail.tick(self._in_flight(index), now_s)
         self._send()
-        if self._granted != self._claimed:
-            self._granted = self._claimed
-            self._outside.say(Grant(chunks=self._granted))
+        self._grant()
         if any(rail.state is State.UP for rail in self._rails):
-            self._up_s = now_s
+            self._up_s, self._ever_up = now_s, True
 
     def next_s(self) -> float | None:
         """When to `advance` though nothing happens."""
-        due = [rail.due_s(self._stripes.in_flight(index)) for index, rail in enumerate(self._rails)]
+        due = [rail.due_s(self._in_flight(index)) for index, rail in enumerate(self._rails)]
         return min((due_s for due_s in due if due_s is not None), default=None)
 
     # What rails need, see verbs_rail.Settlement.
@@ -116,34 +138,51 @@ class VerbsSession:
 
     def collect(self, rail: int) -> None:
         try:
-            for completion in self._rails[rail].queue_pair.completions():
-                self._account(rail, completion)
+            completions = self._rails[rail].queue_pair.completions()
         except QueuePairError as cause:
             self._rails[rail].give_up(str(cause), self._now_s)
+            return
+        failed = [completion for completion in completions if completion.failure is not None]
+        if failed:
+            # The first to fail says why, and the others are flushed, but not always in this order.
+            first = min(failed, key=lambda completion: completion.failure == "WR_FLUSH_ERR")
+            self._rails[rail].give_up(f"{first.did.name.lower()}: {first.failure}", self._now_s)
+        for completion in completions:
+            if completion.failure is None:
+                self._account(rail, completion)
 
     def usable(self, rail: int, usable: bool) -> None:
         (self._stripes.use if usable else self._stripes.avoid)(rail)
+        self._grants_lost |= not usable
 
     def settle(self, rail: int, below: int, beyond: list[int]) -> None:
+        self._grants_in_flight[rail] = 0
         for chunk, nbytes in self._stripes.settle(rail, below, beyond):
             self._delivered(rail, chunk, nbytes)
 
     def _account(self, index: int, completion: Completion) -> None:
         rail = self._rails[index]
-        if completion.failure is not None:
-            rail.give_up(f"{completion.did.name.lower()}: {completion.failure}", self._now_s)
-        elif completion.did is Did.PROBE:
+        if completion.did is Did.PROBE:
             rail.probed(self._now_s)
+        elif completion.did is Did.GRANT:
+            rail.moved(self._now_s)
+            self._grants_in_flight[index] -= 1
+        elif completion.did is Did.HEAR_GRANT:
+            self._stripes.grant(self._stripes.granted_number(completion.number))
         elif completion.did is Did.WRITE:
             rail.worked()
             rail.moved(self._now_s)
             self._delivered(index, completion.number, self._stripes.delivered(index, completion.number))
-        else:
+        elif completion.did is Did.RECEIVE:
             chunk = self._received.number(completion.number)
             if chunk >= self._claimed:
                 raise ValueError(f"chunk {chunk} came, but slots only for {self._claimed} were granted")
             if self._received.note(chunk):
                 self.received_nbytes += self._outside.commit(chunk)
+
+    def _in_flight(self, rail: int) -> int:
+        """What is on its way over this rail, and has to arrive."""
+        return self._stripes.in_flight(rail) + self._grants_in_flight[rail]
 
     def _delivered(self, rail: int, chunk: int, nbytes: int) -> None:
         self.rail_chunks[rail] += 1
@@ -161,9 +200,32 @@ class VerbsSession:
     def _send(self) -> None:
         while (assignment := self._stripes.next()) is not None:
             rail = self._rails[assignment.rail]
-            if self._stripes.in_flight(assignment.rail) == 1:
+            if self._in_flight(assignment.rail) == 1:
                 rail.moved(self._now_s)
             try:
                 rail.queue_pair.write(assignment.chunk, assignment.nbytes)
             except QueuePairError as cause:
                 rail.give_up(str(cause), self._now_s)  # and settled with the peer, as it may be half posted
+
+    def _grant(self) -> None:
+        """Tell the peer of new slots: several together while it has enough, at once where it may run out of them."""
+        if self._grants_lost:
+            self._grants_lost, self._granted = False, self._claimed
+            self._outside.say(Grant(chunks=self._granted))  # any of them may have been on the rail that failed
+            return
+        fresh, left = self._claimed - self._granted, self._granted - self._received.below
+        if not fresh or (fresh < self._slots // 4 and left > self._slots // 2):
+            return
+        self._granted = self._claimed
+        for index, rail in enumerate(self._rails):
+            if rail.state is State.UP:
+                if not self._in_flight(index):
+                    rail.moved(self._now_s)
+                try:
+                    rail.queue_pair.grant(self._granted)
+                    self._grants_in_flight[index] += 1
+                    return
+                except QueuePairError as cause:
+                    rail.give_up(str(cause), self._now_s)
+        self._grants_lost = False
+        self._outside.say(Grant(chunks=self._granted))

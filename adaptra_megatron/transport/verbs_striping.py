@@ -31,7 +31,7 @@ class Received:
 
     def number(self, immediate: int) -> int:
         """The chunk whose number ends in these 32 bits. Raises ValueError for one that has no slot yet."""
-        chunk = self.below + ((immediate - self.below + _HALF) & 0xFFFFFFFF) - _HALF
+        chunk = self.below + _nearest(immediate - self.below)
         if not 0 <= chunk < self.below + self._slots:
             raise ValueError(f"chunk {chunk} came before its slot was granted; all below {self.below} are here")
         return chunk
@@ -90,10 +90,12 @@ class Stripes:
         heapq.heappush(self._waiting, (chunk, nbytes))
 
     def grant(self, chunks: int) -> None:
-        """The receiver has slots for all chunks below this number. Raises ValueError if it takes back a promise."""
-        if chunks < self._granted:
-            raise ValueError(f"slots for {chunks} chunks were granted after slots for {self._granted}")
-        self._granted = chunks
+        """The receiver has slots for all chunks below this number. Never less than before."""
+        self._granted = max(self._granted, chunks)
+
+    def granted_number(self, immediate: int) -> int:
+        """The grant whose number ends in these 32 bits."""
+        return self._granted + _nearest(immediate - self._granted)
 
     def use(self, rail: int) -> None:
         self._lanes[rail].usable = True
@@ -131,3 +133,8 @@ class Stripes:
             else:
                 self.add(chunk, nbytes)
         return arrived
+
+
+def _nearest(difference: int) -> int:
+    """The smallest number, positive or negative, with the same 32 bits."""
+    return ((difference + _HALF) & 0xFFFFFFFF) - _HALF

@@ -2,35 +2,33 @@
 """Other hosts over RDMA: RNICs write from the outbound ring here into the inbound ring of the peer's delegate.
 
 The proven connection carries what the two ends have to agree on. Everything happens in the event loop, but for two
-threads that wait for the rings; nothing spins.
+threads that wait for the rings where they are idle; nothing spins.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 
-from adaptra_megatron.transport._ring import FrameError, Ring, RingError
+from adaptra_megatron.transport._ring import Ring, RingError
 from adaptra_megatron.transport.socket_io import tune_connection
 from adaptra_megatron.transport.verbs_device import VerbsUnavailableError, find_ports, load_verbs
-from adaptra_megatron.transport.verbs_messages import Decoder, Hello, VerbsMessage, encode
+from adaptra_megatron.transport.verbs_messages import Decoder, Hello, Unable, VerbsMessage, encode
 from adaptra_megatron.transport.verbs_queue_pair import VerbsQueuePair
 from adaptra_megatron.transport.verbs_rail import RailTiming, State
+from adaptra_megatron.transport.verbs_ring_watch import RingWatch
 from adaptra_megatron.transport.verbs_session import VerbsSession
 from adaptra_megatron.transport.wire import Traffic
 
 logger = logging.getLogger("adaptra_megatron.transport.verbs")
 
 LANES = 1
-_LOOK_S = 60.0
-"""How long a thread that waits for a ring sleeps when nobody wakes it."""
+OUTAGE_S = 2.0
 _RECEIVED_AT_ONCE = 1 << 16
 
 
@@ -45,19 +43,28 @@ class VerbsWire:
         connects: bool,
         devices: list[str],
         timeout_s: float,
+        outage_s: float = OUTAGE_S,
         timing: RailTiming | None = None,
     ) -> None:
-        """`devices`: RDMA devices to use, none for all with a link; `timeout_s`: longest time without any rail."""
+        """
+        Args:
+            connects: whether this side raises rails, and the other answers.
+            devices: RDMA devices to use; none for all with a link.
+            timeout_s: longest time until the first rail is up.
+            outage_s: longest time without any rail after that, while they are being repaired.
+        """
         self.inbound: Ring | None = None
         self._outbound, self._received = outbound, inbound
-        self._connects, self._devices, self._timeout_s, self._timing = connects, devices, timeout_s, timing
+        self._connects, self._devices = connects, devices
+        self._timeout_s, self._outage_s, self._timing = timeout_s, outage_s, timing
         self._connection: socket.socket | None = None
         self._queue_pairs: list[VerbsQueuePair] = []
         self._session: VerbsSession | None = None
         self._ended: Callable[[str], None] = lambda cause: None
-        self._over, self._cause = False, ""
+        self._begun, self._over, self._cause = False, False, ""
         self._decoder, self._unsent = Decoder(), bytearray()
-        self._threads: list[asyncio.Future[None]] = []
+        self._frames: RingWatch[tuple[int, int]] | None = None
+        self._slots: RingWatch[int] | None = None
         self._step_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
@@ -71,8 +78,11 @@ class VerbsWire:
         (self._connection,), self._ended = connections, ended
         tune_connection(self._connection)
         try:
-            ports, verbs = find_ports(self._devices), load_verbs()
+            ports = find_ports(self._devices)
+            # Not here: importing takes a while, and the other links are served by this thread.
+            verbs = await asyncio.to_thread(load_verbs)
         except VerbsUnavailableError as cause:
+            self.say(Unable(cause=str(cause)))
             raise OSError(str(cause)) from cause
         theirs, early = await self._exchange(Hello(rails=len(ports), **_geometry(self._outbound)))
         for port in ports[: theirs.rails]:
@@ -85,19 +95,21 @@ class VerbsWire:
             now_s=time.monotonic(),
             timing=self._timing,
         )
+        self._frames = RingWatch(self._outbound, self._outbound.take_frame, self._step_soon)
+        self._slots = RingWatch(self._received, self._received.claim_slot, self._step_soon)
         self._heard(early)
         loop = asyncio.get_running_loop()
         loop.add_reader(self._connection, self._hear)
         for pair in self._queue_pairs:
             loop.add_reader(pair.completion_fd, self._step_soon)
             loop.add_reader(pair.event_fd, self._step_soon)
-        self._threads = [self._thread("verbs-take", self._take), self._thread("verbs-claim", self._claim)]
         self._step_soon()
-        await self._until(lambda: self._over or State.UP in self._states(), self._timeout_s)
+        await self._until(lambda: self._over or State.UP in self._states() or self._hopeless(), self._timeout_s)
         if self._over:
             raise OSError(self._cause)
         if State.UP not in self._states():
-            raise OSError(f"no RNIC reaches the peer within {self._timeout_s:g} s: {self._session.outage()[1]}")
+            raise OSError(f"no RNIC reaches the peer: {self._session.outage()[1]}")
+        self._begun = True
 
     async def stop(self) -> None:
         self._over = True
@@ -105,8 +117,9 @@ class VerbsWire:
             self._timer.cancel()
         self._outbound.close()
         self._received.close()
-        if self._threads:
-            await asyncio.wait(self._threads)
+        for watch in (self._frames, self._slots):
+            if watch is not None:
+                await watch.stop()
         loop = asyncio.get_running_loop()
         for pair in self._queue_pairs:
             loop.remove_reader(pair.completion_fd)
@@ -118,9 +131,10 @@ class VerbsWire:
             self._connection.close()
 
     async def drain(self, timeout_s: float) -> None:
-        if self._session is not None:
-            session, (taker, _claimer) = self._session, self._threads
-            await self._until(lambda: self._over or (taker.done() and not session.pending), timeout_s)
+        session, frames = self._session, self._frames
+        if session is not None and frames is not None:
+            self._step_soon()
+            await self._until(lambda: self._over or (frames.over and not session.pending), timeout_s)
 
     def traffic(self) -> Traffic:
         session = self._session
@@ -157,6 +171,8 @@ class VerbsWire:
         except ValueError as cause:
             raise OSError(f"the peer's delegate said what cannot be: {cause}") from cause
         theirs, *early = arrived
+        if isinstance(theirs, Unable):
+            raise OSError(f"the peer cannot: {theirs.cause}")
         if (
             not isinstance(theirs, Hello)
             or early
@@ -208,25 +224,48 @@ class VerbsWire:
         self._step_due = False
         if self._over or self._session is None:
             return
-        self._guarded(lambda session: session.advance(time.monotonic()))
+        self._guarded(self._advance)
         self._changed.set()
-        outage_s, causes = self._session.outage()
-        if outage_s > self._timeout_s:  # the training process then begins another session
+        if self._begun and self._session.outage_s > self._outage_s:  # the training process then begins another session
+            outage_s, causes = self._session.outage()
             self._end(f"no RNIC has reached the peer for {outage_s:.1f} s: {causes}")
-        if self._timer is not None:
-            self._timer.cancel()
         due_s = self._session.next_s()
-        if State.UP not in self._states():
-            due_s = min(due_s or math.inf, time.monotonic() + 1.0)
+        if self._session.outage_s:
+            due_s = min(due_s or math.inf, time.monotonic() + self._outage_s / 2)
         if due_s is not None and not self._over:
-            self._timer = asyncio.get_running_loop().call_later(due_s - time.monotonic(), self._step_soon)
+            self._wake_at(due_s)
+
+    def _advance(self, session: VerbsSession) -> None:
+        assert self._frames is not None
+        assert self._slots is not None
+        for frame in self._frames.pull():
+            session.taken(*frame)
+        for chunk in self._slots.pull():
+            session.claimed(chunk)
+        session.advance(time.monotonic())
+        if session.wants_frames:
+            self._frames.watch()
+        if session.wants_slots:
+            self._slots.watch()
+
+    def _wake_at(self, due_s: float) -> None:
+        """A timer that goes off too early costs less than one that is set anew at every step."""
+        if self._timer is not None and due_s < self._timer.when():
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_at(due_s, self._timer_went_off)
+
+    def _timer_went_off(self) -> None:
+        self._timer = None
+        self._step_soon()
 
     def _guarded(self, act: Callable[[VerbsSession], None]) -> None:
         if self._session is None or self._over:
             return
         try:
             act(self._session)
-        except (ValueError, RingError) as cause:
+        except (ValueError, RingError) as cause:  # FrameError is a ValueError
             self._end(f"the session cannot go on: {cause}")
 
     def _end(self, cause: str) -> None:
@@ -236,6 +275,9 @@ class VerbsWire:
             if self._connection is not None:
                 asyncio.get_running_loop().remove_reader(self._connection)  # its end stays readable
             self._ended(cause)
+
+    def _hopeless(self) -> bool:
+        return self._connects and self._session is not None and self._session.hopeless
 
     def _states(self) -> list[State]:
         return [] if self._session is None else self._session.rail_states
@@ -247,56 +289,6 @@ class VerbsWire:
             self._changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left_s)
-
-    def _take(self, hand_over: Callable[[Callable[[], None]], None]) -> None:
-        """Until the outbound ring is closed and empty. Slots bound how much is handed over."""
-        session, ring = self._session, self._outbound
-        assert session is not None
-        while True:
-            closed = ring.closed
-            frame = ring.take_frame(time.monotonic() + _LOOK_S)
-            if frame is not None:
-                hand_over(functools.partial(session.taken, *frame))
-            elif closed:
-                return
-
-    def _claim(self, hand_over: Callable[[Callable[[], None]], None]) -> None:
-        """Until the inbound ring is closed."""
-        session, ring = self._session, self._received
-        assert session is not None
-        while not ring.closed:
-            chunk = ring.claim_slot(time.monotonic() + _LOOK_S)
-            if chunk is not None:
-                hand_over(functools.partial(session.claimed, chunk))
-
-    def _thread(self, name: str, run: Callable[[Callable[[Callable[[], None]], None]], None]) -> asyncio.Future[None]:
-        """A thread that hands work over to the event loop; the future is done when it has ended."""
-        loop = asyncio.get_running_loop()
-        over: asyncio.Future[None] = loop.create_future()
-
-        def accept(work: Callable[[], None]) -> None:
-            work()
-            self._step_soon()
-
-        def hand_over(work: Callable[[], None]) -> None:
-            loop.call_soon_threadsafe(accept, work)
-
-        def end(cause: str | None) -> None:
-            over.set_result(None)
-            self._changed.set()
-            if cause is not None:
-                self._end(cause)
-
-        def body() -> None:
-            cause = None
-            try:
-                run(hand_over)
-            except (RingError, FrameError) as error:
-                cause = f"this host's training process spoilt its ring: {error}"
-            loop.call_soon_threadsafe(end, cause)
-
-        threading.Thread(target=body, name=name, daemon=True).start()
-        return over
 
 
 def _geometry(ring: Ring) -> dict[str, int]:

@@ -66,7 +66,7 @@ class Stage:
             source="",
             lanes=1,
         )
-        self.supervisor = Supervisor(start, [self.listener], [Link(self, request, SLOTS, SLOT_NBYTES)])
+        self.supervisor = Supervisor(start, [self.listener], [Link(self, request, SLOTS, SLOT_NBYTES)], patience_s=LIMIT_S)
         for work in (self._send, self._receive):
             threading.Thread(target=work, args=(peer,), daemon=True).start()
 

@@ -104,13 +104,21 @@ def test_a_probe_and_a_chunk(ends: Ends) -> None:
     ends.connect()
     ends.sender.probe()
     assert completions(ends.sender, Did.PROBE, 1) == [Completion(Did.PROBE, 0, None)]
-    for chunk in range(3 * SLOTS):  # more than there are receives: each is posted again
+    for chunk in range(5 * SLOTS):  # more than there are receives: each is posted again
         ends.target.claim_slot(0.0)
         assert_works(ends, chunk)
         ends.source.release_frame(chunk)
         ends.target.commit_slot(chunk)
         assert ends.target.take_frame(0.0) == (chunk, NBYTES)
         ends.target.release_frame(chunk)
+
+
+def test_grants(ends: Ends) -> None:
+    ends.connect()
+    for number in range(5 * SLOTS):  # more than there are requests: each ends
+        ends.receiver.grant(number + (1 << 32))
+        assert completions(ends.receiver, Did.GRANT, 1) == [Completion(Did.GRANT, 0, None)]
+        assert completions(ends.sender, Did.HEAR_GRANT, 1) == [Completion(Did.HEAR_GRANT, number, None)]
 
 
 def test_a_wrong_key_and_repair(ends: Ends) -> None:
@@ -138,8 +146,9 @@ def test_stopping_flushes_every_receive(ends: Ends) -> None:
     ends.connect()
     assert not ends.receiver.drained
     ends.receiver.stop()
-    flushed = completions(ends.receiver, Did.RECEIVE, SLOTS)
-    assert [completion.failure for completion in flushed] == ["WR_FLUSH_ERR"] * SLOTS
+    receives = 2 * SLOTS + 2
+    flushed = completions(ends.receiver, Did.RECEIVE, receives)
+    assert [completion.failure for completion in flushed] == ["WR_FLUSH_ERR"] * receives
     assert ends.receiver.drained
     ends.write(0)
     begun_s = time.monotonic()
