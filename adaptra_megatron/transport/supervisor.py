@@ -82,6 +82,8 @@ class Link:
     retry_s: float | None = None
     """When to try again; None while a session is up or coming up."""
     pause_s: float = FIRST_PAUSE_S
+    transport: str | None = None
+    """What carried its last session; None before the first."""
 
 
 class Delegate:
@@ -164,6 +166,10 @@ class Supervisor:
         """Of the running delegate."""
         delegate = self._delegate
         return None if delegate is None else delegate.process.pid
+
+    def transport(self, peer: int) -> str | None:
+        """What carries the link to `peer`, or carried it last; None before it has come up."""
+        return self._links[peer].transport
 
     def counters(self, timeout_s: float) -> Counters | None:
         """What the running delegate has counted; None if it does not answer in time."""
@@ -268,6 +274,9 @@ class Supervisor:
                 self._went_down(link, str(cause))
                 return
             link.pause_s = self._pause_s = FIRST_PAUSE_S
+            link.transport = message.transport
+            if link.request.connects:  # who connects proposes: what it fell to outlives the delegate
+                link.request = replace(link.request, transport=message.transport)
             self._patience_s = self._first_patience_s
             assert link.outbound is not None
             assert link.inbound is not None
