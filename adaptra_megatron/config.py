@@ -37,6 +37,8 @@ class AdaptraConfig:
     """Transport of the host path; off: there is none, messages travel by torch.distributed and no other way."""
     path: str = "device"
     """Which path messages take while it is healthy: device (torch.distributed) or host."""
+    rnics: tuple[str, ...] = ()
+    """RDMA devices that verbs uses; none for those nearest to the rank's GPU, or else to its CPUs."""
     receive_lookahead: int = 8
     """Receives posted ahead per neighbour; each holds one activation-sized buffer."""
 
@@ -65,6 +67,16 @@ class AdaptraConfig:
             )
         if self.path not in PATHS:
             raise ConfigError(f"--adaptra-path is {self.path!r}; it must be one of {', '.join(PATHS)}")
+        if self.rnics and self.host_transport not in ("auto", "verbs"):
+            raise ConfigError(
+                f"--adaptra-rnics names RDMA devices, but --adaptra-host-transport {self.host_transport} uses none; "
+                "use verbs or auto"
+            )
+        if not all(self.rnics) or len(set(self.rnics)) < len(self.rnics):
+            raise ConfigError(
+                f"--adaptra-rnics is {','.join(self.rnics)!r}; it must be different names of RDMA devices, "
+                "for example mlx5_0,mlx5_1"
+            )
         if self.path == "host" and self.host_transport == "off":
             raise ConfigError(
                 "--adaptra-path host needs a host path, but --adaptra-host-transport is off; "
@@ -132,6 +144,14 @@ def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         "stage has none), or shared memory within a host and TCP between hosts (auto).",
     )
     group.add_argument(
+        "--adaptra-rnics",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="NAME[,NAME...]",
+        help="RDMA devices to use (as in /sys/class/infiniband), in the order in which those of the other hosts match "
+        "them. Default: the active ones nearest to this rank's GPU, or else to its CPUs.",
+    )
+    group.add_argument(
         "--adaptra-path",
         choices=PATHS,
         default="device",
@@ -151,5 +171,6 @@ def config_from_arguments(arguments: argparse.Namespace) -> AdaptraConfig:
         trace_dir=arguments.adaptra_trace_dir,
         timeout_s=arguments.adaptra_timeout_s,
         host_transport=arguments.adaptra_host_transport,
+        rnics=arguments.adaptra_rnics,
         path=arguments.adaptra_path,
     )

@@ -174,3 +174,22 @@ def test_importing_the_settings_imports_nothing_heavy() -> None:
     code = f"import sys, adaptra_megatron, adaptra_megatron.config; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_rnics_are_named_in_order(parser: argparse.ArgumentParser) -> None:
+    flags = ["--adaptra-host-transport", "verbs", "--adaptra-rnics", "mlx5_1,mlx5_0"]
+    assert config_from_arguments(parser.parse_args(flags)).rnics == ("mlx5_1", "mlx5_0")
+    assert config_from_arguments(parser.parse_args([])).rnics == ()
+
+
+@pytest.mark.parametrize("rnics", [("mlx5_0", "mlx5_0"), ("mlx5_0", ""), ("",)])
+def test_rnics_without_a_name_or_named_twice_are_refused(rnics: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="--adaptra-rnics is .*it must be different names"):
+        AdaptraConfig(host_transport="verbs", rnics=rnics)
+
+
+@pytest.mark.parametrize("transport", ["off", "shm", "tcp"])
+def test_rnics_need_a_transport_that_uses_them(transport: str) -> None:
+    with pytest.raises(ConfigError, match=f"--adaptra-host-transport {transport} uses none; use verbs or auto"):
+        AdaptraConfig(host_transport=transport, rnics=("mlx5_0",))
+    AdaptraConfig(host_transport="auto", rnics=("mlx5_0",))

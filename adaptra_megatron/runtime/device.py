@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -11,3 +13,13 @@ def current_device() -> torch.device:
     # Emulation on CPU makes torch.cuda.current_device() a torch.device; CUDA's own returns an index.
     current = torch.cuda.current_device()
     return current if isinstance(current, torch.device) else torch.device("cuda", current)
+
+
+def pci_bus_id(device: torch.device) -> str | None:
+    """Of a GPU, as the kernel spells it; None for what is none, or where torch does not tell."""
+    if device.type != "cuda":
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    if not hasattr(properties, "pci_bus_id"):  # an older torch
+        return None
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import schedules
 from adaptra_megatron.config import AdaptraConfig, ConfigError
 from adaptra_megatron.runtime.activations import ActivationAccount
 from adaptra_megatron.runtime.computation import MegatronComputation, StageComputation
-from adaptra_megatron.runtime.device import current_device
+from adaptra_megatron.runtime.device import current_device, pci_bus_id
 from adaptra_megatron.runtime.exchange import DELAY, PlanExchange
 from adaptra_megatron.runtime.executor import IterationReport, PipelineExecutor
 from adaptra_megatron.runtime.leader import PlanLeader
@@ -30,6 +30,7 @@ from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs import costs_to_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
 from adaptra_megatron.telemetry.trace import TraceWriter
+from adaptra_megatron.transport.affinity import rank_rnics
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Transport
@@ -260,7 +261,11 @@ def _make_transport(call: PipelineCall, config: AdaptraConfig) -> Transport:
         return HostTransport(
             group,
             call.chunks,
-            HostSettings(transport=config.host_transport, timeout_s=config.timeout_s),
+            HostSettings(
+                transport=config.host_transport,
+                timeout_s=config.timeout_s,
+                rnics=rank_rnics(config.rnics, pci_bus_id(current_device())),
+            ),
             PathSettings(preferred=Path(config.path)),
         )
     if on_gpu:

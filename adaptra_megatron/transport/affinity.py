@@ -7,6 +7,7 @@ Pure functions of a sysfs tree (`/sys`, or one made up): nothing is opened but i
 from __future__ import annotations
 
 import enum
+import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -148,6 +149,15 @@ def choose_rnics(
             "name active ones, or leave the flag out to use the nearest"
         )
     return tuple(named)
+
+
+def rank_rnics(named: Sequence[str], pci_bus_id: str | None, sysfs: Path = SYSFS) -> tuple[str, ...]:
+    """Those of this process: see choose_rnics; without a GPU, the nearest to the CPUs that it may run on.
+
+    `pci_bus_id`: of its GPU. Raises RnicError.
+    """
+    numa_node = cpus_numa_node(sysfs, os.sched_getaffinity(0))
+    return choose_rnics(named, sysfs, pci_bus_id=pci_bus_id, numa_node=numa_node)
 
 
 def _describe(device: RdmaDevice) -> str:

@@ -43,21 +43,34 @@ def verbs_or_auto(lacking: Mapping[int, str | None], stage: int, peer: int) -> s
 
     `lacking`: what each stage lacks for it. Both ends of a link come to the same.
     """
+    cause = lacks_verbs(lacking, stage, peer)
+    if cause is not None:
+        logger.warning("link %d<->%d: no verbs, %s; falling back to auto", stage, peer, cause)
+    return "verbs" if cause is None else "auto"
+
+
+def lacks_verbs(lacking: Mapping[int, str | None], stage: int, peer: int) -> str | None:
+    """What keeps a link from verbs by what each stage lacks for it; None if nothing does. The same at both ends."""
     causes = [f"stage {end}: {cause}" for end in sorted((stage, peer)) if (cause := lacking[end]) is not None]
-    if causes:
-        logger.warning("link %d<->%d: no verbs, %s; falling back to auto", stage, peer, "; ".join(causes))
-    return "auto" if causes else "verbs"
+    return "; ".join(causes) or None
 
 
-def choose_transport(wanted: str, ours: str, theirs: str, link: str) -> str:
+def choose_transport(
+    wanted: str, ours: str, theirs: str, link: str, without_verbs: str | None = "nobody looked for it"
+) -> str:
     """The transport between two stages with the host identities `ours` and `theirs`: "shm", "tcp" or "verbs".
 
-    auto never chooses verbs: that a device has a link does not say that it reaches the peer.
+    `without_verbs`: what keeps the link from verbs; if nothing does, auto chooses it between hosts. That both ends
+    have an RDMA device with a link does not say that one reaches the other: see link_session for what becomes of it.
 
     Raises TransportError if shm is forced between hosts.
     """
     if wanted == "auto":
-        return "shm" if ours == theirs else "tcp"
+        if ours == theirs:
+            return "shm"
+        if without_verbs is not None:
+            logger.info("link %s: tcp, not verbs: %s", link, without_verbs)
+        return "verbs" if without_verbs is None else "tcp"
     if wanted == "shm" and ours != theirs:
         raise TransportError(
             f"link {link}: shared memory was asked for, but its stages are on different hosts (or in containers with "

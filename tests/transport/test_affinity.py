@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from adaptra_megatron.transport.affinity import (
     nearest_rnics,
     nearness,
     pci_place,
+    rank_rnics,
     rdma_devices,
 )
 
@@ -186,3 +188,13 @@ def test_named_devices_are_used_as_named_and_must_work(two_sockets: Host) -> Non
 @pytest.mark.parametrize(("cpus", "node"), [({0, 9}, 0), ({5}, 1), ({0, 4}, None), (set(), None), ({99}, None)])
 def test_the_numa_node_of_a_process(two_sockets: Host, cpus: set[int], node: int | None) -> None:
     assert cpus_numa_node(two_sockets.sysfs, cpus) == node
+
+
+@pytest.mark.parametrize(("cpus", "expected"), [({4, 13}, ("mlx5_4",)), ({0, 4}, tuple(f"mlx5_{n}" for n in range(5)))])
+def test_a_rank_without_a_gpu_uses_those_of_its_cpus(
+    two_sockets: Host, monkeypatch: pytest.MonkeyPatch, cpus: set[int], expected: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: cpus)
+    assert rank_rnics((), None, two_sockets.sysfs) == expected
+    assert rank_rnics((), GPU_0, two_sockets.sysfs) == ("mlx5_0",)
+    assert rank_rnics(("mlx5_3",), GPU_0, two_sockets.sysfs) == ("mlx5_3",)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptra_megatron.transport.placement import choose_transport, verbs_or_auto
+from adaptra_megatron.transport.placement import choose_transport, lacks_verbs, verbs_or_auto
 from adaptra_megatron.transport.verbs_device import SYSFS, Port, VerbsUnavailableError, find_ports, load_verbs
 
 HOST_RANKS = str(Path(__file__).with_name("host_ranks.py"))
@@ -109,6 +109,16 @@ def test_verbs_is_chosen_where_both_ends_can(caplog: pytest.LogCaptureFixture) -
         f"link {link}: no verbs, stage 2: no RDMA device has a port with a link; falling back to auto"
         for link in ("1<->2", "2<->1")
     ]
+
+
+def test_auto_uses_verbs_between_hosts_where_both_ends_can(caplog: pytest.LogCaptureFixture) -> None:
+    lacking = {0: None, 1: None, 2: "no RDMA device has a port with a link"}
+    assert choose_transport("auto", "a", "a", "0<->1", lacks_verbs(lacking, 0, 1)) == "shm"
+    assert choose_transport("auto", "a", "b", "0<->1", lacks_verbs(lacking, 0, 1)) == "verbs"
+    with caplog.at_level(logging.INFO):
+        assert choose_transport("auto", "a", "b", "1<->2", lacks_verbs(lacking, 1, 2)) == "tcp"
+    (record,) = caplog.records
+    assert record.getMessage() == "link 1<->2: tcp, not verbs: stage 2: no RDMA device has a port with a link"
 
 
 @pytest.mark.skipif(SYSFS.exists(), reason="this host has RDMA devices")
