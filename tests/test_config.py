@@ -160,6 +160,8 @@ def test_help_has_a_group_of_its_own_and_names_units(parser: argparse.ArgumentPa
         "--adaptra-trace-dir",
         "--adaptra-timeout-s",
         "--adaptra-host-transport",
+        "--adaptra-path",
+        "--adaptra-rnics",
     }
     assert all(action.help for action in flags.values())
     assert flags["--adaptra-timeout-s"].metavar == "SECONDS"
