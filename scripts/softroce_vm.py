@@ -3,6 +3,7 @@
 """Real RDMA queue pairs without RDMA hardware: Debian's kernel with Soft-RoCE (rdma_rxe) in QEMU.
 
     softroce_vm.py test                       run tests/rdma in it (what `make test-rdma` does)
+    softroce_vm.py bench [FILE]               throughput of verbs beside ib_write_bw's; the table goes into FILE too
     softroce_vm.py run [-t SECONDS] -- CMD    run one command in it; its exit status is the command's
     softroce_vm.py prepare                    only fetch and build what is needed
 
@@ -42,7 +43,7 @@ PACKAGES = [
 QEMU = "qemu-system-x86_64"
 FORMAT = "1"
 """Changes when what is cached has to be built again."""
-TEST_LIMIT_S = 230.0
+TEST_LIMIT_S, BENCH_LIMIT_S = 230.0, 400.0
 NO_STATUS, LATE = 125, 124
 MODULES = ["crc32_generic", "rdma_rxe", "ib_uverbs", "veth", "sch_netem", "virtio_pci", "9pnet_virtio", "9p", "overlay"]
 MODULE_PATHS = re.compile(r"/(infiniband|net|crypto|virtio|9p|fs|lib|char|block)/")
@@ -133,8 +134,11 @@ def prepare() -> None:
     _replace("version", FORMAT.encode())
 
 
-def run(command: str, limit_s: float, memory_mib: int = 1536) -> int:
-    """Boot, run a shell command, power off. Its exit status; LATE after `limit_s`, NO_STATUS if none came."""
+def run(command: str, limit_s: float, memory_mib: int = 1536, said: list[str] | None = None) -> int:
+    """Boot, run a shell command, power off. Its exit status; LATE after `limit_s`, NO_STATUS if none came.
+
+    What it says is printed, and goes into `said` line by line.
+    """
     environment = (
         "export HOME=/root LANG=C.UTF-8 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "
         f"PYTHONDONTWRITEBYTECODE=1 PYTHONPATH={shlex.quote(str(CACHE))}; sh /run/softroce/net.sh || exit 97; "
@@ -155,8 +159,11 @@ def run(command: str, limit_s: float, memory_mib: int = 1536) -> int:
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            sys.stdout.write(line.replace(b"\r", b"").decode(errors="replace"))
+            text = line.replace(b"\r", b"").decode(errors="replace")
+            sys.stdout.write(text)
             sys.stdout.flush()
+            if said is not None:
+                said.append(text)
         status = process.wait()
     finally:
         timed_out = not late.is_alive()
@@ -185,21 +192,35 @@ def test() -> int:
     return status
 
 
-def _install() -> str | None:
-    """What is missing and cannot be installed; None once everything is here."""
+def bench(output: Path | None) -> int:
+    """Run benchmarks/verbs.py over one rail."""
+    said: list[str] = []
+    here, python = shlex.quote(str(REPOSITORY)), shlex.quote(sys.executable)
+    status = run(f"cd {here} && {python} benchmarks/verbs.py rxa0 rxa1 10.0.1.2", BENCH_LIMIT_S, said=said)
+    if status == 0 and output is not None:
+        first = said.index("# Throughput over verbs\n")
+        table = [line for line in said[first:] if not line.startswith("softroce: ")]
+        output.write_text("".join(table))
+    return status
+
+
+def _install(*, bench: bool = False) -> str | None:
+    """What is missing and cannot be installed; None once everything is here. `bench`: ib_write_bw too."""
     if not sys.platform.startswith("linux") or os.uname().machine != "x86_64":
         return "they need an x86-64 Linux machine"
-    if shutil.which(QEMU) and Path("/bin/busybox").exists() and prepared():
+    packages = [*PACKAGES, "perftest"] if bench else PACKAGES
+    here = shutil.which(QEMU) and Path("/bin/busybox").exists() and prepared()
+    if here and (not bench or shutil.which("ib_write_bw")):
         return None
     if shutil.which("apt-get") is None:
         return f"{QEMU} is missing, and there is no apt-get to install it"
-    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
+    install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
     for command in (install, ["apt-get", "update", "-qq"], install):
         if command[1] == "install" and subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0:
             return None
         if command[1] == "update":
             subprocess.run(command, stdout=subprocess.DEVNULL)
-    return f"apt-get could not install {' '.join(PACKAGES)}"
+    return f"apt-get could not install {' '.join(packages)}"
 
 
 def _keep_pyverbs(package: Path) -> None:
@@ -291,17 +312,20 @@ def _replace(name: str, content: bytes) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["test", "run", "prepare"])
+    parser.add_argument("what", choices=["test", "bench", "run", "prepare"])
+    parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="where `bench` writes its table")
     parser.add_argument("-t", type=float, default=300.0, metavar="SECONDS", help="time limit of `run`")
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     arguments = parser.parse_args(sys.argv[1:cut])
     if arguments.what == "test":
         return test()
-    if missing := _install():
+    if missing := _install(bench=arguments.what == "bench"):
         print(f"softroce: {missing}", file=sys.stderr)
         return 1
     if arguments.what == "prepare" or not prepared():
         prepare()
+    if arguments.what == "bench":
+        return bench(arguments.file)
     return 0 if arguments.what == "prepare" else run(" ".join(sys.argv[cut + 1 :]), arguments.t)
 
 

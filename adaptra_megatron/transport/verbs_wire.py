@@ -28,6 +28,8 @@ from adaptra_megatron.transport.wire import Traffic
 logger = logging.getLogger("adaptra_megatron.transport.verbs")
 
 LANES = 1
+SLOT_NBYTES = 1 << 20
+"""Of the rings to use: what there is to do for each chunk, in Python at both ends, takes as long as a large copy."""
 OUTAGE_S = 2.0
 _RECEIVED_AT_ONCE = 1 << 16
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two stages exchange messages through two delegate processes over verbs, and one of the delegates is killed.
+"""Two stages exchange messages through two delegate processes over verbs: one of the delegates is killed, the RNICs do
+not reach each other, or none of them does any more.
 
 Runs in the guest of scripts/softroce_vm.py. The stages here are what host_link.HostLink is, without torch: what has not
 arrived is sent again in the next session, and the receiver's inbox drops what comes twice.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 import numpy
 import pytest
-from rails import SLOT_NBYTES, SLOTS, random_bytes, wait_until, write_message
+from rails import SLOT_NBYTES, SLOTS, link_down, random_bytes, wait_until, write_message
 
 from adaptra_megatron.transport._ring import Event, Inbox, Ring, RingClosedError
 from adaptra_megatron.transport.control import Open, Start
@@ -34,8 +35,9 @@ class Stage:
 
     finished = False
 
-    def __init__(self, number: int, contents: list[numpy.ndarray]) -> None:
+    def __init__(self, number: int, contents: list[numpy.ndarray], rnics: str) -> None:
         self.contents = contents
+        self.rnics = rnics.split(",")
         self.received: dict[int, bytes] = {}
         self.times_received: Counter[int] = Counter()
         self.rings: tuple[Ring, Ring] | None = None
@@ -55,7 +57,7 @@ class Stage:
             handshake_s=20.0,
             stall_s=30.0,
             max_message_nbytes=1 << 30,
-            rnics=[f"rx{rail}{self.number}" for rail in "ab"],
+            rnics=self.rnics,
         )
         request = Open(
             peer=peer.number,
@@ -66,7 +68,9 @@ class Stage:
             source="",
             lanes=1,
         )
-        self.supervisor = Supervisor(start, [self.listener], [Link(self, request, SLOTS, SLOT_NBYTES)], patience_s=LIMIT_S)
+        self.supervisor = Supervisor(
+            start, [self.listener], [Link(self, request, SLOTS, SLOT_NBYTES)], patience_s=LIMIT_S
+        )
         for work in (self._send, self._receive):
             threading.Thread(target=work, args=(peer,), daemon=True).start()
 
@@ -111,15 +115,15 @@ class Stage:
 
 
 @pytest.fixture
-def start_stages() -> Iterator[Callable[[], tuple[Stage, Stage]]]:
+def start_stages() -> Iterator[Callable[..., tuple[Stage, Stage]]]:
     stages: list[Stage] = []
 
-    def start() -> tuple[Stage, Stage]:
+    def start(rnics: tuple[str, str] = ("rxa0,rxb0", "rxa1,rxb1")) -> tuple[Stage, Stage]:
         for number in (0, 1):
             contents = [
                 random_bytes(3 * SLOT_NBYTES + 1001 * message, 100 * number + message) for message in range(MESSAGES)
             ]
-            stages.append(Stage(number, contents))
+            stages.append(Stage(number, contents, rnics[number]))
         left, right = stages
         left.start(right)
         right.start(left)
@@ -142,7 +146,7 @@ def wait_for_all(left: Stage, right: Stage) -> None:
             assert receiver.received[number] == content.tobytes(), f"message {number}"
 
 
-def test_two_stages_exchange_messages(start_stages: Callable[[], tuple[Stage, Stage]]) -> None:
+def test_two_stages_exchange_messages(start_stages: Callable[..., tuple[Stage, Stage]]) -> None:
     left, right = start_stages()
     wait_for_all(left, right)
     assert (left.sessions, right.sessions) == (1, 1), left.causes + right.causes
@@ -155,7 +159,7 @@ def test_two_stages_exchange_messages(start_stages: Callable[[], tuple[Stage, St
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_delegate_loses_and_doubles_nothing(
-    start_stages: Callable[[], tuple[Stage, Stage]], victim: int
+    start_stages: Callable[..., tuple[Stage, Stage]], victim: int
 ) -> None:
     left, right = start_stages()
     wait_until(lambda: len(right.received) >= 2, LIMIT_S, lambda: str(left.causes + right.causes))
@@ -167,3 +171,30 @@ def test_a_killed_delegate_loses_and_doubles_nothing(
     wait_until(lambda: min(left.sessions, right.sessions) >= 2, LIMIT_S)
     assert supervisor.starts == 2
     assert "SIGKILL" in "".join((left, right)[victim].causes)
+
+
+def transports(*stages: Stage) -> list[str | None]:
+    return [stage.supervisor.transport(1 - stage.number) for stage in stages if stage.supervisor is not None]
+
+
+def test_rnics_that_do_not_reach_each_other_leave_the_link_to_tcp(
+    start_stages: Callable[..., tuple[Stage, Stage]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    left, right = start_stages(("rxa0", "rxb1"))
+    wait_for_all(left, right)
+    assert transports(left, right) == ["tcp", "tcp"]
+    assert (left.sessions, right.sessions) == (1, 1)
+    assert len(left.causes) == 3
+    assert all("no RNIC reaches the peer: rxa0: " in cause for cause in left.causes)
+    assert capfd.readouterr().err.count("link 0<->1: tcp from now on, as no session over verbs began in 3") == 1
+
+
+def test_a_link_without_any_rnic_left_goes_on_over_tcp(start_stages: Callable[..., tuple[Stage, Stage]]) -> None:
+    left, right = start_stages(("rxa0", "rxa1"))
+    wait_until(lambda: len(right.received) >= 1, LIMIT_S, lambda: str(left.causes + right.causes))
+    assert transports(left, right) == ["verbs", "verbs"]
+    with link_down("va0"):
+        wait_until(lambda: left.sessions > 1, LIMIT_S, lambda: str(left.causes + right.causes))
+        wait_for_all(left, right)
+    assert transports(left, right) == ["tcp", "tcp"]
+    assert "no RNIC has reached the peer for" in left.causes[0] + right.causes[0]
