@@ -33,6 +33,21 @@ class ActionRecord(NamedTuple):
         return self.end_s - self.start_s
 
 
+class ArrivalRecord(NamedTuple):
+    """When a message reached the stage that needed it, which may be before that stage began to wait."""
+
+    iteration: int
+    source: int
+    stage: int
+    """The one that received it, for its own action of `kind`, `chunk` and `micro_batch`."""
+    kind: str
+    """"F" for an activation, "B" for a gradient, whether the backward that used it was split or not."""
+    chunk: int
+    micro_batch: int
+    arrived_s: float
+    """`time.monotonic()` seconds of the receiving rank's host."""
+
+
 class IterationRecorder:
     """Collects one rank's records.
 

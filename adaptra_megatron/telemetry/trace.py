@@ -2,24 +2,20 @@
 """Per-rank trace files: written beside the training, never in its way, and read back whole or torn.
 
 A file holds JSON lines: a header (`version`, `rank`, `stage`, `clock_offset_s`), then one line per iteration,
-`{"iteration": k, "records": [[kind, chunk, micro_batch, wait_start_s, start_s, end_s], ...]}`.
+`{"iteration": k, "records": [[kind, chunk, micro_batch, wait_start_s, start_s, end_s], ...]}`, and, where the transport
+can tell, `"arrivals": [[source, kind, chunk, micro_batch, arrived_s], ...]`.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
-import logging
-import queue
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
-from adaptra_megatron.telemetry.records import ActionRecord
-
-logger = logging.getLogger("adaptra_megatron.telemetry")
+from adaptra_megatron.telemetry.background import BackgroundWriter
+from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
 
 FILE_VERSION = 1
 FILE_PATTERN = "rank-*.jsonl"
@@ -45,60 +41,45 @@ class TraceWriter:
     """
 
     def __init__(self, directory: Path | str, rank: int, stage: int, *, clock_offset_s: float = 0.0) -> None:
-        self._path = trace_path(directory, rank)
-        self._rank = rank
-        self._header = {"version": FILE_VERSION, "rank": rank, "stage": stage, "clock_offset_s": clock_offset_s}
-        self._queue: queue.Queue[tuple[int, list[ActionRecord]] | None] = queue.Queue(QUEUED_ITERATIONS)
-        self._failed = threading.Event()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="adaptra-trace", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
+        path = trace_path(directory, rank)
+        header = {"version": FILE_VERSION, "rank": rank, "stage": stage, "clock_offset_s": clock_offset_s}
+
+        def write_all(items: Iterator[_Iteration]) -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w", encoding="utf-8") as file:
+                _write_line(file, header)
+                for item in items:
+                    _write_line(file, item.document())
+
+        what = f"tracing of rank {rank} to {path}"
+        self._writer: BackgroundWriter[_Iteration] = BackgroundWriter(what, write_all, limit=QUEUED_ITERATIONS)
 
     @property
     def failed(self) -> bool:
         """Whether recording has stopped because of an error (which was logged)."""
-        return self._failed.is_set()
+        return self._writer.failed
 
-    def write(self, iteration: int, records: Sequence[ActionRecord]) -> None:
+    def write(self, iteration: int, records: Sequence[ActionRecord], arrivals: Sequence[ArrivalRecord] = ()) -> None:
         """Hand over one iteration's records; returns at once. Does nothing after a failure or after `close`."""
-        if self._closed or self.failed:
-            return
-        try:
-            self._queue.put_nowait((iteration, list(records)))
-        except queue.Full:
-            self._fail(f"{QUEUED_ITERATIONS} iterations wait for the disk")
+        self._writer.put(_Iteration(iteration, tuple(records), tuple(arrivals)))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is queued, for at most `timeout_s`, and end the thread. May be called twice."""
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self.close)
-        try:
-            self._queue.put_nowait(None)
-        except queue.Full:
-            self._fail(f"{QUEUED_ITERATIONS} iterations wait for the disk at the end of training")
-            return
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            self._fail(f"the disk took more than {timeout_s:g} s for the last records")
+        self._writer.close(timeout_s)
 
-    def _run(self) -> None:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("w", encoding="utf-8") as file:
-                _write_line(file, self._header)
-                while (item := self._queue.get()) is not None and not self.failed:
-                    iteration, records = item
-                    _write_line(file, {"iteration": iteration, "records": [record[2:] for record in records]})
-        except (OSError, TypeError, ValueError) as error:
-            self._fail(str(error))
 
-    def _fail(self, reason: str) -> None:
-        if not self._failed.is_set():
-            self._failed.set()
-            logger.warning("rank %d: no more tracing to %s (%s); training goes on", self._rank, self._path, reason)
+class _Iteration(NamedTuple):
+    """What is handed to the thread: encoding waits until there."""
+
+    iteration: int
+    records: tuple[ActionRecord, ...]
+    arrivals: tuple[ArrivalRecord, ...]
+
+    def document(self) -> dict[str, Any]:
+        document: dict[str, Any] = {"iteration": self.iteration, "records": [record[2:] for record in self.records]}
+        if self.arrivals:
+            document["arrivals"] = [(arrival.source, *arrival[3:]) for arrival in self.arrivals]
+        return document
 
 
 def _write_line(file: TextIO, document: dict[str, Any]) -> None:
@@ -114,6 +95,8 @@ class RankTrace:
     rank: int
     stage: int
     records: tuple[ActionRecord, ...]
+    arrivals: tuple[ArrivalRecord, ...] = ()
+    """Of the messages it used; empty where the transport cannot tell."""
 
     def iteration(self, iteration: int) -> list[ActionRecord]:
         """The records of one iteration."""
@@ -137,6 +120,7 @@ def read_trace(path: Path | str) -> RankTrace:
     if version != FILE_VERSION:
         raise TraceError(f"{path} has trace version {version!r}; this package reads version {FILE_VERSION}")
     records: list[ActionRecord] = []
+    arrivals: list[ArrivalRecord] = []
     for number, line in enumerate(lines[1:], start=2):
         try:
             document = json.loads(line)
@@ -145,9 +129,13 @@ def read_trace(path: Path | str) -> RankTrace:
                 records.append(
                     ActionRecord(document["iteration"], stage, kind, chunk, micro_batch, wait_start_s, start_s, end_s)
                 )
+            for source, kind, chunk, micro_batch, arrived_s in document.get("arrivals", ()):
+                arrivals.append(
+                    ArrivalRecord(document["iteration"], source, stage, kind, chunk, micro_batch, arrived_s + offset_s)
+                )
         except (ValueError, TypeError, KeyError) as error:
             raise TraceError(f"{path}, line {number}: expected one iteration's records, got {line[:80]!r}") from error
-    return RankTrace(rank=rank, stage=stage, records=tuple(records))
+    return RankTrace(rank=rank, stage=stage, records=tuple(records), arrivals=tuple(arrivals))
 
 
 def read_traces(directory: Path | str) -> list[RankTrace]:

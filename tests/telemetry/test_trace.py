@@ -47,7 +47,7 @@ def test_a_directory_that_cannot_be_made_stops_recording_and_nothing_else(
         writer.close()
     assert writer.failed
     assert len(caplog.records) == 1
-    assert "rank 5: no more tracing" in caplog.text
+    assert "no more tracing of rank 5" in caplog.text
     assert "training goes on" in caplog.text
 
 
