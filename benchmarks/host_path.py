@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What it costs to send all activations and gradients by the host path: iteration times of real processes.
+
+    python benchmarks/host_path.py [--rounds 4] [--output benchmarks/results/host_path.md]
+
+Eight stages with emulated compute run the same fixed order without a fault: messages by torch.distributed, then by the
+host path over shm, then over tcp, one after the other on the same processes, round after round. Each ratio is of two
+trainings of one round. Losses and parameters are compared bitwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from adaptra_megatron.emulation.fork_server import ForkServer
+from adaptra_megatron.emulation.variants import Variant, VariantReport, check_equal, run_variants
+from adaptra_megatron.schedule.classic import zb_h1
+from adaptra_megatron.schedule.csv_format import schedule_to_csv
+
+STAGES, MICRO_BATCHES = 8, 24
+COMPUTE_MS = (20.0, 20.0, 20.0)
+"""F, B, W."""
+TIMED_ITERATIONS = 4
+ITERATIONS = 1 + TIMED_ITERATIONS
+"""The first pays for connections and fresh memory."""
+ITEM_NBYTES = 4
+HOST_TRANSPORTS = ("shm", "tcp")
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size of message: float32 of (sequence, micro-batch size 1, hidden)."""
+
+    hidden: int
+    sequence: int
+
+    @property
+    def message_kib(self) -> float:
+        return self.hidden * self.sequence * ITEM_NBYTES / 1024
+
+    def arguments(self, plan: Path) -> tuple[str, ...]:
+        words = [
+            f"--pipeline-model-parallel-size {STAGES} --num-layers {STAGES}",
+            f"--global-batch-size {MICRO_BATCHES} --train-iters {ITERATIONS}",
+            f"--mock-data --no-gradient-accumulation-fusion --hidden-size {self.hidden} --seq-length {self.sequence}",
+            f"--emulate-compute-ms {','.join(f'{value:g}' for value in COMPUTE_MS)}",
+            f"--adaptra --adaptra-plan-csv {plan}",
+        ]
+        return tuple(" ".join(words).split())
+
+
+CASES = (Case(hidden=32, sequence=16), Case(hidden=128, sequence=256))
+
+
+def name_of(path: str, round_number: int) -> str:
+    return f"{path} {round_number}"
+
+
+def measure(case: Case, rounds: int, server: ForkServer) -> list[VariantReport]:
+    """All variants of all rounds. Raises AssertionError unless every one has the numbers of the first."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        plan = directory / "plan.csv"
+        plan.write_text(schedule_to_csv(zb_h1(STAGES, MICRO_BATCHES)))
+        first = name_of("torch.distributed", 0)
+        variants = []
+        for number in range(rounds):
+            like = first if number else None
+            variants.append(Variant(name_of("torch.distributed", number), case.arguments(plan), like=like))
+            for transport in HOST_TRANSPORTS:
+                host = ("--adaptra-host-transport", transport, "--adaptra-path", "host")
+                variants.append(Variant(name_of(transport, number), (*case.arguments(plan), *host), like=first))
+        reports = run_variants(STAGES, variants, timeout_s=TIMEOUT_S, server=server, directory=directory / "run")
+    check_equal(reports)
+    return reports
+
+
+def seconds(report: VariantReport) -> float:
+    return statistics.median(report.iteration_seconds[-TIMED_ITERATIONS:])
+
+
+def rows(case: Case, reports: list[VariantReport], rounds: int) -> list[str]:
+    by_name = {report.name: report for report in reports}
+    plain = [seconds(by_name[name_of("torch.distributed", number)]) for number in range(rounds)]
+    lines = []
+    for transport in HOST_TRANSPORTS:
+        ours = [seconds(by_name[name_of(transport, number)]) for number in range(rounds)]
+        costs = [100 * (mine / its - 1) for mine, its in zip(ours, plain, strict=True)]
+        late = max(
+            by_name[name_of(path, n)].overruns for path in ("torch.distributed", transport) for n in range(rounds)
+        )
+        lines.append(
+            f"| {case.message_kib:g} KiB | {transport} | {1e3 * statistics.median(plain):.1f} | "
+            f"{1e3 * statistics.median(ours):.1f} | {statistics.median(costs):+.2f}% | "
+            f"{min(costs):+.2f}..{max(costs):+.2f}% | {100 * late:.1f}% |"
+        )
+    return lines
+
+
+def header(rounds: int) -> str:
+    compute = "/".join(f"{value:g}" for value in COMPUTE_MS)
+    return "\n".join(
+        [
+            "# Cost of the host path in training",
+            "",
+            f"Written by `python benchmarks/host_path.py --rounds {rounds}` on {os.cpu_count()} cores, which "
+            f"{STAGES} stages and as many",
+            f"delegates share. ZB-H1's order, {MICRO_BATCHES} micro-batches, F/B/W {compute} ms, no fault; medians of "
+            f"{TIMED_ITERATIONS} iterations,",
+            f"then of {rounds} rounds. Overruns: the most that any training had of operations whose real work took "
+            "longer than",
+            "the time emulated. All trainings ended with the same losses and parameters, bit for bit.",
+            "",
+            "| message | host path | torch.distributed ms | host path ms | cost | of rounds | overruns |",
+            "|---|---|---|---|---|---|---|",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--output", type=Path, default=None, help="also write the table to this file")
+    arguments = parser.parse_args()
+    print(header(arguments.rounds), flush=True)
+    lines = []
+    with ForkServer() as server:
+        for case in CASES:
+            found = rows(case, measure(case, arguments.rounds, server), arguments.rounds)
+            print("\n".join(found), flush=True)
+            lines += found
+    if arguments.output is not None:
+        arguments.output.write_text("\n".join([header(arguments.rounds), *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
