@@ -35,6 +35,9 @@ class AdaptraConfig:
     """Longest wait for any message or decision of another rank."""
     host_transport: str = "off"
     """Transport of the host path; off: there is none, messages travel by torch.distributed and no other way."""
+    interface: str | None = None
+    """Network interface, by name, that the host path uses between hosts; None: that of GLOO_SOCKET_IFNAME, or else the
+    one of the way to the master."""
     path: str = "device"
     """Which path messages take while it is healthy: device (torch.distributed) or host."""
     rnics: tuple[str, ...] = ()
@@ -64,6 +67,13 @@ class AdaptraConfig:
         if self.host_transport not in HOST_TRANSPORTS:
             raise ConfigError(
                 f"--adaptra-host-transport is {self.host_transport!r}; it must be one of {', '.join(HOST_TRANSPORTS)}"
+            )
+        if self.interface is not None and not self.interface:
+            raise ConfigError("--adaptra-interface is empty; it must be the name of a network interface, such as eth0")
+        if self.interface is not None and self.host_transport == "off":
+            raise ConfigError(
+                f"--adaptra-interface {self.interface} is for the host path, but --adaptra-host-transport is off; "
+                "use --adaptra-host-transport auto"
             )
         if self.path not in PATHS:
             raise ConfigError(f"--adaptra-path is {self.path!r}; it must be one of {', '.join(PATHS)}")
@@ -141,7 +151,7 @@ def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         default="off",
         help="Give every link between stages a second path, through host memory and a delegate process, which takes "
         "over when torch.distributed fails: over shared memory (shm), TCP (tcp), RDMA (verbs; auto's choice where a "
-        "stage has none), or shared memory within a host and TCP between hosts (auto).",
+        "stage has none), or shared memory within a host, and RDMA or else TCP between hosts (auto).",
     )
     group.add_argument(
         "--adaptra-rnics",
@@ -150,6 +160,14 @@ def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         metavar="NAME[,NAME...]",
         help="RDMA devices to use (as in /sys/class/infiniband), in the order in which those of the other hosts match "
         "them. Default: the active ones nearest to this rank's GPU, or else to its CPUs.",
+    )
+    group.add_argument(
+        "--adaptra-interface",
+        default=None,
+        metavar="NAME",
+        help="Network interface (such as eth0) on whose address the host path listens and from which it connects, "
+        "over TCP and for RDMA. Default: 127.0.0.1 if all stages are on one host, otherwise what GLOO_SOCKET_IFNAME "
+        "names, or else the interface that leads to MASTER_ADDR.",
     )
     group.add_argument(
         "--adaptra-path",
@@ -171,6 +189,7 @@ def config_from_arguments(arguments: argparse.Namespace) -> AdaptraConfig:
         trace_dir=arguments.adaptra_trace_dir,
         timeout_s=arguments.adaptra_timeout_s,
         host_transport=arguments.adaptra_host_transport,
+        interface=arguments.adaptra_interface,
         rnics=arguments.adaptra_rnics,
         path=arguments.adaptra_path,
     )

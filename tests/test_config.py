@@ -162,6 +162,7 @@ def test_help_has_a_group_of_its_own_and_names_units(parser: argparse.ArgumentPa
         "--adaptra-host-transport",
         "--adaptra-path",
         "--adaptra-rnics",
+        "--adaptra-interface",
     }
     assert all(action.help for action in flags.values())
     assert flags["--adaptra-timeout-s"].metavar == "SECONDS"
@@ -195,3 +196,13 @@ def test_rnics_need_a_transport_that_uses_them(transport: str) -> None:
     with pytest.raises(ConfigError, match=f"--adaptra-host-transport {transport} uses none; use verbs or auto"):
         AdaptraConfig(host_transport=transport, rnics=("mlx5_0",))
     AdaptraConfig(host_transport="auto", rnics=("mlx5_0",))
+
+
+def test_an_interface_is_named_for_the_host_path(parser: argparse.ArgumentParser) -> None:
+    flags = ["--adaptra-host-transport", "tcp", "--adaptra-interface", "eth1"]
+    assert config_from_arguments(parser.parse_args(flags)).interface == "eth1"
+    assert config_from_arguments(parser.parse_args([])).interface is None
+    with pytest.raises(ConfigError, match="--adaptra-interface is empty"):
+        AdaptraConfig(host_transport="tcp", interface="")
+    with pytest.raises(ConfigError, match="--adaptra-interface eth1 is for the host path, but .* is off"):
+        AdaptraConfig(interface="eth1")

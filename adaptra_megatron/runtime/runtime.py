@@ -263,6 +263,7 @@ def _make_transport(call: PipelineCall, config: AdaptraConfig) -> Transport:
             call.chunks,
             HostSettings(
                 transport=config.host_transport,
+                interface=config.interface,
                 timeout_s=config.timeout_s,
                 rnics=rank_rnics(config.rnics, pci_bus_id(current_device())),
             ),

@@ -8,10 +8,8 @@ delegate. Nothing is sent on a stream of the device: a slow transfer never sits 
 from __future__ import annotations
 
 import logging
-import secrets
-import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,32 +17,19 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from adaptra_megatron.transport.control import Open, Start
+from adaptra_megatron.transport.control import Start
 from adaptra_megatron.transport.dual_link import DualLink, PathCounters
-from adaptra_megatron.transport.handshake import PIPELINE_NBYTES
 from adaptra_megatron.transport.host_link import HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.host_setup import Meeting, meet
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.note_mail import NoteMail
 from adaptra_megatron.transport.pair_group import PairEnds, PairGroup
 from adaptra_megatron.transport.paths import Path, PathSettings
-from adaptra_megatron.transport.placement import (
-    choose_transport,
-    host_identity,
-    job_secret,
-    listen_shm,
-    listen_tcp,
-    listening_host,
-    verbs_or_auto,
-)
-from adaptra_megatron.transport.shm_wire import LANES as SHM_LANES
+from adaptra_megatron.transport.placement import job_secret
 from adaptra_megatron.transport.supervisor import Link, Supervisor
-from adaptra_megatron.transport.verbs_device import why_unavailable
-from adaptra_megatron.transport.verbs_wire import LANES as VERBS_LANES
 
 logger = logging.getLogger("adaptra_megatron.transport.host_path")
-
-Address = list[str | int]
 
 
 @dataclass(frozen=True)
@@ -81,35 +66,38 @@ class HostTransport:
         """Called by all ranks of the pipeline's process group at the same point; returns when all links are up.
 
         `chunks`: model chunks per stage; with one, nothing goes between the last stage and the first. `paths`: when to
-        use the device path; None: never. Raises TransportError if a link does not come up.
+        use the device path; None: never. Raises TransportError if a link does not come up, on all ranks at once if one
+        cannot take part.
         """
         self.stage = group.rank()
         self._sent: list[MessageTimes] = []
         self._received: list[MessageTimes] = []
         self._peer_of: dict[MessageKey, int] = {}
         peers = neighbours(self.stage, group.size(), wrap=chunks > 1)
-        lacking = why_unavailable(list(settings.rnics)) if settings.transport == "verbs" else None
-        hosts = _gather(group, (host_identity(), secrets.token_hex(PIPELINE_NBYTES), lacking))
-        identities, lacks = [host[0] for host in hosts], {stage: host[2] for stage, host in enumerate(hosts)}
-        self._transports = {}
-        for peer in peers:
-            wanted = settings.transport if settings.transport != "verbs" else verbs_or_auto(lacks, self.stage, peer)
-            ends = identities[self.stage], identities[peer], f"{self.stage}<->{peer}"
-            self._transports[peer] = choose_transport(wanted, *ends)
-        one_host = len({identity.partition("/")[0] for identity in identities}) == 1
-        listeners = _listen(set(self._transports.values()), lambda: listening_host(settings.bind, one_host=one_host))
-        addresses = _gather(group, {name: address for name, (_listener, address) in listeners.items()})
-        self._links = {peer: self._make_link(group, peer, settings, paths, hosts[0][1]) for peer in peers}
-        self._supervisor = Supervisor(
-            _start(self.stage, hosts[0][1], list(listeners), settings),
-            [listener for listener, _address in listeners.values()],
-            [self._plan(peer, addresses, settings, listeners) for peer in peers],
-        )
+        meeting = meet(group, peers, settings)
+        self._transports = meeting.transports
+        self._links: dict[int, HostLink] = {}
+        try:
+            for peer in peers:
+                self._links[peer] = self._make_link(group, peer, settings, paths, meeting.pipeline)
+            self._supervisor = Supervisor(
+                _start(meeting, settings),
+                list(meeting.listeners.values()),
+                [
+                    Link(link, meeting.request(peer, settings), settings.slots, settings.slot_nbytes)
+                    for peer, link in self._links.items()
+                ],
+            )
+        except BaseException:
+            for link in self._links.values():
+                link.close()
+            meeting.close()
+            raise
         deadline_s = time.monotonic() + settings.timeout_s
         try:
             for link in self._links.values():
                 link.wait_until_up(deadline_s)
-        except TransportError:
+        except BaseException:
             self.close()
             raise
         logger.info("stage %d: the host path is up: %s", self.stage, self._transports)
@@ -132,26 +120,6 @@ class HostTransport:
 
         mail = NoteMail(store, f"adaptra/notes/{pipeline}/{ours}", f"adaptra/notes/{pipeline}/{theirs}")
         return DualLink(self.stage, peer, settings, paths, make_group, mail)
-
-    def _plan(
-        self,
-        peer: int,
-        addresses: Sequence[dict[str, Address]],
-        settings: HostSettings,
-        listeners: dict[str, tuple[socket.socket, Address]],
-    ) -> Link:
-        transport = self._transports[peer]
-        listener = "shm" if transport == "shm" else "tcp"
-        request = Open(
-            peer=peer,
-            session=0,
-            transport=transport,
-            connects=self.stage < peer,
-            address=addresses[peer][listener],
-            source=str(listeners["tcp"][1][0]) if listener == "tcp" else "",
-            lanes={"shm": SHM_LANES, "verbs": VERBS_LANES}.get(transport, settings.lanes),
-        )
-        return Link(self._links[peer], request, settings.slots, settings.slot_nbytes)
 
     def describe(self, specification: TensorSpecification) -> None:
         """Messages describe themselves here; only where they live matters. Raises TransportError for a GPU."""
@@ -198,7 +166,7 @@ class HostTransport:
         """By peer. Waits for nobody."""
         return {
             peer: LinkCounters(
-                transport=self._transports[peer],
+                transport=self._supervisor.transport(peer) or self._transports[peer],
                 sessions=link.sessions,
                 doubles=link.doubles,
                 unacknowledged=link.unacknowledged,
@@ -232,28 +200,13 @@ def neighbours(stage: int, stages: int, *, wrap: bool) -> list[int]:
     return sorted(candidate for candidate in candidates if 0 <= candidate < stages and candidate != stage)
 
 
-def _gather(group: dist.ProcessGroup, mine: Any) -> list[Any]:
-    gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, mine, group=group)
-    return gathered
-
-
-def _listen(transports: set[str], host: Callable[[], str]) -> dict[str, tuple[socket.socket, Address]]:
-    found = {}
-    if "shm" in transports:
-        found["shm"] = listen_shm()
-    if transports & {"tcp", "verbs"}:
-        found["tcp"] = listen_tcp(host())
-    return found
-
-
-def _start(stage: int, pipeline: str, listeners: list[str], settings: HostSettings) -> Start:
+def _start(meeting: Meeting, settings: HostSettings) -> Start:
     store = dist.distributed_c10d._get_default_store()
     return Start(
-        stage=stage,
-        pipeline=pipeline,
+        stage=meeting.stage,
+        pipeline=meeting.pipeline,
         secret=job_secret(store).hex(),
-        listeners=listeners,
+        listeners=list(meeting.listeners),
         handshake_s=settings.handshake_s,
         stall_s=settings.stall_s,
         max_message_nbytes=settings.max_message_nbytes,

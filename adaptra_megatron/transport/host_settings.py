@@ -16,8 +16,10 @@ class HostSettings:
     """auto: shm between stages on one host, tcp otherwise. shm, tcp, verbs: that one; verbs falls back to auto."""
     timeout_s: float = 600.0
     """Longest time any single message may take to get into a ring; also for the links to come up."""
+    interface: str | None = None
+    """Network interface whose address tcp and verbs listen on and connect from; None: see placement.listening_host."""
     bind: str | None = None
-    """Address that tcp listens on; None: loopback on one host, otherwise that of the way to the master."""
+    """That address itself, where it is the same for all stages: on one host."""
     lanes: int = 4
     """TCP connections per link."""
     rnics: tuple[str, ...] = ()

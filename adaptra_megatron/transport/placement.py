@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Protocol
 
 from adaptra_megatron.transport.handshake import SECRET_NBYTES
+from adaptra_megatron.transport.interfaces import InterfaceError, interface_address
 from adaptra_megatron.transport.messages import TransportError
 
 TRANSPORTS = ("auto", "shm", "tcp", "verbs")
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 logger = logging.getLogger("adaptra_megatron.transport.placement")
 
 _SECRET_KEY = "adaptra/transport/secret"
@@ -29,13 +31,18 @@ class Store(Protocol):
         """Set `key` to `desired` if it has the value `expected`, or none and that is empty; its value afterwards."""
 
 
-def host_identity() -> str:
+def host_identity(proc: Path = Path("/proc")) -> str:
     """Equal for two processes exactly if they can share memory through abstract unix sockets.
 
-    The same boot of the same kernel, and the same network namespace: containers of one host may have their own.
+    The same boot of the same kernel, and the same network namespace: containers of one host may have their own. Where
+    the kernel (or a sandbox in its place) does not say so, no other process has the same: tcp works between any two.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    try:
+        boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat(proc / 'self/ns/net').st_ino}"
+    except OSError as cause:
+        logger.warning("this host does not say which one it is (%s): no shared memory with other processes", cause)
+        return f"unknown-{secrets.token_hex(16)}/unknown"
 
 
 def verbs_or_auto(lacking: Mapping[int, str | None], stage: int, peer: int) -> str:
@@ -86,11 +93,18 @@ def job_secret(store: Store) -> bytes:
 
 
 def listen_shm() -> tuple[socket.socket, list[str | int]]:
-    """A listening unix socket without a place in the file system, and its address. It vanishes with its owners."""
+    """A listening unix socket without a place in the file system, and its address. It vanishes with its owners.
+
+    Raises OSError.
+    """
     name = f"adaptra-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind("\0" + name)
-    listener.listen(_BACKLOG)
+    try:
+        listener.bind("\0" + name)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
     return listener, [name]
 
 
@@ -99,38 +113,65 @@ def listen_tcp(host: str) -> tuple[socket.socket, list[str | int]]:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.bind((host, 0))
+        listener.listen(_BACKLOG)
     except OSError as cause:
         listener.close()
         raise TransportError(
-            f"cannot listen on {host}: {cause}; give an address of this host that the other stages can reach"
+            f"cannot listen on {host}: {cause}; choose a network interface that the other stages can reach by "
+            "--adaptra-interface NAME"
         ) from cause
-    listener.listen(_BACKLOG)
     return listener, [host, listener.getsockname()[1]]
 
 
-def listening_host(bind: str | None, *, one_host: bool, environment: Mapping[str, str] = os.environ) -> str:
-    """Address to listen on: the one given, loopback if nobody comes from elsewhere, or that of the way to the master.
+def listening_host(interface: str | None, *, one_host: bool, environment: Mapping[str, str] = os.environ) -> str:
+    """Address to listen on: that of the interface, loopback if nobody comes from elsewhere, or what leads there.
 
-    Raises TransportError when the master's address says nothing.
+    Between hosts, and where no interface is given, that is the interface that GLOO_SOCKET_IFNAME names for
+    torch.distributed's own TCP traffic (its first, if it has an address beyond loopback), or the one of the way to the
+    master.
+
+    Raises TransportError when the interface cannot be used, or the master's address says nothing.
     """
-    if bind is not None:
-        return bind
+    if interface is not None:
+        return _address_of(interface, one_host)
     if one_host:
         return "127.0.0.1"
-    master = environment.get("MASTER_ADDR", "")
+    if chosen := environment.get(INTERFACE_VARIABLE, "").partition(",")[0].strip():
+        try:
+            return _address_of(chosen, one_host)
+        except TransportError as cause:
+            logger.warning("%s is ignored: %s", INTERFACE_VARIABLE, cause)
+    return _way_to(environment.get("MASTER_ADDR", ""))
+
+
+def _address_of(interface: str, one_host: bool) -> str:
+    try:
+        host = interface_address(interface)
+    except InterfaceError as cause:
+        raise TransportError(f"{cause}; name one of them by --adaptra-interface NAME") from cause
+    if not one_host and ipaddress.ip_address(host).is_loopback:
+        raise TransportError(
+            f"the network interface {interface!r} is loopback, but stages are on several hosts; name one that they all "
+            "reach by --adaptra-interface NAME"
+        )
+    return host
+
+
+def _way_to(master: str) -> str:
+    """Address of this host on the way to another."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing: it only asks for the route
             host = str(probe.getsockname()[0])
-    except OSError as cause:
+    except (OSError, UnicodeError) as cause:  # UnicodeError: a part of the name is empty, or too long
         raise TransportError(
             f"cannot tell which interface leads to the other hosts: MASTER_ADDR is {master!r} ({cause}); "
-            "give the address to listen on"
+            "name it by --adaptra-interface NAME"
         ) from cause
     if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
         raise TransportError(
             f"MASTER_ADDR is {master!r}, which leads to {host} on this host, but stages are on several hosts; "
-            "set MASTER_ADDR to an address that they all reach, or give the address to listen on"
+            "set MASTER_ADDR to an address that they all reach, or name the interface by --adaptra-interface NAME"
         )
     return host

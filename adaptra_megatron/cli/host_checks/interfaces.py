@@ -3,16 +3,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
-import socket
-import struct
 from dataclasses import dataclass
 
 from adaptra_megatron.cli.host_checks.findings import Roots, read_number, read_text
-
-_SIOCGIFADDR = 0x8915
-_NAME_NBYTES, _ADDRESS_AT = 16, 20
+from adaptra_megatron.transport.interfaces import interface_addresses
 
 
 @dataclass(frozen=True)
@@ -35,7 +30,7 @@ def find_interfaces(roots: Roots) -> list[Interface]:
     """All with an address but loopback, as sysfs, procfs and the kernel's ioctl have them, in the order of names."""
     found = []
     for entry in sorted((roots.sys / "class" / "net").glob("*")):
-        addresses = tuple(address for address in (_ipv4(entry.name), *_ipv6(roots, entry.name)) if address)
+        addresses = interface_addresses(entry.name, roots.proc)
         if not addresses or ipaddress.ip_address(addresses[0]).is_loopback:
             continue
         speed = read_number(entry / "speed")
@@ -49,21 +44,3 @@ def find_interfaces(roots: Roots) -> list[Interface]:
             )
         )
     return found
-
-
-def _ipv4(interface: str) -> str | None:
-    """Its first address."""
-    request = struct.pack(f"{_NAME_NBYTES}s{_NAME_NBYTES + 8}x", interface.encode())
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[_ADDRESS_AT : _ADDRESS_AT + 4])
-
-
-def _ipv6(roots: Roots, interface: str) -> list[str]:
-    """Without link-local ones, which need a scope to be used."""
-    rows = [line.split() for line in read_text(roots.proc / "net" / "if_inet6").splitlines()]
-    addresses = [ipaddress.IPv6Address(bytes.fromhex(row[0])) for row in rows if row[-1] == interface]
-    return [str(address) for address in addresses if not address.is_link_local]

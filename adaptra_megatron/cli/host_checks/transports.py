@@ -17,6 +17,7 @@ from adaptra_megatron.transport.verbs_device import Port, VerbsUnavailableError,
 
 USABLE = "usable"
 """Key of a detail: whether the transport can be used between processes of this host."""
+_CHOOSE = "--adaptra-interface NAME"
 _WAIT_S = 5.0
 _SETTLE_S = 0.02
 _WITHOUT_DEVICE = (
@@ -52,16 +53,19 @@ def check_tcp(interfaces: Sequence[Interface], environment: Mapping[str, str]) -
     """Where delegates would listen if stages were on several hosts, and that a socket can listen there."""
     try:
         from adaptra_megatron.transport.messages import TransportError
-        from adaptra_megatron.transport.placement import listen_tcp, listening_host
+        from adaptra_megatron.transport.placement import INTERFACE_VARIABLE, listen_tcp, listening_host
     except ImportError as cause:
         text = f"nothing is known: {cause}"
         return Finding(subject="tcp", level=Level.PROBLEM, text=text, remedy="see the versions below")
     here = "between stages on this host alone, delegates listen on 127.0.0.1"
     named = "; ".join(f"{interface.addresses[0]} ({interface})" for interface in interfaces if interface.up)
     details: dict[str, object] = {USABLE: True, "addresses": {i.name: list(i.addresses) for i in interfaces}}
-    if not environment.get("MASTER_ADDR"):
-        text = f"usable: {here}; between hosts on the address of the way to MASTER_ADDR, which is not set here: one of"
-        return Finding(subject="tcp", level=Level.OK, text=f"{text} {named or 'none'}", details=details)
+    if not environment.get("MASTER_ADDR") and not environment.get(INTERFACE_VARIABLE):
+        text = (
+            f"usable: {here}; between hosts on the address of {_CHOOSE}, or else of the way to MASTER_ADDR, which is "
+            f"not set here: one of {named or 'none'}"
+        )
+        return Finding(subject="tcp", level=Level.OK, text=text, details=details)
     try:
         host = listening_host(None, one_host=False, environment=environment)
         listener, _address = listen_tcp(host)
@@ -71,19 +75,20 @@ def check_tcp(interfaces: Sequence[Interface], environment: Mapping[str, str]) -
             subject="tcp",
             level=Level.NOTE,
             text=f"{here}; between hosts not usable: {cause}",
-            remedy=f"set MASTER_ADDR to an address that all hosts reach; this host has {named or 'none'}",
+            remedy=f"{_CHOOSE}, or MASTER_ADDR, an address that all hosts reach; this host has {named or 'none'}",
             details=details,
         )
     chosen = next((interface for interface in interfaces if host in interface.addresses), None)
     details |= {"listens_on": host, "interface": chosen.name if chosen else None}
-    text = f"usable: {here}; between hosts on {host}"
-    text += f" ({chosen})" if chosen else ""
-    text += f", which is the way to MASTER_ADDR {environment['MASTER_ADDR']}"
+    ways = {INTERFACE_VARIABLE: "as {name} {value} says", "MASTER_ADDR": "the way to {name} {value}"}
+    way = next(way.format(name=name, value=value) for name, way in ways.items() if (value := environment.get(name)))
+    text = f"usable: {here}; between hosts on {host}" + (f" ({chosen})" if chosen else "")
+    text += f", {way}; {_CHOOSE} chooses another"
     faster = _faster(interfaces, chosen)
     if faster is None:
         return Finding(subject="tcp", level=Level.OK, text=text, details=details)
-    remedy = f"set MASTER_ADDR to an address of the master that is reached over {faster.name}"
     text += f"; {faster} is faster"
+    remedy = f"--adaptra-interface {faster.name}, if the other hosts are reached over it"
     return Finding(subject="tcp", level=Level.NOTE, text=text, remedy=remedy, details=details)
 
 
