@@ -106,12 +106,16 @@ def _show(report: BenchReport, request: BenchRequest, directory: Path | None) ->
     print(text, end="")
     if directory is None:
         return
+    picture = ""
     try:
-        (directory / "transport.md").write_text(f"# Transports of the host path\n\n{text}", encoding="utf-8")
+        try:
+            draw(report, directory / "transport.png")
+            picture = "\n![Throughput and latency over the message size](transport.png)\n"
+        except ImportError as error:
+            print(f"no plot: {error}")
+        title = "# Transports of the host path\n\n"
+        (directory / "transport.md").write_text(title + text + picture, encoding="utf-8")
         (directory / "transport.json").write_text(report.to_json() + "\n", encoding="utf-8")
-        draw(report, directory / "transport.png")
-    except ImportError as error:
-        print(f"no plot: {error}")
     except OSError as error:
         raise InputError(f"cannot write to {directory}: {error.strerror or error}") from error
 

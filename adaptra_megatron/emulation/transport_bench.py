@@ -5,6 +5,7 @@ came out, as a table and as a picture. The measuring itself is in `transport_ben
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -139,10 +140,11 @@ def draw(report: BenchReport, path: Path) -> None:
         rows = sorted((row for row in report.measured if row.transport == transport), key=lambda row: row.nbytes)
         sizes, style = [row.nbytes for row in rows], {"color": f"C{color}", "marker": "o"}
         throughput.plot(sizes, [statistics.median(row.gb_per_s) for row in rows], label=transport, **style)
-        latency.plot(sizes, [statistics.median(row.one_way_us) for row in rows], label=transport, **style)
-        for name in dict.fromkeys(name for row in rows for name in row.yardsticks):
+        latency.plot(sizes, [statistics.median(row.one_way_us) for row in rows], **style)
+        names = dict.fromkeys(name for row in rows for name in row.yardsticks)
+        for name, line in zip(names, itertools.cycle((":", "--")), strict=False):
             points = [(row.nbytes, statistics.median(row.yardsticks[name])) for row in rows if name in row.yardsticks]
-            throughput.plot(*zip(*points, strict=True), label=name, color=f"C{color}", linestyle=":", marker=".")
+            throughput.plot(*zip(*points, strict=True), label=name, color=f"C{color}", linestyle=line, marker=".")
     latency.set_yscale("log")
     for axes, label in ((throughput, "GB/s"), (latency, "one way, us")):
         axes.set_xscale("log", base=2)
@@ -150,5 +152,5 @@ def draw(report: BenchReport, path: Path) -> None:
         axes.set_xlabel("message")
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
     figure.savefig(path)
