@@ -10,8 +10,8 @@ from __future__ import annotations
 INTERVAL_S = 0.25
 PATIENCE_S = 0.75
 """Silence after which a delegate is given up."""
-STARTING_S = 10.0
-"""Patience with the first answer: a new process imports, on a cold file system too."""
+STARTING_S = 60.0
+"""Patience with the first answer: a new process imports, over a cold network file system too, beside many others."""
 LATE_S = 0.1
 """A tick that is later than this was not on time."""
 

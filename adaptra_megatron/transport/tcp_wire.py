@@ -16,6 +16,11 @@ from adaptra_megatron.transport._ring import PEER_ENDED, PumpCounters, Ring, rec
 from adaptra_megatron.transport.socket_io import tune_connection
 from adaptra_megatron.transport.wire import Traffic
 
+ENDING_S = 2.0
+"""A peer that ends a session ends all connections at once; this long after the first, all ends should be here."""
+_ESTABLISHED = 1
+"""Of TCP_INFO: neither side has ended it."""
+
 
 class TcpWire:
     """Wire over proven TCP connections; frames are spread over them as each has room."""
@@ -29,6 +34,7 @@ class TcpWire:
         self._receivers: list[asyncio.Future[None]] = []
         self._sent, self._taken = PumpCounters(), PumpCounters()
         self._ended: Callable[[str], None] = lambda cause: None
+        self._look: asyncio.TimerHandle | None = None
 
     async def begin(self, connections: Sequence[socket.socket], ended: Callable[[str], None]) -> None:
         self._connections, self._ended = connections, ended
@@ -45,6 +51,8 @@ class TcpWire:
                 connection.shutdown(socket.SHUT_RDWR)
         if pumps := [*self._senders, *self._receivers]:
             await asyncio.wait(pumps)
+        if self._look is not None:  # not before: these ends count too
+            self._look.cancel()
         for connection in self._connections:
             connection.close()
 
@@ -68,8 +76,10 @@ class TcpWire:
 
         def end(cause: str) -> None:
             over.set_result(None)
-            # After an orderly end of one connection the others may still hold what was sent before.
-            if cause and (cause != PEER_ENDED or all(receiver.done() for receiver in self._receivers)):
+            if cause == PEER_ENDED and not all(receiver.done() for receiver in self._receivers):
+                # The others may still hold what was sent before.
+                self._look = self._look or loop.call_later(ENDING_S, self._look_at_the_others)
+            elif cause:
                 self._ended(cause)
 
         def body() -> None:
@@ -79,3 +89,10 @@ class TcpWire:
 
         threading.Thread(target=body, name=name, daemon=True).start()
         return over
+
+    def _look_at_the_others(self) -> None:
+        """End the session if it was not the peer that ended one connection: what was on its way there is lost."""
+        states = [connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] for connection in self._connections]
+        living = states.count(_ESTABLISHED)
+        if living:
+            self._ended(f"{len(states) - living} of {len(states)} connections ended, and not by the peer's doing")

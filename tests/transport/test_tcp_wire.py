@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends of a session over several TCP connections: the peer's doing, or something between the hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from adaptra_megatron.transport import tcp_wire
+from adaptra_megatron.transport._ring import PEER_ENDED, Inbox, PumpCounters, Ring, send_frames
+from adaptra_megatron.transport.tcp_wire import TcpWire
+
+ENDING_S = 0.3
+LANES, SLOTS = 3, 4
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_wire, "ENDING_S", ENDING_S)
+
+
+@pytest.fixture
+def lanes() -> Iterator[tuple[list[socket.socket], list[socket.socket]]]:
+    """Connected pairs: the wire's ends, the peer's ends."""
+    ours, theirs = [], []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for _ in range(LANES):
+            theirs.append(socket.create_connection(listener.getsockname()))
+            ours.append(listener.accept()[0])
+    yield ours, theirs
+    for connection in (*ours, *theirs):
+        connection.close()
+
+
+def causes(ours: list[socket.socket], inbound: Ring, happen: Callable[[], None], after_s: float) -> list[str]:
+    """Why the wire says that the session ended, up to `after_s` after something has happened on its connections."""
+
+    async def session() -> list[str]:
+        found: list[str] = []
+        wire = TcpWire(Ring.create(SLOTS, 4096), inbound, max_message_nbytes=1 << 20, stall_s=5.0)
+        await wire.begin(ours, found.append)
+        happen()
+        await asyncio.sleep(after_s)
+        before = list(found)
+        await wire.stop()
+        return before
+
+    return asyncio.run(session())
+
+
+def end(connection: socket.socket) -> None:
+    connection.shutdown(socket.SHUT_WR)
+
+
+def test_one_connection_that_ends_while_others_live_ends_the_session(lanes: tuple) -> None:
+    ours, theirs = lanes
+    (cause,) = causes(ours, Ring.create(SLOTS, 4096), lambda: end(theirs[1]), 3 * ENDING_S)
+    assert cause == "1 of 3 connections ended, and not by the peer's doing"
+
+
+def test_it_is_given_the_time_that_the_other_ends_may_take(lanes: tuple) -> None:
+    ours, theirs = lanes
+    assert causes(ours, Ring.create(SLOTS, 4096), lambda: end(theirs[1]), ENDING_S / 3) == []
+
+
+def test_a_peer_that_ends_all_has_ended_the_session(lanes: tuple) -> None:
+    ours, theirs = lanes
+
+    def happen() -> None:
+        for connection in theirs:
+            end(connection)
+
+    assert causes(ours, Ring.create(SLOTS, 4096), happen, 3 * ENDING_S) == [PEER_ENDED]
+
+
+def test_what_was_sent_before_the_end_is_waited_for(lanes: tuple) -> None:
+    """A reader that takes its time finds all of it, however long after the end of the other connections."""
+    ours, theirs = lanes
+    outbound, inbound, count = Ring.create(64, 4096), Ring.create(SLOTS, 4096), 3 * SLOTS
+    for number in range(count):
+        outbound.write_ack(number, time.monotonic() + 1.0)
+    outbound.close()
+    assert send_frames(outbound, theirs[0].fileno(), PumpCounters()) == ""
+    seen: list[int] = []
+
+    def read_late() -> None:
+        inbox = Inbox(max_message_nbytes=0, pooled_nbytes=0)
+        time.sleep(2 * ENDING_S)
+        while len(seen) < count:
+            event = inbox.next(inbound, time.monotonic() + 5.0)
+            assert event is not None
+            seen.append(event.sequence)
+
+    reader = threading.Thread(target=read_late)
+
+    def happen() -> None:
+        for connection in theirs:
+            end(connection)
+        reader.start()
+
+    assert causes(ours, inbound, happen, 4 * ENDING_S) == [PEER_ENDED]
+    reader.join()
+    assert seen == list(range(count))
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_wire_that_is_stopped_looks_no_more(lanes: tuple, ended: bool) -> None:
+    ours, theirs = lanes
+
+    async def session() -> list[object]:
+        found: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: found.append(context))
+        inbound = Ring.create(SLOTS, 4096)
+        wire = TcpWire(Ring.create(SLOTS, 4096), inbound, max_message_nbytes=1 << 20, stall_s=5.0)
+        await wire.begin(ours, found.append)
+        if ended:
+            end(theirs[1])
+            await asyncio.sleep(ENDING_S / 3)
+        await wire.stop()
+        found.clear()
+        await asyncio.sleep(2 * ENDING_S)
+        return found
+
+    assert asyncio.run(session()) == []
