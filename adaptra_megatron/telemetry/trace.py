@@ -103,6 +103,33 @@ class RankTrace:
         return [record for record in self.records if record.iteration == iteration]
 
 
+class TraceHeader(NamedTuple):
+    """First line of a rank's file."""
+
+    rank: int
+    stage: int
+    clock_offset_s: float
+
+
+def read_trace_header(path: Path | str) -> TraceHeader:
+    """Whose file this is, without reading all of it. Raises TraceError, and OSError if the file cannot be read."""
+    with Path(path).open(encoding="utf-8") as file:
+        return _header(Path(path), file.readline())
+
+
+def _header(path: Path, line: str) -> TraceHeader:
+    if not line.endswith("\n"):
+        raise TraceError(f"{path} is empty: its rank died before it wrote the header")
+    try:
+        header = json.loads(line)
+        version, rank, stage, offset_s = (header[key] for key in ("version", "rank", "stage", "clock_offset_s"))
+    except (ValueError, TypeError, KeyError) as error:
+        raise TraceError(f"{path}, line 1: expected a trace header, got {line[:80]!r}") from error
+    if version != FILE_VERSION:
+        raise TraceError(f"{path} has trace version {version!r}; this package reads version {FILE_VERSION}")
+    return TraceHeader(rank, stage, offset_s)
+
+
 def read_trace(path: Path | str) -> RankTrace:
     """Read one rank's file. A last line without an end (the rank was killed while writing) is left out.
 
@@ -110,15 +137,7 @@ def read_trace(path: Path | str) -> RankTrace:
     """
     path = Path(path)
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    if not lines:
-        raise TraceError(f"{path} is empty: its rank died before it wrote the header")
-    try:
-        header = json.loads(lines[0])
-        version, rank, stage, offset_s = (header[key] for key in ("version", "rank", "stage", "clock_offset_s"))
-    except (ValueError, TypeError, KeyError) as error:
-        raise TraceError(f"{path}, line 1: expected a trace header, got {lines[0][:80]!r}") from error
-    if version != FILE_VERSION:
-        raise TraceError(f"{path} has trace version {version!r}; this package reads version {FILE_VERSION}")
+    rank, stage, offset_s = _header(path, lines[0] + "\n" if lines else "")
     records: list[ActionRecord] = []
     arrivals: list[ArrivalRecord] = []
     for number, line in enumerate(lines[1:], start=2):

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run as its directory tells it: the traces of one pipeline, the events, and the parts that the run falls into."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.events import LinkDetection, PlanSwitched, StageDetection, StampedEvent
+from adaptra_megatron.telemetry.metrics import iteration_span_s
+from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
+from adaptra_megatron.telemetry.trace import FILE_PATTERN, RankTrace, TraceError, read_trace, read_trace_header
+
+MOST_FILES_TO_COMPARE = 256
+"""Ranks up to which all traces are read to find the slowest pipeline; above, the first pipeline stands for all."""
+STEP = 0.08
+"""Relative change of iteration time, in two iterations running, that begins another part of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedIteration:
+    """One training iteration of one pipeline."""
+
+    number: int
+    """As in the trace and in events: evaluations are counted."""
+    start_s: float
+    """On the job's common clock."""
+    seconds: float
+    """From the first action's start to the last one's end, over all stages."""
+    records: tuple[ActionRecord, ...]
+    arrivals: tuple[ArrivalRecord, ...]
+    order: int
+    """Hash of every stage's order of actions: equal iterations ran the same plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Iterations in a row between two changes."""
+
+    iterations: tuple[TracedIteration, ...]
+    beginning: tuple[StampedEvent, ...]
+    """The detections and switches that began it."""
+    new_order: bool
+    """Whether the order of actions is another than before; for runs without events."""
+
+    @property
+    def first(self) -> int:
+        return self.iterations[0].number
+
+    @property
+    def last(self) -> int:
+        return self.iterations[-1].number
+
+    @property
+    def seconds(self) -> float:
+        """Median of an iteration."""
+        return median(iteration.seconds for iteration in self.iterations)
+
+    @property
+    def typical(self) -> TracedIteration:
+        """The iteration whose time is the median."""
+        ordered = sorted(self.iterations, key=lambda iteration: iteration.seconds)
+        return ordered[(len(ordered) - 1) // 2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What is known of a run."""
+
+    directory: Path
+    ranks: tuple[int, ...]
+    """Of the pipeline that is shown, by stage."""
+    pipelines: int
+    """How many there are; the one shown is the slowest, if it could be told."""
+    iterations: tuple[TracedIteration, ...]
+    events: tuple[StampedEvent, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.ranks)
+
+    def iteration(self, number: int) -> TracedIteration | None:
+        return next((iteration for iteration in self.iterations if iteration.number == number), None)
+
+
+def read_run(directory: Path | str) -> RunRecord:
+    """Read the traces and events of a run.
+
+    Ranks that share a stage are taken in order: the first of each stage are one pipeline, and so on, as Megatron places
+    them. Raises TraceError if there is no trace of a training iteration or a file is damaged, EventLogError for a
+    damaged event log, OSError if a file cannot be read.
+    """
+    directory = Path(directory)
+    lanes = _pipelines(directory)
+    to_read = lanes if sum(map(len, lanes)) <= MOST_FILES_TO_COMPARE else lanes[:1]
+    candidates = [[read_trace(path) for path in lane] for lane in to_read]
+    traces = max(candidates, key=_median_seconds)
+    iterations = _iterations(traces)
+    if not iterations:
+        raise TraceError(f"no iteration that all stages have finished is in the trace of {directory}")
+    events = read_events(directory)
+    return RunRecord(
+        directory=directory,
+        ranks=tuple(trace.rank for trace in traces),
+        pipelines=len(lanes),
+        iterations=tuple(iterations),
+        events=tuple(events),
+        parts=tuple(find_parts(iterations, events)),
+    )
+
+
+def find_parts(iterations: Sequence[TracedIteration], events: Sequence[StampedEvent]) -> list[Part]:
+    """Where a run changed: at detections, at switches, at another order of actions, at a step in iteration time."""
+    changes: dict[int, list[StampedEvent]] = defaultdict(list)
+    numbers = [iteration.number for iteration in iterations]
+    for stamped in events:
+        if isinstance(stamped.event, (LinkDetection, StageDetection, PlanSwitched)):
+            at = next((number for number in numbers if number >= stamped.stamp.iteration), None)
+            if at is not None:
+                changes[at].append(stamped)
+    starts = [0]
+    for index in range(1, len(iterations)):
+        part = iterations[starts[-1] : index]
+        changed_order = iterations[index].order != iterations[index - 1].order
+        if iterations[index].number in changes or changed_order or _steps(part, iterations[index : index + 2]):
+            starts.append(index)
+    parts = []
+    for start, end in zip(starts, [*starts[1:], len(iterations)], strict=True):
+        parts.append(
+            Part(
+                iterations=tuple(iterations[start:end]),
+                beginning=tuple(changes[iterations[start].number]),
+                new_order=start > 0 and iterations[start].order != iterations[start - 1].order,
+            )
+        )
+    return parts
+
+
+def _steps(before: Sequence[TracedIteration], after: Sequence[TracedIteration]) -> bool:
+    """Whether both iterations `after` are longer, or both shorter, than is usual `before`; one alone is an outlier."""
+    if len(after) < 2:
+        return False
+    usual_s = median(iteration.seconds for iteration in before)
+    ratios = [iteration.seconds / usual_s for iteration in after]
+    return min(ratios) > 1.0 + STEP or max(ratios) < 1.0 - STEP
+
+
+def _pipelines(directory: Path) -> list[list[Path]]:
+    """Paths of each pipeline's ranks, by stage."""
+    paths = sorted(directory.glob(FILE_PATTERN))
+    if not paths:
+        raise TraceError(f"no {FILE_PATTERN} in {directory}: was the run started with --adaptra-trace-dir {directory}?")
+    by_stage: dict[int, list[tuple[int, Path]]] = defaultdict(list)
+    for path in paths:
+        header = read_trace_header(path)
+        by_stage[header.stage].append((header.rank, path))
+    missing = set(range(1 + max(by_stage))) - set(by_stage)
+    if missing:
+        raise TraceError(f"{directory} has no trace of stages {sorted(missing)}: copy the files of all hosts into it")
+    in_order = [[path for _rank, path in sorted(by_stage[stage])] for stage in sorted(by_stage)]
+    return [list(lane) for lane in zip(*in_order, strict=False)]
+
+
+def _median_seconds(traces: Sequence[RankTrace]) -> float:
+    seconds = [iteration.seconds for iteration in _iterations(traces)]
+    return median(seconds) if seconds else 0.0
+
+
+def _iterations(traces: Sequence[RankTrace]) -> list[TracedIteration]:
+    """The training iterations that every stage has finished."""
+    records: dict[int, dict[int, list[ActionRecord]]] = defaultdict(dict)
+    arrivals: dict[int, list[ArrivalRecord]] = defaultdict(list)
+    for trace in traces:
+        for record in trace.records:
+            records[record.iteration].setdefault(record.stage, []).append(record)
+        for arrival in trace.arrivals:
+            arrivals[arrival.iteration].append(arrival)
+    found = []
+    for number, by_stage in sorted(records.items()):
+        everything = tuple(record for stage in sorted(by_stage) for record in by_stage[stage])
+        if len(by_stage) < len(traces) or not any(record.kind in "BI" for record in everything):
+            continue
+        start_s, end_s = iteration_span_s(everything)
+        found.append(
+            TracedIteration(
+                number=number,
+                start_s=start_s,
+                seconds=end_s - start_s,
+                records=everything,
+                arrivals=tuple(arrivals[number]),
+                order=hash(tuple(record[1:5] for record in everything)),
+            )
+        )
+    return found
