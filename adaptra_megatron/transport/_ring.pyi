@@ -58,6 +58,8 @@ class Ring:
     def poke(self) -> None:
         """Let this process's threads that wait in `Inbox.next` on this object return."""
     def close(self) -> None: ...
+    def disown(self) -> None:
+        """In a forked child: leave memory and `fd` to the parent. What stays is a closed, empty ring of its own."""
     def write(self, description: Description, address: int, nbytes: int, deadline_s: float) -> None:
         """Copy a message in. Raises RingClosedError, TimeoutError, or FrameError before anything is written."""
     def write_ack(self, sequence: int, deadline_s: float) -> None: ...

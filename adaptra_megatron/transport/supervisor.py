@@ -2,8 +2,9 @@
 """Keeps a delegate running beside this training process, and its links up: starts, restarts, reconnects.
 
 The listening sockets belong to the training process and are lent to each delegate: addresses outlive delegates, and a
-refused connection means that the training process itself is gone. A delegate that is stopped or hangs would hold its
-links in silence: it is asked for a sign of life a few times per second, and replaced when none comes.
+refused connection means that the training process itself is gone (what it has forked, as data-loader workers, lets go
+of them). A delegate that is stopped or hangs would hold its links in silence: it is asked for a sign of life a few
+times per second, and replaced when none comes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -158,6 +160,8 @@ class Supervisor:
         self._closing = False
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
+        leave = weakref.WeakMethod(self._leave_to_the_parent)
+        os.register_at_fork(after_in_child=lambda: _call_if_there(leave))
         self._thread = threading.Thread(target=self._run, name="adaptra-host-supervisor", daemon=True)
         self._thread.start()
 
@@ -188,6 +192,21 @@ class Supervisor:
         self._thread.join(2 * DRAIN_S + 5.0)
         for listener in self._listeners:
             listener.close()
+
+    def _leave_to_the_parent(self) -> None:
+        """In a forked child, where no thread but the forking one goes on: take no lock, and hold nothing open.
+
+        Listeners that a child kept open would take connections that nobody answers after the parent has died, and rings
+        would outlive it.
+        """
+        delegate = self._delegate
+        channels = [delegate.channel] if delegate is not None else []
+        for each in (*self._listeners, *channels, self._wake, self._woken):
+            each.close()
+        for link in self._links.values():
+            for ring in (link.outbound, link.inbound):
+                if ring is not None:
+                    ring.disown()
 
     def _wake_up(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake; closed: it is over
@@ -366,3 +385,8 @@ class Supervisor:
                 link.inbound.close()
         self._wake.close()
         self._woken.close()
+
+
+def _call_if_there(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (bound := method()) is not None:
+        bound()

@@ -118,6 +118,7 @@ void define_ring(py::module_& module) {
         .def_property_readonly("pokes", &Ring::pokes)
         .def("poke", &Ring::poke, py::call_guard<py::gil_scoped_release>())
         .def("close", &Ring::close)
+        .def("disown", &Ring::disown)
         .def("write", &write, py::arg("description"), py::arg("address"), py::arg("nbytes"), py::arg("deadline_s"))
         .def(
             "write_ack",

@@ -95,7 +95,7 @@ Ring::Ring(int fd, std::byte* memory, std::size_t mapped_nbytes, std::uint32_t s
 
 Ring::~Ring() {
     munmap(memory_, mapped_nbytes_);
-    ::close(fd_);
+    if (fd_ >= 0) ::close(fd_);
 }
 
 std::shared_ptr<Ring> Ring::create(std::uint32_t slots, std::uint64_t slot_nbytes) {
@@ -223,6 +223,16 @@ void Ring::close() {
     shared_->closed.store(1);
     shared_->filled.ring_all();
     shared_->emptied.ring_all();
+}
+
+void Ring::disown() {
+    // In place: whoever still has this object in the child finds memory where it was.
+    constexpr int kEmpty = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    if (mmap(memory_, mapped_nbytes_, PROT_READ | PROT_WRITE, kEmpty, -1, 0) == MAP_FAILED) {
+        throw_errno("leaving a ring to the parent");
+    }
+    shared_->closed.store(1);
+    if (fd_ >= 0) ::close(std::exchange(fd_, -1));
 }
 
 bool Ring::closed() const { return shared_->closed.load() != 0; }

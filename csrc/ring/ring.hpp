@@ -64,6 +64,8 @@ public:
     // Wake everybody at both ends. Published slots can still be taken; nothing can be claimed.
     void close();
     bool closed() const;
+    // In a forked child: leave memory and descriptor to the parent. What stays is a closed, empty ring of its own.
+    void disown();
     // Published slots that nobody has taken yet.
     std::uint64_t backlog() const;
 
@@ -83,7 +85,7 @@ private:
     Ring(int fd, std::byte* memory, std::size_t mapped_nbytes, std::uint32_t slots, std::uint64_t slot_nbytes);
     bool filled() const;
 
-    const int fd_;
+    int fd_;
     std::byte* const memory_;
     const std::size_t mapped_nbytes_;
     Shared* const shared_;

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ class End:
         self.finished = False
         self.causes: list[str] = []
         self.rings: tuple[Ring, Ring] | None = None
+        self.supervisor: Supervisor | None = None
 
     def connected(self, outbound: Ring, inbound: Ring) -> None:
         self.rings = outbound, inbound
@@ -65,7 +67,8 @@ def start() -> Iterator[Callable[[], tuple[End, End]]]:
                 stall_s=5.0,
                 max_message_nbytes=1 << 20,
             )
-            running.append(Supervisor(beginning, [listeners[stage][0]], [Link(end, request, 4, 4096)]))
+            end.supervisor = Supervisor(beginning, [listeners[stage][0]], [Link(end, request, 4, 4096)])
+            running.append(end.supervisor)
         return ends
 
     yield start
@@ -153,3 +156,39 @@ def test_a_package_beside_ours_does_not_hide_pythons_modules(
     (tmp_path / ours.name).symlink_to(ours)
     monkeypatch.setattr(adaptra_megatron, "__file__", str(tmp_path / ours.name / "__init__.py"))
     joined(*start())
+
+
+def test_a_forked_process_holds_nothing_of_the_links(start: Callable[[], tuple[End, End]]) -> None:
+    """As a data-loader worker, which may outlive the training process: that one's peers are refused once it is gone."""
+    one, other = start()
+    joined(one, other)
+    supervisor, rings = one.supervisor, one.rings
+    assert supervisor is not None
+    assert rings is not None
+    (listener,) = supervisor._listeners
+    address = listener.getsockname()
+    said_by_child, says = os.pipe()
+    until_read, let_go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            for ring in rings:
+                ring.close()  # as its own end would do
+            found = Path("/proc/self/maps").read_text().count("memfd:adaptra-ring")
+            os.write(says, f"{found} {[ring.fd for ring in rings]}".encode())
+            os.close(let_go)
+            os.read(until_read, 1)
+        finally:
+            os._exit(0)
+    try:
+        assert os.read(said_by_child, 100) == b"0 [-1, -1]"
+        joined(one, other)  # over the same rings: what the child did was its own affair
+        assert one.rings is rings
+        supervisor.close()
+        with socket.socket(socket.AF_UNIX) as peer, pytest.raises(ConnectionRefusedError):
+            peer.connect(address)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child does not live any more"
+    finally:
+        for end in (said_by_child, says, until_read, let_go):
+            os.close(end)
+    os.waitpid(child, 0)
