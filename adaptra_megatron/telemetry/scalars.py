@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's figures per iteration, for TensorBoard and Weights & Biases through the writers that Megatron has made.
+
+Megatron has its writers on the last rank alone; links and bubbles are known to the leader. So a rank's own figures and
+the job's travel apart: the leader sends `JobFigures` along with its decisions, and whoever has a writer shows both.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+logger = logging.getLogger("adaptra_megatron.telemetry")
+
+MEGATRON_VARIABLES = "megatron.training.global_vars"
+LINKS_SHOWN = 16
+"""A curve per link is for pipelines with no more than so many directed links; the slowest link is shown always."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFigures:
+    """The leader's estimates of one directed link."""
+
+    latency_s: float
+    bandwidth_bytes_s: float | None = None
+    """None while it cannot be told."""
+    state: str = "healthy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFigures:
+    """What the leader has found from one iteration's measurements of all ranks."""
+
+    bubble_fraction: float | None = None
+    """Mean over the stages, 0..1."""
+    links: Mapping[tuple[int, int], LinkFigures] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """What one rank knows of its own iteration."""
+
+    iteration_s: float
+    peak_in_flight: float
+    plan_number: int
+    messages_by_path: Mapping[str, int] = field(default_factory=dict)
+    """Sent since the start of the run."""
+    failovers: int = 0
+    """Since the start of the run."""
+
+
+def scalars(rank: RankFigures, job: JobFigures | None = None) -> dict[str, float]:
+    """Values by tag. Tags are an interface: add, never rename."""
+    values = {
+        "adaptra/iteration_time_s": rank.iteration_s,
+        "adaptra/peak_in_flight": rank.peak_in_flight,
+        "adaptra/plan_number": rank.plan_number,
+        "adaptra/failovers": rank.failovers,
+    }
+    values |= {f"adaptra/messages_by_{path}_path": count for path, count in rank.messages_by_path.items()}
+    if job is None:
+        return values
+    if job.bubble_fraction is not None:
+        values["adaptra/bubble_fraction"] = job.bubble_fraction
+    if job.links:
+        values["adaptra/slowest_link_latency_s"] = max(link.latency_s for link in job.links.values())
+        values["adaptra/links_not_healthy"] = sum(link.state != "healthy" for link in job.links.values())
+    if len(job.links) <= LINKS_SHOWN:
+        for (source, target), link in sorted(job.links.items()):
+            values[f"adaptra/link_{source}_to_{target}/latency_s"] = link.latency_s
+            if link.bandwidth_bytes_s is not None:
+                values[f"adaptra/link_{source}_to_{target}/bandwidth_bytes_s"] = link.bandwidth_bytes_s
+    return values
+
+
+class TensorBoard(Protocol):
+    """torch.utils.tensorboard.SummaryWriter, as far as it is used."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
+
+
+class WeightsAndBiases(Protocol):
+    """The wandb module, as far as it is used: Megatron's writer is the module itself."""
+
+    def log(self, data: dict[str, float], step: int) -> Any: ...
+
+
+class ScalarWriters:
+    """Writes values to those of the two that there are.
+
+    Nothing raises into training: a writer that fails is left out from then on, after one warning.
+    """
+
+    def __init__(
+        self,
+        *,
+        tensorboard: TensorBoard | None = None,
+        wandb: WeightsAndBiases | None = None,
+        interval: int = 1,
+    ) -> None:
+        """`interval`: iterations from one set of values to the next (Megatron's --tensorboard-log-interval)."""
+        self._writers: list[tuple[str, Callable[[dict[str, float], int], Any]]] = []
+        if tensorboard is not None:
+            self._writers.append(("TensorBoard", _each_by(tensorboard)))
+        if wandb is not None:
+            self._writers.append(("Weights & Biases", wandb.log))
+        self._interval = max(1, interval)
+
+    def __bool__(self) -> bool:
+        """Whether there is anybody to write to; if not, the figures need not be gathered."""
+        return bool(self._writers)
+
+    def due(self, step: int) -> bool:
+        """Whether values of `step` would be written."""
+        return bool(self._writers) and step % self._interval == 0
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Show `values` at `step`, Megatron's number of the iteration (from 1); steps must not go back."""
+        if not self.due(step):
+            return
+        for name, write in list(self._writers):
+            try:
+                write(dict(values), step)
+            except Exception as error:  # of a third party; whatever it is, training matters more
+                self._writers.remove((name, write))
+                logger.warning("no more scalars to %s (%s); training goes on", name, error)
+
+
+def megatron_writers(modules: Mapping[str, Any] | None = None) -> ScalarWriters:
+    """Writers on this process's Megatron writers; without any where the training script has none or is not Megatron's.
+
+    Imports nothing: Megatron's own scripts have `megatron.training` loaded, others need no writers of it.
+    """
+    variables = (sys.modules if modules is None else modules).get(MEGATRON_VARIABLES)
+    if variables is None:
+        return ScalarWriters()
+    arguments = getattr(variables, "_GLOBAL_ARGS", None)
+    return ScalarWriters(
+        tensorboard=variables.get_tensorboard_writer(),
+        wandb=variables.get_wandb_writer(),
+        interval=getattr(arguments, "tensorboard_log_interval", 1),
+    )
+
+
+def megatron_step(fallback: int, modules: Mapping[str, Any] | None = None) -> int:
+    """Megatron's number of the iteration that runs, under which it writes its own scalars: from 1, over restarts.
+
+    `fallback`: what to return where the script is not Megatron's.
+    """
+    variables = (sys.modules if modules is None else modules).get(MEGATRON_VARIABLES)
+    iteration = getattr(getattr(variables, "_GLOBAL_ARGS", None), "curr_iteration", None)
+    return fallback if iteration is None else iteration + 1
+
+
+def _each_by(tensorboard: TensorBoard) -> Callable[[dict[str, float], int], None]:
+    def write(values: dict[str, float], step: int) -> None:
+        for tag, value in values.items():
+            tensorboard.add_scalar(tag, value, step)
+
+    return write
