@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the detector says: states with their reasons, and estimates to plan with."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from adaptra_megatron.detector.samples import LinkId, StageId
+
+
+class State(str, enum.Enum):
+    """Of a path of a link, or of a stage."""
+
+    HEALTHY = "healthy"
+    SLOW = "slow"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A change of a state, or of the level within one, at the iteration that gave the last evidence for it."""
+
+    iteration: int
+    subject: LinkId | StageId
+    before: State
+    state: State
+    since_iteration: int
+    """The first iteration that showed the change."""
+    level_s: float | None
+    """Seconds per message of the usual size, or per action of the kind that changed most; None of the dead."""
+    baseline_s: float | None
+    """The same in health; None where that is not known."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.state.value} since iteration {self.since_iteration}, {self.reason}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of the event log: plain numbers and text."""
+        document = asdict(self)
+        document["subject"] = {"kind": "link" if isinstance(self.subject, LinkId) else "stage"}
+        document["subject"].update(self.subject._asdict())
+        return {**document, "before": self.before.value, "state": self.state.value}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkEstimate:
+    """One path of a link as it is now, from the latest iterations of its present level."""
+
+    latency_s: float
+    """Planning quantile, without the bytes' own time; equal to `transfer_s` where the two cannot be told apart."""
+    bandwidth_bytes_per_s: float | None
+    """None where messages of one size never wait for each other: then nothing tells it, and it does not matter."""
+    transfer_s: float
+    """Planning quantile, of a message of `nbytes` on the idle link: latency plus the time its bytes take."""
+    nbytes: int
+    """The usual message."""
+    state: State
+    since_iteration: int
+    reason: str
+    clock_correction_s: float
+    """Taken off the latest measured times, because the other direction's would have been negative without."""
+
+    def occupancy_s(self, nbytes: int) -> float:
+        """Seconds that a message of `nbytes` keeps the link busy; 0 where the bandwidth is not known."""
+        return 0.0 if self.bandwidth_bytes_per_s is None else nbytes / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageEstimate:
+    """One stage as it is now."""
+
+    durations_s: Mapping[tuple[str, int], float]
+    """By (kind, chunk): median seconds of the latest iterations of the present level."""
+    state: State
+    since_iteration: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Of all links and stages that were ever measured."""
+
+    links: Mapping[LinkId, LinkEstimate]
+    stages: Mapping[StageId, StageEstimate]

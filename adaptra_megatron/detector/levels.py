@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Robust statistics of one measured quantity: of an iteration, and of the latest iterations at one level."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from adaptra_megatron.detector.link_model import Array
+
+_KEPT_VALUES = 64
+"""Per iteration; of more, evenly spaced ones in order of size."""
+_SCALE = 1.4826
+"""Standard deviation of a normal distribution per median absolute deviation."""
+_ENOUGH_ITERATIONS = 5
+"""For their medians' scatter to be known."""
+
+
+class Batch:
+    """The values of one iteration."""
+
+    def __init__(self, iteration: int, values: Array) -> None:
+        """`values`: at least one, in any order."""
+        values = np.sort(values)
+        self.iteration = iteration
+        self.count = len(values)
+        lower_quarter, self.median, upper_quarter = (float(x) for x in np.quantile(values, (0.25, 0.5, 0.75)))
+        self.spread = upper_quarter - lower_quarter
+        self.low, self.high = (float(x) for x in np.quantile(values, (0.1, 0.9)))
+        if self.count > _KEPT_VALUES:
+            values = values[np.linspace(0, self.count - 1, _KEPT_VALUES).round().astype(int)]
+        self.values = values
+
+
+class Level(NamedTuple):
+    """What values of several iterations have in common."""
+
+    value: float
+    """Median of the iterations' medians."""
+    low: float
+    """Tenth percentile of all values."""
+    high: float
+    """Ninetieth."""
+    spread: float
+    """Distance of the quartiles of all values."""
+    scatter: float
+    """Standard deviation of the iterations' medians, by their median absolute deviation; 0 while there are few."""
+    iterations: int
+    until_iteration: int
+
+    def noise(self, count: int) -> float:
+        """Standard deviation to expect of the median of `count` values.
+
+        What iterations showed, but no less than the values' own spread makes likely: for normal as for exponential
+        noise that is within a tenth of the distance of quartiles / sqrt(count).
+        """
+        return float(max(self.scatter, self.spread / np.sqrt(count)))
+
+
+class Window:
+    """The latest iterations at one level."""
+
+    def __init__(self, length: int) -> None:
+        self._batches: deque[Batch] = deque(maxlen=length)
+        self._level: Level | None = None
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def add(self, batch: Batch) -> None:
+        """Take an iteration in; the oldest leaves when the window is full."""
+        self._batches.append(batch)
+        self._level = None
+
+    def level(self) -> Level:
+        """Of all iterations in the window, at least one."""
+        if self._level is None:
+            medians = np.array([batch.median for batch in self._batches])
+            value = float(np.median(medians))
+            low, lower, upper, high = (float(x) for x in np.quantile(self._values(len(self)), (0.1, 0.25, 0.75, 0.9)))
+            scatter = 0.0
+            if len(medians) >= _ENOUGH_ITERATIONS:
+                scatter = _SCALE * float(np.median(np.abs(medians - value)))
+            until = self._batches[-1].iteration
+            self._level = Level(value, low, high, upper - lower, scatter, len(medians), until)
+        return self._level
+
+    def latest_quantile(self, fraction: float, iterations: int) -> float:
+        """Of the values of the latest iterations: the smallest that at least `fraction` of them do not exceed."""
+        return float(np.quantile(self._values(iterations), fraction, method="inverted_cdf"))
+
+    def _values(self, iterations: int) -> Array:
+        return np.concatenate([batch.values for batch in list(self._batches)[-iterations:]])

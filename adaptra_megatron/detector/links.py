@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One path of one directed link over the iterations."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from adaptra_megatron.detector import words
+from adaptra_megatron.detector.damping import FlapDamper
+from adaptra_megatron.detector.findings import Finding, LinkEstimate, State
+from adaptra_megatron.detector.levels import Batch
+from adaptra_megatron.detector.link_model import Array, Messages, fit_link
+from adaptra_megatron.detector.samples import LinkId, LinkSample
+from adaptra_megatron.detector.series import Change, Series
+from adaptra_megatron.detector.settings import DetectorSettings
+
+
+class LinkTracker:
+    """Follows the transfer time of a message of the usual size, and whether messages arrive at all."""
+
+    def __init__(self, identity: LinkId, settings: DetectorSettings) -> None:
+        self.identity = identity
+        self._settings = settings
+        self._damper = FlapDamper(settings)
+        self.series = Series(settings, settings.link, self._damper)
+        self._dead = False
+        self._alive_streak, self._alive_since = 0, 0
+        self._since, self._reason = 0, words.UNJUDGED
+        self._nbytes = 0
+        """The usual message."""
+        self._seconds_per_byte: deque[float] = deque(maxlen=settings.estimate_iterations)
+        """What the latest iterations of this level told."""
+        self._clock_correction_s = 0.0
+
+    @property
+    def state(self) -> State:
+        return State.DEAD if self._dead else self.series.state
+
+    def observe(
+        self, iteration: int, sample: LinkSample, *, clock_correction_s: float, action_s: float, disturbed: bool
+    ) -> Finding | None:
+        """Judge an iteration. `clock_correction_s` is taken off all measured times."""
+        lost = sum(message.arrived_s is None for message in sample.messages)
+        if sample.broken is not None:
+            return self._die(iteration, f"the transport gave it up: {sample.broken}")
+        if lost >= self._settings.min_messages and 2 * lost >= len(sample.messages):
+            return self._die(iteration, f"{lost} of {len(sample.messages)} messages did not arrive by it")
+        if disturbed:
+            return None
+        messages = _messages(sample, clock_correction_s)
+        if messages is None or np.count_nonzero(messages.telling) < self._settings.min_messages:
+            return None
+        self._clock_correction_s = clock_correction_s
+        values = self._transfers(messages)
+        change = None
+        if values is not None:
+            change = self.series.observe(Batch(iteration, values), action_s)
+        if change is not None:
+            self._seconds_per_byte.clear()
+        if self._dead:
+            return self._revive(iteration)
+        return None if change is None else self.report(iteration, change)
+
+    def report(self, iteration: int, change: Change) -> Finding:
+        """A change of the series as a finding."""
+        self._since = change.since_iteration
+        self._reason = words.change_in_words(f"a message of {words.size(self._nbytes)}", change)
+        return Finding(
+            iteration=iteration,
+            subject=self.identity,
+            before=change.before,
+            state=change.state,
+            since_iteration=change.since_iteration,
+            level_s=change.level_s,
+            baseline_s=change.baseline.value,
+            reason=self._reason,
+        )
+
+    def estimate(self) -> LinkEstimate | None:
+        """None while no iteration has told anything."""
+        if not len(self.series.window):
+            return None
+        settings = self._settings
+        transfer_s = max(
+            0.0, self.series.window.latest_quantile(settings.planning_quantile, settings.estimate_iterations)
+        )
+        rate = self._known_rate()
+        occupancy_s = 0.0 if rate is None else rate * self._nbytes
+        return LinkEstimate(
+            latency_s=max(0.0, transfer_s - occupancy_s),
+            bandwidth_bytes_per_s=None if rate is None else 1.0 / rate,
+            transfer_s=transfer_s,
+            nbytes=self._nbytes,
+            state=self.state,
+            since_iteration=self._since,
+            reason=words.SETTLED if self._reason is words.UNJUDGED and self.series.settled else self._reason,
+            clock_correction_s=self._clock_correction_s,
+        )
+
+    def _transfers(self, messages: Messages) -> Array | None:
+        """Seconds each telling message would have taken on the idle link, had it been of the usual size.
+
+        None if it cannot be said: sizes have changed, and nothing tells the bandwidth.
+        """
+        fit = fit_link(messages, self._known_rate())
+        if fit.identified:
+            self._seconds_per_byte.append(fit.seconds_per_byte)
+        sizes = messages.nbytes[messages.telling]
+        if self._nbytes == 0:
+            self._nbytes = int(np.median(sizes))
+        if fit.seconds_per_byte > 0.0:
+            return fit.latency_s + fit.seconds_per_byte * self._nbytes
+        usual = np.abs(sizes - self._nbytes) <= self._settings.size_tolerance * self._nbytes
+        if np.count_nonzero(usual) >= self._settings.min_messages:
+            return np.asarray(fit.latency_s[usual])
+        if self._dead or self.series.state is not State.HEALTHY:
+            return None  # probes, say
+        self._nbytes = int(np.median(sizes))
+        self.series.forget()
+        return fit.latency_s
+
+    def _known_rate(self) -> float | None:
+        """Seconds per byte."""
+        return float(np.median(self._seconds_per_byte)) if self._seconds_per_byte else None
+
+    def _die(self, iteration: int, reason: str) -> Finding | None:
+        self._alive_streak = 0
+        if self._dead:
+            return None
+        before, self._dead = self.state, True
+        if before is State.HEALTHY:
+            self._damper.fell(iteration)
+        self._since, self._reason = iteration, reason
+        return self._finding(iteration, before, None)
+
+    def _revive(self, iteration: int) -> Finding | None:
+        """It carries messages again; once it has done so for long enough, it is as slow or healthy as they say."""
+        if self._alive_streak == 0:
+            self._alive_since = iteration
+        self._alive_streak += 1
+        if self._alive_streak < self._damper.hold_iterations:
+            return None
+        self._dead = False
+        if self.state is State.HEALTHY:
+            self._damper.recovered(iteration)
+        self._since = self._alive_since
+        self._reason = f"messages have arrived by it again for {self._alive_streak} iterations"
+        return self._finding(iteration, State.DEAD, self.series.window.level().value)
+
+    def _finding(self, iteration: int, before: State, level_s: float | None) -> Finding:
+        known = len(self.series.window) > 0
+        return Finding(
+            iteration=iteration,
+            subject=self.identity,
+            before=before,
+            state=self.state,
+            since_iteration=self._since,
+            level_s=level_s,
+            baseline_s=self.series.baseline.value if known else None,
+            reason=self._reason,
+        )
+
+
+def _messages(sample: LinkSample, clock_correction_s: float) -> Messages | None:
+    """Those that arrived, in the order in which they were sent; None if there are none."""
+    rows = [
+        (
+            message.sent_s,
+            message.nbytes,
+            message.sent_s if message.posted_s is None else max(message.sent_s, message.posted_s),
+            message.arrived_s - clock_correction_s,
+            message.posted_s is None or message.posted_s <= message.sent_s,
+        )
+        for message in sample.messages
+        if message.arrived_s is not None
+    ]
+    if not rows:
+        return None
+    table = np.array(sorted(rows), dtype=np.float64)
+    return Messages(table[:, 1], table[:, 2], table[:, 3], table[:, 4] > 0.0)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an iteration measured. All moments are seconds on one clock; all of one iteration is observed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class LinkId(NamedTuple):
+    """One path of one directed link of one pipeline."""
+
+    pipeline: int
+    """Which of the job's parallel pipelines (the first global rank of its pipeline group)."""
+    source: int
+    """Pipeline rank."""
+    target: int
+    path: str
+    """"device" or "host"."""
+
+    def __str__(self) -> str:
+        return f"link {self.source}->{self.target} of pipeline {self.pipeline}, {self.path} path"
+
+
+class StageId(NamedTuple):
+    """One stage of one pipeline."""
+
+    pipeline: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} of pipeline {self.pipeline}"
+
+
+class MessageSample(NamedTuple):
+    """One message on one path: a tensor of the training, or a probe."""
+
+    nbytes: int
+    sent_s: float
+    arrived_s: float | None
+    """None: it did not arrive by this path."""
+    posted_s: float | None = None
+    """When the receive was posted, where a message cannot arrive before that; None where an arrival is seen anyhow.
+
+    A message that was sent before its receive was posted says nothing of the link.
+    """
+
+
+@dataclass(frozen=True)
+class LinkSample:
+    """What one path of a link carried in an iteration; without messages it says nothing but whether it is broken."""
+
+    messages: Sequence[MessageSample] = ()
+    broken: str | None = None
+    """Why the transport had given the path up when the iteration ended, in its words; None while it had not."""
+
+
+@dataclass(frozen=True)
+class StageSample:
+    """What one stage computed in an iteration."""
+
+    durations_s: Mapping[tuple[str, int], Sequence[float]] = field(default_factory=dict)
+    """By (kind, chunk), kinds "F", "B", "I" and "W": seconds without waiting, one value per action, or their median."""
+    lost: str | None = None
+    """Why the stage is known to be gone; None while it is not."""
+
+
+@dataclass(frozen=True)
+class IterationSample:
+    """One training iteration. What is missing from it is not judged, and stays what it was."""
+
+    iteration: int
+    links: Mapping[LinkId, LinkSample] = field(default_factory=dict)
+    stages: Mapping[StageId, StageSample] = field(default_factory=dict)
+    disturbance: str | None = None
+    """What is known to have disturbed all timings (a checkpoint save, an evaluation just before): then only broken
+    paths and lost stages count."""

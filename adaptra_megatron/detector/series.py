@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Change points of one measured quantity, with hysteresis: healthy or slow."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from adaptra_megatron.detector.damping import FlapDamper
+from adaptra_megatron.detector.findings import State
+from adaptra_megatron.detector.levels import Batch, Level, Window
+from adaptra_megatron.detector.settings import ChangeSettings, DetectorSettings
+
+
+class Change(NamedTuple):
+    """A new level, or only a new verdict on the level there is."""
+
+    before: State
+    state: State
+    since_iteration: int
+    level_s: float
+    previous_s: float
+    baseline: Level
+    evidence: str
+
+
+class _Verdict(NamedTuple):
+    """How one iteration compares with the present level."""
+
+    direction: int
+    """1 slower, -1 faster, 0 the same."""
+    overwhelming: bool = False
+
+
+_SAME = _Verdict(0)
+
+
+class Series:
+    """One quantity in seconds, such as the transfer time of a link; smaller is better.
+
+    An iteration that differs from the present level is held back until others confirm it, and forgotten if they do
+    not: neither the level nor an estimate ever sees it.
+    """
+
+    def __init__(self, settings: DetectorSettings, changes: ChangeSettings, damper: FlapDamper) -> None:
+        self.state = State.HEALTHY
+        self._settings, self._changes, self._damper = settings, changes, damper
+        self.window = Window(settings.baseline_iterations)
+        """Of the present level."""
+        self._healthy_window = self.window
+        """Of the latest healthy level: what a recovery comes back to."""
+        self.settled = False
+        """Whether there is a level to compare with."""
+        self._baseline: Level | None = None
+        """What was healthy, while the present level is slow."""
+        self._lowest: Level | None = None
+        self._recent: deque[int] = deque(maxlen=settings.recurrence_window)
+        self._streak = 0
+        self._direction = 0
+        self._since = 0
+
+    @property
+    def baseline(self) -> Level:
+        """What is healthy."""
+        return self._baseline if self._baseline is not None else self.window.level()
+
+    def observe(self, batch: Batch, action_s: float) -> Change | None:
+        """Judge an iteration of a job whose median action takes `action_s`."""
+        if not self.settled:
+            self.window.add(batch)
+            self.settled = len(self.window) >= self._settings.settling_iterations
+            return None
+        verdict = self._judge(batch, action_s)
+        self._recent.append(verdict.direction)
+        if verdict.direction == 0:
+            self._streak = 0
+            self.window.add(batch)
+            return self._look_for_creeping(batch.iteration, action_s)
+        if self._streak == 0 or verdict.direction != self._direction:
+            self._streak, self._direction, self._since = 0, verdict.direction, batch.iteration
+        self._streak += 1
+        evidence = self._confirmation(verdict)
+        return None if evidence is None else self._switch(batch, action_s, evidence)
+
+    def declare_slow(self, healthy_s: float, iteration: int, evidence: str) -> Change:
+        """Its level is slow beside its peers': health is `healthy_s`, of which nothing else is known."""
+        level = self.window.level()
+        self._baseline = level._replace(value=healthy_s, scatter=0.0)
+        self._healthy_window = Window(self._settings.baseline_iterations)
+        return self._fall(iteration, iteration, level.value, healthy_s, evidence)
+
+    def forget(self) -> None:
+        """What comes cannot be compared with what was: settle anew."""
+        self.state, self.settled = State.HEALTHY, False
+        self.window = self._healthy_window = Window(self._settings.baseline_iterations)
+        self._baseline = self._lowest = None
+        self._streak = 0
+        self._recent.clear()
+
+    def _judge(self, batch: Batch, action_s: float) -> _Verdict:
+        changes, level = self._changes, self.window.level()
+        margin_s = max(changes.material_s(level.value, action_s), changes.sigmas * level.noise(batch.count))
+        shift_s = batch.median - level.value
+        if self.state is State.SLOW and batch.median <= self._healthy_limit(batch, action_s):
+            return _Verdict(-1, self._overwhelming(batch, level, shift_s))
+        if abs(shift_s) < margin_s:
+            return _SAME
+        return _Verdict(1 if shift_s > 0 else -1, self._overwhelming(batch, level, shift_s))
+
+    def _healthy_limit(self, batch: Batch, action_s: float) -> float:
+        """Half-way to what would be called slow: a level in between stays what it is."""
+        baseline, changes = self.baseline, self._changes
+        noise_s = 0.75 * changes.sigmas * baseline.noise(batch.count)
+        return baseline.value + max(0.5 * changes.material_s(baseline.value, action_s), noise_s)
+
+    def _overwhelming(self, batch: Batch, level: Level, shift_s: float) -> bool:
+        """Nearly all values beyond nearly all known ones, and shifted alike, as no pause or burst of load does it."""
+        if not self._changes.single_iteration or batch.count < self._settings.overwhelming_messages:
+            return False
+        apart = batch.low > level.high if shift_s > 0 else batch.high < level.low
+        return apart and batch.spread <= max(2.0 * level.spread, 0.5 * abs(shift_s))
+
+    def _confirmation(self, verdict: _Verdict) -> str | None:
+        """Why the change is believed now; None while it is not."""
+        settings, damper = self._settings, self._damper
+        slower = verdict.direction > 0
+        if verdict.overwhelming and (slower or damper.flaps == 0):
+            return "nearly all messages of the iteration alike"
+        needed = settings.confirm_iterations if slower else damper.hold_iterations
+        if self._streak >= needed:
+            after_flaps = f" after {damper.flaps} relapses" if damper.flaps and not slower else ""
+            return f"{self._streak} iterations in a row{after_flaps}"
+        recurrent = sum(direction > 0 for direction in self._recent)
+        if slower and recurrent >= settings.recurrent_iterations:
+            return f"{recurrent} of the latest {len(self._recent)} iterations"
+        return None
+
+    def _switch(self, batch: Batch, action_s: float, evidence: str) -> Change:
+        """Enter the level that `batch` shows."""
+        previous_s = self.window.level().value
+        if self._direction > 0:
+            if self.state is State.HEALTHY:
+                self._healthy_window, self._baseline = self.window, self.window.level()
+            self._start_window(Window(self._settings.baseline_iterations), batch)
+            return self._fall(batch.iteration, self._since, batch.median, previous_s, evidence)
+        before, healthy = self.state, self.baseline
+        if before is State.SLOW and batch.median > self._healthy_limit(batch, action_s):
+            self._start_window(Window(self._settings.baseline_iterations), batch)
+        elif before is State.SLOW:
+            self._start_window(self._healthy_window, batch)
+            self._recover(batch.iteration)
+        else:
+            self._start_window(Window(self._settings.baseline_iterations), batch)
+            self._lowest = None
+        return Change(before, self.state, self._since, batch.median, previous_s, healthy, evidence)
+
+    def _start_window(self, window: Window, batch: Batch) -> None:
+        self.window = window
+        self.window.add(batch)
+        self._streak = 0
+        self._recent.clear()
+
+    def _fall(self, iteration: int, since: int, level_s: float, previous_s: float, evidence: str) -> Change:
+        before, self.state = self.state, State.SLOW
+        if before is State.HEALTHY:
+            self._damper.fell(iteration)
+        return Change(before, State.SLOW, since, level_s, previous_s, self.baseline, evidence)
+
+    def _recover(self, iteration: int) -> None:
+        self.state = State.HEALTHY
+        self._baseline = None
+        self._damper.recovered(iteration)
+
+    def _look_for_creeping(self, iteration: int, action_s: float) -> Change | None:
+        """A level that rises too slowly for any iteration to stand out is held against the lowest there was."""
+        if self.state is not State.HEALTHY or len(self.window) < self._settings.baseline_iterations // 2:
+            return None
+        level = self.window.level()
+        if self._lowest is None or level.value < self._lowest.value:
+            self._lowest = level
+        lowest = self._lowest
+        margin_s = 2.0 * max(self._changes.material_s(lowest.value, action_s), lowest.spread)
+        if level.value <= lowest.value + margin_s:
+            return None
+        self._baseline, self._healthy_window = lowest, Window(self._settings.baseline_iterations)
+        evidence = f"risen slowly since iteration {lowest.until_iteration}"
+        return self._fall(iteration, lowest.until_iteration, level.value, lowest.value, evidence)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Findings in words."""
+
+from __future__ import annotations
+
+from adaptra_megatron.detector.findings import State
+from adaptra_megatron.detector.levels import Level
+from adaptra_megatron.detector.series import Change
+
+SETTLED = "as in its first iterations"
+UNJUDGED = "too few iterations to judge"
+
+
+def seconds(value_s: float) -> str:
+    """In milliseconds, to three digits."""
+    return f"{value_s * 1e3:.3g} ms"
+
+
+def size(nbytes: float) -> str:
+    """In the largest binary unit that leaves at least one."""
+    for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes >= 1024**exponent:
+            return f"{nbytes / 1024**exponent:.3g} {unit}"
+    return f"{nbytes:.0f} bytes"
+
+
+def change_in_words(what: str, change: Change) -> str:
+    """Such as `a message of 4 MiB takes 32 ms, before 2 ms (baseline of 20 iterations: 2 ms); told by ...`."""
+    text = f"{what} takes {seconds(change.level_s)}, before {seconds(change.previous_s)}"
+    if State.SLOW in (change.before, change.state):
+        text += f" ({_baseline_in_words(change.baseline)})"
+    return f"{text}; told by {change.evidence}"
+
+
+def _baseline_in_words(baseline: Level) -> str:
+    return f"baseline {seconds(baseline.value)}, of {baseline.iterations} iterations up to {baseline.until_iteration}"
