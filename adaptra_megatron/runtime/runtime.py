@@ -254,10 +254,14 @@ class AdaptraRuntime:
 
 
 def _make_transport(call: PipelineCall, config: AdaptraConfig) -> Transport:
-    group, on_gpu = call.pipeline_group, current_device().type == "cuda"
+    group, device = call.pipeline_group, current_device()
+    on_gpu = device.type == "cuda"
     if config.host_transport != "off":
-        if on_gpu:
-            raise ConfigError("--adaptra-host-transport: the host path carries CPU tensors only so far; use off")
+        if on_gpu and config.path != "host":
+            raise ConfigError(
+                "--adaptra-host-transport on GPUs: a link has one path there so far; use --adaptra-path host, or "
+                "--adaptra-host-transport off for the device path"
+            )
         return HostTransport(
             group,
             call.chunks,
@@ -265,9 +269,10 @@ def _make_transport(call: PipelineCall, config: AdaptraConfig) -> Transport:
                 transport=config.host_transport,
                 interface=config.interface,
                 timeout_s=config.timeout_s,
-                rnics=rank_rnics(config.rnics, pci_bus_id(current_device())),
+                rnics=rank_rnics(config.rnics, pci_bus_id(device)),
             ),
-            PathSettings(preferred=Path(config.path)),
+            None if on_gpu else PathSettings(preferred=Path(config.path)),
+            device,
         )
     if on_gpu:
         return StreamTransport(group, config.timeout_s)

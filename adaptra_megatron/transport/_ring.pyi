@@ -60,8 +60,19 @@ class Ring:
     def close(self) -> None: ...
     def disown(self) -> None:
         """In a forked child: leave memory and `fd` to the parent. What stays is a closed, empty ring of its own."""
-    def write(self, description: Description, address: int, nbytes: int, deadline_s: float) -> None:
-        """Copy a message in. Raises RingClosedError, TimeoutError, or FrameError before anything is written."""
+    def write(
+        self,
+        description: Description,
+        address: int,
+        nbytes: int,
+        deadline_s: float,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> None:
+        """Copy a message in, or its bytes from `begin` (a multiple of the slot size) to `end`.
+
+        Raises RingClosedError, TimeoutError, or FrameError before anything is written.
+        """
     def write_ack(self, sequence: int, deadline_s: float) -> None: ...
     def write_bye(self, deadline_s: float) -> None: ...
     @property

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-import torch
-
+from adaptra_megatron.transport.device_copies import Receipt
 from adaptra_megatron.transport.messages import MessageKey
 
 
@@ -17,7 +16,7 @@ class Arrival:
 
     sequence: int | None
     """None where it came by another path than the host path."""
-    tensor: torch.Tensor
+    receipt: Receipt
     arrived_s: float
 
 
@@ -51,6 +50,7 @@ class Arrivals:
         self._posted[key] = now_s
         if key in self._arrived:
             self._owe(self._arrived[key])
+            self._arrived[key].receipt.begin()
 
     def posted_s(self, key: MessageKey) -> float:
         """When `key` was asked for."""
@@ -65,6 +65,7 @@ class Arrivals:
         self._arrived[key] = arrival
         if key in self._posted:
             self._owe(arrival)
+            arrival.receipt.begin()
         return True
 
     def arrive_again(self, sequence: int) -> None:

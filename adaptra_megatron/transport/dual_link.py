@@ -18,6 +18,7 @@ import torch
 
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.arrivals import Arrival
+from adaptra_megatron.transport.device_copies import HostReceipt
 from adaptra_megatron.transport.device_path import DevicePath, MakeGroup
 from adaptra_megatron.transport.host_link import HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
@@ -329,7 +330,7 @@ class DualLink(HostLink):
         with self._lock:
             number = self._inlet.arrived(session, tensor.nbytes)
             if number is not None and number >= 0:
-                arrival = Arrival(None, tensor, arrived_s)
+                arrival = Arrival(None, HostReceipt(tensor), arrived_s)
                 key = self._inlet.key(number)
                 if key is None:
                     self._early[number] = arrival
@@ -397,7 +398,7 @@ class DualLink(HostLink):
 
     def _unacknowledged(self) -> list[Posted[torch.Tensor]]:
         return [
-            Posted(message.number, message.key, message.tensor)
+            Posted(message.number, message.key, message.payload.tensor())
             for message in self._outbox.messages()
             if message.key is not None
         ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event
+from adaptra_megatron.transport.device_copies import Payload
 from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
 from adaptra_megatron.transport.notes import NOTE_NBYTES
 
@@ -17,10 +18,10 @@ _CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in D
 _TYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
-def check_can_travel(key: MessageKey, tensor: torch.Tensor, max_nbytes: int) -> None:
-    """Raises TransportError for a tensor that no frame can describe, naming the rule."""
-    if tensor.device.type != "cpu":
-        raise TransportError(f"the {key} is on {tensor.device}: the host path carries tensors in host memory only")
+def check_can_travel(key: MessageKey, tensor: torch.Tensor, device: torch.device, max_nbytes: int) -> None:
+    """Raises TransportError for a tensor that is not on `device` or that no frame can describe, naming the rule."""
+    if tensor.device != device:
+        raise TransportError(f"the {key} is on {tensor.device}, but this link carries tensors of {device}")
     if tensor.dtype not in _CODES:
         raise TransportError(f"the {key} has data type {tensor.dtype}, which is none of {', '.join(DATA_TYPES)}")
     if tensor.dim() > MOST_DIMENSIONS:
@@ -29,7 +30,7 @@ def check_can_travel(key: MessageKey, tensor: torch.Tensor, max_nbytes: int) -> 
         raise TransportError(f"the {key} has {tensor.nbytes} bytes, more than the limit of {max_nbytes}")
 
 
-def describe(sequence: int, key: MessageKey, tensor: torch.Tensor) -> Description:
+def describe(sequence: int, key: MessageKey, message: Payload) -> Description:
     """The description of a tensor on the wire, which must be able to travel."""
     return Description(
         sequence=sequence,
@@ -37,12 +38,12 @@ def describe(sequence: int, key: MessageKey, tensor: torch.Tensor) -> Descriptio
         direction=_DIRECTIONS.index(key.direction),
         chunk=key.chunk,
         micro_batch=key.micro_batch,
-        dtype=_CODES[tensor.dtype],
-        shape=tensor.shape,
+        dtype=_CODES[message.dtype],
+        shape=message.shape,
     )
 
 
-def describe_note(sequence: int, number: int, packet: torch.Tensor) -> Description:
+def describe_note(sequence: int, number: int, packet: Payload) -> Description:
     """The description of a note on the wire; `packet`: uint8 [nbytes]."""
     return Description(
         sequence=sequence,
@@ -55,10 +56,13 @@ def describe_note(sequence: int, number: int, packet: torch.Tensor) -> Descripti
     )
 
 
-def note_of(event: Event) -> tuple[int, bytes] | None:
-    """Number and bytes of a received note, None for any other message. Raises ValueError for one that is too long."""
-    if event.direction != _NOTE:
-        return None
+def is_tensor(event: Event) -> bool:
+    """Whether this is a message with a key, neither a note nor news of the link."""
+    return event.kind == Event.Kind.MESSAGE and event.direction != _NOTE
+
+
+def note_of(event: Event) -> tuple[int, bytes]:
+    """Number and bytes of a received note. Raises ValueError for one that is too long."""
     packet = bytes(event.payload)
     if len(packet) > NOTE_NBYTES:
         raise ValueError(f"a note of {len(packet)} bytes is longer than {NOTE_NBYTES}")

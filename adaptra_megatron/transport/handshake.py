@@ -33,11 +33,13 @@ SESSION_NBYTES = 16
 PIPELINE_NBYTES = 16
 
 _MAGIC = b"adaptra\n"
-_VERSION = 2
+VERSION = 2
 _CHALLENGE = struct.Struct(f"<8sI{NONCE_NBYTES}s")
+CHALLENGE_NBYTES = _CHALLENGE.size
+"""What anybody gets to hear."""
 _PURPOSE = struct.Struct(f"<{PIPELINE_NBYTES}sII{SESSION_NBYTES}sHH?")
 _PROOF_NBYTES = hashlib.sha256().digest_size
-_ANSWER_NBYTES = _PURPOSE.size + NONCE_NBYTES + _PROOF_NBYTES
+ANSWER_NBYTES = _PURPOSE.size + NONCE_NBYTES + _PROOF_NBYTES
 
 
 class Refusal(enum.Enum):
@@ -92,9 +94,9 @@ async def connect(connection: socket.socket, secret: bytes, purpose: Purpose, ti
 
 async def _accept(connection: socket.socket, secret: bytes) -> Purpose:
     loop = asyncio.get_running_loop()
-    challenge = _CHALLENGE.pack(_MAGIC, _VERSION, secrets.token_bytes(NONCE_NBYTES))
+    challenge = _CHALLENGE.pack(_MAGIC, VERSION, secrets.token_bytes(NONCE_NBYTES))
     await loop.sock_sendall(connection, challenge)
-    answer = await receive_exactly(connection, _ANSWER_NBYTES)
+    answer = await receive_exactly(connection, ANSWER_NBYTES)
     said, proof = answer[:-_PROOF_NBYTES], answer[-_PROOF_NBYTES:]
     purpose = Purpose(*_PURPOSE.unpack(said[: _PURPOSE.size]))
     if not hmac.compare_digest(proof, _proof(secret, b"connecting", challenge + said)):
@@ -109,9 +111,9 @@ async def _connect(connection: socket.socket, secret: bytes, purpose: Purpose) -
     magic, version, _nonce = _CHALLENGE.unpack(challenge)
     if magic != _MAGIC:
         raise HandshakeError(Refusal.JUNK, "something else answers at this address")
-    if version != _VERSION:
+    if version != VERSION:
         raise HandshakeError(
-            Refusal.JUNK, f"the peer speaks version {version}, this side {_VERSION}: install the same package"
+            Refusal.JUNK, f"the peer speaks version {version}, this side {VERSION}: install the same package"
         )
     said = _PURPOSE.pack(*purpose) + secrets.token_bytes(NONCE_NBYTES)
     answer = said + _proof(secret, b"connecting", challenge + said)

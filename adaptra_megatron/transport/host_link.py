@@ -21,7 +21,16 @@ import torch
 
 from adaptra_megatron.transport._ring import Description, Event, FrameError, Inbox, Ring, RingClosedError, RingError
 from adaptra_megatron.transport.arrivals import Arrival, Arrivals
-from adaptra_megatron.transport.frames import check_can_travel, describe, describe_note, key_of, note_of, tensor_of
+from adaptra_megatron.transport.device_copies import HostPayload, Receipt, copies_for
+from adaptra_megatron.transport.frames import (
+    check_can_travel,
+    describe,
+    describe_note,
+    is_tensor,
+    key_of,
+    note_of,
+    tensor_of,
+)
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_health import LinkHealth
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
@@ -29,6 +38,7 @@ from adaptra_megatron.transport.outbox import Outbox, Outgoing
 
 logger = logging.getLogger("adaptra_megatron.transport.host_link")
 
+CPU = torch.device("cpu")
 IDLE_S = 60.0
 """How long an idle thread sleeps when nobody wakes it."""
 FAREWELL_S = 1.0
@@ -44,6 +54,8 @@ class _Outcome(enum.Enum):
     WRITTEN = enum.auto()
     FULL = enum.auto()
     """Nothing, or a part, is in the ring at the deadline."""
+    FAILED = enum.auto()
+    """The device does not give it away."""
     CLOSED = enum.auto()
 
 
@@ -58,12 +70,12 @@ class _Session:
 class HostLink:
     """Both directions between this stage and `peer`. Made known to the supervisor, which brings it up."""
 
-    def __init__(self, stage: int, peer: int, settings: HostSettings) -> None:
+    def __init__(self, stage: int, peer: int, settings: HostSettings, device: torch.device = CPU) -> None:
+        """`device`: where the tensors are that are sent, and that received ones are to be brought to."""
         self.sessions = 0
         """How often the link came up."""
         self._stage, self._peer, self._settings = stage, peer, settings
         self._outbox = Outbox(settings.window_messages, settings.window_nbytes)
-        self._inbox = Inbox(max_message_nbytes=settings.max_message_nbytes, pooled_nbytes=settings.pooled_nbytes)
         self._arrivals = Arrivals()
         self._posted = 0
         self._awaited: MessageKey | None = None
@@ -77,6 +89,16 @@ class HostLink:
         self._to_write = threading.Condition(self._lock)
         self._news = threading.Condition(self._lock)
         self._new_session = threading.Condition(self._lock)
+        self._copies = copies_for(
+            device,
+            link=f"{stage}<->{peer}",
+            window_nbytes=settings.window_nbytes,
+            pooled_nbytes=settings.pooled_nbytes,
+            unit_nbytes=settings.slot_nbytes,
+            on_ready=self._can_be_written,
+        )
+        pooled_nbytes = self._copies.pooled_nbytes
+        self._inbox = Inbox(max_message_nbytes=settings.max_message_nbytes, pooled_nbytes=pooled_nbytes)
         self._threads = [
             threading.Thread(target=self._write_until_closed, name=f"adaptra-host-send-{peer}", daemon=True),
             threading.Thread(target=self._read_until_closed, name=f"adaptra-host-receive-{peer}", daemon=True),
@@ -127,7 +149,7 @@ class HostLink:
             if not arrived:
                 raise self._not_received(key, self._arrivals.posted_s(key), time.monotonic())
             arrival, posted_s = self._arrivals.pop(key)
-        return arrival.tensor, MessageTimes(key, self._peer, posted_s, arrival.arrived_s)
+        return arrival.receipt.take(), MessageTimes(key, self._peer, posted_s, arrival.arrived_s)
 
     def flush(self, deadline_s: float) -> None:
         with self._lock:
@@ -149,6 +171,7 @@ class HostLink:
             session.outbound.close()
             session.inbound.close()
         reader.join(FAREWELL_S)
+        self._copies.close(FAREWELL_S)
 
     @property
     def unacknowledged(self) -> int:
@@ -188,14 +211,15 @@ class HostLink:
 
     def _outgoing(self, key: MessageKey, tensor: torch.Tensor) -> torch.Tensor:
         """What to send, checked. Raises TransportError for what cannot travel."""
-        check_can_travel(key, tensor, self._settings.max_message_nbytes)
+        check_can_travel(key, tensor, self._copies.device, self._settings.max_message_nbytes)
         # An alias: Megatron's deallocate_output_tensor swaps the storage under the caller's tensor.
         return tensor.detach().contiguous()
 
     def _enqueue(self, key: MessageKey | None, tensor: torch.Tensor, number: int, now_s: float) -> None:
         """Send a message, or a note (no key). The caller holds the lock."""
-        message = self._outbox.post(key, tensor, number, now_s)
-        if tensor.nbytes > INLINE_NBYTES or not self._write_at_once(message):
+        payload = HostPayload(tensor) if key is None else self._copies.stage(tensor)
+        message = self._outbox.post(key, payload, number, now_s)
+        if payload.nbytes > INLINE_NBYTES or not self._write_at_once(message):
             self._to_write.notify()
 
     def _ask_for(self, key: MessageKey, now_s: float) -> None:
@@ -230,8 +254,9 @@ class HostLink:
         if self._arrivals.due:
             return self._arrivals.due.popleft()
         message = None if self._closing else self._outbox.next_to_write()
-        if message is not None:
-            self._outbox.mark_written(message)
+        if message is None or not message.payload.ready:
+            return None
+        self._outbox.mark_written(message)
         return message
 
     def _write(self, session: _Session, work: Outgoing | int, deadline_s: float) -> _Outcome:
@@ -240,9 +265,15 @@ class HostLink:
             if isinstance(work, int):
                 session.outbound.write_ack(work, deadline_s)
             else:
-                session.outbound.write(_description(work), work.tensor.data_ptr(), work.tensor.nbytes, deadline_s)
+                description, payload = _description(work), work.payload
+                for begin, end in payload.parts():
+                    address = payload.address(end, deadline_s)
+                    session.outbound.write(description, address, payload.nbytes, deadline_s, begin, end)
         except TimeoutError:
             return _Outcome.FULL
+        except TransportError as cause:
+            self._health.fail(str(cause))
+            return _Outcome.FAILED
         except RingError:
             return _Outcome.CLOSED
         return _Outcome.WRITTEN
@@ -253,6 +284,8 @@ class HostLink:
             # The next session has other rings, and begins with all that is not acknowledged.
             self._session = None
             self._health.down("its rings were closed", time.monotonic())
+        elif outcome is _Outcome.FAILED:
+            self._tell_waiting()
         elif outcome is _Outcome.FULL and self._session is session:
             if isinstance(work, int):
                 self._arrivals.due.append(work)
@@ -263,7 +296,9 @@ class HostLink:
     def _write_at_once(self, message: Outgoing) -> bool:
         """Write on the calling thread, which holds the lock, if nothing is before it and nothing has to wait."""
         session = self._session
-        if session is None or self._writing or self._outbox.next_to_write() is not message:
+        if session is None or self._writing or not message.payload.ready:
+            return False
+        if self._outbox.next_to_write() is not message:
             return False
         self._outbox.mark_written(message)
         self._settle(session, message, self._write(session, message, 0.0))
@@ -324,9 +359,11 @@ class HostLink:
             self._fail(f"there is no memory for what stage {self._peer} sent")
             return False
         if event is not None:
+            # Before the lock is taken, for new memory may have to be page-locked.
+            receipt = self._copies.receive(tensor_of(event)) if is_tensor(event) else None
             with self._lock:
                 try:
-                    self._take(event)
+                    self._take(event, receipt)
                 except ValueError as cause:
                     self._health.fail(f"stage {self._peer} sent what cannot be: {cause}")
                     self._news.notify_all()
@@ -342,7 +379,7 @@ class HostLink:
             self._health.fail(cause)
             self._news.notify_all()
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: Event, receipt: Receipt | None) -> None:
         """The caller holds the lock."""
         if event.kind == Event.Kind.ACK:
             self._acknowledged(event.sequence)
@@ -354,11 +391,16 @@ class HostLink:
             self._heard_bye = True
         elif event.kind == Event.Kind.REPEATED:
             self._arrivals.arrive_again(event.sequence)
-        elif (note := note_of(event)) is not None:
-            self._arrivals.due.append(event.sequence)
-            self._heard(*note)
+        elif receipt is not None:
+            self._deliver(key_of(event), Arrival(event.sequence, receipt, event.arrived_s))
         else:
-            self._deliver(key_of(event), Arrival(event.sequence, tensor_of(event), event.arrived_s))
+            self._arrivals.due.append(event.sequence)
+            self._heard(*note_of(event))
+
+    def _can_be_written(self) -> None:
+        """The next message has begun to leave the device, or it cannot."""
+        with self._lock:
+            self._to_write.notify()
 
     def _deliver(self, key: MessageKey, arrival: Arrival) -> None:
         """The caller holds the lock."""
@@ -431,5 +473,5 @@ class HostLink:
 
 def _description(work: Outgoing) -> Description:
     if work.key is None:
-        return describe_note(work.sequence, work.number, work.tensor)
-    return describe(work.sequence, work.key, work.tensor)
+        return describe_note(work.sequence, work.number, work.payload)
+    return describe(work.sequence, work.key, work.payload)

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from adaptra_megatron.transport.control import Start
 from adaptra_megatron.transport.dual_link import DualLink, PathCounters
-from adaptra_megatron.transport.host_link import HostLink
+from adaptra_megatron.transport.host_link import CPU, HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.host_setup import Meeting, meet
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
@@ -61,14 +61,21 @@ class HostTransport:
     """Transport through a delegate process."""
 
     def __init__(
-        self, group: dist.ProcessGroup, chunks: int, settings: HostSettings, paths: PathSettings | None = None
+        self,
+        group: dist.ProcessGroup,
+        chunks: int,
+        settings: HostSettings,
+        paths: PathSettings | None = None,
+        device: torch.device = CPU,
     ) -> None:
         """Called by all ranks of the pipeline's process group at the same point; returns when all links are up.
 
         `chunks`: model chunks per stage; with one, nothing goes between the last stage and the first. `paths`: when to
-        use the device path; None: never. Raises TransportError if a link does not come up, on all ranks at once if one
-        cannot take part.
+        use the device path; None: never. `device`: of the tensors, with its index; a GPU can have the host path only.
+        Raises TransportError if a link does not come up, on all ranks at once if one cannot take part.
         """
+        assert paths is None or device.type == "cpu", f"the device path of a link is gloo's, which {device} has not"
+        self._device = device
         self.stage = group.rank()
         self._sent: list[MessageTimes] = []
         self._received: list[MessageTimes] = []
@@ -106,7 +113,7 @@ class HostTransport:
         self, group: dist.ProcessGroup, peer: int, settings: HostSettings, paths: PathSettings | None, pipeline: str
     ) -> HostLink:
         if paths is None:
-            return HostLink(self.stage, peer, settings)
+            return HostLink(self.stage, peer, settings, self._device)
         store: Any = dist.distributed_c10d._get_default_store()
         store = store.clone()
         ours, theirs = f"{self.stage}-{peer}", f"{peer}-{self.stage}"
@@ -122,11 +129,11 @@ class HostTransport:
         return DualLink(self.stage, peer, settings, paths, make_group, mail)
 
     def describe(self, specification: TensorSpecification) -> None:
-        """Messages describe themselves here; only where they live matters. Raises TransportError for a GPU."""
-        if specification.device.type != "cpu":
+        """Messages describe themselves here; only where they live matters. Raises TransportError for another device."""
+        if specification.device != self._device:
             raise TransportError(
-                f"stage {self.stage}: the host path carries tensors in host memory, not on {specification.device}; "
-                "use --adaptra-host-transport off"
+                f"stage {self.stage}: the host path was made for tensors on {self._device}, not on "
+                f"{specification.device}; use --adaptra-host-transport off"
             )
         for link in self._links.values():
             link.describe(specification)

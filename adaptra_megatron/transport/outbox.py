@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-import torch
-
+from adaptra_megatron.transport.device_copies import Payload
 from adaptra_megatron.transport.messages import MessageKey
 
 
@@ -20,8 +19,7 @@ class Outgoing:
     """None for a note."""
     number: int
     """Of all messages of the directed link; of all its notes, for a note."""
-    tensor: torch.Tensor
-    """Contiguous, no autograd history."""
+    payload: Payload
     posted_s: float
     written: bool = False
     """Whether it is in the ring of the present session, wholly or in part."""
@@ -48,9 +46,9 @@ class Outbox:
         """Messages that somebody may wait for."""
         return len(self._unacknowledged) - self._notes - self._elsewhere
 
-    def post(self, key: MessageKey | None, tensor: torch.Tensor, number: int, now_s: float) -> Outgoing:
+    def post(self, key: MessageKey | None, payload: Payload, number: int, now_s: float) -> Outgoing:
         """Append a message, or a note (no key)."""
-        message = Outgoing(self._next_sequence, key, number, tensor, now_s)
+        message = Outgoing(self._next_sequence, key, number, payload, now_s)
         self._unacknowledged[message.sequence] = message
         self._notes += key is None
         self._line(message)[message.sequence] = message
@@ -80,7 +78,7 @@ class Outbox:
         del self._line(message)[message.sequence]
         if message.key is not None:
             self._written_messages += 1
-            self._written_nbytes += message.tensor.nbytes
+            self._written_nbytes += message.payload.nbytes
 
     def mark_unwritten(self, message: Outgoing) -> None:
         """It did not get through: send it again. Nothing happens if it was acknowledged meanwhile."""
@@ -127,4 +125,4 @@ class Outbox:
         message.written = False
         if message.key is not None:
             self._written_messages -= 1
-            self._written_nbytes -= message.tensor.nbytes
+            self._written_nbytes -= message.payload.nbytes

@@ -13,19 +13,25 @@ constexpr std::size_t kMaxPartials = 4096;
 
 }  // namespace
 
-Outcome write_message(Ring& ring, FrameHeader header, const std::byte* source, double deadline_s) {
+Outcome write_message(Ring& ring, FrameHeader header, const std::byte* source, std::uint64_t begin, std::uint64_t end,
+                      double deadline_s) {
+    if (begin % ring.slot_nbytes() != 0 || begin > end || end > header.total_nbytes) {
+        throw FrameError("bytes " + std::to_string(begin) + " to " + std::to_string(end) + " are no part of a message of " +
+                         std::to_string(header.total_nbytes) + " bytes in slots of " +
+                         std::to_string(ring.slot_nbytes()));
+    }
     header.kind = FrameKind::kData;
-    header.offset = 0;
+    header.offset = begin;
     do {
         Slot slot;
         const Outcome outcome = ring.claim(slot, deadline_s);
         if (outcome != Outcome::kDone) return outcome;
-        header.nbytes = std::min(ring.slot_nbytes(), header.total_nbytes - header.offset);
+        header.nbytes = std::min(ring.slot_nbytes(), end - header.offset);
         *slot.header = header;
         if (header.nbytes != 0) std::memcpy(slot.payload, source + header.offset, header.nbytes);
         ring.commit(slot);
         header.offset += header.nbytes;
-    } while (header.offset < header.total_nbytes);
+    } while (header.offset < end);
     return Outcome::kDone;
 }
 

@@ -18,9 +18,11 @@
 
 namespace adaptra {
 
-// Copy a message into the ring, slot by slot, while the other side already takes the first ones. `header` names and
-// describes it; offsets and sizes of the frames are set here.
-Outcome write_message(Ring& ring, FrameHeader header, const std::byte* source, double deadline_s);
+// Copy the bytes from `begin` to `end` of a message into the ring, slot by slot, while the other side already takes the
+// first ones. `header` names and describes it; offsets and sizes of the frames are set here. A message may be written in
+// several parts that begin at multiples of the slot size: sent again, it is then cut into the same frames.
+Outcome write_message(Ring& ring, FrameHeader header, const std::byte* source, std::uint64_t begin, std::uint64_t end,
+                      double deadline_s);
 
 // A frame without payload.
 Outcome write_control(Ring& ring, FrameKind kind, std::uint64_t sequence, double deadline_s);

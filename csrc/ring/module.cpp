@@ -47,7 +47,8 @@ void raise_unless_done(Outcome outcome) {
     }
 }
 
-void write(Ring& ring, FrameHeader header, std::uintptr_t address, std::uint64_t nbytes, double deadline_s) {
+void write(Ring& ring, FrameHeader header, std::uintptr_t address, std::uint64_t nbytes, double deadline_s,
+           std::uint64_t begin, std::optional<std::uint64_t> end) {
     header.total_nbytes = nbytes;
     Outcome outcome;
     {
@@ -55,7 +56,8 @@ void write(Ring& ring, FrameHeader header, std::uintptr_t address, std::uint64_t
         FrameHeader first = header;
         first.nbytes = std::min(nbytes, ring.slot_nbytes());
         check_frame(first, ring.slot_nbytes(), UINT64_MAX);
-        outcome = write_message(ring, header, reinterpret_cast<const std::byte*>(address), deadline_s);
+        outcome = write_message(ring, header, reinterpret_cast<const std::byte*>(address), begin, end.value_or(nbytes),
+                                deadline_s);
     }
     raise_unless_done(outcome);
 }
@@ -119,7 +121,8 @@ void define_ring(py::module_& module) {
         .def("poke", &Ring::poke, py::call_guard<py::gil_scoped_release>())
         .def("close", &Ring::close)
         .def("disown", &Ring::disown)
-        .def("write", &write, py::arg("description"), py::arg("address"), py::arg("nbytes"), py::arg("deadline_s"))
+        .def("write", &write, py::arg("description"), py::arg("address"), py::arg("nbytes"), py::arg("deadline_s"),
+             py::arg("begin") = 0, py::arg("end") = py::none())
         .def(
             "write_ack",
             [](Ring& ring, std::uint64_t sequence, double deadline_s) {

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from transport_checks import CPU, MEBIBYTE, activation, content, expect, flush, gradient
 
+from adaptra_megatron.transport.device_copies import Payload
+from adaptra_megatron.transport.handshake import ANSWER_NBYTES, CHALLENGE_NBYTES
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import MessageKey, TensorSpecification, TransportError
@@ -32,8 +34,6 @@ from adaptra_megatron.transport.outbox import Outbox
 ANY = TensorSpecification(None, torch.float32, CPU)
 SIZES = (1, 1000, MEBIBYTE // 8, MEBIBYTE, 40_000)
 """Elements of float32: below, at and beyond what fits into a slot and a ring."""
-CHALLENGE_NBYTES = 44
-"""What anybody gets to hear, see transport/handshake.py."""
 
 FAILOVER_S = 2.0
 """Longest pause of traffic that a dead or silent delegate may cause."""
@@ -256,7 +256,8 @@ def strangers(make: Make) -> None:
     if dist.get_rank() == 1:
         (listener,) = transport._supervisor._listeners
         half_open = [_connect(listener) for _ in range(70)]  # more than a gate lets wait
-        for junk in (b"GET / HTTP/1.1\r\n\r\n" + bytes(100), os.urandom(1 << 16), bytes(108), b"\xff" * 108):
+        request = b"GET / HTTP/1.1\r\n\r\n" + bytes(100)
+        for junk in (request, os.urandom(1 << 16), bytes(ANSWER_NBYTES), b"\xff" * ANSWER_NBYTES):
             with _connect(listener) as stranger:
                 _say(stranger, junk)
                 assert _answer(stranger) == b"", "a stranger was let in"
@@ -308,9 +309,9 @@ def held_until_acknowledged(make: Make) -> None:
     transport, refs = make(), []
     post = Outbox.post
 
-    def watched(self: Outbox, key: MessageKey, tensor: torch.Tensor, number: int, now_s: float) -> Any:
-        refs.append(weakref.ref(tensor))
-        return post(self, key, tensor, number, now_s)
+    def watched(self: Outbox, key: MessageKey, payload: Payload, number: int, now_s: float) -> Any:
+        refs.append(weakref.ref(payload.tensor()))
+        return post(self, key, payload, number, now_s)
 
     shape = (MEBIBYTE,)
     if dist.get_rank() == 0:

@@ -18,8 +18,6 @@ from adaptra_megatron.transport.handshake import HandshakeError, Purpose, Refusa
 
 SECRET = b"s" * handshake.SECRET_NBYTES
 PURPOSE = Purpose(b"p" * 16, 3, 4, b"n" * 16, 1, 4)
-CHALLENGE_NBYTES = 44
-ANSWER_NBYTES = 108
 
 Peer = Callable[[socket.socket], Awaitable[Any]]
 
@@ -77,8 +75,8 @@ def recorded() -> tuple[bytes, bytes]:
             ours.setblocking(False)
             theirs.setblocking(False)
             server = asyncio.ensure_future(handshake.accept(theirs, SECRET, 5.0))
-            await loop.sock_sendall(connection, await handshake.receive_exactly(ours, CHALLENGE_NBYTES))
-            heard.append(await handshake.receive_exactly(connection, ANSWER_NBYTES))
+            await loop.sock_sendall(connection, await handshake.receive_exactly(ours, handshake.CHALLENGE_NBYTES))
+            heard.append(await handshake.receive_exactly(connection, handshake.ANSWER_NBYTES))
             await loop.sock_sendall(ours, heard[0])
             heard.append(await handshake.receive_exactly(ours, 32))
             await loop.sock_sendall(connection, heard[1])
@@ -102,12 +100,12 @@ def test_neither_side_accepts_another_secret() -> None:
 def test_a_server_that_only_repeats_is_not_believed() -> None:
     """It can play a recorded challenge and confirmation: the client's nonce is fresh."""
     _answer, confirmation = recorded()
-    challenge = b"adaptra\n" + (1).to_bytes(4, "little") + b"c" * 32
+    challenge = b"adaptra\n" + handshake.VERSION.to_bytes(4, "little") + b"c" * 32
 
     async def server(connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(connection, challenge)
-        await handshake.receive_exactly(connection, ANSWER_NBYTES)
+        await handshake.receive_exactly(connection, handshake.ANSWER_NBYTES)
         await loop.sock_sendall(connection, confirmation)
 
     _, client = meet(server, connecting())
@@ -116,14 +114,14 @@ def test_a_server_that_only_repeats_is_not_believed() -> None:
 
 def test_a_replayed_answer_is_refused() -> None:
     answer, _confirmation = recorded()
-    server, client = meet(accepting(), saying(answer, after=CHALLENGE_NBYTES))
+    server, client = meet(accepting(), saying(answer, after=handshake.CHALLENGE_NBYTES))
     assert refusal(server) is Refusal.WRONG_SECRET
     assert client[1] == b"", "a stranger got an answer"
 
 
 def test_a_reflected_proof_is_refused() -> None:
     """Sending the server's own challenge back as an answer."""
-    server, client = meet(accepting(), saying(b"\0" * ANSWER_NBYTES, after=CHALLENGE_NBYTES))
+    server, client = meet(accepting(), saying(b"\0" * handshake.ANSWER_NBYTES, after=handshake.CHALLENGE_NBYTES))
     assert refusal(server) in (Refusal.WRONG_SECRET, Refusal.JUNK)
     assert client[1] == b""
 
@@ -132,13 +130,13 @@ def test_a_reflected_proof_is_refused() -> None:
 @given(st.binary(min_size=0, max_size=4096))
 def test_junk_and_oversized_answers_are_refused(junk: bytes) -> None:
     server, client = meet(accepting(timeout_s=0.3), saying(junk))
-    expected = (Refusal.HALF_OPEN,) if len(junk) < ANSWER_NBYTES else (Refusal.JUNK, Refusal.WRONG_SECRET)
+    expected = (Refusal.HALF_OPEN,) if len(junk) < handshake.ANSWER_NBYTES else (Refusal.JUNK, Refusal.WRONG_SECRET)
     assert refusal(server) in expected
     if not isinstance(client, BaseException):  # what it heard is the challenge, and nothing after it
-        assert len(client[1]) <= CHALLENGE_NBYTES
+        assert len(client[1]) <= handshake.CHALLENGE_NBYTES
 
 
-@pytest.mark.parametrize("changed", range(0, ANSWER_NBYTES, 5))
+@pytest.mark.parametrize("changed", range(0, handshake.ANSWER_NBYTES, 5))
 def test_every_byte_of_an_answer_counts(changed: int) -> None:
     async def tampering(connection: socket.socket) -> Purpose:
         ours, theirs = socket.socketpair()
@@ -147,8 +145,8 @@ def test_every_byte_of_an_answer_counts(changed: int) -> None:
             ours.setblocking(False)
             theirs.setblocking(False)
             server = asyncio.ensure_future(handshake.accept(theirs, SECRET, 5.0))
-            await loop.sock_sendall(connection, await handshake.receive_exactly(ours, CHALLENGE_NBYTES))
-            answer = bytearray(await handshake.receive_exactly(connection, ANSWER_NBYTES))
+            await loop.sock_sendall(connection, await handshake.receive_exactly(ours, handshake.CHALLENGE_NBYTES))
+            answer = bytearray(await handshake.receive_exactly(connection, handshake.ANSWER_NBYTES))
             answer[changed] ^= 0x40
             await loop.sock_sendall(ours, answer)
             return await server

@@ -14,7 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from adaptra_megatron.transport import placement
 from adaptra_megatron.transport.arrivals import Arrival, Arrivals
+from adaptra_megatron.transport.device_copies import HostPayload, HostReceipt
 from adaptra_megatron.transport.frames import check_can_travel
+from adaptra_megatron.transport.host_link import CPU
 from adaptra_megatron.transport.host_path import neighbours
 from adaptra_megatron.transport.link_health import LinkHealth
 from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
@@ -42,7 +44,7 @@ class TwoEnds(RuleBasedStateMachine):
 
     @rule()
     def post(self) -> None:
-        self.outbox.post(key(self.sent), torch.full((2,), float(self.sent)), self.sent, 0.0)
+        self.outbox.post(key(self.sent), HostPayload(torch.full((2,), float(self.sent))), self.sent, 0.0)
         self.sent += 1
 
     @rule()
@@ -50,7 +52,7 @@ class TwoEnds(RuleBasedStateMachine):
         message = self.outbox.next_to_write()
         if message is not None:
             self.outbox.mark_written(message)
-            self.path.append((message.sequence, message.key, message.tensor))
+            self.path.append((message.sequence, message.key, message.payload.tensor()))
 
     @rule()
     def deliver(self) -> None:
@@ -60,7 +62,7 @@ class TwoEnds(RuleBasedStateMachine):
                 self.arrivals.arrive_again(sequence)
             else:
                 self.seen.add(sequence)
-                self.arrivals.arrive(name, Arrival(sequence, tensor, 0.0))
+                self.arrivals.arrive(name, Arrival(sequence, HostReceipt(tensor), 0.0))
 
     @rule()
     def ask(self) -> None:
@@ -74,7 +76,7 @@ class TwoEnds(RuleBasedStateMachine):
         if ready:
             chosen = ready[number % len(ready)]
             arrival, _posted_s = self.arrivals.pop(key(chosen))
-            assert arrival.tensor[0] == chosen
+            assert arrival.receipt.take()[0] == chosen
             self.used.append(chosen)
 
     @rule()
@@ -115,7 +117,7 @@ TestTwoEnds = TwoEnds.TestCase
 def test_the_window_counts_bytes_and_lets_one_large_message_through() -> None:
     outbox = Outbox(10, 100)
     for number, nbytes in enumerate((500, 60, 60)):
-        outbox.post(key(number), torch.zeros(nbytes, dtype=torch.uint8), number, 0.0)
+        outbox.post(key(number), HostPayload(torch.zeros(nbytes, dtype=torch.uint8)), number, 0.0)
     written = []
     while (message := outbox.next_to_write()) is not None:
         outbox.mark_written(message)
@@ -134,8 +136,8 @@ def test_the_window_counts_bytes_and_lets_one_large_message_through() -> None:
 
 def test_a_key_that_comes_twice_is_kept_once() -> None:
     arrivals = Arrivals()
-    arrivals.arrive(key(0), Arrival(0, torch.zeros(1), 1.0))
-    arrivals.arrive(key(0), Arrival(9, torch.ones(1), 2.0))
+    arrivals.arrive(key(0), Arrival(0, HostReceipt(torch.zeros(1)), 1.0))
+    arrivals.arrive(key(0), Arrival(9, HostReceipt(torch.ones(1)), 2.0))
     assert list(arrivals.due) == [9], "the double's sender may let go of it, that of the first not yet"
     arrivals.post(key(0), 3.0)
     assert list(arrivals.due) == [9, 0]
@@ -166,13 +168,13 @@ def test_health_says_until_when_waiting_makes_sense() -> None:
         (torch.zeros(1, dtype=torch.float8_e4m3fnuz), "data type torch.float8_e4m3fnuz"),
         (torch.zeros([1] * 9), "more than 8 dimensions"),
         (torch.zeros(11, dtype=torch.uint8), "11 bytes, more than the limit of 10"),
-        (torch.zeros(1, device="meta"), "on meta: the host path carries tensors in host memory only"),
+        (torch.zeros(1, device="meta"), "on meta, but this link carries tensors of cpu"),
     ],
 )
 def test_what_cannot_travel_is_refused_at_once(tensor: torch.Tensor, said: str) -> None:
     with pytest.raises(TransportError, match=said):
-        check_can_travel(key(0), tensor, 10)
-    check_can_travel(key(0), torch.zeros(10, dtype=torch.bool), 10)
+        check_can_travel(key(0), tensor, CPU, 10)
+    check_can_travel(key(0), torch.zeros(10, dtype=torch.bool), CPU, 10)
 
 
 def test_transports_are_chosen_by_where_the_stages_are() -> None:

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ends of a host link whose tensors are on a (simulated) device, in one process, over rings that break."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.simulated_device import SimulatedDevice
+
+from adaptra_megatron.transport import host_link
+from adaptra_megatron.transport._ring import Ring
+from adaptra_megatron.transport.device_copies import DeviceCopies
+from adaptra_megatron.transport.host_link import HostLink
+from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
+
+MEBIBYTE = 1 << 20
+SETTINGS = HostSettings(slots=8, window_nbytes=8 * MEBIBYTE, timeout_s=20.0, grace_s=20.0)
+
+
+def key(number: int) -> MessageKey:
+    return MessageKey(0, Direction.ACTIVATION, 0, number)
+
+
+def soon() -> float:
+    return time.monotonic() + 20.0
+
+
+def numbers(nbytes: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+class Pair:
+    """Stage 0 and stage 1, each with a device of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, first: str | None) -> None:
+        self.devices = [SimulatedDevice(seed, first=first) for seed in range(2)]
+        self.links = []
+        for stage in range(2):
+
+            def copies_for(device: object, *, pooled_nbytes: int, window_nbytes: int, **rest: Any) -> DeviceCopies:
+                made: Any = self.devices[len(self.links)]
+                return DeviceCopies(made, limit_nbytes=window_nbytes, **rest)
+
+            monkeypatch.setattr(host_link, "copies_for", copies_for)
+            self.links.append(HostLink(stage, 1 - stage, SETTINGS))
+        self.rings: list[Ring] = []
+        self.connect()
+
+    def connect(self) -> None:
+        """A new session, as after a break of the last one."""
+        for ring in self.rings:
+            ring.close()
+        self.rings = [Ring.create(SETTINGS.slots, SETTINGS.slot_nbytes) for _ in range(2)]
+        there, back = self.rings
+        self.links[0].connected(there, back)
+        self.links[1].connected(back, there)
+
+    def send(self, values: torch.Tensor, number: int) -> None:
+        self.links[0].post_send(key(number), self.devices[0].tensor(values))
+
+    def receive(self, number: int) -> torch.Tensor:
+        """What computation that is queued behind the message reads."""
+        received, _times = self.links[1].wait(key(number), soon())
+        return self.devices[1].read(received)
+
+    def pinned_nbytes(self) -> int:
+        """Of messages that have not been acknowledged."""
+        copies: Any = self.links[0]._copies
+        return int(copies._outgoing.pinned_nbytes)
+
+
+@pytest.fixture
+def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], Pair]]:
+    made: list[Pair] = []
+
+    def make(first: str | None = None) -> Pair:
+        made.append(Pair(monkeypatch, first))
+        return made[-1]
+
+    yield make
+    for pair in made:
+        for link in pair.links:
+            link.close()
+
+
+@pytest.mark.parametrize("first", ["compute", "copies", None])
+def test_messages_of_all_sizes_arrive_and_leave_nothing_behind(
+    make_pair: Callable[[str | None], Pair], first: str | None
+) -> None:
+    pair = make_pair(first)
+    sent = [numbers(size, size) for size in [1, 100, MEBIBYTE // 4, MEBIBYTE + 5, 9 * MEBIBYTE, 3 * MEBIBYTE, 7]]
+    for number, values in enumerate(sent):
+        pair.send(values, number)
+        pair.links[1].post_receive(key(number))
+    seen = [pair.receive(number) for number in range(len(sent))]
+    pair.links[0].flush(soon())
+    pair.devices[1].run()
+    for values, read in zip(sent, seen, strict=True):
+        assert torch.equal(values, read)
+    deadline_s = soon()
+    while pair.pinned_nbytes():
+        assert time.monotonic() < deadline_s, "page-locked memory of acknowledged messages is kept"
+        time.sleep(0.001)
+
+
+def test_a_message_is_written_only_when_the_device_has_made_it_and_acknowledgements_go_on(
+    make_pair: Callable[[str | None], Pair],
+) -> None:
+    pair = make_pair(None)
+    pair.devices[0].compute.held = True
+    pair.send(numbers(2 * MEBIBYTE, 0), 0)
+    back = pair.devices[1].tensor(numbers(100, 1))
+    pair.links[0].post_receive(key(1))
+    pair.links[1].post_send(key(1), back)
+    start_s = time.monotonic()
+    pair.links[1].flush(soon())
+    assert time.monotonic() - start_s < 5.0, "an acknowledgement waits for no computation"
+    assert pair.links[0].unacknowledged == 1
+    pair.links[1].post_receive(key(0))
+    assert not pair.links[1].ready(key(0))
+    pair.devices[0].let_go(pair.devices[0].compute)
+    seen = pair.receive(0)
+    pair.devices[1].run()
+    assert torch.equal(seen, numbers(2 * MEBIBYTE, 0))
+
+
+def test_what_was_not_acknowledged_is_sent_again_from_host_memory(make_pair: Callable[[str | None], Pair]) -> None:
+    pair = make_pair(None)
+    sent = [numbers(MEBIBYTE + number, number) for number in range(6)]
+    for number, values in enumerate(sent):
+        pair.send(values, number)
+        if number % 2:
+            pair.connect()
+    for number in range(6):
+        pair.links[1].post_receive(key(number))
+        if number % 2:
+            pair.connect()
+    seen = [pair.receive(number) for number in range(6)]
+    pair.links[0].flush(soon())
+    pair.devices[1].run()
+    assert all(torch.equal(values, read) for values, read in zip(sent, seen, strict=True))
+    assert pair.links[1].sessions == 7
+
+
+def test_an_error_of_the_sending_device_is_raised_where_the_training_waits(
+    make_pair: Callable[[str | None], Pair],
+) -> None:
+    pair = make_pair(None)
+    pair.devices[0].compute.held = True
+    pair.send(numbers(MEBIBYTE, 0), 0)
+    pair.devices[0].fail(RuntimeError("CUDA error: unspecified launch failure"))
+    with pytest.raises(TransportError, match=r"stage 0, link 0->1: .*micro-batch 0.*unspecified launch failure"):
+        pair.links[0].flush(soon())
+    with pytest.raises(TransportError, match="unspecified launch failure"):
+        pair.links[0].post_send(key(1), torch.zeros(3))
+
+
+def test_an_error_of_the_receiving_device_is_raised_where_the_message_is_taken(
+    make_pair: Callable[[str | None], Pair],
+) -> None:
+    pair = make_pair(None)
+    pair.links[1].post_receive(key(0))
+    pair.devices[1].fail(RuntimeError("CUDA error: out of memory"))
+    pair.send(numbers(MEBIBYTE, 0), 0)
+    with pytest.raises(TransportError, match=r"link 1<->0: .*out of memory"):
+        pair.links[1].wait(key(0), soon())
