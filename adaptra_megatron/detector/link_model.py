@@ -9,6 +9,7 @@ what tells it is messages that waited for each other, or messages of different s
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,11 @@ TELLING = 0.7
 OUTLIERS = 0.1
 """Share of the messages whose disagreement is not looked at."""
 CANDIDATES = 16
+_NEGATIVE = 0.1
+"""Of the occupancy: a bandwidth that makes latencies more negative than this claims that messages arrive unsent."""
 _SIZES_DIFFER = 1.2
+_TOGETHER = 0.25
+"""Messages are one bunch whose arrivals are closer than this share of the time between their sending."""
 
 
 class Messages(NamedTuple):
@@ -35,6 +40,17 @@ class Messages(NamedTuple):
     arrived_s: Array
     telling: npt.NDArray[np.bool_]
     """Which of them tell a latency; the others only kept the link busy."""
+
+
+def least_held(start_s: Array, arrived_s: Array) -> npt.NDArray[np.bool_]:
+    """Which messages were not held up and let go together with a later one.
+
+    A pause of the receiver, or one late message on a link that keeps the order, delays many messages at once. They
+    arrive together: that is one event and no evidence of many, and the last of them was held up least.
+    """
+    arrivals_apart = np.diff(arrived_s)
+    together = (arrivals_apart >= 0.0) & (arrivals_apart < _TOGETHER * np.diff(start_s))
+    return np.append(~together, True)
 
 
 class LinkFit(NamedTuple):
@@ -53,20 +69,19 @@ def fit_link(messages: Messages, known_seconds_per_byte: float | None) -> LinkFi
     if np.count_nonzero(messages.telling) >= MIN_MESSAGES:
         candidates = _candidates(messages)
     if len(candidates) > 1:
-        scores = _disagreement(_latencies(messages, candidates))
+        scores = _scores(messages, candidates)
         best = int(np.argmin(scores))
         around = candidates[max(0, best - 1)], candidates[min(len(candidates) - 1, best + 1)]
         finer = np.linspace(*around, CANDIDATES)
-        finer_scores = _disagreement(_latencies(messages, finer))
+        finer_scores = _scores(messages, finer)
         score, rate = min((scores[best], candidates[best]), (finer_scores.min(), finer[int(np.argmin(finer_scores))]))
         if rate > 0.0 and score <= TELLING * scores[0]:
             return LinkFit(_latencies(messages, np.array([rate]))[0], float(rate), identified=True)
     fallback = np.array([0.0, known_seconds_per_byte or 0.0])
-    latencies = _latencies(messages, fallback)
-    without, with_known = _disagreement(latencies)
+    without, with_known = _scores(messages, fallback)
     # A known bandwidth that makes latencies disagree is no longer true.
     chosen = 1 if with_known <= 1.05 * without else 0
-    return LinkFit(latencies[chosen], float(fallback[chosen]), identified=False)
+    return LinkFit(_latencies(messages, fallback[[chosen]])[0], float(fallback[chosen]), identified=False)
 
 
 def _latencies(messages: Messages, seconds_per_byte: Array) -> Array:
@@ -78,11 +93,19 @@ def _latencies(messages: Messages, seconds_per_byte: Array) -> Array:
     return (messages.arrived_s - left_s)[:, messages.telling]
 
 
-def _disagreement(latencies_s: Array) -> Array:
-    """Mean distance from the median, per candidate, the most distant messages left out."""
-    distances = np.sort(np.abs(latencies_s - np.median(latencies_s, axis=1, keepdims=True)), axis=1)
-    kept = max(1, int(np.ceil((1.0 - OUTLIERS) * distances.shape[1])))
-    return np.asarray(distances[:, :kept].mean(axis=1))
+def _scores(messages: Messages, seconds_per_byte: Array) -> Array:
+    """Mean distance of latencies from their median, the most distant left out; infinite where latencies are negative.
+
+    Of no occupancy at all it is finite: what is negative then is the clocks' fault.
+    """
+    latencies_s = np.sort(_latencies(messages, seconds_per_byte), axis=1)
+    count = latencies_s.shape[1]
+    medians_s = (latencies_s[:, (count - 1) // 2] + latencies_s[:, count // 2]) / 2.0
+    distances_s = np.sort(np.abs(latencies_s - medians_s[:, None]), axis=1)
+    scores = distances_s[:, : max(1, math.ceil((1.0 - OUTLIERS) * count))].mean(axis=1)
+    occupancy_s = seconds_per_byte * messages.nbytes.mean()
+    impossible = latencies_s[:, int(OUTLIERS * count)] < -_NEGATIVE * occupancy_s
+    return np.where(impossible & (seconds_per_byte > 0.0), np.inf, scores)
 
 
 def _candidates(messages: Messages) -> Array:

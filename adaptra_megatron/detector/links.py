@@ -11,7 +11,7 @@ from adaptra_megatron.detector import words
 from adaptra_megatron.detector.damping import FlapDamper
 from adaptra_megatron.detector.findings import Finding, LinkEstimate, State
 from adaptra_megatron.detector.levels import Batch
-from adaptra_megatron.detector.link_model import Array, Messages, fit_link
+from adaptra_megatron.detector.link_model import Array, LinkFit, Messages, fit_link, least_held
 from adaptra_megatron.detector.samples import LinkId, LinkSample
 from adaptra_megatron.detector.series import Change, Series
 from adaptra_megatron.detector.settings import DetectorSettings
@@ -53,12 +53,13 @@ class LinkTracker:
         if messages is None or np.count_nonzero(messages.telling) < self._settings.min_messages:
             return None
         self._clock_correction_s = clock_correction_s
-        values = self._transfers(messages)
-        change = None
-        if values is not None:
-            change = self.series.observe(Batch(iteration, values), action_s)
+        fit = fit_link(messages, self._known_rate())
+        values = self._transfers(messages, fit)
+        change = None if values is None else self.series.observe(Batch(iteration, values), action_s)
         if change is not None:
             self._seconds_per_byte.clear()
+        if fit.identified and self.series.accepted(iteration):
+            self._seconds_per_byte.append(fit.seconds_per_byte)
         if self._dead:
             return self._revive(iteration)
         return None if change is None else self.report(iteration, change)
@@ -67,6 +68,8 @@ class LinkTracker:
         """A change of the series as a finding."""
         self._since = change.since_iteration
         self._reason = words.change_in_words(f"a message of {words.size(self._nbytes)}", change)
+        if (rate := self._known_rate()) is not None:
+            self._reason += f"; the link carries {words.size(1.0 / rate)} per second"
         return Finding(
             iteration=iteration,
             subject=self.identity,
@@ -99,14 +102,11 @@ class LinkTracker:
             clock_correction_s=self._clock_correction_s,
         )
 
-    def _transfers(self, messages: Messages) -> Array | None:
+    def _transfers(self, messages: Messages, fit: LinkFit) -> Array | None:
         """Seconds each telling message would have taken on the idle link, had it been of the usual size.
 
         None if it cannot be said: sizes have changed, and nothing tells the bandwidth.
         """
-        fit = fit_link(messages, self._known_rate())
-        if fit.identified:
-            self._seconds_per_byte.append(fit.seconds_per_byte)
         sizes = messages.nbytes[messages.telling]
         if self._nbytes == 0:
             self._nbytes = int(np.median(sizes))
@@ -179,4 +179,5 @@ def _messages(sample: LinkSample, clock_correction_s: float) -> Messages | None:
     if not rows:
         return None
     table = np.array(sorted(rows), dtype=np.float64)
-    return Messages(table[:, 1], table[:, 2], table[:, 3], table[:, 4] > 0.0)
+    _sent_s, nbytes, start_s, arrived_s, awaited = table.T
+    return Messages(nbytes, start_s, arrived_s, (awaited > 0.0) & least_held(start_s, arrived_s))

@@ -7,6 +7,11 @@ import math
 from dataclasses import dataclass, fields
 
 
+def _check(name: str, value: float, *, at_least: float) -> None:
+    if not (math.isfinite(value) and value >= at_least):
+        raise ValueError(f"{name} must be at least {at_least:g}, got {value!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChangeSettings:
     """When a level (seconds per message, or per action) counts as changed. A change must pass every threshold."""
@@ -92,8 +97,3 @@ class DetectorSettings:
         if not 0.0 < self.planning_quantile < 1.0:
             raise ValueError(f"planning_quantile must be between 0 and 1, got {self.planning_quantile!r}")
         _check("size_tolerance", self.size_tolerance, at_least=0.0)
-
-
-def _check(name: str, value: float, *, at_least: float) -> None:
-    if not (math.isfinite(value) and value >= at_least):
-        raise ValueError(f"{name} must be at least {at_least:g}, got {value!r}")
