@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from adaptra_megatron import __version__
-from adaptra_megatron.cli import bench, doctor, plan, simulate
+from adaptra_megatron.cli import bench, doctor, plan, report, simulate, trace
 from adaptra_megatron.cli.inputs import InputError
 from adaptra_megatron.schedule.costs import CostError
 from adaptra_megatron.schedule.errors import ScheduleError
@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     simulate.add_command(commands)
     doctor.add_command(commands)
     bench.add_command(commands)
+    report.add_command(commands)
+    trace.add_command(commands)
     options = parser.parse_args(arguments)
     try:
         status: int | None = options.run(options)

@@ -123,11 +123,15 @@ def find_parts(iterations: Sequence[TracedIteration], events: Sequence[StampedEv
             at = next((number for number in numbers if number >= stamped.stamp.iteration), None)
             if at is not None:
                 changes[at].append(stamped)
+    new_orders = {
+        index for index in range(1, len(iterations)) if iterations[index].order != iterations[index - 1].order
+    }
+    turns = new_orders | {index for index, number in enumerate(numbers) if number in changes}
     starts = [0]
     for index in range(1, len(iterations)):
-        part = iterations[starts[-1] : index]
-        changed_order = iterations[index].order != iterations[index - 1].order
-        if iterations[index].number in changes or changed_order or _steps(part, iterations[index : index + 2]):
+        # One long iteration is an outlier, unless something was done about it right after.
+        confirmed = iterations[index : index + (1 if index + 1 in turns else 2)]
+        if index in turns or _steps(iterations[starts[-1] : index], confirmed, index + 1 in turns):
             starts.append(index)
     parts = []
     for start, end in zip(starts, [*starts[1:], len(iterations)], strict=True):
@@ -135,15 +139,15 @@ def find_parts(iterations: Sequence[TracedIteration], events: Sequence[StampedEv
             Part(
                 iterations=tuple(iterations[start:end]),
                 beginning=tuple(changes[iterations[start].number]),
-                new_order=start > 0 and iterations[start].order != iterations[start - 1].order,
+                new_order=start in new_orders,
             )
         )
     return parts
 
 
-def _steps(before: Sequence[TracedIteration], after: Sequence[TracedIteration]) -> bool:
-    """Whether both iterations `after` are longer, or both shorter, than is usual `before`; one alone is an outlier."""
-    if len(after) < 2:
+def _steps(before: Sequence[TracedIteration], after: Sequence[TracedIteration], alone: bool) -> bool:
+    """Whether all of `after` are longer, or all shorter, than is usual `before`; one iteration counts only `alone`."""
+    if len(after) < 2 and not alone:
         return False
     usual_s = median(iteration.seconds for iteration in before)
     ratios = [iteration.seconds / usual_s for iteration in after]

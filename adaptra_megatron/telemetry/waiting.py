@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -150,12 +150,12 @@ class IterationAnalysis:
                     found.append(IdlePeriod(stage, start_s, end_s, phase, cause))
         return found
 
-    def compute_s(self) -> list[Counter[str]]:
+    def compute_s(self) -> list[dict[str, float]]:
         """Seconds by kind of action, per stage."""
-        totals: list[Counter[str]] = [Counter() for _ in range(self.stages)]
+        totals: list[dict[str, float]] = [defaultdict(float) for _ in range(self.stages)]
         for stage, records in self._by_stage.items():
             for record in records:
-                totals[stage][record.kind] += record.compute_s  # type: ignore[assignment]
+                totals[stage][record.kind] += record.compute_s
         return totals
 
     def flights(self) -> list[Flight]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from played_schedules import played, rank_traces
+from support.played_schedules import played, rank_traces
 
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.classic import interleaved, one_f_one_b, zb_h1

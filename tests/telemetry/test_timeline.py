@@ -6,7 +6,7 @@ import matplotlib.image
 import numpy
 import pytest
 from matplotlib.colors import to_rgb
-from played_schedules import played
+from support.played_schedules import played
 
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.classic import interleaved, one_f_one_b, zb_h1

@@ -6,7 +6,7 @@ from collections import defaultdict
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from played_schedules import played
+from support.played_schedules import played
 from support.schedules import classic_schedules, random_schedules
 
 from adaptra_megatron.schedule.actions import Schedule

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`adaptra trace`: asks a running job for some iterations, and makes a Perfetto trace of what there is."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from adaptra_megatron.cli.inputs import InputError, seconds
+from adaptra_megatron.telemetry.perfetto import merge_traces
+from adaptra_megatron.telemetry.trace import TraceError
+from adaptra_megatron.telemetry.trace_requests import RequestError, parse_request, request_directory
+
+LOOK_AGAIN_S = 0.2
+
+_DESCRIPTION = """\
+Join the traces of all ranks of RUN to one file for ui.perfetto.dev.
+
+With --request, first ask the job that runs for iterations: `next`, `next-5`, `last`, `last-5`, `120` or `120-125`,
+counted from 0. That is the same as `touch RUN/requests/next-5`, which any host that sees the directory can do.
+"""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `trace` to the commands of `adaptra`."""
+    parser = commands.add_parser(
+        "trace",
+        help="ask a running job for a Perfetto trace of some iterations",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", type=Path, metavar="RUN", help="the run's --adaptra-trace-dir")
+    parser.add_argument("--request", metavar="WHICH", help="iterations to ask for; wait until the job has read it")
+    parser.add_argument(
+        "--timeout-s", type=seconds, default=60.0, metavar="SECONDS", help="longest wait for the job (default: 60)"
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: trace.json in RUN; .gz compresses")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.request is not None:
+        _ask(options.directory, options.request, options.timeout_s)
+        print("the job has read the request: once the iterations are over, run `adaptra trace` without --request")
+        return
+    try:
+        print(merge_traces(options.directory, options.output))
+    except TraceError as error:
+        raise InputError(str(error)) from error
+    except OSError as error:
+        raise InputError(f"{error.filename or options.directory}: {error.strerror or error}") from error
+
+
+def _ask(directory: Path, name: str, timeout_s: float) -> None:
+    """Put the request where the job looks, and take it back if nobody reads it in time."""
+    try:
+        parse_request(name, running=0)
+        request = request_directory(directory) / name
+        request.touch()
+    except RequestError as error:
+        raise InputError(str(error)) from error
+    except OSError as error:
+        raise InputError(
+            f"cannot write {request}: {error.strerror}; name the --adaptra-trace-dir of a job that was started with "
+            "traces on demand"
+        ) from error
+    deadline_s = time.monotonic() + timeout_s
+    while request.exists():
+        if time.monotonic() > deadline_s:
+            request.unlink(missing_ok=True)
+            raise InputError(
+                f"no job has read {request} within {timeout_s:g} s: is it running, and not yet at its end?"
+            )
+        time.sleep(LOOK_AGAIN_S)

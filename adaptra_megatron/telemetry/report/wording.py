@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Findings and events in plain words. Text only: whoever puts it on a page escapes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from adaptra_megatron.telemetry.events import (
+    Event,
+    Fault,
+    LinkDetection,
+    PathChanged,
+    PlanMade,
+    PlanSwitched,
+    RunEnded,
+    RunStarted,
+    StageDetection,
+    StampedEvent,
+    SwitchMeasured,
+)
+from adaptra_megatron.telemetry.report.findings import Link, PartFinding, Use
+from adaptra_megatron.telemetry.run_record import Part, RunRecord
+from adaptra_megatron.telemetry.waiting import Cause, CauseKind
+
+WORTH_SAYING = 0.03
+"""Share of an iteration's time below which a difference is no news."""
+MOST_SENTENCES = 8
+
+
+def duration(seconds: float) -> str:
+    """Three digits, in the unit that suits."""
+    if seconds >= 99.95:
+        return f"{seconds:,.0f} s"
+    if seconds >= 0.9995:
+        return f"{seconds:#.3g} s"
+    if seconds >= 0.9995e-3:
+        return f"{1e3 * seconds:#.3g}".rstrip(".") + " ms"
+    return f"{1e6 * seconds:.0f} µs"
+
+
+def percent(share: float) -> str:
+    return f"{share:.1%}" if 0.0 < share < 0.0995 else f"{share:.0%}"
+
+
+def link_name(link: Link) -> str:
+    return f"{link[0]}→{link[1]}"
+
+
+def link_names(links: Iterable[Link]) -> str:
+    """ "link 3→4", "links 3→4 and 4→3"."""
+    names = [link_name(link) for link in sorted(links)]
+    return f"link{'s' if len(names) > 1 else ''} {listed(names)}"
+
+
+def listed(parts: Sequence[str]) -> str:
+    """A, B and C."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def span(part: Part) -> str:
+    """Its iterations."""
+    return str(part.first) if part.first == part.last else f"{part.first}–{part.last}"
+
+
+def cause_name(cause: Cause) -> str:
+    """What an idle stage waited for."""
+    if cause.kind is CauseKind.LINK:
+        return f"messages of link {cause.source}→{cause.target}"
+    if cause.kind is CauseKind.STAGE:
+        return f"stage {cause.source}, which was computing"
+    if cause.kind is CauseKind.OVERHEAD:
+        return f"nothing: time between actions of stage {cause.source}"
+    return "nothing: its work was done"
+
+
+USE_NAMES = {
+    Use.FORWARD: "forward",
+    Use.BACKWARD: "backward",
+    Use.BACKWARD_INPUT: "input gradient",
+    Use.BACKWARD_WEIGHT: "weight gradient",
+    Use.LINK: "waiting for a link",
+    Use.STAGE: "waiting for another stage",
+    Use.FILL: "filling the pipeline",
+    Use.DRAIN: "work done, others not",
+    Use.OVERHEAD: "between actions",
+}
+
+
+def mattering_pairs(findings: Sequence[PartFinding], events: Iterable[StampedEvent]) -> set[Link]:
+    """The pairs of links (a < b) that the detector named, or whose delay cost time in some part."""
+    named = {
+        (min(found.event.source, found.event.target), max(found.event.source, found.event.target))
+        for found in events
+        if isinstance(found.event, LinkDetection)
+    }
+    for finding in findings:
+        named |= {
+            pair for pair, without_s in finding.without.items() if without_s < (1.0 - WORTH_SAYING) * finding.seconds
+        }
+    return named
+
+
+def headline(findings: Sequence[PartFinding]) -> str:
+    """The run in one line."""
+    last = findings[-1]
+    settled = [finding for finding in findings if finding is _settled(findings) or finding.part.first > 0]
+    worst = max(settled, key=lambda finding: finding.seconds)
+    before = [finding for finding in settled if finding.part.first < worst.part.first]
+    if not before or worst.seconds <= (1.0 + WORTH_SAYING) * before[-1].seconds:
+        return f"Steady: {duration(last.seconds)} an iteration"
+    slowed = f"Slowed from {duration(before[-1].seconds)} to {duration(worst.seconds)} an iteration"
+    return slowed if last is worst else f"{slowed}; at the end {duration(last.seconds)}"
+
+
+def _settled(findings: Sequence[PartFinding]) -> PartFinding:
+    """What the run is compared with: its first part, but not a first iteration that only warmed up."""
+    return findings[1] if len(findings) > 1 and len(findings[0].part.iterations) == 1 else findings[0]
+
+
+def summary(run: RunRecord, findings: Sequence[PartFinding]) -> list[str]:
+    """A few sentences: what ran, what happened, where the time went in the worst part and goes now."""
+    sentences = [_what_ran(run, findings)]
+    matters = mattering_pairs(findings, run.events)
+    changes = list(pairwise(findings))
+    told = sorted(
+        sorted(changes, key=lambda pair: -abs(pair[1].seconds / pair[0].seconds - 1.0))[:MOST_SENTENCES],
+        key=lambda pair: pair[1].part.first,
+    )
+    for before, after in told:
+        best_s = min(finding.seconds for finding in findings if finding.part.first < after.part.first)
+        sentences.append(_change(before, after, best_s, matters))
+    if len(changes) > len(told):
+        sentences.append(f"{len(changes) - len(told)} smaller changes are in the table below.")
+    worst = max(findings, key=lambda finding: finding.seconds)
+    if worst is not findings[-1] and worst.seconds > (1.0 + WORTH_SAYING) * findings[-1].seconds:
+        sentences.append(_where_time_goes(worst, f"In iterations {span(worst.part)}, the slowest part,", matters))
+    sentences.append(_where_time_goes(findings[-1], f"At the end (iterations {span(findings[-1].part)}),", matters))
+    return sentences
+
+
+def _what_ran(run: RunRecord, findings: Sequence[PartFinding]) -> str:
+    records = run.iterations[0].records
+    micro_batches = 1 + max(record.micro_batch for record in records)
+    chunks = 1 + max(record.chunk for record in records)
+    layout = f"{run.stages} stages{f' × {chunks} chunks' if chunks > 1 else ''}, {micro_batches} micro-batches"
+    first = _settled(findings)
+    return (
+        f"{len(run.iterations)} training iterations on {layout}. At first an iteration took {duration(first.seconds)}, "
+        f"with the stages idle {percent(first.idle_share)} of the time."
+    )
+
+
+def _change(before: PartFinding, after: PartFinding, best_s: float, matters: set[Link]) -> str:
+    if before.part.first == before.part.last == 0 and not after.part.beginning and not after.part.new_order:
+        return f"The first iteration took {duration(before.seconds)}: it pays for what is set up once."
+    numbers = f"{duration(before.seconds)} → {duration(after.seconds)} an iteration"
+    at = f"From iteration {after.part.first} on"
+    switch = next((found.event for found in after.part.beginning if isinstance(found.event, PlanSwitched)), None)
+    if switch is not None or after.part.new_order:
+        name = f"plan {switch.number} ran" if switch is not None else "another order of actions ran"
+        lost_s, won_s = before.seconds - best_s, before.seconds - after.seconds
+        won = ""
+        if lost_s > WORTH_SAYING * best_s and won_s > 0:
+            won = f"; {percent(min(1.0, won_s / lost_s))} of the loss was won back"
+        return f"{at} {name}: {numbers}{won}."
+    changed = _changed_links(before, after, matters)
+    if changed:
+        return f"{at} {changed}: {numbers}."
+    stages = [found.event for found in after.part.beginning if isinstance(found.event, StageDetection)]
+    if stages:
+        return f"{at} {listed([f'stage {event.stage} was {event.after}' for event in stages])}: {numbers}."
+    return f"{at} iterations took {'longer' if after.seconds > before.seconds else 'less'}: {numbers}."
+
+
+def _changed_links(before: PartFinding, after: PartFinding, matters: set[Link]) -> str:
+    """ "messages of links 3→4 and 4→3 took 81 ms instead of 0.7 ms", if there are such links."""
+    changed = []
+    for link, found in after.links.items():
+        earlier = before.links.get(link)
+        pair = min(link), max(link)
+        if earlier is not None and pair in matters and found.slow is not earlier.slow:
+            changed.append((link, found.median_s, earlier.median_s))
+    if not changed:
+        return ""
+    names = link_names(link for link, _now_s, _before_s in changed)
+    now_s = max(now_s for _link, now_s, _before_s in changed)
+    before_s = max(before_s for _link, _now_s, before_s in changed)
+    return f"messages of {names} took {duration(now_s)} instead of {duration(before_s)}"
+
+
+def _where_time_goes(finding: PartFinding, when: str, matters: set[Link]) -> str:
+    idle = finding.idle_share
+    text = f"{when} stages were idle {percent(idle)} of the time"
+    uses = sorted((use for use in Use if use.idle), key=lambda use: -finding.share(use))[:2]
+    reasons = [f"{percent(finding.share(use))} {USE_NAMES[use]}" for use in uses if finding.share(use) > 0.005]
+    text += f": {listed(reasons)}." if reasons else "."
+    for pair, without_s in finding.without.items():
+        saved_s = finding.seconds - without_s
+        if pair not in matters:
+            continue
+        if saved_s > WORTH_SAYING * finding.seconds:
+            text += (
+                f" Without the delay of links {pair[0]}↔{pair[1]} the same order of actions would take "
+                f"{duration(without_s)}, {percent(saved_s / finding.seconds)} less."
+            )
+        else:
+            text += f" The delay of links {pair[0]}↔{pair[1]} costs this order of actions next to nothing."
+    return text
+
+
+def event_text(event: Event) -> tuple[str, str]:
+    """What happened, and why."""
+    if isinstance(event, LinkDetection):
+        return f"Link {event.source}→{event.target} is {event.after} (was {event.before})", event.reason
+    if isinstance(event, StageDetection):
+        return f"Stage {event.stage} is {event.after} (was {event.before})", event.reason
+    if isinstance(event, PlanMade):
+        return _plan_text(event), event.reason
+    if isinstance(event, PlanSwitched):
+        return f"Plan {event.number} runs instead of {_plan_name(event.before)}", _switch_reason(event)
+    if isinstance(event, SwitchMeasured):
+        numbers = f"{duration(event.before_measured_s)} → {duration(event.after_measured_s)} an iteration"
+        return f"Plan {event.number} turned out: {numbers}", f"median of {event.iterations} iterations"
+    if isinstance(event, PathChanged):
+        what = "failed over" if event.failover else "moved"
+        return (
+            f"Link {event.source}→{event.target} {what} from the {event.before} to the {event.after} path",
+            event.cause,
+        )
+    if isinstance(event, Fault):
+        place = f" at stage {event.stage}" if event.stage is not None else ""
+        place += f", link to stage {event.peer}" if event.peer is not None else ""
+        return f"Fault{place}: {event.what}", event.detail
+    if isinstance(event, RunEnded):
+        return "The run ended", event.reason
+    assert isinstance(event, RunStarted)
+    return "The run started", event.host
+
+
+def _plan_name(number: int) -> str:
+    return f"plan {number}" if number else "the first order"
+
+
+def _plan_text(event: PlanMade) -> str:
+    text = f"Plan {event.number} made" if event.adopted else f"{_plan_name(event.number).capitalize()} kept"
+    text += f": {duration(event.predicted_s)} predicted"
+    if event.adopted and event.current_predicted_s is not None:
+        text += f", {duration(event.current_predicted_s)} with the present order"
+    return text
+
+
+def _switch_reason(event: PlanSwitched) -> str:
+    if event.predicted_s is None or event.before_predicted_s is None:
+        return ""
+    return f"predicted: {duration(event.before_predicted_s)} → {duration(event.predicted_s)} an iteration"

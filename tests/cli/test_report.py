@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`adaptra report` and `adaptra trace` on made-up runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from support.made_up_runs import Iteration, write_events, write_run
+
+from adaptra_megatron.cli.main import main
+from adaptra_megatron.telemetry.events import Fault, LinkDetection, PathChanged, PlanMade, PlanSwitched
+from adaptra_megatron.telemetry.report.wording import duration, percent
+from adaptra_megatron.telemetry.trace import trace_path
+from adaptra_megatron.telemetry.trace_requests import RequestBox
+
+HOSTILE = "</script><img src=x onerror=alert(1)>&"
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: text by element, and everything that refers to somewhere."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self.text = ""
+        self.scripts: list[str] = []
+        self._inside = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self._inside = tag
+        if tag == "script":
+            self.scripts.append("")
+        self.references += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "script":
+            self.scripts[-1] += data
+        elif self._inside != "style":
+            self.text += data + "\n"
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    """A link turns slow, a plan answers, the link heals."""
+    directory = tmp_path / "my <run>"
+    slow = Iteration(delay_s=2.0)
+    planned = Iteration(delay_s=1.0, split=True)
+    write_run(directory, [Iteration()] * 4 + [slow] * 2 + [planned] * 4 + [Iteration(split=True)] * 3)
+    detection = LinkDetection(source=0, target=1, before="healthy", after="slow", reason=HOSTILE, latency_s=2.0)
+    write_events(
+        directory,
+        [
+            (detection, 4),
+            (PlanMade(number=1, adopted=True, reason="costs changed", predicted_s=24.0, current_predicted_s=30.0), 5),
+            (PlanSwitched(number=1, before=0, predicted_s=24.0, before_predicted_s=30.0), 6),
+            (PathChanged(source=0, target=1, before="device", after="host", cause="stalled", failover=True), 7),
+            (Fault(what="delegate restarted", detail="it was killed", stage=1), 8),
+        ],
+    )
+    return directory
+
+
+def report(directory: Path, *options: str) -> str:
+    output = directory / "page.html"
+    assert main(["report", str(directory), "-o", str(output), *options]) == 0
+    return output.read_text(encoding="utf-8")
+
+
+def test_the_page_is_valid_and_needs_nothing_but_itself(run_directory: Path) -> None:
+    html5lib = pytest.importorskip("html5lib")
+    html = report(run_directory)
+    html5lib.HTMLParser(strict=True).parse(html)
+    page = Page(html)
+    assert page.references == []
+    assert not {"link", "img", "iframe", "object", "embed", "base"} & set(page.tags)
+    assert "url(" not in html
+    assert "@import" not in html
+    assert not re.search(r"https?://|fetch\(|XMLHttpRequest|WebSocket|import\(", html)
+    assert page.tags.count("svg") == 1 + 4
+
+
+def test_the_page_says_what_happened(run_directory: Path) -> None:
+    text = Page(report(run_directory)).text
+    assert "From iteration 4 on messages of links 0→1 and 1→0 took 2.00 s instead of 0 µs" in text
+    assert re.search(r"From iteration 6 on plan 1 ran: \S+ s → \S+ s an iteration; \d+% of the loss was won back", text)
+    assert re.search(r"Without the delay of links 0↔1 the same order of actions would take \S+ s, \d+% less", text)
+    assert re.search(r"saved by 1 plan switch", text)
+    for line in (
+        "Link 0→1 is slow (was healthy)",
+        "Plan 1 made: 24.0 s predicted, 30.0 s with the present order",
+        "Plan 1 runs instead of the first order",
+        "Link 0→1 failed over from the device to the host path",
+        "Fault at stage 1: delegate restarted",
+        "training finished",
+    ):
+        assert line in text
+    assert "iterations 6–9" in text
+
+
+def test_what_the_log_holds_cannot_become_part_of_the_page(run_directory: Path) -> None:
+    html = report(run_directory, "--title", HOSTILE)
+    page = Page(html)
+    assert "img" not in page.tags
+    assert page.text.count(HOSTILE) >= 2
+
+
+def test_what_lies_under_the_pointer_is_the_trace(run_directory: Path) -> None:
+    page = Page(report(run_directory, "--iterations", "5"))
+    (data,) = (json.loads(script) for script in page.scripts if script.startswith("{"))
+    assert len(data["rows"]) == len(data["tops"]) == 3
+    for row in data["rows"]:
+        assert row[0][0] == 0
+        for (_start, end, _text), (start, _end, _next) in zip(row, row[1:], strict=False):
+            assert abs(start - end) <= 1
+    kinds = [data["texts"][text] for _start, _end, text in data["rows"][1]]
+    assert sum(kind.startswith("forward of") for kind in kinds) == 6
+    assert "idle, waiting for messages of link 0→1" in kinds
+
+
+def test_a_run_without_events_still_tells_its_story(tmp_path: Path) -> None:
+    write_run(tmp_path, [Iteration()] * 4 + [Iteration(delay_s=2.0)] * 4)
+    text = Page(report(tmp_path)).text
+    assert "From iteration 4 on messages of links 0→1 and 1→0 took 2.00 s" in text
+    assert "What happened" not in text
+
+
+def test_the_page_is_written_into_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, [Iteration()] * 2)
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
+    assert "Steady: 24.0 s an iteration" in Page((tmp_path / "report.html").read_text()).text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--iterations", "99"], "iteration 99 is not in the trace"),
+        (["-o", "/proc/nowhere/page.html"], "cannot write"),
+    ],
+)
+def test_bad_input_is_one_line(
+    run_directory: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert main(["report", str(run_directory), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_damage_is_one_line(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run_directory / "nothing")]) == 2
+    assert "--adaptra-trace-dir" in capsys.readouterr().err
+    trace_path(run_directory, 0).write_text("damage\n")
+    assert main(["report", str(run_directory)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(run_directory), "--iterations", "a,b"])
+
+
+def test_a_request_is_left_for_the_job_and_taken_back_if_there_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", str(tmp_path), "--request", "next"]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    box = RequestBox(tmp_path)
+    assert main(["trace", str(tmp_path), "--request", "next-3", "--timeout-s", "0.1"]) == 2
+    assert "no job has read" in capsys.readouterr().err
+    assert box.take(5) == ()
+    assert main(["trace", str(tmp_path), "--request", "soon"]) == 2
+    assert "names no iterations" in capsys.readouterr().err
+    taken: list[object] = []
+
+    def job() -> None:
+        deadline_s = time.monotonic() + 30
+        while not taken and time.monotonic() < deadline_s:
+            taken.extend(box.take(5))
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=job)
+    thread.start()
+    assert main(["trace", str(tmp_path), "--request", "next-3"]) == 0
+    thread.join()
+    assert taken == [(7, 9)]
+
+
+def test_the_perfetto_trace_is_made_of_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(tmp_path)]) == 2
+    write_run(tmp_path, [Iteration()] * 2)
+    assert main(["trace", str(tmp_path), "-o", str(tmp_path / "out.json")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out.json'}\n"
+    names = {event["name"] for event in json.loads((tmp_path / "out.json").read_text())["traceEvents"]}
+    assert {"iteration 0", "iteration 1"} <= names
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 µs"), (4e-6, "4 µs"), (0.0015, "1.50 ms"), (0.06, "60.0 ms"), (0.625, "625 ms"), (2.617, "2.62 s")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_percentages() -> None:
+    assert [percent(share) for share in (0.0, 0.016, 0.44, 1.0)] == ["0%", "1.6%", "44%", "100%"]
