@@ -211,11 +211,19 @@ def _shown_parts(findings: Sequence[PartFinding]) -> list[PartFinding]:
 def _time_section(shown: Sequence[PartFinding]) -> str:
     used = [use for use in Use if any(finding.share(use) > 0.0005 for finding in shown)]
     legend = "".join(f'<li><span class="swatch {use_class(use)}"></span>{escape(USE_NAMES[use])}</li>' for use in used)
+    note = (
+        "An iteration of each part of the run, as the mean over the stages. An idle stage waits for a link while the "
+        "message is under way; before it is sent, for whatever keeps the sender, however far away."
+    )
+    if any(finding.without for finding in shown):
+        legend += '<li><span class="swatch mark"></span>end, without the delay of the slowest link</li>'
+        note += (
+            " A delay also makes stages wait for each other: what it costs in all is what lies beyond the mark, where "
+            "the same order of actions ends when simulated without the delay."
+        )
     worst = max(shown, key=lambda finding: finding.idle_share)
     return (
-        "<section><h2>Where the time goes</h2>"
-        '<p class="note">An iteration of each part of the run, as the mean over the stages. An idle stage waits for a '
-        "link while the message is under way; before it is sent, for whatever keeps the sender, however far away.</p>"
+        f'<section><h2>Where the time goes</h2><p class="note">{note}</p>'
         f'{stacked_bars(shown)}<ul class="legend">{legend}</ul>'
         f"<h2>What idle stages waited for</h2>{cause_table(shown)}"
         f"<h2>Stage by stage, iterations {span(worst.part)}</h2>{stage_bars(worst)}</section>"

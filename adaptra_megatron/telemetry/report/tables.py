@@ -5,9 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 
 from adaptra_megatron.telemetry.report.findings import Link, LinkFinding, PartFinding, Use
-from adaptra_megatron.telemetry.report.wording import USE_NAMES, cause_name, duration, link_name, percent, span
+from adaptra_megatron.telemetry.report.wording import (
+    USE_NAMES,
+    WORTH_SAYING,
+    cause_name,
+    duration,
+    link_name,
+    percent,
+    span,
+)
 from adaptra_megatron.telemetry.waiting import Cause
 
 MOST_CAUSES = 12
@@ -30,43 +39,56 @@ def table(headings: Sequence[str], rows: Iterable[str]) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
 
+class _Bar(NamedTuple):
+    name: str
+    use_s: Mapping[Use, float]
+    text: str
+    """On its right."""
+    mark_s: float | None = None
+    """Where a mark stands on it."""
+    mark_text: str = ""
+
+
 def stacked_bars(findings: Sequence[PartFinding]) -> str:
-    """A bar per part of the run, as long as an iteration of it."""
-    longest_s = max(sum(finding.use_s.values()) for finding in findings)
-    rows = [
-        (
-            f"iterations {span(finding.part)}",
-            finding.use_s,
-            f"{duration(finding.seconds)}, idle {percent(finding.idle_share)}",
-        )
-        for finding in findings
-    ]
-    return _bars(rows, longest_s)
+    """A bar per part of the run, as long as an iteration of it, marked where it would end without a link's delay."""
+    bars = []
+    for finding in findings:
+        pair = min(finding.without, key=lambda pair: finding.without[pair], default=None)
+        mark_s, mark_text = None, ""
+        if pair is not None and finding.without[pair] < (1.0 - WORTH_SAYING) * finding.seconds:
+            mark_s = finding.without[pair]
+            mark_text = f"without the delay of links {pair[0]}↔{pair[1]}: {duration(mark_s)}"
+        text = f"{duration(finding.seconds)}, idle {percent(finding.idle_share)}"
+        bars.append(_Bar(f"iterations {span(finding.part)}", finding.use_s, text, mark_s, mark_text))
+    return _bars(bars)
 
 
 def stage_bars(finding: PartFinding) -> str:
     """A bar per stage for one part of the run."""
-    rows = []
+    bars = []
     for stage, use_s in enumerate(finding.stage_use_s[:MOST_STAGES]):
         total_s = sum(use_s.values())
         idle_s = sum(seconds for use, seconds in use_s.items() if use.idle)
-        rows.append((f"stage {stage}", use_s, f"idle {percent(idle_s / total_s)}"))
-    longest_s = max(sum(use_s.values()) for _name, use_s, _text in rows)
-    return _bars(rows, longest_s)
+        bars.append(_Bar(f"stage {stage}", use_s, f"idle {percent(idle_s / total_s)}"))
+    return _bars(bars)
 
 
-def _bars(rows: Sequence[tuple[str, Mapping[Use, float], str]], longest_s: float) -> str:
+def _bars(bars: Sequence[_Bar]) -> str:
+    longest_s = max(sum(bar.use_s.values()) for bar in bars)
     parts = ['<div class="bars">']
-    for name, use_s, text in rows:
+    for bar in bars:
         pieces = "".join(
-            f'<i class="{use_class(use)}" style="width:{100 * use_s[use] / longest_s:.2f}%" '
-            f'title="{escape(USE_NAMES[use])}: {duration(use_s[use])}"></i>'
+            f'<i class="{use_class(use)}" style="width:{100 * bar.use_s[use] / longest_s:.2f}%" '
+            f'title="{escape(USE_NAMES[use])}: {duration(bar.use_s[use])}"></i>'
             for use in Use
-            if use_s.get(use, 0.0) > 1e-4 * longest_s
+            if bar.use_s.get(use, 0.0) > 1e-4 * longest_s
         )
+        if bar.mark_s is not None:
+            left = 100 * bar.mark_s / longest_s
+            pieces += f'<b style="left:{left:.2f}%" title="{escape(bar.mark_text)}"></b>'
         parts.append(
-            f'<div class="bar"><div class="name">{escape(name)}</div><div class="stack">{pieces}</div>'
-            f"<div>{escape(text)}</div></div>"
+            f'<div class="bar"><div class="name">{escape(bar.name)}</div><div class="stack">{pieces}</div>'
+            f"<div>{escape(bar.text)}</div></div>"
         )
     return "".join([*parts, "</div>"])
 

@@ -114,8 +114,8 @@ class Timeline:
             name = use_class(Use(record.kind)) + (" later" if record.chunk else "")
             left, right = self._x(record.start_s), self._x(record.end_s)
             # A sliver between neighbours tells them apart without a border.
-            width = max(right - left - 0.6, 0.3)
-            shapes[name].append(f"M{left:.1f} {self._row_tops[record.stage]}h{width:.1f}v{_ROW}h{-width:.1f}z")
+            width = right - left - min(0.6, 0.1 * (right - left))
+            shapes[name].append(f"M{left:.2f} {self._row_tops[record.stage]}h{width:.2f}v{_ROW}h{-width:.2f}z")
         return [f'<path class="{name}" d="{"".join(bars)}"/>' for name, bars in shapes.items()]
 
     def _add_bar(self, bars: list[str], period: IdlePeriod) -> None:
