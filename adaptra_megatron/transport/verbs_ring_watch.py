@@ -58,7 +58,7 @@ class RingWatch(Generic[Item]):
     async def stop(self) -> None:
         """Returns when the thread has ended. The ring is closed already, or the thread would go on waiting."""
         self._orders.put(False)
-        await self._ended
+        await asyncio.wait([self._ended])  # which, unlike a bare await, leaves the future alone when it is cancelled
 
     def _arrived(self, item: Item | None, error: RingError | FrameError | None) -> None:
         self._waiting, self._error = False, error

@@ -97,14 +97,14 @@ class VerbsWire:
             now_s=time.monotonic(),
             timing=self._timing,
         )
-        self._frames = RingWatch(self._outbound, self._outbound.take_frame, self._step_soon)
-        self._slots = RingWatch(self._received, self._received.claim_slot, self._step_soon)
+        self._frames = RingWatch(self._outbound, self._outbound.take_frame, self._step)
+        self._slots = RingWatch(self._received, self._received.claim_slot, self._step)
         self._heard(early)
         loop = asyncio.get_running_loop()
         loop.add_reader(self._connection, self._hear)
         for pair in self._queue_pairs:
-            loop.add_reader(pair.completion_fd, self._step_soon)
-            loop.add_reader(pair.event_fd, self._step_soon)
+            loop.add_reader(pair.completion_fd, self._step)
+            loop.add_reader(pair.event_fd, self._step)
         self._step_soon()
         await self._until(lambda: self._over or State.UP in self._states() or self._hopeless(), self._timeout_s)
         if self._over:
@@ -260,7 +260,7 @@ class VerbsWire:
 
     def _timer_went_off(self) -> None:
         self._timer = None
-        self._step_soon()
+        self._step()
 
     def _guarded(self, act: Callable[[VerbsSession], None]) -> None:
         if self._session is None or self._over:
