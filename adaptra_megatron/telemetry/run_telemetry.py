@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that one rank tells the world about its run: traces, events, scalars, a Prometheus endpoint.
+
+The runtime holds one per pipeline and calls it a few times per iteration. Nothing here waits for a disk or a network,
+and nothing raises after construction: when something cannot be written, one warning says so and training goes on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from adaptra_megatron.telemetry.changes import PathState, PathWatch, SwitchWatch
+from adaptra_megatron.telemetry.event_log import EventLog
+from adaptra_megatron.telemetry.events import Event, RunEnded, RunStarted
+from adaptra_megatron.telemetry.prometheus import LOOPBACK, PrometheusEndpoint
+from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
+from adaptra_megatron.telemetry.scalars import (
+    JobFigures,
+    RankFigures,
+    ScalarWriters,
+    megatron_step,
+    megatron_writers,
+    scalars,
+)
+from adaptra_megatron.telemetry.trace import TraceWriter
+from adaptra_megatron.telemetry.trace_requests import Iterations, RequestBox, RequestedTraces
+
+
+@dataclass(frozen=True, kw_only=True)
+class TelemetrySettings:
+    """What a user can set."""
+
+    trace_dir: Path | None = None
+    """Where traces and events go; None: there are none."""
+    every_iteration: bool = True
+    """Whether all iterations are traced, or those that somebody asks for."""
+    prometheus_port: int | None = None
+    """Of the first rank of a host, the next rank's is the next; 0: any free ones; None: no endpoint."""
+    prometheus_address: str = LOOPBACK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank is in its job."""
+
+    run: str
+    """The same on all ranks, new for each start."""
+    rank: int
+    local_rank: int
+    """Within its host: ranks of one host serve Prometheus at ports one after another."""
+    stage: int
+    leads: bool
+    """Whether this rank decides on plans: it alone logs switches and takes requests for traces."""
+    clock_offset_s: float = 0.0
+
+
+class RunTelemetry:
+    """One rank's. For the training thread, except `log` and `requests`, which any thread may call."""
+
+    def __init__(self, settings: TelemetrySettings, place: Place, start: RunStarted) -> None:
+        """Raises prometheus.PrometheusError if an endpoint is wanted and cannot be opened."""
+        self._place = place
+        self._switches, self._paths = SwitchWatch(), PathWatch(place.stage)
+        self._iterations = 0
+        self._running = -1
+        self._job: JobFigures | None = None
+        self._scalars: ScalarWriters | None = None
+        self._endpoint: PrometheusEndpoint | None = None
+        if settings.prometheus_port is not None:
+            labels = {"rank": str(place.rank), "stage": str(place.stage)}
+            port = settings.prometheus_port and settings.prometheus_port + place.local_rank
+            self._endpoint = PrometheusEndpoint(port, settings.prometheus_address, labels=labels)
+        self._events: EventLog | None = None
+        self._traces: TraceWriter | None = None
+        self._requested: RequestedTraces | None = None
+        self._box: RequestBox | None = None
+        if settings.trace_dir is not None:
+            self._open_files(settings.trace_dir, settings.every_iteration, start)
+        # After the writers', hence called before them: the last event is still to be written then.
+        atexit.register(self.close)
+
+    def _open_files(self, directory: Path, every_iteration: bool, start: RunStarted) -> None:
+        place, offset_s = self._place, self._place.clock_offset_s
+        self._events = EventLog(directory, start, run=place.run, rank=place.rank, clock_offset_s=offset_s)
+        self._traces = TraceWriter(directory, place.rank, place.stage, clock_offset_s=offset_s)
+        if not every_iteration:
+            self._requested = RequestedTraces(self._traces)
+            self._box = RequestBox(directory) if place.leads else None
+
+    def log(self, event: Event) -> None:
+        """Something happened, in the iteration that runs."""
+        if self._events is not None:
+            self._events.log(event)
+
+    def requests(self) -> tuple[Iterations, ...]:
+        """On the leading rank: which iterations to trace, new since the last call; to be sent to every rank."""
+        return () if self._box is None else self._box.take(self._running)
+
+    def begin(self, iteration: int, requests: Sequence[Iterations] = (), job: JobFigures | None = None) -> None:
+        """Iteration `iteration` (evaluations count) begins; `requests` and `job` are what the leader sent for it."""
+        self._running = iteration
+        if self._events is not None:
+            self._events.iteration = iteration
+        if self._requested is not None:
+            self._requested.request(requests)
+        self._job = job if job is not None else self._job
+
+    def switch(self, number: int, *, predicted_s: float | None = None, before_predicted_s: float | None = None) -> None:
+        """Plan `number` runs from this iteration on; said again, it changes nothing."""
+        event = self._switches.switched(number, predicted_s=predicted_s, before_predicted_s=before_predicted_s)
+        if event is not None and self._place.leads:
+            self.log(event)
+
+    def traced(self, iteration: int, records: Sequence[ActionRecord], arrivals: Sequence[ArrivalRecord] = ()) -> None:
+        """What this rank did in `iteration`, training or evaluation."""
+        if self._requested is not None:
+            self._requested.add(iteration, records, arrivals)
+        elif self._traces is not None:
+            self._traces.write(iteration, records, arrivals)
+
+    def trained(
+        self,
+        figures: RankFigures,
+        links: Mapping[int, PathState] | None = None,
+        delegate_starts: int | None = None,
+    ) -> None:
+        """A training iteration is over. `links`: by peer, where there are two paths; failovers are counted here."""
+        self._iterations += 1
+        gain = self._switches.iteration(figures.iteration_s)
+        if gain is not None and self._place.leads:
+            self.log(gain)
+        for change in self._paths.look(links or {}, delegate_starts):
+            self.log(change)
+        figures = replace(figures, failovers=self._paths.failovers)
+        if self._endpoint is not None:
+            self._endpoint.show(self._iterations, figures, self._job)
+        if self._scalars is None:
+            self._scalars = megatron_writers()  # not before: they are made while Megatron initializes
+        step = megatron_step(self._iterations)
+        if self._scalars.due(step):
+            self._scalars.write(step, scalars(figures, self._job))
+
+    def close(self) -> None:
+        """Say why the run ended and write what is queued, for some seconds at most. May be called twice."""
+        atexit.unregister(self.close)
+        error = getattr(sys, "last_value", None)  # what the interpreter has reported as the end of the program
+        reason = "the program ended" if error is None else f"{type(error).__name__}: {error}"
+        if self._events is not None:
+            self.log(RunEnded(reason=reason))
+            self._events.close()
+        if self._traces is not None:
+            self._traces.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
