@@ -286,6 +286,29 @@ def test_an_outage_of_all_rails_is_told_with_its_causes() -> None:
     simulation.check()
 
 
+def test_rails_that_were_tried_in_vain_are_hopeless() -> None:
+    simulation = Simulation()
+    simulation.rails[0].link, simulation.rails[1].held = False, True
+    session = simulation.ends[0].session
+    simulation.step()
+    assert not session.hopeless, "the second is still being raised"
+    for _ in range(300):
+        simulation.step(0.01)
+    assert session.hopeless
+    simulation.rails[1].held = False
+    simulation.until(1, State.UP)
+    assert not session.hopeless
+
+
+def test_grants_that_were_on_a_dead_rail_are_repeated() -> None:
+    simulation = up()
+    simulation.rails[0].held = True
+    simulation.send(0, 40)  # more than there are slots: without new ones it stops
+    assert simulation.run(10.0) < TIMING.silence_s + 2 * TIMING.fence_s + 0.2
+    simulation.check()
+    assert simulation.ends[1].session.rail_states[0] is not State.UP
+
+
 def test_an_idle_session_has_nothing_to_do() -> None:
     simulation = up()
     simulation.send(0, 3)
