@@ -24,6 +24,8 @@ TELLING = 0.7
 OUTLIERS = 0.1
 """Share of the messages whose disagreement is not looked at."""
 CANDIDATES = 16
+_NEGLIGIBLE = 0.01
+"""Of the occupancy: latencies that disagree by less without it need no explaining."""
 _NEGATIVE = 0.1
 """Of the occupancy: a bandwidth that makes latencies more negative than this claims that messages arrive unsent."""
 _SIZES_DIFFER = 1.2
@@ -75,7 +77,8 @@ def fit_link(messages: Messages, known_seconds_per_byte: float | None) -> LinkFi
         finer = np.linspace(*around, CANDIDATES)
         finer_scores = _scores(messages, finer)
         score, rate = min((scores[best], candidates[best]), (finer_scores.min(), finer[int(np.argmin(finer_scores))]))
-        if rate > 0.0 and score <= TELLING * scores[0]:
+        matters = scores[0] > _NEGLIGIBLE * rate * float(np.median(messages.nbytes))
+        if rate > 0.0 and matters and score <= TELLING * scores[0]:
             return LinkFit(_latencies(messages, np.array([rate]))[0], float(rate), identified=True)
     fallback = np.array([0.0, known_seconds_per_byte or 0.0])
     without, with_known = _scores(messages, fallback)

@@ -75,8 +75,8 @@ class DetectorSettings:
     """And no longer than this."""
     min_messages: int = 3
     """Fewer in an iteration say nothing of a link."""
-    overwhelming_messages: int = 8
-    """Fewer are never overwhelming."""
+    overwhelming_messages: int = 6
+    """Fewer, those left out that arrived together with a later one, are never overwhelming."""
     planning_quantile: float = 0.75
     """Of the transfer times: over-estimating a delay costs memory, under-estimating costs time."""
     size_tolerance: float = 0.25

