@@ -300,11 +300,15 @@ def test_rails_that_were_tried_in_vain_are_hopeless() -> None:
     assert not session.hopeless
 
 
-def test_grants_that_were_on_a_dead_rail_are_repeated() -> None:
+def test_grants_alone_on_a_dead_rail_are_repeated() -> None:
     simulation = up()
+    simulation.send(0, SLOTS)
+    while simulation.ends[0].session.pending:
+        simulation.step()
     simulation.rails[0].held = True
-    simulation.send(0, 40)  # more than there are slots: without new ones it stops
-    assert simulation.run(10.0) < TIMING.silence_s + 2 * TIMING.fence_s + 0.2
+    assert [packet.did for packet in simulation.rails[0].under_way] == [Did.GRANT]
+    simulation.send(0, 2 * SLOTS)
+    assert simulation.run(10.0) < 2 * (TIMING.silence_s + 2 * TIMING.fence_s + 0.2)
     simulation.check()
     assert simulation.ends[1].session.rail_states[0] is not State.UP
 
