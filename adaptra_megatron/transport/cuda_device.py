@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -28,6 +29,22 @@ class Event(Protocol):
         """Sleep until the device has reached it, other threads going on. Raises RuntimeError likewise."""
 
 
+class Computed(NamedTuple):
+    """A tensor, and when what made it is done: whoever hands it to another stream, or thread, waits for that."""
+
+    tensor: torch.Tensor
+    event: Event | None
+    """None where it is done already, as in host memory."""
+
+
+def is_computed(message: Computed) -> bool:
+    """Whether a tensor is there. Never waits; a device that failed has no more to do for it."""
+    try:
+        return message.event is None or message.event.query()
+    except RuntimeError:
+        return True
+
+
 class Device(Protocol):
     """A device with streams. Every method may be called by any thread, and raises RuntimeError when the device does."""
 
@@ -40,6 +57,9 @@ class Device(Protocol):
 
     def new_stream(self) -> Stream:
         """A stream of its own, which waits for no other."""
+
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Within, the calling thread computes on `stream`."""
 
     def record(self, stream: Stream) -> Event:
         """An event at the present end of `stream`."""
@@ -86,6 +106,10 @@ class CudaDevice:
 
     def new_stream(self) -> Stream:
         return _cuda.Stream(self._device)
+
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = _cuda.stream(stream)
+        return context
 
     def record(self, stream: Stream) -> Event:
         # blocking: a thread that synchronizes sleeps instead of spinning on a core that training needs.

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from adaptra_megatron.transport.cuda_device import CudaDevice, Device
+from adaptra_megatron.transport.cuda_device import Computed, CudaDevice, Device, device_error
 from adaptra_megatron.transport.incoming_copies import IncomingCopies
 from adaptra_megatron.transport.outgoing_copies import OutgoingCopies
 
@@ -48,8 +48,8 @@ class Payload(Protocol):
         Raises TimeoutError at the deadline, TransportError when the device failed.
         """
 
-    def tensor(self) -> torch.Tensor:
-        """The message where the training has its tensors, for another path; for the training thread only.
+    def computed(self) -> Computed:
+        """The message where the training has its tensors, for another path. Any thread.
 
         Raises TransportError when the device failed.
         """
@@ -69,7 +69,7 @@ class Receipt(Protocol):
 
 
 class Copies(Protocol):
-    """What one link uses. `stage` and `Receipt.take` belong to the training thread."""
+    """What one link uses. `computed` and `Receipt.take` belong to the training thread."""
 
     @property
     def device(self) -> torch.device:
@@ -79,14 +79,23 @@ class Copies(Protocol):
     def pooled_nbytes(self) -> int:
         """How much unused memory of received messages the link is to keep."""
 
-    def stage(self, tensor: torch.Tensor) -> Payload:
-        """A tensor (contiguous, no autograd history) as computed on the current stream. Returns at once.
+    def computed(self, tensor: torch.Tensor) -> Computed:
+        """A tensor that what is on the current stream by now makes, for this or any other thread to send.
+
+        Raises TransportError when the device failed.
+        """
+
+    def stage(self, message: Computed) -> Payload:
+        """A tensor (contiguous, no autograd history) to send by the host path. Any thread; returns at once.
 
         Raises TransportError when the device failed.
         """
 
     def receive(self, host: torch.Tensor) -> Receipt:
         """A message that has arrived. For threads that hold no lock: new memory is page-locked here."""
+
+    def receive_on_device(self, tensor: torch.Tensor) -> Receipt:
+        """A message that another path brought to where the training has its tensors, and that is complete."""
 
     def close(self, timeout_s: float) -> None:
         """Wait until no copy is under way, then let go of all memory. Safe to call twice."""
@@ -119,8 +128,8 @@ class HostPayload:
     def address(self, end: int, deadline_s: float) -> int:
         return self._tensor.data_ptr()
 
-    def tensor(self) -> torch.Tensor:
-        return self._tensor
+    def computed(self) -> Computed:
+        return Computed(self._tensor, None)
 
 
 class HostReceipt:
@@ -138,6 +147,26 @@ class HostReceipt:
         return self._tensor
 
 
+class DeviceReceipt:
+    """A received tensor that came to the device, complete, on a stream of another path."""
+
+    __slots__ = ("_device", "_link", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, device: Device, link: str) -> None:
+        self._tensor, self._device, self._link = tensor, device, link
+
+    def begin(self) -> None:
+        """Nothing to do."""
+
+    def take(self) -> torch.Tensor:
+        # Its memory is that stream's, which does not know what the training still does with it once it is freed.
+        try:
+            self._device.keep_until_done_on(self._tensor, self._device.current_stream())
+        except RuntimeError as cause:
+            raise device_error(self._link, cause) from cause
+        return self._tensor
+
+
 class NoCopies:
     """Copies for training on the CPU: messages are sent from and used in the memory they are in."""
 
@@ -146,11 +175,17 @@ class NoCopies:
     def __init__(self, pooled_nbytes: int) -> None:
         self.pooled_nbytes = pooled_nbytes
 
-    def stage(self, tensor: torch.Tensor) -> Payload:
-        return HostPayload(tensor)
+    def computed(self, tensor: torch.Tensor) -> Computed:
+        return Computed(tensor, None)
+
+    def stage(self, message: Computed) -> Payload:
+        return HostPayload(message.tensor)
 
     def receive(self, host: torch.Tensor) -> Receipt:
         return HostReceipt(host)
+
+    def receive_on_device(self, tensor: torch.Tensor) -> Receipt:
+        return HostReceipt(tensor)
 
     def close(self, timeout_s: float) -> None:
         """Nothing to wait for."""
@@ -167,16 +202,23 @@ class DeviceCopies:
         send. `unit_nbytes`: parts are a multiple of it. `on_ready`: called, by a thread of this object that holds
         no lock, whenever a staged message has become ready."""
         self.device = device.device
+        self._on, self._link = device, link
         self._outgoing = OutgoingCopies(
             device, link=link, limit_nbytes=limit_nbytes, unit_nbytes=unit_nbytes, on_ready=on_ready
         )
         self._incoming = IncomingCopies(device, link=link)
 
-    def stage(self, tensor: torch.Tensor) -> Payload:
-        return self._outgoing.stage(tensor)
+    def computed(self, tensor: torch.Tensor) -> Computed:
+        return self._outgoing.computed(tensor)
+
+    def stage(self, message: Computed) -> Payload:
+        return self._outgoing.stage(message)
 
     def receive(self, host: torch.Tensor) -> Receipt:
         return self._incoming.receive(host)
+
+    def receive_on_device(self, tensor: torch.Tensor) -> Receipt:
+        return DeviceReceipt(tensor, self._on, self._link)
 
     def close(self, timeout_s: float) -> None:
         self._outgoing.close(timeout_s)

@@ -9,18 +9,35 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from adaptra_megatron.transport.cuda_device import Computed
 from adaptra_megatron.transport.device_session import ReceivingSession, SendingSession
 from adaptra_megatron.transport.inlet import DeviceReceive
 from adaptra_megatron.transport.messages import TensorSpecification
 from adaptra_megatron.transport.outlet import DeviceSend
-from adaptra_megatron.transport.pair_group import PairGroup
+from adaptra_megatron.transport.pair_group import LinkGroup
 
-MakeGroup = Callable[[bool, int, float], PairGroup]
+MakeGroup = Callable[[bool, int, float], LinkGroup]
 """(whether this end sends, session, timeout_s): this end of a device session. Raises RuntimeError."""
+
+
+@dataclass
+class DeviceWork:
+    """What a link has to ask of its device path, once it holds no lock."""
+
+    sends: list[tuple[DeviceSend[Computed], bool]] = field(default_factory=list)
+    """With or without a header."""
+    receives: list[tuple[DeviceReceive, TensorSpecification]] = field(default_factory=list)
+    begin: list[tuple[bool, int]] = field(default_factory=list)
+    """Whether as the sender, and the session."""
+    end: list[tuple[bool, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.sends or self.receives or self.begin or self.end)
 
 
 class DeviceEvents(Protocol):
@@ -56,7 +73,7 @@ class DevicePath:
             self._makers = [thread for thread in self._makers if thread.is_alive()] + [maker]
         maker.start()
 
-    def send(self, send: DeviceSend[torch.Tensor], *, header: bool) -> None:
+    def send(self, send: DeviceSend[Computed], *, header: bool) -> None:
         """Send a message, with its shape if the peer does not know it, or a probe."""
         with self._lock:
             session = self._sending.get(send.session)

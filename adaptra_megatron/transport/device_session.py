@@ -7,6 +7,7 @@ by order alone.
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -15,8 +16,9 @@ from collections.abc import Callable
 
 import torch
 
+from adaptra_megatron.transport.cuda_device import Computed
 from adaptra_megatron.transport.messages import TensorSpecification
-from adaptra_megatron.transport.pair_group import PairGroup, Work
+from adaptra_megatron.transport.pair_group import LinkGroup, Work
 from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
 
 logger = logging.getLogger("adaptra_megatron.transport.device_session")
@@ -45,19 +47,21 @@ class _InOrder:
 class SendingSession:
     """The source's end. What was sent is held until the target has confirmed it."""
 
-    def __init__(self, group: PairGroup) -> None:
+    def __init__(self, group: LinkGroup) -> None:
         self._group = group
         self._order = _InOrder()
         self._lock = threading.Lock()
         self._held: dict[int, list[tuple[Work, torch.Tensor]]] = {}
 
-    def send(self, index: int, tensor: torch.Tensor, *, header: bool) -> None:
+    def send(self, index: int, message: Computed, *, header: bool) -> None:
         """Returns at once. `header`: the target does not know the shape. Raises RuntimeError if the session failed."""
 
         def start() -> None:
-            held = []
+            held, tensor = [], message.tensor
+            if message.event is not None:
+                self._group.send_after(message.event)
             if header:
-                shape = encode_shape(tensor.shape, tensor.device)
+                shape = self._group.bring(encode_shape(tensor.shape, torch.device("cpu")))
                 held.append((self._group.send(shape, 2 * index), shape))
             held.append((self._group.send(tensor, 2 * index + 1), tensor))
             with self._lock:
@@ -67,7 +71,7 @@ class SendingSession:
 
     def probe(self, index: int) -> None:
         """As `send`, of what nobody needs."""
-        self.send(index, torch.zeros(PROBE_NBYTES, dtype=torch.uint8), header=False)
+        self.send(index, Computed(self._group.empty((PROBE_NBYTES,), torch.uint8), None), header=False)
 
     def confirmed(self, received: int) -> None:
         """The target has the first `received`."""
@@ -91,7 +95,7 @@ class ReceivingSession:
 
     def __init__(
         self,
-        group: PairGroup,
+        group: LinkGroup,
         timeout_s: float,
         arrived: Callable[[torch.Tensor, float], None],
         failed: Callable[[str], None],
@@ -108,8 +112,16 @@ class ReceivingSession:
 
     def receive(self, index: int, specification: TensorSpecification | None) -> None:
         """Expect a message like this (without a shape, a header comes before it), or a probe (None)."""
-        expected = specification or TensorSpecification((PROBE_NBYTES,), torch.uint8, torch.device("cpu"))
-        self._order.start(index, lambda: self._start(index, expected))
+        if specification is None:
+            shape: tuple[int, ...] | None = (PROBE_NBYTES,)
+            dtype = torch.uint8
+        else:
+            shape, dtype = specification.shape, specification.dtype
+        start = functools.partial(self._receive, index, shape, dtype)
+        if self._group.one_at_a_time:
+            self._order.start(index, lambda: self._under_way.put(lambda: start()()))
+        else:
+            self._order.start(index, lambda: self._start(start))
 
     def abort(self) -> None:
         """Break the session; the other end sees it break too."""
@@ -121,29 +133,29 @@ class ReceivingSession:
         self._group.abort()
         self._thread.join(END_S)
 
-    def _start(self, index: int, specification: TensorSpecification) -> None:
-        header, dtype, device = specification.shape is None, specification.dtype, specification.device
-        if specification.shape is None:
-            buffer = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=device)
-        else:
-            buffer = torch.empty(specification.shape, dtype=dtype, device=device)
-        tag = 2 * index + (not header)
+    def _start(self, start: Callable[[], Callable[[], torch.Tensor]]) -> None:
         try:
-            work = self._group.receive(buffer, tag)
+            self._under_way.put(start())
         except RuntimeError as cause:  # the thread comes to it after what is still under way
             refusal = str(cause)
             self._under_way.put(lambda: _refuse(refusal))
-            return
+
+    def _receive(self, index: int, shape: tuple[int, ...] | None, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        """Begin to receive; what is returned waits for the end of it. Without a shape, a header comes first."""
+        group, header = self._group, shape is None
+        buffer = group.empty((HEADER_NUMBERS,), torch.int64) if shape is None else group.empty(shape, dtype)
+        tag = 2 * index + (not header)
+        work = group.receive(buffer, tag)
 
         def complete() -> torch.Tensor:
-            self._group.wait(work, self._timeout_s)
+            group.wait(work, self._timeout_s)
             if not header:
                 return buffer
-            body = torch.empty(decode_shape(buffer), dtype=dtype, device=device)
-            self._group.wait(self._group.receive(body, tag + 1), self._timeout_s)
+            body = group.empty(decode_shape(group.read(buffer)), dtype)
+            group.wait(group.receive(body, tag + 1), self._timeout_s)
             return body
 
-        self._under_way.put(complete)
+        return complete
 
     def _run(self) -> None:
         while (complete := self._under_way.get()) is not None:

@@ -12,22 +12,22 @@ import logging
 import math
 import threading
 import time
-from dataclasses import dataclass, field
 
 import torch
 
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.arrivals import Arrival
-from adaptra_megatron.transport.device_copies import HostReceipt
-from adaptra_megatron.transport.device_path import DevicePath, MakeGroup
-from adaptra_megatron.transport.host_link import HostLink
+from adaptra_megatron.transport.cuda_device import Computed, is_computed
+from adaptra_megatron.transport.device_copies import HostPayload
+from adaptra_megatron.transport.device_path import DevicePath, DeviceWork, MakeGroup
+from adaptra_megatron.transport.host_link import CPU, HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.inlet import REMEMBERED, DeviceReceive, Inlet, InletEffects
+from adaptra_megatron.transport.inlet import REMEMBERED, Inlet, InletEffects
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.note_mail import OVERDUE_S, NoteMail
 from adaptra_megatron.transport.notes import FromSender, Note, Open, Received, decode_note, encode_note
-from adaptra_megatron.transport.outlet import DeviceSend, Outlet, OutletEffects, Posted
-from adaptra_megatron.transport.paths import Path, PathSettings
+from adaptra_megatron.transport.outlet import Outlet, OutletEffects, Posted
+from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings
 
 logger = logging.getLogger("adaptra_megatron.transport.dual_link")
 
@@ -38,35 +38,6 @@ _TICK_S = 0.05
 _IDLE_S = 60.0
 _FETCH_S = 2.0
 """How long the training waits for anything before it is looked for in the store though the host path is up."""
-
-
-@dataclass(frozen=True)
-class PathCounters:
-    """What one stage has seen of one link."""
-
-    path: Path
-    """Of the next message that it sends."""
-    sent_by_device: int
-    sent_by_host: int
-    switches: int
-    """How often what it sends began to take the other path."""
-    sessions_lost: int
-    """Device sessions of either direction that died after they had been made."""
-
-
-@dataclass
-class _Work:
-    """What is to be done without the lock."""
-
-    sends: list[tuple[DeviceSend[torch.Tensor], bool]] = field(default_factory=list)
-    """With or without a header."""
-    receives: list[tuple[DeviceReceive, TensorSpecification]] = field(default_factory=list)
-    begin: list[tuple[bool, int]] = field(default_factory=list)
-    """Whether as the sender, and the session."""
-    end: list[tuple[bool, int]] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.sends or self.receives or self.begin or self.end)
 
 
 class DualLink(HostLink):
@@ -80,19 +51,21 @@ class DualLink(HostLink):
         paths: PathSettings,
         make_group: MakeGroup,
         mail: NoteMail,
+        device: torch.device = CPU,
     ) -> None:
         self._paths, self._mail = paths, mail
-        self._outlet: Outlet[torch.Tensor] = Outlet(paths)
+        self._outlet: Outlet[Computed] = Outlet(paths, is_computed)
         self._inlet = Inlet(paths)
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
         self._specifications: dict[int, TensorSpecification] = {}
         self._early: dict[int, Arrival] = {}
-        self._work = _Work()
+        self._work = DeviceWork()
         self._wait_began_s = math.inf
         self._fetch_wanted = False
+        self._told_ended = {True: False, False: False}
         limits = {"meeting_s": paths.probe_limit_s, "timeout_s": settings.timeout_s}
         self._device = DevicePath(make_group, self, **limits)
-        super().__init__(stage, peer, settings)
+        super().__init__(stage, peer, settings, device)
         self._to_keep = threading.Condition(self._lock)
         self._keeper = threading.Thread(target=self._keep, name=f"adaptra-paths-{peer}", daemon=True)
         self._keeper.start()
@@ -122,7 +95,7 @@ class DualLink(HostLink):
                 raise self._error("could not send", key, now_s, now_s, receiving=False)
             message, path = self._outlet.post(key, outgoing)
             if path is Path.HOST:
-                self._enqueue(key, outgoing, message.number, now_s)
+                self._enqueue(key, self._copies.stage(outgoing), message.number, now_s)
             work = self._due_here()
         self._do(work)
         return now_s
@@ -250,7 +223,7 @@ class DualLink(HostLink):
         work.begin += [(True, session) for session in outlet.begin] + [(False, session) for session in inlet.begin]
         work.end += [(True, session) for session in outlet.end] + [(False, session) for session in inlet.end]
 
-    def _move(self, outlet: OutletEffects[torch.Tensor], now_s: float) -> None:
+    def _move(self, outlet: OutletEffects[Computed], now_s: float) -> None:
         """Messages between the host path and the device path."""
         if not outlet.withdrawals and not outlet.resends:
             return
@@ -261,13 +234,23 @@ class DualLink(HostLink):
             if message.number in waiting:
                 self._outbox.send_after_all(waiting[message.number])
             else:
-                self._enqueue(message.key, message.payload, message.number, now_s)
+                self._send_again(message, now_s)
         self._tell_waiting()
+
+    def _send_again(self, message: Posted[Computed], now_s: float) -> None:
+        # Not the training thread, maybe: it hears of a device that fails where it waits.
+        try:
+            payload = self._copies.stage(message.payload)
+        except TransportError as cause:
+            self._health.fail(str(cause))
+            return
+        self._enqueue(message.key, payload, message.number, now_s)
 
     def _say(self, note: Note, now_s: float) -> None:
         packet = encode_note(note)
         number = self._mail.post(packet, now_s)
-        self._enqueue(None, torch.frombuffer(bytearray(packet), dtype=torch.uint8), number, now_s)
+        payload = HostPayload(torch.frombuffer(bytearray(packet), dtype=torch.uint8))
+        self._enqueue(None, payload, number, now_s)
 
     def _confirm(self, session: int, received: int, now_s: float) -> None:
         if self._session is None:
@@ -284,18 +267,18 @@ class DualLink(HostLink):
         if not self._outlet.device_healthy:
             self._to_keep.notify()  # these may have been the probes
 
-    def _due_here(self) -> _Work:
+    def _due_here(self) -> DeviceWork:
         """What the calling thread is to do at once; the rest is the keeper's. The caller holds the lock."""
         self._settle_effects()
         work = self._work
         if not work:
             return work
-        self._work = _Work(begin=work.begin, end=work.end)
+        self._work = DeviceWork(begin=work.begin, end=work.end)
         if self._work:
             self._to_keep.notify()
-        return _Work(sends=work.sends, receives=work.receives)
+        return DeviceWork(sends=work.sends, receives=work.receives)
 
-    def _do(self, work: _Work) -> None:
+    def _do(self, work: DeviceWork) -> None:
         """Without the lock."""
         for send, header in work.sends:
             self._device.send(send, header=header)
@@ -310,7 +293,10 @@ class DualLink(HostLink):
     def _tell_ended(self, as_sender: bool) -> None:
         with self._lock:
             half = self._outlet if as_sender else self._inlet
-            level = logging.WARNING if half.was_healthy and not self.finished else logging.DEBUG
+            level = logging.WARNING if half.was_healthy else logging.INFO
+            if self.finished or (self._told_ended[as_sender] and not half.was_healthy):
+                level = logging.DEBUG  # tried again and again, as between two stages on one GPU
+            self._told_ended[as_sender] = True
             cause = half.cause
         link = f"{self._stage}->{self._peer}" if as_sender else f"{self._peer}->{self._stage}"
         logger.log(level, "link %s: the device path is down (%s); messages go by the host path", link, cause)
@@ -330,7 +316,7 @@ class DualLink(HostLink):
         with self._lock:
             number = self._inlet.arrived(session, tensor.nbytes)
             if number is not None and number >= 0:
-                arrival = Arrival(None, HostReceipt(tensor), arrived_s)
+                arrival = Arrival(None, self._copies.receive_on_device(tensor), arrived_s)
                 key = self._inlet.key(number)
                 if key is None:
                     self._early[number] = arrival
@@ -362,7 +348,7 @@ class DualLink(HostLink):
                 if not self.finished:
                     self._outlet.tick(now_s, down_s, self._unacknowledged)
                 self._settle_effects()
-                work, self._work = self._work, _Work()
+                work, self._work = self._work, DeviceWork()
                 overdue = self._mail.overdue(now_s)
                 fetch = self._fetch_wanted or (down_s > OVERDUE_S and not self.finished)
                 if not (work or overdue or fetch):
@@ -396,9 +382,14 @@ class DualLink(HostLink):
             until_s = min(until_s, posted_s + OVERDUE_S)
         return min(_IDLE_S, max(1e-3, until_s - now_s))
 
-    def _unacknowledged(self) -> list[Posted[torch.Tensor]]:
-        return [
-            Posted(message.number, message.key, message.payload.tensor())
-            for message in self._outbox.messages()
-            if message.key is not None
-        ]
+    def _unacknowledged(self) -> list[Posted[Computed]]:
+        try:
+            return [
+                Posted(message.number, message.key, message.payload.computed())
+                for message in self._outbox.messages()
+                if message.key is not None
+            ]
+        except TransportError as cause:
+            self._health.fail(str(cause))
+            self._tell_waiting()
+            return []

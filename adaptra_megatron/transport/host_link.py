@@ -21,7 +21,8 @@ import torch
 
 from adaptra_megatron.transport._ring import Description, Event, FrameError, Inbox, Ring, RingClosedError, RingError
 from adaptra_megatron.transport.arrivals import Arrival, Arrivals
-from adaptra_megatron.transport.device_copies import HostPayload, Receipt, copies_for
+from adaptra_megatron.transport.cuda_device import Computed
+from adaptra_megatron.transport.device_copies import Payload, Receipt, copies_for
 from adaptra_megatron.transport.frames import (
     check_can_travel,
     describe,
@@ -124,7 +125,7 @@ class HostLink:
         with self._lock:
             if now_s >= self._health.broken_from_s():
                 raise self._health.error("could not send", key, now_s, now_s, receiving=False)
-            self._enqueue(key, outgoing, self._posted, now_s)
+            self._enqueue(key, self._copies.stage(outgoing), self._posted, now_s)
             self._posted += 1
         return now_s
 
@@ -209,15 +210,14 @@ class HostLink:
 
     # What both call.
 
-    def _outgoing(self, key: MessageKey, tensor: torch.Tensor) -> torch.Tensor:
+    def _outgoing(self, key: MessageKey, tensor: torch.Tensor) -> Computed:
         """What to send, checked. Raises TransportError for what cannot travel."""
         check_can_travel(key, tensor, self._copies.device, self._settings.max_message_nbytes)
         # An alias: Megatron's deallocate_output_tensor swaps the storage under the caller's tensor.
-        return tensor.detach().contiguous()
+        return self._copies.computed(tensor.detach().contiguous())
 
-    def _enqueue(self, key: MessageKey | None, tensor: torch.Tensor, number: int, now_s: float) -> None:
+    def _enqueue(self, key: MessageKey | None, payload: Payload, number: int, now_s: float) -> None:
         """Send a message, or a note (no key). The caller holds the lock."""
-        payload = HostPayload(tensor) if key is None else self._copies.stage(tensor)
         message = self._outbox.post(key, payload, number, now_s)
         if payload.nbytes > INLINE_NBYTES or not self._write_at_once(message):
             self._to_write.notify()

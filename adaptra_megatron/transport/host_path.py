@@ -18,14 +18,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from adaptra_megatron.transport.control import Start
-from adaptra_megatron.transport.dual_link import DualLink, PathCounters
+from adaptra_megatron.transport.cuda_device import CudaDevice
+from adaptra_megatron.transport.dual_link import DualLink
 from adaptra_megatron.transport.host_link import CPU, HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.host_setup import Meeting, meet
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
+from adaptra_megatron.transport.nccl_pair_group import NcclPairGroup, gpu_identity
 from adaptra_megatron.transport.note_mail import NoteMail
-from adaptra_megatron.transport.pair_group import PairEnds, PairGroup
-from adaptra_megatron.transport.paths import Path, PathSettings
+from adaptra_megatron.transport.pair_group import LinkGroup, PairEnds, PairGroup
+from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings
 from adaptra_megatron.transport.placement import job_secret
 from adaptra_megatron.transport.supervisor import Link, Supervisor
 
@@ -71,10 +73,9 @@ class HostTransport:
         """Called by all ranks of the pipeline's process group at the same point; returns when all links are up.
 
         `chunks`: model chunks per stage; with one, nothing goes between the last stage and the first. `paths`: when to
-        use the device path; None: never. `device`: of the tensors, with its index; a GPU can have the host path only.
+        use the device path; None: never. `device`: of the tensors, with its index.
         Raises TransportError if a link does not come up, on all ranks at once if one cannot take part.
         """
-        assert paths is None or device.type == "cpu", f"the device path of a link is gloo's, which {device} has not"
         self._device = device
         self.stage = group.rank()
         self._sent: list[MessageTimes] = []
@@ -119,14 +120,18 @@ class HostTransport:
         ours, theirs = f"{self.stage}-{peer}", f"{peer}-{self.stage}"
         ranks = PairEnds(dist.get_global_rank(group, self.stage), dist.get_global_rank(group, peer))
 
-        def make_group(as_sender: bool, session: int, timeout_s: float) -> PairGroup:
+        def make_group(as_sender: bool, session: int, timeout_s: float) -> LinkGroup:
             prefix = f"adaptra/device/{pipeline}/{ours if as_sender else theirs}/{session}"
             ends = ranks if as_sender else PairEnds(ranks.target, ranks.source)
             # A store of its own: whoever waits in a store keeps others waiting.
-            return PairGroup(PrefixStore(prefix, store.clone()), ends, sends=as_sender, timeout_s=timeout_s)
+            own = PrefixStore(prefix, store.clone())
+            if self._device.type == "cpu":
+                return PairGroup(own, ends, sends=as_sender, timeout_s=timeout_s)
+            identity = gpu_identity(self._device)
+            return NcclPairGroup(own, ends, CudaDevice(self._device), identity, sends=as_sender, timeout_s=timeout_s)
 
         mail = NoteMail(store, f"adaptra/notes/{pipeline}/{ours}", f"adaptra/notes/{pipeline}/{theirs}")
-        return DualLink(self.stage, peer, settings, paths, make_group, mail)
+        return DualLink(self.stage, peer, settings, paths, make_group, mail, self._device)
 
     def describe(self, specification: TensorSpecification) -> None:
         """Messages describe themselves here; only where they live matters. Raises TransportError for another device."""

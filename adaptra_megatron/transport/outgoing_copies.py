@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from adaptra_megatron.transport.cuda_device import Device, Event, Stream, device_error
+from adaptra_megatron.transport.cuda_device import Computed, Device, Event, Stream, device_error
 from adaptra_megatron.transport.pinned_pool import PinnedBuffer, PinnedPool
 
 logger = logging.getLogger("adaptra_megatron.transport.outgoing_copies")
@@ -74,28 +74,27 @@ class OutgoingCopy:
                 self._changed.wait(left_s)
         return 0 if self._buffer is None else self._buffer.address
 
-    def tensor(self) -> torch.Tensor:
+    def computed(self) -> Computed:
         with self._changed:
             source, buffer, failure = self._source, self._buffer, self._failure
         if failure is not None:
             raise device_error(self._link, failure) from failure
         if source is not None:
-            return source
+            return Computed(source, self._computed)
         assert buffer is not None
         try:
             return self._bring_back(buffer)
         except RuntimeError as cause:
             raise device_error(self._link, cause) from cause
 
-    def _bring_back(self, buffer: PinnedBuffer) -> torch.Tensor:
+    def _bring_back(self, buffer: PinnedBuffer) -> Computed:
         # Not on the copy stream, where messages may wait for computation.
         stream = self._device.new_stream()
         tensor = self._device.empty(self.shape, self.dtype, stream)
         self._device.copy(_bytes_of(tensor), buffer.memory[: self.nbytes], stream)
         # Waited for here, as this happens when a path has failed only: the buffer is then free to be let go of.
         self._device.record(stream).synchronize()
-        self._device.keep_until_done_on(tensor, self._device.current_stream())
-        return tensor
+        return Computed(tensor, None)
 
     # What OutgoingCopies calls.
 
@@ -163,10 +162,18 @@ class OutgoingCopies:
         """Page-locked memory that is used by messages."""
         return self._pool.used_nbytes
 
-    def stage(self, tensor: torch.Tensor) -> OutgoingCopy:
-        """See `device_copies.Copies`; for the training thread only."""
+    def computed(self, tensor: torch.Tensor) -> Computed:
+        """See `device_copies.Copies`."""
         try:
-            computed = self._device.record(self._device.current_stream())
+            return Computed(tensor, self._device.record(self._device.current_stream()))
+        except RuntimeError as cause:
+            raise device_error(self._link, cause) from cause
+
+    def stage(self, message: Computed) -> OutgoingCopy:
+        """See `device_copies.Copies`."""
+        tensor = message.tensor
+        try:
+            computed = message.event or self._device.record(self._device.current_stream())
             copy = OutgoingCopy(tensor, computed, self._parts(tensor.nbytes), self._changed, self._device, self._link)
             with self._changed:
                 if self._failure is None and copy.nbytes:

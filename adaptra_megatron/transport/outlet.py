@@ -95,7 +95,8 @@ class _Session(Generic[Payload]):
 class Outlet(Generic[Payload]):
     """Not safe for threads: its link's lock guards it."""
 
-    def __init__(self, settings: PathSettings) -> None:
+    def __init__(self, settings: PathSettings, is_computed: Callable[[Payload], bool] = lambda payload: True) -> None:
+        """`is_computed`: whether what was handed over to be sent is there; until then nobody can miss it."""
         self.posted = 0
         """Messages posted so far: the number of the next one."""
         self.effects: OutletEffects[Payload] = OutletEffects()
@@ -109,7 +110,7 @@ class Outlet(Generic[Payload]):
         """Of the last failure."""
         self.was_healthy = False
         """Whether the session that failed last had been."""
-        self._settings = settings
+        self._settings, self._is_computed = settings, is_computed
         self._preferred = settings.preferred
         self._session: _Session[Payload] | None = None
         self._sessions = 0
@@ -195,7 +196,8 @@ class Outlet(Generic[Payload]):
         elif isinstance(note, Received):
             self.confirmed(note.session, note.count)
         elif isinstance(note, Ask):
-            self.effects.notes.append(Sent(note.session, current.sent))
+            waiting = (index for index, each in current.retained.items() if not self._is_computed(each.payload))
+            self.effects.notes.append(Sent(note.session, next(waiting, current.sent)))
         elif isinstance(note, Frozen) and current.closing and current.until is None:
             current.until = max(self.posted, note.number)
             self.effects.notes.append(Until(note.session, current.until))

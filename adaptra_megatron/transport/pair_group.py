@@ -8,11 +8,14 @@ repaired by its two ends alone, in the middle of an iteration.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+
+from adaptra_megatron.transport.cuda_device import Event
 
 _EXPIRED = timedelta(milliseconds=1)
 _LIFELINE_TAG = (1 << 31) - 1
@@ -32,8 +35,42 @@ class Work(Protocol):
         """Blocks until it is done. Raises RuntimeError where it failed or took too long."""
 
 
+class LinkGroup(Protocol):
+    """One end of one session of a directed link. Threads take turns to send, and to receive; `abort` is for any."""
+
+    ends: PairEnds
+    one_at_a_time: bool
+    """Whether a receive is to begin only when the one before it is over, and by the thread that waits for it."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory to receive into."""
+
+    def bring(self, host: torch.Tensor) -> torch.Tensor:
+        """A small tensor in host memory, to be sent. Returns at once."""
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A small tensor that was received, in host memory."""
+
+    def send_after(self, event: Event) -> None:
+        """What is sent from now on is there only after `event`. Returns at once."""
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Any:
+        """Send a contiguous tensor. Returns at once; the caller keeps its bytes until the peer has confirmed them."""
+
+    def receive(self, buffer: torch.Tensor, tag: int) -> Any:
+        """Fill `buffer` with the message of this tag, or with the next one. Returns at once."""
+
+    def wait(self, work: Any, timeout_s: float) -> None:
+        """Block until `work` is done. Raises RuntimeError where it failed; a wait that expires ends the session."""
+
+    def abort(self) -> None:
+        """End the session: every wait at both ends raises. Safe to call twice, and from any thread."""
+
+
 class PairGroup:
     """One end of a directed link over gloo. Both ends construct it at about the same time, with the same store."""
+
+    one_at_a_time = False
 
     def __init__(self, store: Any, ends: PairEnds, *, sends: bool, timeout_s: float) -> None:
         """`store`: torch.distributed's, used by this session alone. `sends`: whether this is the source's end.
@@ -46,6 +83,19 @@ class PairGroup:
         self._group = make(store, 1 - self._peer, 2, timedelta(seconds=timeout_s))
         # Never answered. To let a wait expire is the only way to make gloo close a pair, which ends all other waits.
         self._lifeline: Any = self._group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _LIFELINE_TAG)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def bring(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def send_after(self, event: Event) -> None:
+        """What is in host memory has no event."""
+        event.synchronize()
 
     # Looked up on the class at each call: fault injection and instrumentation replace them there.
     def send(self, tensor: torch.Tensor, tag: int) -> Work:

@@ -39,3 +39,17 @@ class PathSettings:
     """After a failure the device path rests, each time twice as long as the time before."""
     forgiven_after_s: float = 60.0
     """A device session that was healthy for as long makes earlier failures forgotten."""
+
+
+@dataclass(frozen=True)
+class PathCounters:
+    """What one stage has seen of one link."""
+
+    path: Path
+    """Of the next message that it sends."""
+    sent_by_device: int
+    sent_by_host: int
+    switches: int
+    """How often what it sends began to take the other path."""
+    sessions_lost: int
+    """Device sessions of either direction that died after they had been made."""

@@ -7,6 +7,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,11 @@ AT_ONCE_S = 0.1
 """What a call may take that waits for no stalled stream."""
 
 
+def stage(copies: Any, tensor: torch.Tensor) -> Any:
+    """Send a tensor that is computed on the current stream."""
+    return copies.stage(copies.computed(tensor))
+
+
 def soon() -> float:
     return time.monotonic() + 30.0
 
@@ -36,7 +42,7 @@ def copies(device: torch.device) -> Iterator[DeviceCopies]:
     )
     # The first message of a size pays for page-locked memory.
     for nbytes in (4 * MEBIBYTE, 16 * MEBIBYTE):
-        made.stage(torch.zeros(nbytes, dtype=torch.uint8, device=device)).address(nbytes, soon())
+        stage(made, torch.zeros(nbytes, dtype=torch.uint8, device=device)).address(nbytes, soon())
     yield made
     torch.cuda.synchronize()
     made.close(10.0)
@@ -84,7 +90,7 @@ def test_any_type_and_shape_leaves_the_device(
     copies: DeviceCopies, device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     values = torch.randint(0, 2, shape, device=device).float().to(dtype)
-    payload = copies.stage(values)
+    payload = stage(copies, values)
     expected = values.cpu().reshape(-1)
     assert torch.equal(content(payload, dtype).view(torch.uint8), expected.view(torch.uint8))
 
@@ -96,7 +102,7 @@ def test_staging_returns_at_once_while_the_device_computes(
     stall(STALL_S)
     made = torch.arange(4 * MEBIBYTE, device=device, dtype=torch.float32) * 2
     start_s = time.monotonic()
-    payload = copies.stage(made)
+    payload = stage(copies, made)
     assert time.monotonic() - start_s < AT_ONCE_S
     assert not payload.ready
     assert torch.equal(content(payload, torch.float32), torch.arange(4 * MEBIBYTE, dtype=torch.float32) * 2)
@@ -111,7 +117,7 @@ def test_a_tensor_may_be_dropped_while_the_copy_stream_stalls(
         stall(STALL_S)
     payloads = []
     for number in range(8):
-        payloads.append(copies.stage(torch.full((MEBIBYTE,), float(number), device=device)))
+        payloads.append(stage(copies, torch.full((MEBIBYTE,), float(number), device=device)))
         # What the allocator gives out now would be the memory of the message, had it not been held.
         torch.full((MEBIBYTE,), -1.0, device=device)
     for number, payload in enumerate(payloads):
@@ -121,7 +127,7 @@ def test_a_tensor_may_be_dropped_while_the_copy_stream_stalls(
 def test_device_memory_is_free_again_once_it_has_been_read(copies: DeviceCopies, device: torch.device) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(device)
-    payload = copies.stage(torch.ones(16 * MEBIBYTE, dtype=torch.uint8, device=device))
+    payload = stage(copies, torch.ones(16 * MEBIBYTE, dtype=torch.uint8, device=device))
     payload.address(payload.nbytes, soon())
     deadline_s = soon()
     while torch.cuda.memory_allocated(device) > before:
@@ -130,13 +136,13 @@ def test_device_memory_is_free_again_once_it_has_been_read(copies: DeviceCopies,
 
 
 def test_a_message_comes_back_to_the_device_for_another_path(copies: DeviceCopies, device: torch.device) -> None:
-    payload = copies.stage(torch.arange(1000.0, device=device))
+    payload = stage(copies, torch.arange(1000.0, device=device))
     expected = content(payload, torch.float32)
     deadline_s = soon()
     while payload._source is not None:  # type: ignore[attr-defined]
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
-    assert torch.equal(payload.tensor().cpu(), expected)
+    assert torch.equal(payload.computed().tensor.cpu(), expected)
 
 
 def test_taking_returns_at_once_and_computation_sees_the_message(
@@ -191,7 +197,7 @@ def test_copies_run_beside_computation_in_both_directions(
     copies.receive(wire.carry(values)).take()
     ready = torch.ones(4 * MEBIBYTE, device=device)
     torch.cuda.synchronize()
-    payload = copies.stage(ready)
+    payload = stage(copies, ready)
     stall(STALL_S)
     start_s = time.monotonic()
     payload.address(payload.nbytes, soon())

@@ -21,12 +21,11 @@ import torch.distributed as dist
 from host_ranks import ANY, all_agree, exchange, until
 from transport_checks import CPU, activation, content, expect, flush
 
-from adaptra_megatron.transport.dual_link import PathCounters
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import TensorSpecification, TransportError
 from adaptra_megatron.transport.pair_group import PairGroup, Work
-from adaptra_megatron.transport.paths import Path, PathSettings
+from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings
 from adaptra_megatron.transport.supervisor import Supervisor
 
 FAILOVER_S = 2.0

@@ -310,7 +310,7 @@ def held_until_acknowledged(make: Make) -> None:
     post = Outbox.post
 
     def watched(self: Outbox, key: MessageKey, payload: Payload, number: int, now_s: float) -> Any:
-        refs.append(weakref.ref(payload.tensor()))
+        refs.append(weakref.ref(payload.computed().tensor))
         return post(self, key, payload, number, now_s)
 
     shape = (MEBIBYTE,)

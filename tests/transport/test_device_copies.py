@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,11 @@ from adaptra_megatron.transport.pinned_pool import SMALLEST_NBYTES, PinnedPool
 MEBIBYTE = 1 << 20
 UNIT = MEBIBYTE // 4
 ORDERS = ["compute", "copies", None]
+
+
+def stage(copies: Any, tensor: torch.Tensor) -> Any:
+    """Send a tensor that is computed on the current stream."""
+    return copies.stage(copies.computed(tensor))
 
 
 def soon() -> float:
@@ -96,7 +102,7 @@ def test_what_is_sent_is_what_was_computed_whatever_the_device_does_first(
         device = SimulatedDevice(seed, first=first)
         copies = sending(device).copies
         sizes = [1, 4096, MEBIBYTE - 1, MEBIBYTE + 1, 3 * MEBIBYTE]
-        payloads = [copies.stage(device.tensor(numbers(size, size))) for size in sizes]
+        payloads = [stage(copies, device.tensor(numbers(size, size))) for size in sizes]
         gc.collect()
         for size, payload in zip(sizes, payloads, strict=True):
             assert torch.equal(bytes_of(payload), numbers(size, size))
@@ -107,7 +113,7 @@ def test_what_is_sent_is_what_was_computed_whatever_the_device_does_first(
 def test_any_type_and_shape(sending: Callable[..., Sending], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     device = SimulatedDevice()
     values = torch.arange(torch.Size(shape).numel()).view(shape).float().to(dtype)
-    payload = sending(device).copies.stage(device.tensor(values))
+    payload = stage(sending(device).copies, device.tensor(values))
     assert (tuple(payload.shape), payload.dtype, payload.nbytes) == (shape, dtype, values.nbytes)
     assert payload.parts()[-1][1] == values.nbytes
     if values.nbytes:
@@ -118,17 +124,17 @@ def test_a_contiguous_tensor_of_one_element_may_have_any_stride(sending: Callabl
     device = SimulatedDevice()
     made = device.tensor(torch.arange(10.0))
     device.run()
-    payload = sending(device).copies.stage(made[::7][1:])
+    payload = stage(sending(device).copies, made[::7][1:])
     assert bytes_of(payload).view(torch.float32).tolist() == [7.0]
 
 
 def test_staging_returns_at_once_and_parts_come_in_order(sending: Callable[..., Sending]) -> None:
     device = SimulatedDevice()
     sent = sending(device)
-    sent.copies.stage(device.tensor(numbers(8 * MEBIBYTE)))
+    stage(sent.copies, device.tensor(numbers(8 * MEBIBYTE)))
     until(lambda: sent.told == 1)  # there is a buffer now
     device.compute.held = True
-    payload = sent.copies.stage(device.tensor(numbers(5 * MEBIBYTE, seed=1)))
+    payload = stage(sent.copies, device.tensor(numbers(5 * MEBIBYTE, seed=1)))
     parts = payload.parts()
     assert [end - begin for begin, end in parts] == [MEBIBYTE] * 5
     assert not payload.ready
@@ -163,7 +169,7 @@ def test_device_memory_is_held_until_it_has_been_read_and_no_longer(sending: Cal
     device.compute.held = True
     made = device.tensor(numbers(4096))
     address = made.data_ptr()
-    payload = sending(device).copies.stage(made)
+    payload = stage(sending(device).copies, made)
     del made
     time.sleep(0.02)
     assert address not in device.freed
@@ -177,8 +183,8 @@ def test_device_memory_is_held_until_it_has_been_read_and_no_longer(sending: Cal
 def test_page_locked_memory_is_bounded_and_waited_for_in_order(sending: Callable[..., Sending]) -> None:
     device = SimulatedDevice()
     copies = sending(device, limit_nbytes=2 * MEBIBYTE).copies
-    payloads = [copies.stage(device.tensor(numbers(MEBIBYTE, seed))) for seed in range(4)]
-    small = copies.stage(device.tensor(numbers(100, 4)))
+    payloads = [stage(copies, device.tensor(numbers(MEBIBYTE, seed))) for seed in range(4)]
+    small = stage(copies, device.tensor(numbers(100, 4)))
     bytes_of(payloads[1])
     time.sleep(0.02)
     assert [payload.ready for payload in [*payloads, small]] == [True, True, False, False, False]
@@ -196,7 +202,7 @@ def test_page_locked_memory_is_bounded_and_waited_for_in_order(sending: Callable
 def test_one_message_may_be_larger_than_the_limit(sending: Callable[..., Sending]) -> None:
     device = SimulatedDevice()
     copies = sending(device, limit_nbytes=MEBIBYTE).copies
-    small, large = (copies.stage(device.tensor(numbers(size))) for size in (10, 5 * MEBIBYTE))
+    small, large = (stage(copies, device.tensor(numbers(size))) for size in (10, 5 * MEBIBYTE))
     assert torch.equal(bytes_of(small), numbers(10))
     assert not large.ready
     del small
@@ -207,7 +213,7 @@ def test_an_error_of_the_device_reaches_everybody(sending: Callable[..., Sending
     device = SimulatedDevice()
     sent = sending(device)
     device.compute.held = True
-    waiting = [sent.copies.stage(device.tensor(numbers(MEBIBYTE, seed))) for seed in range(3)]
+    waiting = [stage(sent.copies, device.tensor(numbers(MEBIBYTE, seed))) for seed in range(3)]
     device.fail(RuntimeError("CUDA error: an illegal memory access was encountered"))
     for payload in waiting:
         with pytest.raises(TransportError, match=r"link 0->1: .*illegal memory access") as failed:
@@ -216,9 +222,9 @@ def test_an_error_of_the_device_reaches_everybody(sending: Callable[..., Sending
         assert payload.ready, "so that the writing thread hears of it"
     until(lambda: sent.told > 0)
     with pytest.raises(TransportError, match="illegal memory access"):
-        sent.copies.stage(torch.zeros(3))
+        stage(sent.copies, torch.zeros(3))
     with pytest.raises(TransportError, match="illegal memory access"):
-        waiting[0].tensor()
+        waiting[0].computed()
 
 
 def test_no_page_locked_memory_is_an_error_too(
@@ -229,7 +235,7 @@ def test_no_page_locked_memory_is_an_error_too(
 
     device = SimulatedDevice()
     monkeypatch.setattr(device, "page_locked", refuse)
-    payload = sending(device).copies.stage(device.tensor(numbers(10)))
+    payload = stage(sending(device).copies, device.tensor(numbers(10)))
     with pytest.raises(TransportError, match="out of memory"):
         payload.address(10, soon())
 
@@ -238,9 +244,9 @@ def test_closing_does_not_wait_for_a_device_that_hangs() -> None:
     device = SimulatedDevice()
     copies = Sending(device).copies
     device.compute.held = True
-    launched = copies.stage(device.tensor(numbers(10)))
+    launched = stage(copies, device.tensor(numbers(10)))
     until(lambda: launched.launched)
-    unlaunched = copies.stage(device.tensor(numbers(10)))
+    unlaunched = stage(copies, device.tensor(numbers(10)))
     start_s = time.monotonic()
     copies.close(0.05)
     copies.close(0.05)
@@ -257,16 +263,16 @@ def test_closing_does_not_wait_for_a_device_that_hangs() -> None:
 def test_a_message_can_be_had_back_on_the_device_for_another_path(sending: Callable[..., Sending]) -> None:
     device = SimulatedDevice(first="compute")
     device.compute.held = True
-    payload = sending(device).copies.stage(device.tensor(numbers(MEBIBYTE).view(1024, 1024)))
-    original = payload.tensor()
+    payload = stage(sending(device).copies, device.tensor(numbers(MEBIBYTE).view(1024, 1024)))
+    original = payload.computed().tensor
     device.let_go(device.compute)
     bytes_of(payload)
     assert torch.equal(original, numbers(MEBIBYTE).view(1024, 1024))
     del original
     until(lambda: payload._source is None)
-    back = payload.tensor()
+    back, made = payload.computed()
+    assert made is None, "it is there: any stream may use it at once"
     seen = device.read(back)
-    assert device.kept == [(back.data_ptr(), "compute")]
     device.run()
     assert torch.equal(seen, numbers(MEBIBYTE).view(1024, 1024))
 
@@ -301,7 +307,7 @@ def test_the_simulated_device_shows_a_wait_that_is_missing() -> None:
     assert (seen == POISON).all()
     outgoing = Sending(SimulatedDevice(first="copies", ignores_waits=True))
     device = outgoing.copies._device  # type: ignore[assignment]
-    payload = outgoing.copies.stage(device.tensor(numbers(100)))
+    payload = stage(outgoing.copies, device.tensor(numbers(100)))
     assert (bytes_of(payload) == POISON).all()
     outgoing.copies.close(5.0)
 
@@ -481,11 +487,11 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     assert isinstance(copies, NoCopies)
     assert copies.pooled_nbytes == 77
     tensor = torch.arange(4.0)
-    payload = copies.stage(tensor)
+    payload = stage(copies, tensor)
     assert payload.ready
     assert payload.parts() == ((0, 16),)
     assert payload.address(16, 0.0) == tensor.data_ptr()
-    assert payload.tensor() is tensor
+    assert payload.computed().tensor is tensor
     receipt = copies.receive(tensor)
     receipt.begin()
     assert receipt.take() is tensor
@@ -512,7 +518,7 @@ def test_both_directions_of_a_link_have_streams_of_their_own() -> None:
     incoming, outgoing = copies._incoming._stream, copies._outgoing._stream
     assert len({id(incoming), id(outgoing), id(device.compute)}) == 3
     outgoing.held = True  # type: ignore[attr-defined]
-    payload = copies.stage(device.tensor(numbers(100)))
+    payload = stage(copies, device.tensor(numbers(100)))
     seen = device.read(copies.receive(block_of(numbers(50))).take())
     device.run()
     assert torch.equal(seen, numbers(50)), "a transfer that stands still stops nothing else"

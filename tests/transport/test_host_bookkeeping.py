@@ -52,7 +52,7 @@ class TwoEnds(RuleBasedStateMachine):
         message = self.outbox.next_to_write()
         if message is not None:
             self.outbox.mark_written(message)
-            self.path.append((message.sequence, message.key, message.payload.tensor()))
+            self.path.append((message.sequence, message.key, message.payload.computed().tensor))
 
     @rule()
     def deliver(self) -> None:
