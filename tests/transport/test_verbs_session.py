@@ -306,6 +306,7 @@ def test_grants_alone_on_a_dead_rail_are_repeated() -> None:
     while simulation.ends[0].session.pending:
         simulation.step()
     simulation.rails[0].held = True
+    simulation.step()
     assert [packet.did for packet in simulation.rails[0].under_way] == [Did.GRANT]
     simulation.send(0, 2 * SLOTS)
     assert simulation.run(10.0) < 2 * (TIMING.silence_s + 2 * TIMING.fence_s + 0.2)
