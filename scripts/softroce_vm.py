@@ -199,8 +199,11 @@ def bench(output: Path | None) -> int:
     status = run(f"cd {here} && {python} benchmarks/verbs.py rxa0 rxa1 10.0.1.2", BENCH_LIMIT_S, said=said)
     if status == 0 and output is not None:
         first = said.index("# Throughput over verbs\n")
-        table = [line for line in said[first:] if not line.startswith("softroce: ")]
-        output.write_text("".join(table))
+        title, *table = [line for line in said[first:] if not line.startswith("softroce: ")]
+        cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+        host = f"{os.cpu_count()} CPUs ({cpu[1] if cpu else os.uname().machine})"
+        where = f"\nSoft-RoCE (rdma_rxe) over a veth pair, in QEMU without KVM on a machine with {host}.\n"
+        output.write_text("".join([title, where, *table]))
     return status
 
 
