@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
-from adaptra_megatron.config import AdaptraConfig, ConfigError
+from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.activations import ActivationAccount
 from adaptra_megatron.runtime.computation import MegatronComputation, StageComputation
 from adaptra_megatron.runtime.device import current_device, pci_bus_id
@@ -253,15 +253,15 @@ class AdaptraRuntime:
         pipeline.exchange.post(pipeline.training_iterations, measurement)
 
 
+NCCL_LIMIT_S = 15.0
+"""Making an NCCL communicator may take seconds; the host path carries messages meanwhile."""
+GLOO_LIMIT_S = PathSettings.probe_limit_s
+
+
 def _make_transport(call: PipelineCall, config: AdaptraConfig) -> Transport:
     group, device = call.pipeline_group, current_device()
     on_gpu = device.type == "cuda"
     if config.host_transport != "off":
-        if on_gpu and config.path != "host":
-            raise ConfigError(
-                "--adaptra-host-transport on GPUs: a link has one path there so far; use --adaptra-path host, or "
-                "--adaptra-host-transport off for the device path"
-            )
         return HostTransport(
             group,
             call.chunks,
@@ -271,7 +271,7 @@ def _make_transport(call: PipelineCall, config: AdaptraConfig) -> Transport:
                 timeout_s=config.timeout_s,
                 rnics=rank_rnics(config.rnics, pci_bus_id(device)),
             ),
-            None if on_gpu else PathSettings(preferred=Path(config.path)),
+            PathSettings(preferred=Path(config.path), probe_limit_s=NCCL_LIMIT_S if on_gpu else GLOO_LIMIT_S),
             device,
         )
     if on_gpu:

@@ -9,7 +9,8 @@ import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -66,7 +67,9 @@ class SimulatedDevice:
         """Raised by whatever asks the device from now on."""
         self.refuses_page_locks = False
         self.compute = SimulatedStream("compute")
-        self.streams = [self.compute]
+        self.default = SimulatedStream("default")
+        """Of threads that were told of no stream."""
+        self.streams = [self.compute, self.default]
         self.locked: dict[int, int] = {}
         self.page_locks_made = 0
         self.pageable_copies = 0
@@ -76,14 +79,26 @@ class SimulatedDevice:
         self.freed: set[int] = set()
         self._first, self._ignores_waits = first, ignores_waits
         self._random = random.Random(seed)
+        self._using, self._training = threading.local(), threading.get_ident()
         self._changed = threading.Condition(threading.RLock())
         self._memories: list[np.ndarray] = []
 
     # Device
 
     def current_stream(self) -> SimulatedStream:
-        """There is one, whatever the thread."""
-        return self.compute
+        """Within `use`, that one; else the compute stream for the thread that made the device, as the training's."""
+        training = threading.get_ident() == self._training
+        return getattr(self._using, "stream", self.compute if training else self.default)
+
+    @contextmanager
+    def use(self, stream: SimulatedStream) -> Iterator[None]:
+        """As torch.cuda.stream: of the calling thread alone."""
+        before = self.current_stream()
+        self._using.stream = stream
+        try:
+            yield
+        finally:
+            self._using.stream = before
 
     def new_stream(self) -> SimulatedStream:
         """One more."""
@@ -167,6 +182,10 @@ class SimulatedDevice:
         with self._changed:
             self.failure = cause
             self._changed.notify_all()
+
+    def put(self, stream: SimulatedStream, operation: Callable[[], None]) -> None:
+        """Call a function in the order of a stream, as a kernel."""
+        self._put(stream, operation)
 
     def let_go(self, stream: SimulatedStream) -> None:
         """It stands still no more."""
