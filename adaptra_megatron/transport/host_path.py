@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from adaptra_megatron.transport.pair_group import LinkGroup, PairEnds, PairGroup
 from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings
 from adaptra_megatron.transport.placement import job_secret
 from adaptra_megatron.transport.supervisor import Link, Supervisor
+from adaptra_megatron.transport.verbs_wire import SLOT_NBYTES as VERBS_SLOT_NBYTES
 
 logger = logging.getLogger("adaptra_megatron.transport.host_path")
 
@@ -85,14 +86,15 @@ class HostTransport:
         meeting = meet(group, peers, settings)
         self._transports = meeting.transports
         self._links: dict[int, HostLink] = {}
+        of_link = {peer: _settings_for(meeting.transports[peer], settings) for peer in peers}
         try:
             for peer in peers:
-                self._links[peer] = self._make_link(group, peer, settings, paths, meeting.pipeline)
+                self._links[peer] = self._make_link(group, peer, of_link[peer], paths, meeting.pipeline)
             self._supervisor = Supervisor(
                 _start(meeting, settings),
                 list(meeting.listeners.values()),
                 [
-                    Link(link, meeting.request(peer, settings), settings.slots, settings.slot_nbytes)
+                    Link(link, meeting.request(peer, settings), of_link[peer].slots, of_link[peer].slot_nbytes)
                     for peer, link in self._links.items()
                 ],
             )
@@ -202,6 +204,13 @@ class HostTransport:
         for link in self._links.values():
             link.close()
         self._supervisor.close()
+
+
+def _settings_for(transport: str, settings: HostSettings) -> HostSettings:
+    """An RNIC's work per slot is much the same whatever its size: over verbs, slots are larger."""
+    if transport != "verbs":
+        return settings
+    return replace(settings, slot_nbytes=max(settings.slot_nbytes, VERBS_SLOT_NBYTES))
 
 
 def neighbours(stage: int, stages: int, *, wrap: bool) -> list[int]:

@@ -13,7 +13,8 @@ class HostSettings:
     """Settings of one HostTransport; all stages of a pipeline must have the same."""
 
     transport: str = "auto"
-    """auto: shm between stages on one host, tcp otherwise. shm, tcp, verbs: that one; verbs falls back to auto."""
+    """auto: shm between stages on one host; between hosts verbs where it works, else tcp. shm, tcp, verbs: that one;
+    verbs falls back to auto."""
     timeout_s: float = 600.0
     """Longest time any single message may take to get into a ring; also for the links to come up."""
     interface: str | None = None
