@@ -10,7 +10,7 @@ from adaptra_megatron.transport.device_copies import Receipt
 from adaptra_megatron.transport.messages import MessageKey
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Arrival:
     """A message that is here."""
 

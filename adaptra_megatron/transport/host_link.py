@@ -81,6 +81,7 @@ class HostLink:
         self._posted = 0
         self._awaited: MessageKey | None = None
         self._flushing = False
+        self._waiting: int | None = None
         self._session: _Session | None = None
         self._writing = False
         self._heard_bye = False
@@ -381,7 +382,9 @@ class HostLink:
 
     def _take(self, event: Event, receipt: Receipt | None) -> None:
         """The caller holds the lock."""
-        if event.kind == Event.Kind.ACK:
+        if receipt is not None:
+            self._deliver(key_of(event), Arrival(event.sequence, receipt, event.arrived_s))
+        elif event.kind == Event.Kind.ACK:
             self._acknowledged(event.sequence)
             if self._flushing and self._all_sent():
                 self._tell_waiting()
@@ -391,8 +394,6 @@ class HostLink:
             self._heard_bye = True
         elif event.kind == Event.Kind.REPEATED:
             self._arrivals.arrive_again(event.sequence)
-        elif receipt is not None:
-            self._deliver(key_of(event), Arrival(event.sequence, receipt, event.arrived_s))
         else:
             self._arrivals.due.append(event.sequence)
             self._heard(*note_of(event))
@@ -438,7 +439,9 @@ class HostLink:
         return self._health.error("could not send", oldest.key, oldest.posted_s, now_s, receiving=False)
 
     def _tell_waiting(self) -> None:
-        """Wake the training thread, wherever it waits. The caller holds the lock."""
+        """Wake the training thread, wherever it waits, unless it is the caller, who holds the lock."""
+        if self._waiting is None or self._waiting == threading.get_ident():
+            return
         self._news.notify_all()
         if self._session is not None:
             self._session.inbound.poke()
@@ -449,6 +452,13 @@ class HostLink:
         The waiting thread reads the ring too: a message that it waits for then wakes it at once, instead of waking
         the reading thread that wakes it.
         """
+        self._waiting = threading.get_ident()
+        try:
+            return self._read_until(done, deadline_s, key)
+        finally:
+            self._waiting = None
+
+    def _read_until(self, done: Callable[[], bool], deadline_s: float, key: MessageKey | None) -> bool:
         ended = None
         while not done():
             now_s = time.monotonic()

@@ -20,6 +20,9 @@ class Direction(str, enum.Enum):
     ACTIVATION = "activation"
     GRADIENT = "gradient"
 
+    # enum's own runs Python code, several times for each message.
+    __hash__ = str.__hash__
+
 
 class MessageKey(NamedTuple):
     """Names one message of the job for good. `chunk` is the consumer's model chunk."""

@@ -10,7 +10,7 @@ from adaptra_megatron.transport.device_copies import Payload
 from adaptra_megatron.transport.messages import MessageKey
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Outgoing:
     """One message under way. Holding it holds its bytes."""
 

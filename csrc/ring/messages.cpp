@@ -88,6 +88,7 @@ std::optional<Event> Inbox::next(Ring& ring, std::uint64_t seen_pokes, double de
     while (true) {
         if (!hurry) let_others_pass(deadline_s);
         if (std::optional<Event> event = take(ring)) return event;
+        if (hurry) spin_.until([&] { return ring.changed(seen_pokes); }, deadline_s);
         outcome = ring.await_filled(seen_pokes, deadline_s, hurry ? Wait::kUrgent : Wait::kPatient);
         if (outcome != Outcome::kDone || ring.pokes() != seen_pokes) return std::nullopt;
     }

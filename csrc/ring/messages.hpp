@@ -15,6 +15,7 @@
 
 #include "memory_pool.hpp"
 #include "ring.hpp"
+#include "spin.hpp"
 
 namespace adaptra {
 
@@ -74,6 +75,7 @@ private:
     std::mutex passing_;
     std::condition_variable passed_;
     int in_hurry_ = 0;
+    Spin spin_;
     std::map<std::uint64_t, Partial> partials_;
     // Every sequence number below `all_below_`, and those in the set, are complete.
     std::uint64_t all_below_ = 0;

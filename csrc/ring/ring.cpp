@@ -194,6 +194,8 @@ Outcome Ring::take(Slot& slot, double deadline_s) {
     return outcome;
 }
 
+bool Ring::changed(std::uint64_t seen_pokes) const { return pokes_.load() != seen_pokes || filled() || closed(); }
+
 Outcome Ring::await_filled(std::uint64_t seen_pokes, double deadline_s, Wait manner) {
     return shared_->filled.wait([&] { return pokes_.load() != seen_pokes || filled(); }, [&] { return closed(); },
                                 deadline_s, manner);
