@@ -11,6 +11,9 @@ namespace {
 // A sender keeps far fewer under way; more means that it is not one of ours.
 constexpr std::size_t kMaxPartials = 4096;
 
+// Larger ones take so long to copy that spinning for them saves little, and takes the core from those who copy.
+constexpr std::uint64_t kSmallNbytes = 64 << 10;
+
 }  // namespace
 
 Outcome write_message(Ring& ring, FrameHeader header, const std::byte* source, std::uint64_t begin, std::uint64_t end,
@@ -88,7 +91,7 @@ std::optional<Event> Inbox::next(Ring& ring, std::uint64_t seen_pokes, double de
     while (true) {
         if (!hurry) let_others_pass(deadline_s);
         if (std::optional<Event> event = take(ring)) return event;
-        if (hurry) spin_.until([&] { return ring.changed(seen_pokes); }, deadline_s);
+        if (hurry && small_messages_.load()) spin_.until([&] { return ring.changed(seen_pokes); }, deadline_s);
         outcome = ring.await_filled(seen_pokes, deadline_s, hurry ? Wait::kUrgent : Wait::kPatient);
         if (outcome != Outcome::kDone || ring.pokes() != seen_pokes) return std::nullopt;
     }
@@ -134,6 +137,7 @@ std::optional<Event> Inbox::accept_data(const FrameHeader& header, const std::by
     part.missing -= header.nbytes;
     if (part.missing != 0) return std::nullopt;
     Event event{Event::Kind::kMessage, part.first, std::move(part.block), monotonic_s()};
+    small_messages_.store(header.total_nbytes <= kSmallNbytes);
     partials_.erase(header.sequence);
     note_complete(header.sequence);
     return event;

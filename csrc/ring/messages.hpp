@@ -76,6 +76,7 @@ private:
     std::condition_variable passed_;
     int in_hurry_ = 0;
     Spin spin_;
+    std::atomic<bool> small_messages_{false};  // the latest one was
     std::map<std::uint64_t, Partial> partials_;
     // Every sequence number below `all_below_`, and those in the set, are complete.
     std::uint64_t all_below_ = 0;
