@@ -25,6 +25,7 @@ from adaptra_megatron.emulation.transport_bench import (
     markdown,
     run_on_this_host,
 )
+from adaptra_megatron.transport.host_settings import usable_cores
 
 DEFAULTS = BenchRequest()
 ROUND_TIMEOUT_S = 60.0
@@ -59,11 +60,18 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--sizes", type=_sizes, default=DEFAULTS.sizes, metavar="4KiB,1MiB,...", help="bytes of a message"
     )
     parser.add_argument("--rounds", type=_positive, default=DEFAULTS.rounds, help="medians are over so many")
-    parser.add_argument("--lanes", type=_positive, default=DEFAULTS.lanes, help="TCP connections, and iperf3's")
+    parser.add_argument("--lanes", type=_lanes, default=DEFAULTS.lanes, help="TCP connections, and iperf3's")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="write transport.md, transport.json and, with matplotlib, a plot"
     )
     parser.set_defaults(run=_run)
+
+
+def _lanes(text: str) -> int:
+    lanes, cores = _positive(text), usable_cores()
+    if lanes > cores:
+        raise argparse.ArgumentTypeError(f"no link has {lanes} connections on {cores} cores: give at most {cores}")
+    return lanes
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptra_megatron.emulation.launch import run_ranks
-from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.host_settings import HostSettings, usable_cores
 
 KIBIBYTE, MEBIBYTE, GIBIBYTE = 1 << 10, 1 << 20, 1 << 30
 TRANSPORTS = ("shm", "tcp", "verbs")
@@ -33,8 +33,8 @@ class BenchRequest:
     sizes: tuple[int, ...] = (4 * KIBIBYTE, MEBIBYTE, 16 * MEBIBYTE, 64 * MEBIBYTE)
     """Bytes of a message."""
     rounds: int = 5
-    lanes: int = HostSettings.lanes
-    """TCP connections, and iperf3's."""
+    lanes: int = field(default_factory=lambda: min(HostSettings.lanes, usable_cores()))
+    """TCP connections, and iperf3's; a link has no more than it has cores."""
 
 
 @dataclass(frozen=True)

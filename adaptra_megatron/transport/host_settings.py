@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 MEBIBYTE = 1 << 20
+
+
+def usable_cores() -> int:
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +28,7 @@ class HostSettings:
     bind: str | None = None
     """That address itself, where it is the same for all stages: on one host."""
     lanes: int = 4
-    """TCP connections per link."""
+    """TCP connections per link; no more than either end has cores for."""
     rnics: tuple[str, ...] = ()
     """RDMA devices that verbs uses, in the order in which the other hosts' match them; none for all with a link."""
     slots: int = 16

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from adaptra_megatron.transport.control import Open
 from adaptra_megatron.transport.handshake import PIPELINE_NBYTES
-from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.host_settings import HostSettings, usable_cores
 from adaptra_megatron.transport.messages import TransportError
 from adaptra_megatron.transport.placement import (
     choose_transport,
@@ -46,6 +46,8 @@ class Meeting:
     """Of this stage: "shm" and "tcp" (for verbs too), as far as its links need them."""
     addresses: Sequence[dict[str, Address]]
     """By stage: where its listeners are."""
+    cores: Sequence[int]
+    """By stage: what it may run on. More connections than that only take turns."""
 
     def request(self, peer: int, settings: HostSettings) -> Open:
         """What to ask a delegate for, for the link to `peer`."""
@@ -58,7 +60,7 @@ class Meeting:
             connects=self.stage < peer,
             address=self.addresses[peer][listener],
             source=str(self.addresses[self.stage]["tcp"][0]) if listener == "tcp" else "",
-            lanes=SHM_LANES if transport == "shm" else settings.lanes,
+            lanes=SHM_LANES if transport == "shm" else min(settings.lanes, self.cores[self.stage], self.cores[peer]),
         )
 
     def close(self) -> None:
@@ -74,6 +76,7 @@ class _Host:
     name: str
     token: str
     lacks_verbs: str | None
+    cores: int
 
 
 def meet(group: dist.ProcessGroup, peers: Sequence[int], settings: HostSettings) -> Meeting:
@@ -85,7 +88,7 @@ def meet(group: dist.ProcessGroup, peers: Sequence[int], settings: HostSettings)
     stage = group.rank()
     looks = settings.transport in ("auto", "verbs")
     lacking = why_unavailable(list(settings.rnics)) if looks else "it was not asked for"
-    mine = _Host(host_identity(), socket.gethostname(), secrets.token_hex(PIPELINE_NBYTES), lacking)
+    mine = _Host(host_identity(), socket.gethostname(), secrets.token_hex(PIPELINE_NBYTES), lacking, usable_cores())
     hosts: list[_Host] = _gather(group, mine)
     transports: dict[int, str] = {}
     listeners: dict[str, socket.socket] = {}
@@ -105,7 +108,8 @@ def meet(group: dist.ProcessGroup, peers: Sequence[int], settings: HostSettings)
     except BaseException:
         _close(listeners)
         raise
-    return Meeting(stage, hosts[0].token, transports, listeners, [offer[0] for offer in offers])
+    addresses_of, cores = [offer[0] for offer in offers], [host.cores for host in hosts]
+    return Meeting(stage, hosts[0].token, transports, listeners, addresses_of, cores)
 
 
 def _choose(hosts: Sequence[_Host], stage: int, peer: int, wanted: str) -> str:
