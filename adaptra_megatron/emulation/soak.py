@@ -27,7 +27,7 @@ from adaptra_megatron.emulation.launch import LaunchError
 from adaptra_megatron.emulation.soak_driver import SoakDriver
 from adaptra_megatron.emulation.soak_plan import PLAN_FILE, Fault, Kind, iterations, make_plan, write_plan
 from adaptra_megatron.emulation.soak_processes import leftovers
-from adaptra_megatron.emulation.soak_report import TrainingRecord, percentile, read_ranks, table
+from adaptra_megatron.emulation.soak_report import LONGEST_RECOVERY_S, TrainingRecord, percentile, read_ranks, table
 from adaptra_megatron.emulation.variants import Variant, VariantReport, run_variants
 
 STAGES = 4
@@ -59,6 +59,8 @@ class Campaign:
     """Switches of a directed link from one path to the other, at least; there are far more than that."""
     spacing: int = 6
     """Iterations between two faults, on average."""
+    longest_recovery_s: float = LONGEST_RECOVERY_S
+    """How soon after each fault traffic must flow again."""
 
     def counts(self, training: int) -> dict[Kind, int]:
         """How many faults of each kind one of the trainings of a round gets."""
@@ -183,7 +185,7 @@ def _judge(
         driver = drivers[report.name]
         ranks = read_ranks(directory / report.name, STAGES)
         record = TrainingRecord(report.name, plans[report.name], driver.done, ranks, list(driver.problems))
-        record.check(messages=2 * (STAGES - 1) * MICRO_BATCHES * length)
+        record.check(2 * (STAGES - 1) * MICRO_BATCHES * length, campaign.longest_recovery_s)
         if not report.elements_compared:
             record.problems.append("nothing was compared with stock")
         record.problems += [f"not stock's numbers: {line}" for line in report.differences]

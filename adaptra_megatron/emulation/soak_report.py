@@ -68,7 +68,7 @@ class TrainingRecord:
             found.append(Recovery(kind, stage, max(longest_pause_s(links[each], at_s, until_s) for each in concerned)))
         return found
 
-    def check(self, messages: int) -> None:
+    def check(self, messages: int, longest_recovery_s: float = LONGEST_RECOVERY_S) -> None:
         """Add to `problems` whatever the records show to be wrong. `messages`: what all ranks together must receive."""
         counts = self.strikes()
         for kind in Kind:
@@ -85,7 +85,7 @@ class TrainingRecord:
             if more:
                 self.problems.append(f"stage {stage} holds more after the training than before: {more}")
         for recovery in self.recoveries():
-            if recovery.pause_s > LONGEST_RECOVERY_S:
+            if recovery.pause_s > longest_recovery_s:
                 self.problems.append(
                     f"after {recovery.kind.value} of stage {recovery.stage}, a link stood for {recovery.pause_s:.2f} s"
                 )

@@ -28,7 +28,8 @@ from adaptra_megatron.transport.pair_group import PairGroup, Work
 from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings
 from adaptra_megatron.transport.supervisor import Supervisor
 
-FAILOVER_S = 2.0
+FAILOVER_S = 6.0
+"""Three times what it takes at most: the machine may be busy with other things. `make soak` measures it."""
 FIXED = TensorSpecification((64, 33), torch.float32, CPU)
 
 Make = Callable[..., HostTransport]

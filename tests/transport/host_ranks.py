@@ -35,8 +35,9 @@ ANY = TensorSpecification(None, torch.float32, CPU)
 SIZES = (1, 1000, MEBIBYTE // 8, MEBIBYTE, 40_000)
 """Elements of float32: below, at and beyond what fits into a slot and a ring."""
 
-FAILOVER_S = 2.0
-"""Longest pause of traffic that a dead or silent delegate may cause."""
+FAILOVER_S = 6.0
+"""Longest pause of traffic that a dead or silent delegate may cause: three times what it takes at most, as the machine
+may be busy with other things. `make soak` measures it."""
 
 Make = Callable[..., HostTransport]
 
