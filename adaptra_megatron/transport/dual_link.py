@@ -58,7 +58,6 @@ class DualLink(HostLink):
         self._inlet = Inlet(paths)
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
         self._specifications: dict[int, TensorSpecification] = {}
-        self._early: dict[int, Arrival] = {}
         self._work = DeviceWork()
         self._wait_began_s = math.inf
         self._fetch_wanted = False
@@ -111,10 +110,8 @@ class DualLink(HostLink):
                 raise self._error("waited for", key, now_s, now_s, receiving=True)
             self._specifications[self._inlet.posted] = self._specification
             self._specifications.pop(self._inlet.posted - REMEMBERED, None)
-            number = self._inlet.post(key)
+            self._inlet.post(key)
             self._ask_for(key, now_s)
-            if (early := self._early.pop(number, None)) is not None:
-                self._deliver(key, early)
             work = self._due_here()
         self._do(work)
 
@@ -316,12 +313,7 @@ class DualLink(HostLink):
         with self._lock:
             number = self._inlet.arrived(session, tensor.nbytes)
             if number is not None and number >= 0:
-                arrival = Arrival(None, self._copies.receive_on_device(tensor), arrived_s)
-                key = self._inlet.key(number)
-                if key is None:
-                    self._early[number] = arrival
-                else:
-                    self._deliver(key, arrival)
+                self._deliver(self._inlet.key(number), Arrival(None, self._copies.receive_on_device(tensor), arrived_s))
             self._settle_effects()
             if self._work:
                 self._to_keep.notify()

@@ -123,9 +123,9 @@ class Inlet:
         self._issue()
         return number
 
-    def key(self, number: int) -> MessageKey | None:
-        """Of a message that was asked for."""
-        return self._keys.get(number)
+    def key(self, number: int) -> MessageKey:
+        """Of a message that was asked for, not too long ago."""
+        return self._keys[number]
 
     def made(self, session: int) -> None:
         """The group of a session has been made at this end."""
@@ -220,21 +220,22 @@ class Inlet:
         return now_s + settings.suspicion_s
 
     def _issue(self) -> None:
-        """Issue the receives that are due, in the order in which the sender sends."""
+        """Issue the receives that are due, in the order in which the sender sends: only of what has been asked for, as
+        nobody knows yet what the others look like."""
         current = self._session
         if current is None or not current.ready:
             return
-        # A later interval may hold what is waited for now, and comes only after everything before it.
-        while len(current.intervals) > 1:
-            self._issue_interval(current, current.intervals[0], everything=True)
+        while current.intervals:
+            interval = current.intervals[0]
+            self._issue_interval(current, interval)
+            if len(current.intervals) == 1 or interval.until is None or interval.next < interval.until:
+                return
             current.intervals.popleft()
-        if current.intervals:
-            self._issue_interval(current, current.intervals[0], everything=False)
 
-    def _issue_interval(self, current: _Session, interval: _Interval, *, everything: bool) -> None:
+    def _issue_interval(self, current: _Session, interval: _Interval) -> None:
         limit = self.posted
         if interval.until is not None:
-            limit = interval.until if everything else min(limit, interval.until)
+            limit = min(limit, interval.until)
         elif current.frozen is not None:
             limit = min(limit, current.frozen)
         while interval.next < limit:

@@ -259,12 +259,12 @@ class Outlet(Generic[Payload]):
             return
         host_dead = host_down_s > self._settings.host_patience_s
         stranded = host_unacknowledged() if host_dead else ()
-        if not session.carries and (self._preferred is Path.DEVICE or host_dead):
+        if stranded and session.sent > session.probed:
+            # Their numbers lie below what the session has carried, and a receiver goes up: they need a new one.
+            self.failed(session.number, "messages were left on a dead host path")
+        elif not session.carries and (self._preferred is Path.DEVICE or host_dead):
             self._open(session, stranded)
-            return
-        leaves = self._preferred is Path.HOST and host_down_s == 0
-        # What is stranded on a dead host path can only join the device path at a new beginning.
-        if session.carries and not session.closing and (stranded or leaves):
+        elif session.carries and not session.closing and self._preferred is Path.HOST and host_down_s == 0:
             session.closing = True
             self.effects.notes.append(Close(session.number))
 

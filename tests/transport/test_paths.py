@@ -205,6 +205,7 @@ class TwoPaths(RuleBasedStateMachine):
             if session is not None:
                 session.sent[send.index] = send
         for receive in inlet.receives:
+            assert receive.number < self.inlet.posted, "nobody knows yet what this message looks like"
             session = self.sessions.get(receive.session)
             if session is not None:
                 session.expected[receive.index] = receive
