@@ -7,6 +7,7 @@ Runs in the guest of scripts/softroce_vm.py.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy
