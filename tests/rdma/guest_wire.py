@@ -59,7 +59,10 @@ def test_every_size_arrives_as_it_was_sent(make_pair: Callable[[str], Pair]) -> 
     exchange(pair.right, pair.left, contents[::-1][1:], nothing)
     for sender, receiver in ((pair.left, pair.right), (pair.right, pair.left)):
         assert_each_chunk_once(sender, receiver)
-        assert sender.session.sent_nbytes == receiver.session.received_nbytes
+        deadline_s = time.monotonic() + 10.0
+        while sender.session.sent_nbytes != receiver.session.received_nbytes:  # it counts what it knows to be there
+            assert time.monotonic() < deadline_s, (sender.session.sent_nbytes, receiver.session.received_nbytes)
+            time.sleep(0.01)
         assert min(sender.session.rail_chunks) > 0, "a rail carried nothing"
 
 
