@@ -4,7 +4,7 @@
     python benchmarks/transport.py [OPTIONS of `adaptra bench transport`]
 
 The same as `adaptra bench transport`, which says what the options are; results/transport.md is what it wrote with
-`--rounds 9 --output benchmarks/results`.
+`--transports shm,tcp --rounds 5 --output benchmarks/results`.
 """
 
 from __future__ import annotations
