@@ -173,20 +173,7 @@ Event = (
     | PathChanged
     | Fault
 )
-_KINDS: dict[str, type[Event]] = {
-    kind.name: kind
-    for kind in (
-        RunStarted,
-        RunEnded,
-        LinkDetection,
-        StageDetection,
-        PlanMade,
-        PlanSwitched,
-        SwitchMeasured,
-        PathChanged,
-        Fault,
-    )
-}
+_KINDS: dict[str, type[Event]] = {kind.name: kind for kind in get_args(Event)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,10 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
+
+from adaptra_megatron.transport.tagged_json import kinds_of, packed
 
 _LARGEST_NBYTES = 1 << 16
 _MOST_DESCRIPTORS = 4
@@ -128,16 +130,13 @@ class Pong:
 
 
 Message = Start | Open | Report | Ping | Stop | Up | Down | Counters | Pong
-_KINDS: dict[str, type[Message]] = {
-    kind.name: kind for kind in (Start, Open, Report, Ping, Stop, Up, Down, Counters, Pong)
-}
+_KINDS: dict[str, type[Message]] = kinds_of(Message)
 
 
 def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
     """Raises ControlEndedError if the other process is gone or does not listen."""
-    packet = json.dumps({"is": message.name, **asdict(message)}).encode()
     try:
-        socket.send_fds(channel, [packet], list(descriptors))
+        socket.send_fds(channel, [packed(message)], list(descriptors))
     except OSError as cause:
         raise ControlEndedError(f"the other process does not listen: {cause}") from cause
 

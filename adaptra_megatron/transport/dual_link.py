@@ -25,9 +25,10 @@ from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.inlet import REMEMBERED, Inlet, InletEffects
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.note_mail import OVERDUE_S, NoteMail
-from adaptra_megatron.transport.notes import FromSender, Note, Open, Received, decode_note, encode_note
+from adaptra_megatron.transport.notes import FromSender, Note, Open, Received, decode_note
 from adaptra_megatron.transport.outlet import Outlet, OutletEffects, Posted
 from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings
+from adaptra_megatron.transport.tagged_json import packed
 
 logger = logging.getLogger("adaptra_megatron.transport.dual_link")
 
@@ -244,7 +245,7 @@ class DualLink(HostLink):
         self._enqueue(message.key, payload, message.number, now_s)
 
     def _say(self, note: Note, now_s: float) -> None:
-        packet = encode_note(note)
+        packet = packed(note)
         number = self._mail.post(packet, now_s)
         payload = HostPayload(torch.frombuffer(bytearray(packet), dtype=torch.uint8))
         self._enqueue(None, payload, number, now_s)
@@ -367,7 +368,7 @@ class DualLink(HostLink):
         """Until time alone brings something."""
         until_s = math.inf
         if not self.finished:
-            until_s = self._outlet.next_tick_s(now_s)
+            until_s = self._outlet.next_tick_s
             if self._health.down_since_s is not None:
                 until_s = min(until_s, now_s + _TICK_S)
         if (posted_s := self._mail.oldest_unheard_s) is not None:

@@ -9,8 +9,10 @@ which is the same at both ends; "index" counts what a session has carried, probe
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import ClassVar
+
+from adaptra_megatron.transport.tagged_json import kinds_of
 
 NOTE_NBYTES = 1 << 16
 """The longest that anybody writes or reads."""
@@ -110,19 +112,11 @@ class Received:
 FromSender = Meet | Open | Close | Until | Failed | Sent
 FromReceiver = Frozen | Dead | Ask | Received
 Note = FromSender | FromReceiver
-_KINDS: dict[str, type[Note]] = {
-    kind.name: kind for kind in (Meet, Open, Close, Frozen, Until, Failed, Dead, Ask, Sent, Received)
-}
-FROM_SENDER = (Meet, Open, Close, Until, Failed, Sent)
-
-
-def encode_note(note: Note) -> bytes:
-    """As it travels."""
-    return json.dumps({"is": note.name, **asdict(note)}).encode()
+_KINDS: dict[str, type[Note]] = kinds_of(Note)
 
 
 def decode_note(packet: bytes) -> Note:
-    """The inverse. Raises ValueError for what no peer of ours says."""
+    """A note from how it travels (`tagged_json.packed`). Raises ValueError for what no peer of ours says."""
     try:
         fields = json.loads(packet)
         return _KINDS[fields.pop("is")](**fields)

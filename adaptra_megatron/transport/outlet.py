@@ -126,9 +126,7 @@ class Outlet(Generic[Payload]):
     def path(self) -> Path:
         """The path of the next message."""
         session = self._session
-        if session is None or session.failed or not session.carries:
-            return Path.HOST
-        return Path.DEVICE if session.until is None or self.posted < session.until else Path.HOST
+        return Path.DEVICE if session is not None and session.carries and not session.failed else Path.HOST
 
     @property
     def device_healthy(self) -> bool:
@@ -157,8 +155,7 @@ class Outlet(Generic[Payload]):
         if path is Path.DEVICE:
             assert self._session is not None
             self._send(self._session, message)
-            if session_over(self._session, self.posted):
-                self._leave(self._session)
+            self._leave_if_over(self._session)
         return message, path
 
     def made(self, session: int, now_s: float) -> None:
@@ -201,8 +198,7 @@ class Outlet(Generic[Payload]):
         elif isinstance(note, Frozen) and current.closing and current.until is None:
             current.until = max(self.posted, note.number)
             self.effects.notes.append(Until(note.session, current.until))
-            if session_over(current, self.posted):
-                self._leave(current)
+            self._leave_if_over(current)
 
     def tick(
         self, now_s: float, host_down_s: float, host_unacknowledged: Callable[[], Sequence[Posted[Payload]]]
@@ -218,7 +214,8 @@ class Outlet(Generic[Payload]):
         self._prove(self._session, now_s)
         self._choose(self._session, host_down_s, host_unacknowledged)
 
-    def next_tick_s(self, now_s: float) -> float:
+    @property
+    def next_tick_s(self) -> float:
         """When `tick` has something to do though nothing happens."""
         session = self._session
         if session is None:
@@ -285,10 +282,11 @@ class Outlet(Generic[Payload]):
         self.effects.sends.append(DeviceSend(session.number, session.sent, message))
         session.sent += 1
 
-    def _leave(self, session: _Session[Payload]) -> None:
-        """The last message before the agreed number has been posted; the session stays, in reserve."""
-        session.carries = session.closing = False
-        self.switches += 1
+    def _leave_if_over(self, session: _Session[Payload]) -> None:
+        """Once the last message before the agreed number has been posted; the session stays, in reserve."""
+        if session.until is not None and self.posted >= session.until:
+            session.carries = session.closing = False
+            self.switches += 1
 
     def _bury(self, session: _Session[Payload], note: Dead, now_s: float) -> None:
         self.confirmed(note.session, note.received)
@@ -303,11 +301,6 @@ class Outlet(Generic[Payload]):
         rest_s = min(self._settings.longest_rest_s, self._settings.first_rest_s * 2.0 ** min(self._in_a_row, 30))
         self._rest_until_s = now_s + rest_s
         self._in_a_row += 1
-        self.effects.resends += [session.retained[index] for index in sorted(session.retained)]
+        self.effects.resends += session.retained.values()
         self.effects.end.append(session.number)
         self._session = None
-
-
-def session_over(session: _Session[Payload], posted: int) -> bool:
-    """Whether everything up to the agreed number has been posted."""
-    return session.carries and session.until is not None and posted >= session.until

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
+
+from adaptra_megatron.transport.tagged_json import kinds_of, packed
 
 LARGEST_NBYTES = 1 << 16
 _LENGTH = struct.Struct("<I")
@@ -100,13 +102,11 @@ class Fenced:
 
 RailMessage = Raise | Raised | Ready | Fenced
 VerbsMessage = Hello | Unable | Grant | RailMessage
-_KINDS: dict[str, type[VerbsMessage]] = {
-    kind.name: kind for kind in (Hello, Unable, Grant, Raise, Raised, Ready, Fenced)
-}
+_KINDS: dict[str, type[VerbsMessage]] = kinds_of(VerbsMessage)
 
 
 def encode(message: VerbsMessage) -> bytes:
-    body = json.dumps({"is": message.name, **asdict(message)}).encode()
+    body = packed(message)
     return _LENGTH.pack(len(body)) + body
 
 

@@ -11,9 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from adaptra_megatron.transport.inlet import DeviceReceive, Inlet, InletEffects
 from adaptra_megatron.transport.messages import Direction, MessageKey
-from adaptra_megatron.transport.notes import Note, decode_note, encode_note
+from adaptra_megatron.transport.notes import Note, decode_note
 from adaptra_megatron.transport.outlet import DeviceSend, Outlet, OutletEffects, Posted
 from adaptra_megatron.transport.paths import Path, PathSettings
+from adaptra_megatron.transport.tagged_json import packed
 
 SETTINGS = PathSettings(probes=2, probe_pause_s=0.01, first_rest_s=0.1, longest_rest_s=1.0)
 FEW = st.integers(1, 4)
@@ -190,8 +191,8 @@ class TwoPaths(RuleBasedStateMachine):
     def _carry_out(self) -> None:
         outlet, self.outlet.effects = self.outlet.effects, OutletEffects()
         inlet, self.inlet.effects = self.inlet.effects, InletEffects()
-        self.to_inlet += [decode_note(encode_note(note)) for note in outlet.notes]
-        self.to_outlet += [decode_note(encode_note(note)) for note in inlet.notes]
+        self.to_inlet += [decode_note(packed(note)) for note in outlet.notes]
+        self.to_outlet += [decode_note(packed(note)) for note in inlet.notes]
         if inlet.confirm is not None:
             self.confirmations.append(inlet.confirm)
         self.elsewhere |= set(outlet.withdrawals)
