@@ -31,7 +31,7 @@ class DeviceWork:
 
     sends: list[tuple[DeviceSend[Computed], bool]] = field(default_factory=list)
     """With or without a header."""
-    receives: list[tuple[DeviceReceive, TensorSpecification]] = field(default_factory=list)
+    receives: list[DeviceReceive[TensorSpecification]] = field(default_factory=list)
     begin: list[tuple[bool, int]] = field(default_factory=list)
     """Whether as the sender, and the session."""
     end: list[tuple[bool, int]] = field(default_factory=list)
@@ -87,12 +87,12 @@ class DevicePath:
         except RuntimeError as cause:
             self._events.device_failed(True, send.session, f"torch.distributed reported: {cause}")
 
-    def receive(self, receive: DeviceReceive, specification: TensorSpecification) -> None:
+    def receive(self, receive: DeviceReceive[TensorSpecification]) -> None:
         """Expect a message that looks like this, or a probe."""
         with self._lock:
             session = self._receiving.get(receive.session)
         if session is not None:
-            session.receive(receive.index, None if receive.number < 0 else specification)
+            session.receive(receive.index, receive.specification)
 
     def confirmed(self, session: int, received: int) -> None:
         """The peer has the first `received` of what a session carried: let go of them."""

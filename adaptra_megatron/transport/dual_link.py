@@ -22,7 +22,7 @@ from adaptra_megatron.transport.device_copies import HostPayload
 from adaptra_megatron.transport.device_path import DevicePath, DeviceWork, MakeGroup
 from adaptra_megatron.transport.host_link import CPU, HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.inlet import REMEMBERED, Inlet, InletEffects
+from adaptra_megatron.transport.inlet import Inlet, InletEffects
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.note_mail import OVERDUE_S, NoteMail
 from adaptra_megatron.transport.notes import FromSender, Note, Open, Received, decode_note
@@ -56,9 +56,8 @@ class DualLink(HostLink):
     ) -> None:
         self._paths, self._mail = paths, mail
         self._outlet: Outlet[Computed] = Outlet(paths, is_computed)
-        self._inlet = Inlet(paths)
+        self._inlet: Inlet[TensorSpecification] = Inlet(paths)
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
-        self._specifications: dict[int, TensorSpecification] = {}
         self._work = DeviceWork()
         self._wait_began_s = math.inf
         self._fetch_wanted = False
@@ -109,9 +108,7 @@ class DualLink(HostLink):
         with self._lock:
             if not self._inlet.alive and key not in self._arrivals and now_s >= self._health.broken_from_s():
                 raise self._error("waited for", key, now_s, now_s, receiving=True)
-            self._specifications[self._inlet.posted] = self._specification
-            self._specifications.pop(self._inlet.posted - REMEMBERED, None)
-            self._inlet.post(key)
+            self._inlet.post(key, self._specification)
             self._ask_for(key, now_s)
             work = self._due_here()
         self._do(work)
@@ -215,9 +212,7 @@ class DualLink(HostLink):
         self._move(outlet, now_s)
         work = self._work
         work.sends += [(send, self._specification.shape is None) for send in outlet.sends]
-        for receive in inlet.receives:
-            specification = self._specifications.get(receive.number, self._specification)
-            work.receives.append((receive, specification))
+        work.receives += inlet.receives
         work.begin += [(True, session) for session in outlet.begin] + [(False, session) for session in inlet.begin]
         work.end += [(True, session) for session in outlet.end] + [(False, session) for session in inlet.end]
 
@@ -280,8 +275,8 @@ class DualLink(HostLink):
         """Without the lock."""
         for send, header in work.sends:
             self._device.send(send, header=header)
-        for receive, specification in work.receives:
-            self._device.receive(receive, specification)
+        for receive in work.receives:
+            self._device.receive(receive)
         for as_sender, session in work.begin:
             self._device.begin(as_sender, session)
         for as_sender, session in work.end:

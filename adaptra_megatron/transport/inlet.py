@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from adaptra_megatron.transport.messages import MessageKey
 from adaptra_megatron.transport.notes import (
@@ -26,27 +27,31 @@ from adaptra_megatron.transport.notes import (
 )
 from adaptra_megatron.transport.paths import PathSettings
 
-REMEMBERED = 1024
-"""Keys of the latest messages: a dead host path leaves no more than its window without an acknowledgement."""
+Specification = TypeVar("Specification")
+
+_REMEMBERED = 1024
+"""Messages asked for, the latest: a dead host path leaves no more than its window without an acknowledgement."""
 _CONFIRMED_TOGETHER = 8
 _CONFIRMED_NBYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class DeviceReceive:
+class DeviceReceive(Generic[Specification]):
     """To be received in this session with this index; a negative number means a probe."""
 
     session: int
     index: int
     number: int
+    specification: Specification | None
+    """What it looks like; None for a probe."""
 
 
 @dataclass
-class InletEffects:
+class InletEffects(Generic[Specification]):
     """What is to be done now."""
 
     notes: list[FromReceiver] = field(default_factory=list)
-    receives: list[DeviceReceive] = field(default_factory=list)
+    receives: list[DeviceReceive[Specification]] = field(default_factory=list)
     confirm: tuple[int, int] | None = None
     """Session, and how much of it has arrived, for the sender to know."""
     begin: list[int] = field(default_factory=list)
@@ -85,19 +90,19 @@ class _Session:
     sent_s: float = math.inf
 
 
-class Inlet:
+class Inlet(Generic[Specification]):
     """Not safe for threads: its link's lock guards it."""
 
     def __init__(self, settings: PathSettings) -> None:
         self.posted = 0
-        self.effects = InletEffects()
+        self.effects: InletEffects[Specification] = InletEffects()
         self.deaths = 0
         """Device sessions that ended."""
         self.cause = "it has not come up yet"
         self.was_healthy = False
         """Whether the session that ended last had carried messages."""
         self._settings = settings
-        self._keys: dict[int, MessageKey] = {}
+        self._asked: dict[int, tuple[MessageKey, Specification]] = {}
         self._session: _Session | None = None
 
     @property
@@ -112,20 +117,22 @@ class Inlet:
 
     def expects(self, key: MessageKey) -> bool:
         """Whether the device path owes this message."""
-        return self._session is not None and any(self._keys.get(number) == key for number in self._session.waiting)
+        return self._session is not None and any(
+            number >= 0 and self.key(number) == key for number in self._session.waiting
+        )
 
-    def post(self, key: MessageKey) -> int:
+    def post(self, key: MessageKey, specification: Specification) -> int:
         """The training asks for the next message of the directed link; returns its number."""
         number = self.posted
-        self._keys[number] = key
-        self._keys.pop(number - REMEMBERED, None)
+        self._asked[number] = (key, specification)
+        self._asked.pop(number - _REMEMBERED, None)
         self.posted += 1
         self._issue()
         return number
 
     def key(self, number: int) -> MessageKey:
         """Of a message that was asked for, not too long ago."""
-        return self._keys[number]
+        return self._asked[number][0]
 
     def made(self, session: int) -> None:
         """The group of a session has been made at this end."""
@@ -244,6 +251,7 @@ class Inlet:
             interval.next += 1
 
     def _receive(self, current: _Session, number: int) -> None:
-        self.effects.receives.append(DeviceReceive(current.number, current.issued, number))
+        specification = None if number < 0 else self._asked[number][1]
+        self.effects.receives.append(DeviceReceive(current.number, current.issued, number, specification))
         current.issued += 1
         current.waiting.append(number)

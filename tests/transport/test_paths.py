@@ -29,7 +29,7 @@ class Session:
 
     def __init__(self) -> None:
         self.sent: dict[int, DeviceSend[str]] = {}
-        self.expected: dict[int, DeviceReceive] = {}
+        self.expected: dict[int, DeviceReceive[int]] = {}
         self.arrived = 0
         self.broken = False
 
@@ -40,7 +40,7 @@ class TwoPaths(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.outlet: Outlet[str] = Outlet(SETTINGS)
-        self.inlet = Inlet(SETTINGS)
+        self.inlet: Inlet[int] = Inlet(SETTINGS)
         self.now_s = 0.0
         self.host_down_since_s: float | None = None
         self.host: deque[Posted[str]] = deque()
@@ -76,7 +76,8 @@ class TwoPaths(RuleBasedStateMachine):
     @rule(count=FEW)
     def ask(self, count: int) -> None:
         for _ in range(count):
-            assert self.inlet.post(key(self.inlet.posted)) == self.inlet.posted - 1
+            asked = self.inlet.posted
+            assert self.inlet.post(key(asked), asked) == self.inlet.posted - 1
             self._carry_out()
 
     @rule(path=st.sampled_from(Path))
@@ -207,6 +208,7 @@ class TwoPaths(RuleBasedStateMachine):
                 session.sent[send.index] = send
         for receive in inlet.receives:
             assert receive.number < self.inlet.posted, "nobody knows yet what this message looks like"
+            assert receive.specification == (None if receive.number < 0 else receive.number)
             session = self.sessions.get(receive.session)
             if session is not None:
                 session.expected[receive.index] = receive
