@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 
 from adaptra_megatron.runtime.exchange import Decision
-from adaptra_megatron.runtime.measurements import StageMeasurement, estimate_costs
+from adaptra_megatron.runtime.measurements import StageMeasurement, estimate_costs, mean_idle_share
 from adaptra_megatron.runtime.plans import (
     RELEASED_AT_BACKWARD_INPUT,
     PlanBook,
@@ -18,6 +19,8 @@ from adaptra_megatron.runtime.plans import (
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
+from adaptra_megatron.telemetry.scalars import JobFigures, LinkFigures
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 
@@ -28,9 +31,10 @@ class PlanLeader:
     Where the schedule is not its to choose (policy observe), it says what it sees and keeps what runs.
     """
 
-    def __init__(self, book: PlanBook) -> None:
+    def __init__(self, book: PlanBook, telemetry: RunTelemetry) -> None:
         """`book`: of the leading rank; read for layout, caps and what runs before the first plan."""
         self._book = book
+        self._telemetry = telemetry
         self._replanner = Replanner(book.layout)
         self.costs: Costs | None = None
         """The latest estimate."""
@@ -40,6 +44,16 @@ class PlanLeader:
 
     def decide(self, measurements: Sequence[StageMeasurement]) -> Decision:
         """What to run next, given one iteration's measurements of all ranks."""
+        decision = self._decide(measurements)
+        return decision._replace(requests=self._telemetry.requests(), job=self._figures(measurements))
+
+    def _figures(self, measurements: Sequence[StageMeasurement]) -> JobFigures | None:
+        if self.costs is None:
+            return None
+        links = {link: LinkFigures(latency_s=cost.latency_s) for link, cost in self.costs.links.items()}
+        return JobFigures(bubble_fraction=mean_idle_share(measurements), links=links)
+
+    def _decide(self, measurements: Sequence[StageMeasurement]) -> Decision:
         self._measured += 1
         keep = Decision(self._number, None)
         # The first iteration pays for allocations and lazy set-up everywhere: it would mislead the planner.
@@ -65,7 +79,9 @@ class PlanLeader:
                 logger.info("adaptra: observed %s", describe(costs))
             return keep
         current = self._decided.get(micro_batches) or book.calibration_schedule(micro_batches)
-        chosen = self._replanner.decide(costs, current)
+        chosen, made = self._replanner.decide(costs, current)
+        if made is not None:
+            self._telemetry.log(dataclasses.replace(made, number=self._number + made.adopted))
         if chosen is None:
             return keep
         self._decided[micro_batches] = chosen

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.schedule.costs import Costs, LinkCost, PerChunk
+from adaptra_megatron.telemetry.metrics import iteration_span_s
 from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes
 
@@ -34,6 +35,10 @@ class StageMeasurement:
     """(target stage, key, sent at)."""
     received: tuple[tuple[int, MessageKey, float, float], ...]
     """(source stage, key, receive posted at, arrived at)."""
+    span_s: tuple[float, float] = (0.0, 0.0)
+    """Start of the first action and end of the last one."""
+    busy_s: float = 0.0
+    """Seconds of it spent computing."""
 
 
 def stage_measurement(
@@ -47,10 +52,14 @@ def stage_measurement(
 ) -> StageMeasurement:
     """Condense one rank's records; `clock_offset_s` is added to its local moments."""
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    sent, received = times
+    records = list(records)
     for record in records:
         seconds[record.kind, record.chunk].append(record.compute_s)
-    sent, received = times
+    start_s, end_s = iteration_span_s(records)
     return StageMeasurement(
+        span_s=(start_s + clock_offset_s, end_s + clock_offset_s),
+        busy_s=sum(record.compute_s for record in records),
         pipeline=pipeline,
         stage=stage,
         micro_batches=micro_batches,
@@ -67,6 +76,13 @@ def stage_measurement(
             for entry in received
         ),
     )
+
+
+def mean_idle_share(measurements: Sequence[StageMeasurement]) -> float:
+    """Fraction of the iteration, 0..1, in which a rank did not compute: the mean over all ranks."""
+    start_s = min(measurement.span_s[0] for measurement in measurements)
+    end_s = max(measurement.span_s[1] for measurement in measurements)
+    return 1.0 - statistics.fmean(measurement.busy_s for measurement in measurements) / (end_s - start_s)
 
 
 def one_way_delays(measurements: Iterable[StageMeasurement]) -> dict[tuple[int, int], list[list[float]]]:

@@ -6,18 +6,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import time
 from pathlib import Path
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import forward_only, stock_order
-from adaptra_megatron.schedule.costs import Costs, costs_from_json, uniform_costs
+from adaptra_megatron.schedule.costs import Costs, costs_from_json, costs_to_json, uniform_costs
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import peak_in_flight, simulate
 from adaptra_megatron.schedule.split import split_backward
+from adaptra_megatron.telemetry.events import PlanMade
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 
@@ -195,20 +197,32 @@ class Replanner:
         self._layout = layout
         self._planned: Costs | None = None
 
-    def decide(self, costs: Costs, current: Schedule) -> Schedule | None:
-        """A schedule to switch to, or None to keep `current`. Logs why."""
+    def decide(self, costs: Costs, current: Schedule) -> tuple[Schedule | None, PlanMade | None]:
+        """A schedule to switch to, or None to keep `current`; and, where one was planned, the event. Logs why."""
         if self._planned is not None and not changed_materially(self._planned, costs):
-            return None
+            return None, None
         first, self._planned = self._planned is None, costs
         now_s = simulate(current, costs).makespan_s if current.micro_batches == costs.micro_batches else float("inf")
         # The next iteration but one waits for this plan, so it must be there before one iteration is over.
         deadline_s = min(PLANNING_S, PLANNING_SHARE * now_s)
+        begun_s = time.perf_counter()
         candidate = plan(costs, deadline_s=deadline_s, split=self._layout.can_split)
-        if candidate.makespan_s > (1.0 - WORTH_A_SWITCH) * now_s:
+        adopted = candidate.makespan_s <= (1.0 - WORTH_A_SWITCH) * now_s
+        made = PlanMade(
+            number=0,
+            adopted=adopted,
+            reason="first costs" if first else f"costs changed; {describe(costs)}",
+            predicted_s=candidate.makespan_s if adopted else now_s,
+            current_predicted_s=now_s,
+            lower_bound_s=candidate.lower_bound.seconds,
+            planning_s=time.perf_counter() - begun_s,
+            costs=costs_to_json(costs),
+        )
+        if not adopted:
             logger.debug(
                 "adaptra: costs changed, plan kept: %.1f ms, best %.1f ms", now_s * 1e3, candidate.makespan_s * 1e3
             )
-            return None
+            return None, made
         logger.info(
             "adaptra: %s plan: %.1f ms instead of %.1f ms, lower bound %.1f ms; %s",
             "first" if first else "new",
@@ -217,7 +231,7 @@ class Replanner:
             candidate.lower_bound.seconds * 1e3,
             describe(costs),
         )
-        return candidate.schedule
+        return candidate.schedule, made
 
 
 def describe(costs: Costs) -> str:

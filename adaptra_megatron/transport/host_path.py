@@ -194,6 +194,11 @@ class HostTransport:
             link.prefer(path)
 
     @property
+    def delegate_starts(self) -> int:
+        """How often this stage's delegate was started: 1 unless it died."""
+        return self._supervisor.starts
+
+    @property
     def delegate_process_id(self) -> int | None:
         """Of the running delegate; None between two."""
         return self._supervisor.process_id
