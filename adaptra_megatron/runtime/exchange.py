@@ -40,6 +40,9 @@ class Decision(NamedTuple):
     """Which iterations every rank is to trace, new since the decision before."""
     job: JobFigures | None = None
     """What the leader has found, for the rank that has somewhere to show it."""
+    predicted_s: float | None = None
+    """Of an iteration with a new schedule; `before_predicted_s` of one with what ran before, at the same costs."""
+    before_predicted_s: float | None = None
 
 
 Decide = Callable[[Sequence[StageMeasurement]], Decision]

@@ -205,6 +205,11 @@ class AdaptraRuntime:
                 planned = schedule_from_csv(decision.csv, chunks=call.chunks)
                 pipeline.book.install(planned, decision.number, pipeline.book.caps(planned.micro_batches))
                 self._programs.clear()
+                pipeline.telemetry.switch(
+                    decision.number,
+                    predicted_s=decision.predicted_s,
+                    before_predicted_s=decision.before_predicted_s,
+                )
         pipeline.telemetry.switch(pipeline.book.number)
         return pipeline.book.schedule_for(call.micro_batches)
 
@@ -250,11 +255,11 @@ class AdaptraRuntime:
         measurement = stage_measurement(
             pipeline.membership.pipeline,
             call.stage,
-            call.chunks,
             call.micro_batches,
             report.records,
             times,
             pipeline.membership.clock_offset_s,
+            report.computed_s() if current_device().type == "cuda" else None,
         )
         pipeline.exchange.post(pipeline.training_iterations, measurement)
         return arrivals

@@ -144,8 +144,7 @@ class HostTransport:
             link.describe(specification)
 
     def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
-        posted_s = self._links[peer].post_send(key, tensor)
-        self._sent.append(MessageTimes(key, peer, posted_s, posted_s))
+        self._sent.append(self._links[peer].post_send(key, tensor))
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
         self._links[peer].post_receive(key)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.runtime.plans import Layout, PlanBook, PlanMismatchError, Replanner, changed_materially
+from adaptra_megatron.runtime.plans import Layout, PlanBook, PlanMismatchError, Replanner, material_change
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import forward_only, gpipe, one_f_one_b, stock_order
@@ -260,6 +260,28 @@ class TestReplanning:
         assert chosen is not None
         assert not chosen.splits_backward
 
+    def test_a_finding_is_planned_for_whatever_the_costs_say(self) -> None:
+        replanner = Replanner(FOUR)
+        chosen, first = replanner.decide(costs(slow_s=2.0), self.CURRENT)
+        assert chosen is not None
+        assert first is not None
+        assert (first.reason, first.adopted) == ("first costs", True)
+        again, made = replanner.decide(costs(slow_s=2.0), chosen, ["link 1->2: healthy again", "stage 3: slow"])
+        assert again is None, "there is nothing better"
+        assert made is not None
+        assert (made.reason, made.adopted) == ("link 1->2: healthy again; stage 3: slow", False)
+        assert made.predicted_s == made.current_predicted_s
+
+    def test_without_a_finding_the_event_names_the_cost_that_moved(self) -> None:
+        replanner = Replanner(FOUR)
+        replanner.decide(costs(), self.CURRENT)
+        _chosen, made = replanner.decide(costs(slow_s=2.0), self.CURRENT)
+        assert made is not None
+        assert made.reason == "latency of link 1->2: 2000.0 ms instead of 0.0 ms"
+        _chosen, made = replanner.decide(costs(8, slow_s=2.0), self.CURRENT)
+        assert made is not None
+        assert made.reason == "8 micro-batches instead of 12"
+
     def test_the_log_says_what_is_gained_and_which_link_is_slow(self, caplog: pytest.LogCaptureFixture) -> None:
         slow = dataclasses.replace(costs(), links={(0, 1): LinkCost(0.1), (2, 1): LinkCost(3.0)})
         with caplog.at_level(logging.INFO, logger="adaptra_megatron.runtime"):
@@ -278,9 +300,11 @@ class TestReplanning:
         (costs(forward_s=0.85), True),
         (costs(8), True),
         (dataclasses.replace(costs(), links={(3, 0): LinkCost(5.0)}), True),
+        (dataclasses.replace(costs(), links={(3, 0): LinkCost(0.0, 0.2)}), True),
+        (dataclasses.replace(costs(), links={(3, 0): LinkCost(0.09, 0.09)}), False),
         (dataclasses.replace(costs(), links={}), False),
     ],
 )
 def test_a_change_matters_from_a_tenth_of_the_mean_action(after: Costs, changed: bool) -> None:
-    assert changed_materially(costs(), after) == changed
-    assert changed_materially(after, costs()) == changed
+    assert (material_change(costs(), after) is not None) == changed
+    assert (material_change(after, costs()) is not None) == changed
