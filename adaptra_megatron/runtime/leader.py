@@ -39,7 +39,8 @@ class PlanLeader:
         self._replanner = Replanner(book.layout)
         self.costs: Costs | None = None
         """The latest estimate."""
-        self._decided: dict[int, Schedule] = {}
+        self._running: dict[int, Schedule] = {}
+        """By number of micro-batches."""
         self._number = 0
 
     def decide(self, measurements: Sequence[StageMeasurement]) -> Decision:
@@ -75,13 +76,15 @@ class PlanLeader:
             if before is None:
                 logger.info("adaptra: observed %s", describe(costs))
             return keep
-        current = self._decided.get(micro_batches) or book.calibration_schedule(micro_batches)
+        if micro_batches not in self._running:
+            self._running[micro_batches] = book.calibration_schedule(micro_batches)
+        current = self._running[micro_batches]
         chosen, made = self._replanner.decide(costs, current, [str(finding) for finding in findings])
         if made is not None:
             self._telemetry.log(dataclasses.replace(made, number=self._number + made.adopted))
         if chosen is None or made is None:
             return keep
-        self._decided[micro_batches] = chosen
+        self._running[micro_batches] = chosen
         self._number += 1
         return Decision(
             self._number,

@@ -7,7 +7,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -139,15 +138,16 @@ class _Arrivals:
     def of(self, sent: Messages, start_s: float, path: Path) -> list[MessageSample]:
         """Each message that was sent, with its arrival."""
         codes = _codes(sent)
-        places = np.searchsorted(self._codes, codes)
-        places[places == len(self._codes)] = 0
-        found = self._codes[places] == codes if len(self._codes) else np.zeros(len(codes), dtype=bool)
-        arrived_s: list[Any] = [None] * len(codes)
-        posted_s = list(arrived_s)
-        for index in np.flatnonzero(found).tolist():
-            arrived_s[index] = float(self._arrived_s[places[index]])
+        nothing: list[float | None] = [None] * len(codes)
+        arrived_s, posted_s = nothing, nothing
+        if len(self._codes):
+            places = np.searchsorted(self._codes, codes)
+            places[places == len(self._codes)] = 0
+            arrived_s = self._arrived_s[places].tolist()
             if path is Path.DEVICE:  # what comes by the host path is seen whether or not anybody has asked for it
-                posted_s[index] = float(self._posted_s[places[index]])
+                posted_s = self._posted_s[places].tolist()
+            for index in np.flatnonzero(self._codes[places] != codes).tolist():
+                arrived_s[index] = None
         sent_s = (sent["done_s"] + np.float64(start_s)).tolist()
         return list(map(MessageSample, sent["nbytes"].tolist(), sent_s, arrived_s, posted_s))
 
