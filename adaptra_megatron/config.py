@@ -11,6 +11,7 @@ from pathlib import Path
 POLICIES = ("off", "observe", "adapt")
 HOST_TRANSPORTS = ("off", "auto", "shm", "tcp", "verbs")
 PATHS = ("device", "host")
+TRACES = ("all", "asked")
 
 
 class ConfigError(ValueError):
@@ -31,6 +32,11 @@ class AdaptraConfig:
     """Cap on activations (of one chunk's micro-batch) held by a stage; None: what stock's fullest stage holds."""
     trace_dir: Path | None = None
     """Where each rank writes what it did and when; None: nothing is recorded."""
+    trace: str = "all"
+    """Which iterations are written to trace_dir: all, or those that somebody asks for (asked)."""
+    prometheus_port: int | None = None
+    """Where the figures of the first rank of a host are served, the next rank's at the next port; None: nowhere."""
+    prometheus_address: str = "127.0.0.1"
     timeout_s: float = 600.0
     """Longest wait for any message or decision of another rank."""
     host_transport: str = "off"
@@ -61,6 +67,16 @@ class AdaptraConfig:
         if self.max_in_flight is not None and not (math.isfinite(self.max_in_flight) and self.max_in_flight >= 1):
             raise ConfigError(
                 f"--adaptra-max-in-flight is {self.max_in_flight}; a stage needs room for at least 1 activation"
+            )
+        if self.trace not in TRACES:
+            raise ConfigError(f"--adaptra-trace is {self.trace!r}; it must be one of {', '.join(TRACES)}")
+        if self.trace == "asked" and self.trace_dir is None:
+            raise ConfigError(
+                "--adaptra-trace asked needs a place for requests and traces; give --adaptra-trace-dir too"
+            )
+        if self.prometheus_port is not None and not 0 <= self.prometheus_port < 65536:
+            raise ConfigError(
+                f"--adaptra-prometheus-port is {self.prometheus_port}; it must be a port, or 0 for any free one"
             )
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise ConfigError(f"--adaptra-timeout-s is {self.timeout_s}; it must be above 0")
@@ -139,6 +155,25 @@ def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         help="Write what every rank did, and when, into this directory.",
     )
     group.add_argument(
+        "--adaptra-trace",
+        choices=TRACES,
+        default="all",
+        help="Write every iteration (all), or those that `adaptra trace DIR --request next-5` asks for (asked).",
+    )
+    group.add_argument(
+        "--adaptra-prometheus-port",
+        type=int,
+        default=None,
+        metavar="PORT",
+        help="Serve the figures of each rank to Prometheus, from this port on.",
+    )
+    group.add_argument(
+        "--adaptra-prometheus-address",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="The address that --adaptra-prometheus-port is opened on.",
+    )
+    group.add_argument(
         "--adaptra-timeout-s",
         type=float,
         default=600.0,
@@ -187,6 +222,9 @@ def config_from_arguments(arguments: argparse.Namespace) -> AdaptraConfig:
         costs_json=arguments.adaptra_costs,
         max_in_flight=arguments.adaptra_max_in_flight,
         trace_dir=arguments.adaptra_trace_dir,
+        trace=arguments.adaptra_trace,
+        prometheus_port=arguments.adaptra_prometheus_port,
+        prometheus_address=arguments.adaptra_prometheus_address,
         timeout_s=arguments.adaptra_timeout_s,
         host_transport=arguments.adaptra_host_transport,
         interface=arguments.adaptra_interface,

@@ -158,6 +158,9 @@ def test_help_has_a_group_of_its_own_and_names_units(parser: argparse.ArgumentPa
         "--adaptra-costs",
         "--adaptra-max-in-flight",
         "--adaptra-trace-dir",
+        "--adaptra-trace",
+        "--adaptra-prometheus-port",
+        "--adaptra-prometheus-address",
         "--adaptra-timeout-s",
         "--adaptra-host-transport",
         "--adaptra-path",
@@ -206,3 +209,21 @@ def test_an_interface_is_named_for_the_host_path(parser: argparse.ArgumentParser
         AdaptraConfig(host_transport="tcp", interface="")
     with pytest.raises(ConfigError, match="--adaptra-interface eth1 is for the host path, but .* is off"):
         AdaptraConfig(interface="eth1")
+
+
+def test_traces_are_of_all_iterations_or_of_those_asked_for(parser: argparse.ArgumentParser) -> None:
+    config = config_from_arguments(parser.parse_args(["--adaptra-trace-dir", "run", "--adaptra-trace", "asked"]))
+    assert (config.trace_dir, config.trace) == (Path("run"), "asked")
+    with pytest.raises(ConfigError, match="--adaptra-trace asked needs .*give --adaptra-trace-dir too"):
+        AdaptraConfig(trace="asked")
+    with pytest.raises(ConfigError, match="--adaptra-trace is 'some'; it must be one of all, asked"):
+        AdaptraConfig(trace="some", trace_dir=Path("run"))
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_figures_are_served_at_a_port(parser: argparse.ArgumentParser, port: int) -> None:
+    flags = ["--adaptra-prometheus-port", "9400", "--adaptra-prometheus-address", "0.0.0.0"]
+    config = config_from_arguments(parser.parse_args(flags))
+    assert (config.prometheus_port, config.prometheus_address) == (9400, "0.0.0.0")
+    with pytest.raises(ConfigError, match=f"--adaptra-prometheus-port is {port}; it must be a port"):
+        AdaptraConfig(prometheus_port=port)

@@ -31,7 +31,7 @@ class LinkTracker:
         self._nbytes = 0
         """The usual message."""
         self._seconds_per_byte: deque[float] = deque(maxlen=settings.estimate_iterations)
-        """What the latest iterations of this level told."""
+        """What the latest iterations of this level told; 0 from those that are explained best without a bandwidth."""
         self._clock_correction_s = 0.0
 
     @property
@@ -58,7 +58,7 @@ class LinkTracker:
         change = None if values is None else self.series.observe(Batch(iteration, values), action_s)
         if change is not None:
             self._seconds_per_byte.clear()
-        if fit.identified and self.series.accepted(iteration):
+        if (fit.identified or fit.seconds_per_byte == 0.0) and self.series.accepted(iteration):
             self._seconds_per_byte.append(fit.seconds_per_byte)
         if self._dead:
             return self._revive(iteration)
@@ -122,8 +122,9 @@ class LinkTracker:
         return fit.latency_s
 
     def _known_rate(self) -> float | None:
-        """Seconds per byte."""
-        return float(np.median(self._seconds_per_byte)) if self._seconds_per_byte else None
+        """Seconds per byte, if most iterations that told anything told one: arrivals may be spaced by chance once."""
+        told = [rate for rate in self._seconds_per_byte if rate > 0.0]
+        return float(np.median(told)) if 2 * len(told) > len(self._seconds_per_byte) else None
 
     def _die(self, iteration: int, reason: str) -> Finding | None:
         self._alive_streak = 0

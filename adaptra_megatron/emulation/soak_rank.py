@@ -26,7 +26,7 @@ from adaptra_megatron.emulation.soak_plan import PLAN_FILE, Fault, Kind, read_pl
 from adaptra_megatron.emulation.soak_progress import Progress
 from adaptra_megatron.runtime import runtime
 from adaptra_megatron.transport.dual_link import DualLink
-from adaptra_megatron.transport.messages import MessageKey
+from adaptra_megatron.transport.messages import MessageKey, MessageTimes
 from adaptra_megatron.transport.paths import PathSettings
 
 _MODES = {Kind.SILENT_PATH: Mode.SILENT, Kind.FAILING_SENDS: Mode.ERROR, Kind.FAILING_RECEIVES: Mode.ERROR}
@@ -87,9 +87,9 @@ class SoakRank:
         }
         (self._directory / f"rank{self._stage}.json").write_text(json.dumps(record))
 
-    def _decorate_send(self, post_send: Callable[..., float]) -> Callable[..., float]:
+    def _decorate_send(self, post_send: Callable[..., MessageTimes]) -> Callable[..., MessageTimes]:
         @functools.wraps(post_send)
-        def counted(link: DualLink, key: MessageKey, tensor: torch.Tensor) -> float:
+        def counted(link: DualLink, key: MessageKey, tensor: torch.Tensor) -> MessageTimes:
             while self._plan and self._is_due(self._plan[0]):
                 fault = self._plan.popleft()
                 self._faults.arm(fault.link, _MODES[fault.kind], fault.duration_s)

@@ -20,6 +20,8 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from adaptra_megatron.runtime.measurements import StageMeasurement
 from adaptra_megatron.runtime.membership import Membership, exchange_error
+from adaptra_megatron.telemetry.scalars import JobFigures
+from adaptra_megatron.telemetry.trace_requests import Iterations
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 
@@ -34,6 +36,13 @@ class Decision(NamedTuple):
 
     number: int
     csv: str | None
+    requests: tuple[Iterations, ...] = ()
+    """Which iterations every rank is to trace, new since the decision before."""
+    job: JobFigures | None = None
+    """What the leader has found, for the rank that has somewhere to show it."""
+    predicted_s: float | None = None
+    """Of an iteration with a new schedule; `before_predicted_s` of one with what ran before, at the same costs."""
+    before_predicted_s: float | None = None
 
 
 Decide = Callable[[Sequence[StageMeasurement]], Decision]

@@ -24,7 +24,7 @@ from adaptra_megatron.runtime.program import Program, ReceiveWindow, Step, messa
 from adaptra_megatron.runtime.timers import ActionTimer
 from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.telemetry.records import ActionRecord
-from adaptra_megatron.transport.messages import TensorSpecification, Transport
+from adaptra_megatron.transport.messages import MessageKey, TensorSpecification, Transport
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,16 @@ class IterationReport:
 
     records: list[ActionRecord]
     peak_in_flight: float
+    program: Program
+    """What it ran; its steps are those of the records."""
+
+    def computed_s(self) -> dict[MessageKey, float]:
+        """When each message that was sent had been computed."""
+        return {
+            message_key(step.send, record.iteration): record.end_s
+            for step, record in zip(self.program.steps, self.records, strict=True)
+            if step.send is not None
+        }
 
 
 @dataclass
@@ -106,7 +116,7 @@ class PipelineExecutor:
         self._transport.flush(self._deadline())
         if run.gradients is not None:
             run.gradients.finish()
-        return IterationReport(self._records(run, marks), account.peak)
+        return IterationReport(self._records(run, marks), account.peak, program)
 
     def _perform(self, run: _Run, step: Step, received: torch.Tensor | None) -> None:
         action = step.action

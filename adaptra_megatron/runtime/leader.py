@@ -3,71 +3,111 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 
+from adaptra_megatron.detector.detector import Detector
+from adaptra_megatron.detector.findings import Estimates, Finding, State
+from adaptra_megatron.detector.samples import LinkId
+from adaptra_megatron.runtime.cost_estimates import InUse, estimate_costs, link_figures, paths_in_use
 from adaptra_megatron.runtime.exchange import Decision
-from adaptra_megatron.runtime.measurements import StageMeasurement, estimate_costs
-from adaptra_megatron.runtime.plans import (
-    RELEASED_AT_BACKWARD_INPUT,
-    PlanBook,
-    Replanner,
-    changed_materially,
-    describe,
-)
+from adaptra_megatron.runtime.measurements import StageMeasurement, iteration_sample, mean_idle_share
+from adaptra_megatron.runtime.plans import RELEASED_AT_BACKWARD_INPUT, PlanBook, Replanner, describe
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.telemetry.events import LinkDetection, StageDetection
+from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
+from adaptra_megatron.telemetry.scalars import JobFigures
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 
 
 class PlanLeader:
-    """Estimates costs after each iteration and decides on the schedule. Lives in the exchange's thread alone.
+    """Has each iteration judged by the detector and decides on the schedule. Lives in the exchange's thread alone.
 
-    Where the schedule is not its to choose (policy observe), it says what it sees and keeps what runs.
+    Where the schedule is not its to choose (policy observe), it says what is found and keeps what runs.
     """
 
-    def __init__(self, book: PlanBook) -> None:
+    def __init__(self, book: PlanBook, telemetry: RunTelemetry) -> None:
         """`book`: of the leading rank; read for layout, caps and what runs before the first plan."""
         self._book = book
+        self._telemetry = telemetry
+        self._detector = Detector()
+        self._in_use: InUse = {}
         self._replanner = Replanner(book.layout)
         self.costs: Costs | None = None
         """The latest estimate."""
-        self._decided: dict[int, Schedule] = {}
+        self._running: dict[int, Schedule] = {}
+        """By number of micro-batches."""
         self._number = 0
-        self._measured = 0
 
     def decide(self, measurements: Sequence[StageMeasurement]) -> Decision:
         """What to run next, given one iteration's measurements of all ranks."""
-        self._measured += 1
-        keep = Decision(self._number, None)
-        # The first iteration pays for allocations and lazy set-up everywhere: it would mislead the planner.
-        if self._measured == 1:
-            return keep
-        book, micro_batches = self._book, measurements[0].micro_batches
-        before = self.costs
+        sample = iteration_sample(measurements)
+        findings = self._detector.observe(sample)
+        self._in_use = paths_in_use(self._in_use, sample)
+        estimates = self._detector.estimates()
+        for finding in findings:
+            level = logging.INFO if finding.state is State.HEALTHY else logging.WARNING
+            logger.log(level, "adaptra: %s", finding)
+            self._telemetry.log(_event(finding, estimates))
+        decision = self._plan(measurements[0].micro_batches, estimates, findings)
+        job = JobFigures(bubble_fraction=mean_idle_share(measurements), links=link_figures(estimates, self._in_use))
+        return decision._replace(requests=self._telemetry.requests(), job=job)
+
+    def _plan(self, micro_batches: int, estimates: Estimates, findings: Sequence[Finding]) -> Decision:
+        book, before, keep = self._book, self.costs, Decision(self._number, None)
         costs = estimate_costs(
-            measurements,
+            estimates,
+            self._in_use,
             stages=book.layout.stages,
             chunks=book.layout.chunks,
             micro_batches=micro_batches,
             can_split=book.adapts and book.layout.can_split,
             caps=book.caps(micro_batches),
             released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
-            previous=before,
         )
         if costs is None:
             return keep
         self.costs = costs
         if not book.adapts:
-            if before is None or changed_materially(before, costs):
+            if before is None:
                 logger.info("adaptra: observed %s", describe(costs))
             return keep
-        current = self._decided.get(micro_batches) or book.calibration_schedule(micro_batches)
-        chosen = self._replanner.decide(costs, current)
-        if chosen is None:
+        if micro_batches not in self._running:
+            self._running[micro_batches] = book.calibration_schedule(micro_batches)
+        current = self._running[micro_batches]
+        chosen, made = self._replanner.decide(costs, current, [str(finding) for finding in findings])
+        if made is not None:
+            self._telemetry.log(dataclasses.replace(made, number=self._number + made.adopted))
+        if chosen is None or made is None:
             return keep
-        self._decided[micro_batches] = chosen
+        self._running[micro_batches] = chosen
         self._number += 1
-        return Decision(self._number, schedule_to_csv(chosen))
+        return Decision(
+            self._number,
+            schedule_to_csv(chosen),
+            predicted_s=made.predicted_s,
+            before_predicted_s=made.current_predicted_s,
+        )
+
+
+def _event(finding: Finding, estimates: Estimates) -> LinkDetection | StageDetection:
+    subject = finding.subject
+    states = {"before": finding.before.value, "after": finding.state.value, "reason": finding.reason}
+    if isinstance(subject, LinkId):
+        estimate = estimates.links.get(subject)
+        return LinkDetection(
+            source=subject.source,
+            target=subject.target,
+            path=subject.path,
+            pipeline=subject.pipeline,
+            latency_s=estimate.latency_s if estimate is not None else None,
+            bandwidth_bytes_s=estimate.bandwidth_bytes_per_s if estimate is not None else None,
+            **states,
+        )
+    level_s, baseline_s = finding.level_s, finding.baseline_s
+    slow_down = level_s / baseline_s if level_s is not None and baseline_s else None
+    return StageDetection(stage=subject.stage, pipeline=subject.pipeline, slow_down=slow_down, **states)

@@ -1,167 +1,184 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what ranks measured in an iteration to the costs a plan is made for."""
+"""What ranks measured in an iteration, small enough to travel, and put together for the detector."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from adaptra_megatron.schedule.actions import Kind
-from adaptra_megatron.schedule.costs import Costs, LinkCost, PerChunk
+import numpy as np
+import numpy.typing as npt
+
+from adaptra_megatron.detector.samples import IterationSample, LinkId, LinkSample, MessageSample, StageId, StageSample
+from adaptra_megatron.telemetry.metrics import iteration_span_s
 from adaptra_megatron.telemetry.records import ActionRecord
-from adaptra_megatron.transport.messages import MessageKey, MessageTimes
+from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
+from adaptra_megatron.transport.paths import Path
 
-LINK_QUANTILE = 0.75
-"""Over-estimating a delay costs memory, under-estimating costs time; beyond this quantile, noise of the CPU rules."""
-MIN_MESSAGES = 3
-"""Fewer messages say nothing of a link."""
+MESSAGE = np.dtype(
+    [
+        ("peer", "<i2"),
+        ("host", "?"),
+        ("gradient", "?"),
+        ("chunk", "<u2"),
+        ("micro_batch", "<u4"),
+        ("nbytes", "<u8"),
+        ("posted_s", "<f4"),
+        ("done_s", "<f4"),
+    ]
+)
+"""One message at one of its ends, moments since the start of the rank's iteration: single precision is microseconds."""
+
+Messages = npt.NDArray[np.void]
+"""Of dtype MESSAGE."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StageMeasurement:
     """One rank's iteration. All moments are on the job's common clock, in seconds."""
 
     pipeline: int
     """Which of the job's parallel pipelines (the first global rank of its pipeline group)."""
     stage: int
+    iteration: int
+    """As in traces and keys of messages: evaluations are counted."""
     micro_batches: int
-    compute_s: Mapping[str, tuple[float | None, ...]]
-    """By kind ("F", "B", "I", "W"): median seconds per chunk, None where no such action ran."""
-    sent: tuple[tuple[int, MessageKey, float], ...]
-    """(target stage, key, sent at)."""
-    received: tuple[tuple[int, MessageKey, float, float], ...]
-    """(source stage, key, receive posted at, arrived at)."""
+    span_s: tuple[float, float]
+    """Start of the first action and end of the last one."""
+    durations_s: Mapping[tuple[str, int], npt.NDArray[np.float32]]
+    """By kind ("F", "B", "I", "W") and chunk: seconds of each action, without waiting."""
+    sent: Messages
+    """`peer` is the target; a message is posted and done when it could leave."""
+    received: Messages
+    """`peer` is the source; posted when it was asked for, done when it had arrived."""
 
 
 def stage_measurement(
     pipeline: int,
     stage: int,
-    chunks: int,
     micro_batches: int,
-    records: Iterable[ActionRecord],
+    records: Sequence[ActionRecord],
     times: tuple[Sequence[MessageTimes], Sequence[MessageTimes]],
     clock_offset_s: float,
+    ready_s: Mapping[MessageKey, float] | None = None,
 ) -> StageMeasurement:
-    """Condense one rank's records; `clock_offset_s` is added to its local moments."""
-    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    """Condense one rank's records (at least one); `clock_offset_s` is added to its local moments.
+
+    `ready_s`: when messages had been computed, where they are posted before that (on a GPU).
+    """
+    durations_s: dict[tuple[str, int], list[float]] = defaultdict(list)
     for record in records:
-        seconds[record.kind, record.chunk].append(record.compute_s)
+        durations_s[record.kind, record.chunk].append(record.compute_s)
+    start_s, end_s = iteration_span_s(records)
     sent, received = times
+    if ready_s is not None:
+        leave_s = [max(entry.posted_s, ready_s[entry.key]) for entry in sent]
+        sent = [entry._replace(posted_s=at_s, done_s=at_s) for entry, at_s in zip(sent, leave_s, strict=True)]
     return StageMeasurement(
         pipeline=pipeline,
         stage=stage,
+        iteration=records[0].iteration,
         micro_batches=micro_batches,
-        compute_s={
-            kind.value: tuple(
-                statistics.median(seconds[kind.value, chunk]) if seconds[kind.value, chunk] else None
-                for chunk in range(chunks)
-            )
-            for kind in Kind
-        },
-        sent=tuple((entry.peer, entry.key, entry.posted_s + clock_offset_s) for entry in sent),
-        received=tuple(
-            (entry.peer, entry.key, entry.posted_s + clock_offset_s, entry.done_s + clock_offset_s)
-            for entry in received
-        ),
+        span_s=(start_s + clock_offset_s, end_s + clock_offset_s),
+        durations_s={key: np.array(values, dtype=np.float32) for key, values in durations_s.items()},
+        sent=_messages(sent, start_s),
+        received=_messages(received, start_s),
     )
 
 
-def one_way_delays(measurements: Iterable[StageMeasurement]) -> dict[tuple[int, int], list[list[float]]]:
-    """Per directed link, per pipeline: seconds from send to arrival of the messages that were awaited when sent."""
-    sent_at: dict[tuple[int, int, int, MessageKey], float] = {}
-    measurements = list(measurements)
-    for measurement in measurements:
-        for target, key, moment in measurement.sent:
-            sent_at[measurement.pipeline, measurement.stage, target, key] = moment
-    delays: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-    for measurement in measurements:
-        for source, key, posted, arrived in measurement.received:
-            sent = sent_at.get((measurement.pipeline, source, measurement.stage, key))
-            if sent is not None and posted <= sent:
-                delays[measurement.pipeline, source, measurement.stage].append(max(0.0, arrived - sent))
-    by_link: dict[tuple[int, int], list[list[float]]] = defaultdict(list)
-    for (_pipeline, source, target), values in delays.items():
-        by_link[source, target].append(values)
-    return dict(by_link)
+def mean_idle_share(measurements: Sequence[StageMeasurement]) -> float:
+    """Fraction of the iteration, 0..1, in which a rank did not compute: the mean over all ranks."""
+    start_s = min(measurement.span_s[0] for measurement in measurements)
+    end_s = max(measurement.span_s[1] for measurement in measurements)
+    busy_s = statistics.fmean(
+        float(sum(values.sum() for values in measurement.durations_s.values())) for measurement in measurements
+    )
+    return 1.0 - busy_s / (end_s - start_s)
 
 
-def estimate_costs(
-    measurements: Sequence[StageMeasurement],
-    *,
-    stages: int,
-    chunks: int,
-    micro_batches: int,
-    can_split: bool,
-    caps: tuple[float | None, ...],
-    released_at_backward_input: float,
-    previous: Costs | None,
-) -> Costs | None:
-    """Costs of the slowest pipeline, stage by stage and link by link; None until every action has been measured.
+def iteration_sample(measurements: Sequence[StageMeasurement]) -> IterationSample:
+    """One iteration of all ranks as the detector takes it in.
 
-    A stage whose backwards ran whole (in an iteration in stock's order, say) keeps its costs from `previous`. Where
-    they cannot be split at all, the whole backward counts as input gradient.
+    A message that was sent on a path and did not arrive by it counts as lost there, if its receiver was heard.
     """
-    forward = _slowest(measurements, Kind.FORWARD, stages, chunks)
-    backward_input = _slowest(measurements, Kind.BACKWARD_INPUT if can_split else Kind.BACKWARD, stages, chunks)
-    backward_weight = _slowest(measurements, Kind.BACKWARD_WEIGHT, stages, chunks)
-    if not can_split:
-        backward_weight = [[0.0] * chunks for _ in range(stages)]
-    if previous is not None:
-        _fill(backward_input, previous.backward_input_s)
-        _fill(backward_weight, previous.backward_weight_s)
-    tables = [_complete(rows) for rows in (forward, backward_input, backward_weight)]
-    if any(table is None for table in tables):
-        return None
-    forward_s, backward_input_s, backward_weight_s = (table for table in tables if table is not None)
-    return Costs(
-        stages=stages,
-        chunks=chunks,
-        micro_batches=micro_batches,
-        forward_s=forward_s,
-        backward_input_s=backward_input_s,
-        backward_weight_s=backward_weight_s,
-        links=_links(measurements, previous),
-        max_in_flight=caps,
-        released_at_backward_input=released_at_backward_input,
-    )
-
-
-_Rows = list[list[float | None]]
-
-
-def _slowest(measurements: Sequence[StageMeasurement], kind: Kind, stages: int, chunks: int) -> _Rows:
-    """Seconds per stage and chunk, the slowest pipeline's; None where no such action ran."""
-    rows: _Rows = [[None] * chunks for _ in range(stages)]
+    received: dict[LinkId, _Arrivals] = {}
     for measurement in measurements:
-        row = rows[measurement.stage]
-        for chunk, seconds in enumerate(measurement.compute_s[kind.value]):
-            if seconds is not None:
-                row[chunk] = max(seconds, row[chunk] or 0.0)
-    return rows
+        for source, path, messages in _by_peer_and_path(measurement.received):
+            link = LinkId(measurement.pipeline, source, measurement.stage, path.value)
+            received[link] = _Arrivals(messages, measurement.span_s[0])
+    heard = {(measurement.pipeline, measurement.stage) for measurement in measurements}
+    links = {}
+    for measurement in measurements:
+        for target, path, messages in _by_peer_and_path(measurement.sent):
+            if (measurement.pipeline, target) in heard:
+                link = LinkId(measurement.pipeline, measurement.stage, target, path.value)
+                arrivals = received.get(link) or _Arrivals(messages[:0], 0.0)
+                links[link] = LinkSample(arrivals.of(messages, measurement.span_s[0], path))
+    stages = {
+        StageId(measurement.pipeline, measurement.stage): StageSample(
+            {key: values.tolist() for key, values in measurement.durations_s.items()}
+        )
+        for measurement in measurements
+    }
+    return IterationSample(measurements[0].iteration, links, stages)
 
 
-def _fill(rows: _Rows, fallback: Sequence[Sequence[float]]) -> None:
-    for row, fallback_row in zip(rows, fallback, strict=True):
-        row[:] = [known if value is None else value for value, known in zip(row, fallback_row, strict=True)]
+class _Arrivals:
+    """What came over one link by one path, in order of key."""
+
+    def __init__(self, messages: Messages, start_s: float) -> None:
+        codes = _codes(messages)
+        order = np.argsort(codes)
+        self._codes = codes[order]
+        self._posted_s = messages["posted_s"][order] + np.float64(start_s)
+        self._arrived_s = messages["done_s"][order] + np.float64(start_s)
+
+    def of(self, sent: Messages, start_s: float, path: Path) -> list[MessageSample]:
+        """Each message that was sent, with its arrival."""
+        codes = _codes(sent)
+        nothing: list[float | None] = [None] * len(codes)
+        arrived_s, posted_s = nothing, nothing
+        if len(self._codes):
+            places = np.searchsorted(self._codes, codes)
+            places[places == len(self._codes)] = 0
+            arrived_s = self._arrived_s[places].tolist()
+            if path is Path.DEVICE:  # what comes by the host path is seen whether or not anybody has asked for it
+                posted_s = self._posted_s[places].tolist()
+            for index in np.flatnonzero(self._codes[places] != codes).tolist():
+                arrived_s[index] = None
+        sent_s = (sent["done_s"] + np.float64(start_s)).tolist()
+        return list(map(MessageSample, sent["nbytes"].tolist(), sent_s, arrived_s, posted_s))
 
 
-def _complete(rows: _Rows) -> PerChunk | None:
-    table = tuple(tuple(value for value in row if value is not None) for row in rows)
-    return table if all(len(seconds) == len(row) for seconds, row in zip(table, rows, strict=True)) else None
+def _messages(times: Sequence[MessageTimes], start_s: float) -> Messages:
+    rows = [
+        (
+            entry.peer,
+            entry.path is Path.HOST,
+            entry.key.direction is Direction.GRADIENT,
+            entry.key.chunk,
+            entry.key.micro_batch,
+            entry.nbytes,
+            entry.posted_s - start_s,
+            entry.done_s - start_s,
+        )
+        for entry in times
+    ]
+    return np.array(rows, dtype=MESSAGE)
 
 
-def _links(measurements: Sequence[StageMeasurement], previous: Costs | None) -> dict[tuple[int, int], LinkCost]:
-    links = dict(previous.links) if previous is not None else {}
-    for link, pipelines in one_way_delays(measurements).items():
-        latencies = [quantile(delays, LINK_QUANTILE) for delays in pipelines if len(delays) >= MIN_MESSAGES]
-        if latencies:
-            links[link] = LinkCost(latency_s=max(latencies))
-    return links
+def _by_peer_and_path(messages: Messages) -> Iterator[tuple[int, Path, Messages]]:
+    for peer in np.unique(messages["peer"]).tolist():
+        of_peer = messages[messages["peer"] == peer]
+        for path in Path:
+            chosen = of_peer[of_peer["host"] == (path is Path.HOST)]
+            if len(chosen):
+                yield peer, path, chosen
 
 
-def quantile(values: Sequence[float], fraction: float) -> float:
-    """The smallest value that at least `fraction` of the values do not exceed."""
-    return sorted(values)[max(0, math.ceil(fraction * len(values)) - 1)]
+def _codes(messages: Messages) -> npt.NDArray[np.int64]:
+    """Keys of one iteration and link as numbers."""
+    chunk, gradient = messages["chunk"].astype(np.int64), messages["gradient"].astype(np.int64)
+    return messages["micro_batch"].astype(np.int64) << 17 | chunk << 1 | gradient

@@ -6,18 +6,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import forward_only, stock_order
-from adaptra_megatron.schedule.costs import Costs, costs_from_json, uniform_costs
+from adaptra_megatron.schedule.costs import Costs, costs_from_json, costs_to_json, uniform_costs
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import peak_in_flight, simulate
 from adaptra_megatron.schedule.split import split_backward
+from adaptra_megatron.telemetry.events import PlanMade
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 
@@ -195,29 +198,50 @@ class Replanner:
         self._layout = layout
         self._planned: Costs | None = None
 
-    def decide(self, costs: Costs, current: Schedule) -> Schedule | None:
-        """A schedule to switch to, or None to keep `current`. Logs why."""
-        if self._planned is not None and not changed_materially(self._planned, costs):
-            return None
-        first, self._planned = self._planned is None, costs
+    def decide(
+        self, costs: Costs, current: Schedule, found: Sequence[str] = ()
+    ) -> tuple[Schedule | None, PlanMade | None]:
+        """A schedule to switch to, or None to keep `current`; and, where one was planned, the event. Logs why.
+
+        `found`: what the detector has just found, in its words; planning is then due whatever the costs say.
+        """
+        reason = "; ".join(found)
+        if not reason and self._planned is not None:
+            change = material_change(self._planned, costs)
+            if change is None:
+                return None, None
+            reason = change
+        reason, self._planned = reason or "first costs", costs
         now_s = simulate(current, costs).makespan_s if current.micro_batches == costs.micro_batches else float("inf")
         # The next iteration but one waits for this plan, so it must be there before one iteration is over.
         deadline_s = min(PLANNING_S, PLANNING_SHARE * now_s)
+        begun_s = time.perf_counter()
         candidate = plan(costs, deadline_s=deadline_s, split=self._layout.can_split)
-        if candidate.makespan_s > (1.0 - WORTH_A_SWITCH) * now_s:
+        adopted = candidate.makespan_s <= (1.0 - WORTH_A_SWITCH) * now_s
+        made = PlanMade(
+            number=0,
+            adopted=adopted,
+            reason=reason,
+            predicted_s=candidate.makespan_s if adopted else now_s,
+            current_predicted_s=now_s,
+            lower_bound_s=candidate.lower_bound.seconds,
+            planning_s=time.perf_counter() - begun_s,
+            costs=costs_to_json(costs),
+        )
+        if not adopted:
             logger.debug(
-                "adaptra: costs changed, plan kept: %.1f ms, best %.1f ms", now_s * 1e3, candidate.makespan_s * 1e3
+                "adaptra: plan kept: %.1f ms, best %.1f ms; %s", now_s * 1e3, candidate.makespan_s * 1e3, reason
             )
-            return None
+            return None, made
         logger.info(
-            "adaptra: %s plan: %.1f ms instead of %.1f ms, lower bound %.1f ms; %s",
-            "first" if first else "new",
+            "adaptra: new plan: %.1f ms instead of %.1f ms, lower bound %.1f ms; %s; %s",
             candidate.makespan_s * 1e3,
             now_s * 1e3,
             candidate.lower_bound.seconds * 1e3,
+            reason,
             describe(costs),
         )
-        return candidate.schedule
+        return candidate.schedule, made
 
 
 def describe(costs: Costs) -> str:
@@ -234,18 +258,31 @@ def describe(costs: Costs) -> str:
     return text
 
 
-def changed_materially(before: Costs, after: Costs) -> bool:
-    """Whether the difference can matter to a plan: a cost moved by a tenth of the mean action."""
+def material_change(before: Costs, after: Costs) -> str | None:
+    """The largest difference, in words, if it can matter to a plan: a cost moved by a tenth of the mean action."""
     if before.micro_batches != after.micro_batches:
-        return True
-    names = ("forward_s", "backward_input_s", "backward_weight_s")
-    old_s = [seconds for name in names for row in getattr(before, name) for seconds in row]
-    new_s = [seconds for name in names for row in getattr(after, name) for seconds in row]
-    threshold_s = MATERIAL_CHANGE * sum(new_s) / len(new_s)
-    if any(abs(new - old) > threshold_s for old, new in zip(old_s, new_s, strict=True)):
-        return True
-    links = set(before.links) | set(after.links)
-    return any(abs(after.link(*link).latency_s - before.link(*link).latency_s) > threshold_s for link in links)
+        return f"{after.micro_batches} micro-batches instead of {before.micro_batches}"
+    all_s = [seconds for name in _TABLES for row in getattr(after, name) for seconds in row]
+    threshold_s = MATERIAL_CHANGE * sum(all_s) / len(all_s)
+    what, old_s, new_s = max(_pairs(before, after), key=lambda pair: abs(pair[2] - pair[1]))
+    if abs(new_s - old_s) <= threshold_s:
+        return None
+    return f"{what}: {new_s * 1e3:.1f} ms instead of {old_s * 1e3:.1f} ms"
+
+
+_TABLES = {"forward_s": "F", "backward_input_s": "input gradient", "backward_weight_s": "weight gradient"}
+
+
+def _pairs(before: Costs, after: Costs) -> Iterator[tuple[str, float, float]]:
+    """Every cost with its name, as it was and as it is."""
+    for name, kind in _TABLES.items():
+        for stage, rows in enumerate(zip(getattr(before, name), getattr(after, name), strict=True)):
+            for chunk, (old_s, new_s) in enumerate(zip(*rows, strict=True)):
+                yield f"{kind} of stage {stage}, chunk {chunk}", old_s, new_s
+    for source, target in sorted({*before.links, *after.links}):
+        old, new = before.link(source, target), after.link(source, target)
+        yield f"latency of link {source}->{target}", old.latency_s, new.latency_s
+        yield f"occupancy of link {source}->{target}", old.occupancy_s, new.occupancy_s
 
 
 def _read_text(flag: str, path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,12 +25,14 @@ from adaptra_megatron.runtime.megatron_call import PipelineCall, pipeline_call
 from adaptra_megatron.runtime.membership import Membership, join
 from adaptra_megatron.runtime.plans import RELEASED_AT_BACKWARD_INPUT, Layout, PlanBook
 from adaptra_megatron.runtime.program import Program, compile_program
+from adaptra_megatron.runtime.reporting import arrival_records, make_telemetry, path_states, rank_figures
 from adaptra_megatron.runtime.split_backward import WeightGradientQueue
 from adaptra_megatron.runtime.timers import make_timer
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs import costs_to_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
-from adaptra_megatron.telemetry.trace import TraceWriter
+from adaptra_megatron.telemetry.records import ArrivalRecord
+from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
 from adaptra_megatron.transport.affinity import rank_rnics
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
@@ -55,7 +58,7 @@ class _Pipeline:
     exchange: PlanExchange | None
     leader: PlanLeader
     """Has something to say on the leading rank alone."""
-    trace: TraceWriter | None
+    telemetry: RunTelemetry
     iteration: int = 0
     training_iterations: int = 0
 
@@ -86,6 +89,8 @@ class AdaptraRuntime:
         """
         call = pipeline_call(arguments, interleaved=interleaved)
         pipeline = self._pipeline(call)
+        begun_s = time.monotonic()
+        pipeline.telemetry.begin(pipeline.iteration)
         schedule = self._schedule(pipeline, call)
         computation = MegatronComputation(call, self.weight_gradients)
         decorated = self._decorate(computation, call.stage) if self._decorate is not None else computation
@@ -99,16 +104,18 @@ class AdaptraRuntime:
         )
         if not call.forward_only:
             self._finalize_gradients(call, computation, embedding)
-            self._hand_in(pipeline, call, report)
+            arrivals = self._hand_in(pipeline, call, report)
             pipeline.training_iterations += 1
             self.peak_in_flight = max(self.peak_in_flight, report.peak_in_flight)
             self.last_schedule = schedule
         else:
-            pipeline.transport.take_times()
+            arrivals = arrival_records(call.stage, pipeline.transport.take_times()[1])
         if call.config.timers is not None:
             call.config.timers("forward-backward").stop()
-        if pipeline.trace is not None:
-            pipeline.trace.write(pipeline.iteration, report.records)
+        pipeline.telemetry.traced(pipeline.iteration, report.records, arrivals)
+        if not call.forward_only:
+            figures = rank_figures(pipeline.transport, report, pipeline.book.number, time.monotonic() - begun_s)
+            pipeline.telemetry.trained(figures, *path_states(pipeline.transport))
         pipeline.iteration += 1
         return computation.losses
 
@@ -148,8 +155,7 @@ class AdaptraRuntime:
             pipeline.transport.close()
             if pipeline.exchange is not None:
                 pipeline.exchange.close()
-            if pipeline.trace is not None:
-                pipeline.trace.close()
+            pipeline.telemetry.close()
         self._pipelines.clear()
 
     def _pipeline(self, call: PipelineCall) -> _Pipeline:
@@ -168,9 +174,13 @@ class AdaptraRuntime:
         )
         book = PlanBook(config, layout)  # first: it refuses an impossible plan before anything is set up
         transport = _make_transport(call, config)
-        membership = join(call.pipeline_group, config.timeout_s) if book.measures else None
-        leader = PlanLeader(book)
-        exchange = PlanExchange(membership, leader.decide, config.timeout_s) if membership else None
+        told = book.measures or config.trace_dir is not None
+        membership = join(call.pipeline_group, config.timeout_s) if told else None
+        telemetry = make_telemetry(call, config, membership)
+        leader = PlanLeader(book, telemetry)
+        exchange = None
+        if membership is not None and book.measures:
+            exchange = PlanExchange(membership, leader.decide, config.timeout_s)
         _warn_of_dropout(call)
         return _Pipeline(
             transport=transport,
@@ -181,26 +191,26 @@ class AdaptraRuntime:
             membership=membership,
             exchange=exchange,
             leader=leader,
-            trace=None
-            if config.trace_dir is None
-            else TraceWriter(
-                config.trace_dir,
-                dist.get_rank(),
-                call.stage,
-                clock_offset_s=membership.clock_offset_s if membership is not None else 0.0,
-            ),
+            telemetry=telemetry,
         )
 
     def _schedule(self, pipeline: _Pipeline, call: PipelineCall) -> Schedule:
         if call.forward_only:
             return pipeline.book.evaluation_schedule(call.micro_batches)
         exchange, iteration = pipeline.exchange, pipeline.training_iterations
-        if exchange is not None and pipeline.book.adapts and iteration >= DELAY:
-            number, csv = exchange.decision(iteration)
-            if csv is not None:
-                planned = schedule_from_csv(csv, chunks=call.chunks)
-                pipeline.book.install(planned, number, pipeline.book.caps(planned.micro_batches))
+        if exchange is not None and iteration >= DELAY:
+            decision = exchange.decision(iteration)
+            pipeline.telemetry.begin(pipeline.iteration, decision.requests, decision.job)
+            if decision.csv is not None:
+                planned = schedule_from_csv(decision.csv, chunks=call.chunks)
+                pipeline.book.install(planned, decision.number, pipeline.book.caps(planned.micro_batches))
                 self._programs.clear()
+                pipeline.telemetry.switch(
+                    decision.number,
+                    predicted_s=decision.predicted_s,
+                    before_predicted_s=decision.before_predicted_s,
+                )
+        pipeline.telemetry.switch(pipeline.book.number)
         return pipeline.book.schedule_for(call.micro_batches)
 
     def _program(self, schedule: Schedule, stage: int) -> Program:
@@ -236,21 +246,23 @@ class AdaptraRuntime:
             force_all_reduce=call.force_all_reduce,
         )
 
-    def _hand_in(self, pipeline: _Pipeline, call: PipelineCall, report: IterationReport) -> None:
-        """Send off what this iteration measured, for the plans of later ones."""
+    def _hand_in(self, pipeline: _Pipeline, call: PipelineCall, report: IterationReport) -> list[ArrivalRecord]:
+        """Send off what this iteration measured, for the plans of later ones; returns when messages arrived."""
         times = pipeline.transport.take_times()
+        arrivals = arrival_records(call.stage, times[1])
         if pipeline.exchange is None or pipeline.membership is None:
-            return
+            return arrivals
         measurement = stage_measurement(
             pipeline.membership.pipeline,
             call.stage,
-            call.chunks,
             call.micro_batches,
             report.records,
             times,
             pipeline.membership.clock_offset_s,
+            report.computed_s() if current_device().type == "cuda" else None,
         )
         pipeline.exchange.post(pipeline.training_iterations, measurement)
+        return arrivals
 
 
 NCCL_LIMIT_S = 15.0

@@ -77,6 +77,8 @@ class LinkDetection:
     bandwidth_bytes_s: float | None = None
     path: str | None = None
     """"device" or "host", where it is known which one is meant."""
+    pipeline: int | None = None
+    """Which of the job's parallel pipelines, by its first global rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,8 @@ class StageDetection:
     reason: str
     slow_down: float | None = None
     """Compute time now over compute time when healthy."""
+    pipeline: int | None = None
+    """Which of the job's parallel pipelines, by its first global rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

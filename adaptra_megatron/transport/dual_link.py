@@ -86,7 +86,7 @@ class DualLink(HostLink):
                 self._outlet.path, by_path[Path.DEVICE], by_path[Path.HOST], self._outlet.switches, lost
             )
 
-    def post_send(self, key: MessageKey, tensor: torch.Tensor) -> float:
+    def post_send(self, key: MessageKey, tensor: torch.Tensor) -> MessageTimes:
         outgoing = self._outgoing(key, tensor)
         now_s = time.monotonic()
         with self._lock:
@@ -97,7 +97,7 @@ class DualLink(HostLink):
                 self._enqueue(key, self._copies.stage(outgoing), message.number, now_s)
             work = self._due_here()
         self._do(work)
-        return now_s
+        return MessageTimes(key, self._peer, now_s, now_s, tensor.nbytes, path)
 
     def describe(self, specification: TensorSpecification) -> None:
         with self._lock:

@@ -36,6 +36,7 @@ from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_health import LinkHealth
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.outbox import Outbox, Outgoing
+from adaptra_megatron.transport.paths import Path
 
 logger = logging.getLogger("adaptra_megatron.transport.host_link")
 
@@ -119,8 +120,8 @@ class HostLink:
                     raise self._health.not_up_error()
                 self._news.wait(left_s)
 
-    def post_send(self, key: MessageKey, tensor: torch.Tensor) -> float:
-        """Returns the time of posting. Raises TransportError for what cannot travel and where the link is broken."""
+    def post_send(self, key: MessageKey, tensor: torch.Tensor) -> MessageTimes:
+        """Returns when it was posted. Raises TransportError for what cannot travel and where the link is broken."""
         outgoing = self._outgoing(key, tensor)
         now_s = time.monotonic()
         with self._lock:
@@ -128,7 +129,7 @@ class HostLink:
                 raise self._health.error("could not send", key, now_s, now_s, receiving=False)
             self._enqueue(key, self._copies.stage(outgoing), self._posted, now_s)
             self._posted += 1
-        return now_s
+        return MessageTimes(key, self._peer, now_s, now_s, tensor.nbytes, Path.HOST)
 
     def describe(self, specification: TensorSpecification) -> None:
         """Say what the messages to come look like, for a path on which they do not say so themselves."""
@@ -151,7 +152,9 @@ class HostLink:
             if not arrived:
                 raise self._not_received(key, self._arrivals.posted_s(key), time.monotonic())
             arrival, posted_s = self._arrivals.pop(key)
-        return arrival.receipt.take(), MessageTimes(key, self._peer, posted_s, arrival.arrived_s)
+        tensor = arrival.receipt.take()
+        path = Path.DEVICE if arrival.sequence is None else Path.HOST
+        return tensor, MessageTimes(key, self._peer, posted_s, arrival.arrived_s, tensor.nbytes, path)
 
     def flush(self, deadline_s: float) -> None:
         with self._lock:

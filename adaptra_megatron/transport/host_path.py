@@ -146,8 +146,7 @@ class HostTransport:
             link.describe(specification)
 
     def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
-        posted_s = self._links[peer].post_send(key, tensor)
-        self._sent.append(MessageTimes(key, peer, posted_s, posted_s))
+        self._sent.append(self._links[peer].post_send(key, tensor))
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
         self._links[peer].post_receive(key)
@@ -194,6 +193,11 @@ class HostTransport:
         link = self._links[peer]
         if isinstance(link, DualLink):
             link.prefer(path)
+
+    @property
+    def delegate_starts(self) -> int:
+        """How often this stage's delegate was started: 1 unless it died."""
+        return self._supervisor.starts
 
     @property
     def delegate_process_id(self) -> int | None:

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from adaptra_megatron.transport.paths import Path
+
 
 class Direction(str, enum.Enum):
     """Which way along the model a message travels."""
@@ -42,13 +44,16 @@ class MessageKey(NamedTuple):
 class MessageTimes(NamedTuple):
     """When the two ends of a message acted, in seconds of the local monotonic clock.
 
-    A receive that was posted after the message had been sent says nothing of the link, hence `posted_s`.
+    A receive that was posted after the message had been sent says nothing of the device path, hence `posted_s`.
     """
 
     key: MessageKey
     peer: int
     posted_s: float
     done_s: float
+    nbytes: int
+    path: Path
+    """Of a sent message: the one it was first sent on; of a received one: the one it came by."""
 
 
 class TransportError(RuntimeError):

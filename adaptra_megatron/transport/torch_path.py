@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes, TensorSpecification, TransportError
+from adaptra_megatron.transport.paths import Path
 from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
 
 
@@ -75,7 +76,7 @@ class WaitingThreadTransport:
         except RuntimeError as cause:  # the link is known to be broken already
             raise self._error(pending, cause, receiving=False) from cause
         self._sends.append(pending)
-        self._sent.append(MessageTimes(key, peer, now, now))
+        self._sent.append(MessageTimes(key, peer, now, now, outgoing.nbytes, Path.DEVICE))
         self._unwatched.append((pending, works))
         if len(self._unwatched) > _UNWATCHED_SENDS:
             self._watch_sends()
@@ -111,9 +112,11 @@ class WaitingThreadTransport:
         if not pending.done.is_set():
             self._watch_sends()
         self._settle(pending, deadline_s, receiving=True)
-        self._received.append(MessageTimes(key, pending.peer, pending.posted_s, pending.done_s))
-        assert pending.tensor is not None
-        return pending.tensor
+        tensor = pending.tensor
+        assert tensor is not None
+        times = MessageTimes(key, pending.peer, pending.posted_s, pending.done_s, tensor.nbytes, Path.DEVICE)
+        self._received.append(times)
+        return tensor
 
     def flush(self, deadline_s: float) -> None:
         self._watch_sends()

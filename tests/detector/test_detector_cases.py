@@ -237,3 +237,14 @@ def test_settings_are_checked(wrong: dict[str, float], said: str) -> None:
         ChangeSettings(
             relative_shift=0.1, min_shift_s=0.0, single_iteration=True, replica_factor=1.0, peer_factor=float("nan")
         )
+
+
+def test_a_bandwidth_is_not_claimed_for_what_was_seen_once() -> None:
+    """Pairs that arrive 25 ms apart, as over a slow link, but only in one iteration of many."""
+    pairs = [(0.1 * pair + 0.001 * late, 0.1 * pair + 0.055 + 0.025 * late) for pair in range(16) for late in (0, 1)]
+    spaced = LinkSample([MessageSample(MIB, sent_s, arrived_s, 0.0) for sent_s, arrived_s in pairs])
+    watched = Watched().see(*[messages(62.0)] * 10, spaced)
+    assert watched.said == []
+    assert watched.detector.estimates().links[LINK].bandwidth_bytes_per_s is None
+    watched.see(*[spaced] * 7)
+    assert watched.detector.estimates().links[LINK].occupancy_s(MIB) == pytest.approx(0.025, rel=0.05)

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from adaptra_megatron.runtime import clocks, membership
 from adaptra_megatron.runtime.exchange import DELAY, Decision, PlanExchange
-from adaptra_megatron.runtime.measurements import StageMeasurement
+from adaptra_megatron.runtime.measurements import StageMeasurement, stage_measurement
 from adaptra_megatron.runtime.membership import ExchangeError, join
+from adaptra_megatron.telemetry.records import ActionRecord
 
 SKEWS_S = (10.0, -2000.0, 555.5)
 TIMEOUT_S = 3.0
@@ -46,7 +47,8 @@ def relate_clocks() -> None:
 
 
 def measurement(iteration: int) -> StageMeasurement:
-    return StageMeasurement(0, dist.get_rank(), 4, {"F": (float(iteration),)}, (), ())
+    records = [ActionRecord(iteration, dist.get_rank(), "F", 0, 0, 0.0, 0.0, float(iteration))]
+    return stage_measurement(0, dist.get_rank(), 4, records, ([], []), 0.0)
 
 
 def decide() -> None:
@@ -54,7 +56,7 @@ def decide() -> None:
     seen: list[list[tuple[int, object]]] = []
 
     def plan_of(measurements: Sequence[StageMeasurement]) -> Decision:
-        seen.append([(entry.stage, entry.compute_s["F"]) for entry in measurements])
+        seen.append([(entry.stage, entry.durations_s["F", 0].tolist()) for entry in measurements])
         return Decision(len(seen), f"plan {len(seen)}" if len(seen) % 2 else None)
 
     joined = join(dist.group.WORLD, TIMEOUT_S)
@@ -68,7 +70,7 @@ def decide() -> None:
         for exchange in (first, other):
             exchange.post(iteration, measurement(iteration))
     if dist.get_rank() == 0:
-        assert seen[:4] == [[(stage, (float(iteration),)) for stage in range(3)] for iteration in range(4)]
+        assert seen[:4] == [[(stage, [float(iteration)]) for stage in range(3)] for iteration in range(4)]
     else:
         assert seen == []
     dist.barrier()

@@ -4,48 +4,150 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.runtime.exchange import Decision
 from adaptra_megatron.runtime.leader import PlanLeader
-from adaptra_megatron.runtime.measurements import StageMeasurement
+from adaptra_megatron.runtime.measurements import StageMeasurement, stage_measurement
 from adaptra_megatron.runtime.plans import Layout, PlanBook
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
-from adaptra_megatron.transport.messages import Direction, MessageKey
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.events import LinkDetection, PlanMade, RunStarted, StageDetection
+from adaptra_megatron.telemetry.records import ActionRecord
+from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
+from adaptra_megatron.telemetry.trace_requests import Iterations, request_directory
+from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
+from adaptra_megatron.transport.paths import Path as LinkPath
 
 FOUR = Layout(stages=4, chunks=1, group_size=None, can_split=True)
 
 
-def measurements(latency_s: float) -> list[StageMeasurement]:
-    """Of one iteration: whole and split backwards, six messages 0->1 that took `latency_s`."""
-    seconds = dict.fromkeys(("F", "B", "I", "W"), (1.0,))
-    keys = [MessageKey(1, Direction.ACTIVATION, 0, micro_batch) for micro_batch in range(6)]
-    found = []
-    for stage in range(4):
-        sent = tuple((1, key, 10.0) for key in keys) if stage == 0 else ()
-        received = tuple((0, key, 5.0, 10.0 + latency_s) for key in keys) if stage == 1 else ()
-        found.append(StageMeasurement(0, stage, 6, seconds, sent, received))
-    return found
+MICRO_BATCHES, PERIOD_S = 12, 5.0
 
 
-def test_observing_says_what_changes_and_keeps_what_runs(caplog: pytest.LogCaptureFixture) -> None:
-    leader = PlanLeader(PlanBook(AdaptraConfig(policy="observe"), FOUR))
+class Job:
+    """Every action takes a second, and messages 0->1 what they are told to."""
+
+    def __init__(self) -> None:
+        self.iteration = 0
+
+    def measure(self, latency_s: float, *, slow_stage: float = 1.0) -> list[StageMeasurement]:
+        """Of the next iteration; stage 3 takes `slow_stage` times as long."""
+        number = self.iteration
+        self.iteration += 1
+        keys = [MessageKey(number, Direction.ACTIVATION, 0, micro_batch) for micro_batch in range(MICRO_BATCHES)]
+        found = []
+        for stage in range(4):
+            seconds = slow_stage if stage == 3 else 1.0
+            records = []
+            for micro_batch in range(MICRO_BATCHES):
+                for place, kind in enumerate("FBIW"):
+                    start_s = PERIOD_S * micro_batch + place
+                    records.append(ActionRecord(number, stage, kind, 0, micro_batch, 0.0, start_s, start_s + seconds))
+            sent = [MessageTimes(key, 1, at, at, 1000, LinkPath.DEVICE) for key, at in _moments(keys)]
+            received = [MessageTimes(key, 0, 0.0, at + latency_s, 1000, LinkPath.DEVICE) for key, at in _moments(keys)]
+            times = sent if stage == 0 else [], received if stage == 1 else []
+            found.append(stage_measurement(0, stage, MICRO_BATCHES, records, times, 0.0))
+        return found
+
+
+def _moments(keys: list[MessageKey]) -> list[tuple[MessageKey, float]]:
+    return [(key, 1.0 + PERIOD_S * key.micro_batch) for key in keys]
+
+
+@pytest.fixture
+def telemetry(tmp_path: Path) -> Iterator[RunTelemetry]:
+    place = Place(run="run", rank=0, local_rank=0, stage=0, leads=True)
+    start = RunStarted(layout={"stages": 4}, versions={}, config={})
+    telemetry = RunTelemetry(TelemetrySettings(trace_dir=tmp_path, every_iteration=False), place, start)
+    yield telemetry
+    telemetry.close()
+
+
+def test_observing_says_what_is_found_and_keeps_what_runs(
+    caplog: pytest.LogCaptureFixture, telemetry: RunTelemetry, tmp_path: Path
+) -> None:
+    leader, job = PlanLeader(PlanBook(AdaptraConfig(policy="observe"), FOUR), telemetry), Job()
     with caplog.at_level(logging.INFO, logger="adaptra_megatron.runtime"):
-        for latency_s in (9.0, 0.1, 0.1, 2.0, 2.0):  # the first iteration is not representative
-            assert leader.decide(measurements(latency_s)) == Decision(0, None)
-    assert [record.getMessage() for record in caplog.records] == [
-        "adaptra: observed slowest stage 0, 12000.0 ms of work; slowest link 0->1, 100.0 ms",
-        "adaptra: observed slowest stage 0, 12000.0 ms of work; slowest link 0->1, 2000.0 ms",
-    ]
+        for latency_s in (9.0, 0.1, 0.1, 0.1, 0.1, 2.0, 2.0):  # the first iteration is not representative
+            assert leader.decide(job.measure(latency_s))[:2] == (0, None)
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "adaptra: observed slowest stage 0, 24000.0 ms of work; slowest link 0->1, 100.0 ms"
+    (finding,) = said[1:]
+    assert finding.startswith(
+        "adaptra: link 0->1 of pipeline 0, device path: slow since iteration 5, "
+        "a message of 1000 bytes takes 2e+03 ms, before 100 ms"
+    )
+    telemetry.close()
+    (event,) = _events(tmp_path, LinkDetection)
+    assert (event.source, event.target, event.path, event.pipeline) == (0, 1, "device", 0)
+    assert (event.before, event.after) == ("healthy", "slow")
+    assert event.latency_s == pytest.approx(2.0, abs=1e-3)
 
 
-def test_adapting_numbers_its_plans_and_keeps_one_that_is_good() -> None:
-    leader = PlanLeader(PlanBook(AdaptraConfig(max_in_flight=8), FOUR))
-    decisions = [leader.decide(measurements(latency_s)) for latency_s in (0.0, 0.0, 0.0, 4.0, 4.0)]
-    assert [decision.number for decision in decisions] == [0, 1, 1, 2, 2]
-    assert [decision.csv is None for decision in decisions] == [True, False, True, False, True]
-    for decision in (decisions[1], decisions[3]):
-        check_schedule(schedule_from_csv(decision.csv or "", chunks=1), max_in_flight=(8,) * 4)
+def test_plans_follow_findings_and_are_explained_by_them(telemetry: RunTelemetry, tmp_path: Path) -> None:
+    leader, job = PlanLeader(PlanBook(AdaptraConfig(max_in_flight=8), FOUR), telemetry), Job()
+    latencies_s = [0.0] * 6 + [4.0] * 6 + [0.0] * 4
+    decisions = [leader.decide(job.measure(latency_s)) for latency_s in latencies_s]
+    numbers = [decision.number for decision in decisions]
+    assert numbers[:6] == [0, 1, 1, 1, 1, 1]
+    assert numbers[6:12] == [2] * 6, "the first slow iteration is enough"
+    assert [decision.csv is not None for decision in decisions[:12]] == [n in (1, 6) for n in range(12)]
+    for index in (1, 6):
+        check_schedule(schedule_from_csv(decisions[index].csv or "", chunks=1), max_in_flight=(8,) * 4)
+    telemetry.close()
+    first, onset, healed = _events(tmp_path, PlanMade)
+    assert decisions[6].predicted_s == onset.predicted_s
+    assert decisions[6].before_predicted_s == onset.current_predicted_s
+    assert (first.number, first.adopted, first.reason) == (1, True, "first costs")
+    assert (onset.number, onset.adopted) == (2, True)
+    assert "link 0->1 of pipeline 0, device path: slow since iteration 6, a message" in onset.reason
+    assert "takes 4e+03 ms, before 0 ms" in onset.reason
+    assert onset.predicted_s < (onset.current_predicted_s or 0.0)
+    assert "link 0->1 of pipeline 0, device path: healthy since iteration 12" in healed.reason
+    assert [event.after for event in _events(tmp_path, LinkDetection)] == ["slow", "healthy"]
+
+
+def test_a_slow_stage_is_told_after_two_iterations(telemetry: RunTelemetry, tmp_path: Path) -> None:
+    leader, job = PlanLeader(PlanBook(AdaptraConfig(), FOUR), telemetry), Job()
+    for slow_stage in [1.0] * 6 + [1.5] * 3:
+        leader.decide(job.measure(0.0, slow_stage=slow_stage))
+    telemetry.close()
+    (event,) = _events(tmp_path, StageDetection)
+    assert (event.stage, event.pipeline, event.before, event.after) == (3, 0, "healthy", "slow")
+    assert event.slow_down == pytest.approx(1.5, rel=1e-3)
+    assert "told by 2 iterations in a row" in event.reason
+
+
+def test_one_odd_iteration_changes_nothing(telemetry: RunTelemetry, tmp_path: Path) -> None:
+    leader, job = PlanLeader(PlanBook(AdaptraConfig(), FOUR), telemetry), Job()
+    for slow_stage in [1.0] * 6 + [3.0] + [1.0] * 3:
+        decision = leader.decide(job.measure(0.0, slow_stage=slow_stage))
+    assert decision.number <= 1
+    telemetry.close()
+    assert _events(tmp_path, StageDetection) == []
+    assert [made.reason for made in _events(tmp_path, PlanMade)] == ["first costs"]
+
+
+def test_decisions_carry_what_the_leader_found(telemetry: RunTelemetry, tmp_path: Path) -> None:
+    leader, job = PlanLeader(PlanBook(AdaptraConfig(policy="observe"), FOUR), telemetry), Job()
+    first = leader.decide(job.measure(0.5)).job
+    assert first is not None
+    assert first.links == {}, "the first iteration is not representative"
+    telemetry.begin(5)
+    (request_directory(tmp_path) / "next-2").touch()
+    decision = leader.decide(job.measure(0.5))
+    assert decision.requests == (Iterations(7, 8),)
+    assert decision.job is not None
+    assert decision.job.bubble_fraction == pytest.approx(1.0 - 48.0 / 59.0)
+    assert decision.job.links[0, 1].latency_s == pytest.approx(0.5, abs=1e-4)
+    assert decision.job.links[0, 1].state == "healthy"
+
+
+def _events(directory: Path, kind: type[Any]) -> list[Any]:
+    return [entry.event for entry in read_events(directory) if isinstance(entry.event, kind)]

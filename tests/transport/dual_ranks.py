@@ -87,11 +87,15 @@ def device_first(make: Make) -> None:
         transport.describe(specification)
         on(transport, Path.DEVICE)
         dist.barrier()
+        transport.take_times()
         for iteration in range(3):
             if specification is ANY:
                 exchange(transport, iteration)
             else:
                 _exchange_fixed(transport, iteration)
+        for times in transport.take_times():
+            assert [entry.path for entry in times] == [Path.DEVICE] * 30
+            assert all(entry.nbytes > 0 for entry in times)
         counters = paths(transport)
         assert counters.sent_by_device == 30, counters
         assert counters.sent_by_host == 0, counters

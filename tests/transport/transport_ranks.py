@@ -29,6 +29,7 @@ from adaptra_megatron.transport.messages import (
     TensorSpecification,
     Transport,
 )
+from adaptra_megatron.transport.paths import Path
 from adaptra_megatron.transport.stream_path import StreamTransport
 from adaptra_megatron.transport.torch_path import WaitingThreadTransport
 
@@ -152,7 +153,8 @@ def _watched_sends(refs: list[weakref.ref[Any]]) -> Iterator[None]:
 
 
 def times(transport: Transport) -> None:
-    """Posted before sent before arrived; arrival is when it came, not when somebody asked."""
+    """Posted before sent before arrived; arrival is when it came, not when somebody asked. Sizes and paths are told."""
+    path = Path.HOST if isinstance(transport, HostTransport) else Path.DEVICE
     transport.describe(TensorSpecification((8,), torch.float32, CPU))
     moment = torch.zeros(1, dtype=torch.float64)
     if dist.get_rank() == 0:
@@ -161,7 +163,8 @@ def times(transport: Transport) -> None:
         transport.post_send(activation(0), 1, torch.ones(8))
         flush(transport)
         (sent,), received = transport.take_times()
-        assert (sent.key, sent.peer, received) == (activation(0), 1, [])
+        assert received == []
+        assert sent == MessageTimes(activation(0), 1, sent.posted_s, sent.done_s, 32, path)
         dist.send(torch.tensor([sent.posted_s], dtype=torch.float64), 1)
         return
     transport.post_receive(activation(0), 0)
@@ -174,7 +177,7 @@ def times(transport: Transport) -> None:
     transport.wait(activation(0), asked_s)  # a deadline that is over already: nothing to wait for
     sent, (received,) = transport.take_times()
     assert sent == []
-    assert received == MessageTimes(activation(0), 0, received.posted_s, received.done_s)
+    assert received == MessageTimes(activation(0), 0, received.posted_s, received.done_s, 32, path)
     assert received.posted_s < moment.item() <= received.done_s < asked_s - 0.25
     assert transport.take_times() == ([], [])
 
