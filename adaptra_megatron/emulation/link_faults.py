@@ -6,7 +6,10 @@ from __future__ import annotations
 import math
 import random
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from adaptra_megatron.transport.paths import Path
 
 
 class LinkFaultError(ValueError):
@@ -18,8 +21,12 @@ class LinkFault:
     """A slow link from stage `source` to stage `target`, in this direction only.
 
     Messages leave in order. Each occupies the link (`occupancy_s`, or nbytes / `bandwidth_bytes_per_s`), then takes
-    `latency_s` plus a uniformly random part of `jitter_s`, and never overtakes the one before. In force in iterations
-    `from_iteration` <= k < `until_iteration` (None: for ever), counted from 0. Raises LinkFaultError at construction.
+    `latency_s` plus a uniformly random part of `jitter_s` plus an exponentially distributed time of mean
+    `exponential_s`, and never overtakes the one before. In force in iterations `from_iteration` <= k <
+    `until_iteration` (None: for ever), counted from 0. Raises LinkFaultError at construction.
+
+    `paths`: what it strikes. A slow cable slows both paths of a link (each as if it were alone on the cable); what is
+    slow between the GPU and the network slows the device path alone, which is what is meant where nothing is said.
     """
 
     source: int
@@ -28,15 +35,20 @@ class LinkFault:
     bandwidth_bytes_per_s: float | None = None
     occupancy_s: float = 0.0
     jitter_s: float = 0.0
+    exponential_s: float = 0.0
     from_iteration: int = 0
     until_iteration: int | None = None
     seed: int = 0
+    paths: frozenset[Path] = frozenset({Path.DEVICE})
+    pipeline: int | None = None
+    """Which of the job's parallel pipelines, by its first global rank; None: all of them. Whoever installs faults in a
+    rank leaves out those of other pipelines."""
 
     def __post_init__(self) -> None:
         link = f"link {self.source}>{self.target}"
         if min(self.source, self.target) < 0 or self.source == self.target:
             raise LinkFaultError(f"{link}: a link joins two different stages, numbered from 0")
-        for name in ("latency_s", "occupancy_s", "jitter_s"):
+        for name in ("latency_s", "occupancy_s", "jitter_s", "exponential_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise LinkFaultError(f"{link}: {name} is {value}; it must be 0 or more")
@@ -49,10 +61,16 @@ class LinkFault:
             raise LinkFaultError(
                 f"{link}: from iteration {self.from_iteration} until {self.until_iteration} is no iteration at all"
             )
+        if not self.paths:
+            raise LinkFaultError(f"{link}: a fault strikes the device path, the host path, or both")
 
     def strikes(self, iteration: int) -> bool:
         """Whether it is in force in `iteration`."""
         return self.from_iteration <= iteration and (self.until_iteration is None or iteration < self.until_iteration)
+
+    def of_acknowledgements(self) -> LinkFault:
+        """What strikes what carries no content: it takes as long to arrive, occupies nothing and draws nothing."""
+        return replace(self, occupancy_s=0.0, bandwidth_bytes_per_s=None, jitter_s=0.0, exponential_s=0.0)
 
     def message_occupancy_s(self, nbytes: int) -> float:
         """How long a message of `nbytes` occupies the link."""
@@ -73,27 +91,43 @@ class LinkClock:
             self._last_arrival_s = max(self._last_arrival_s, now_s)
             return self._last_arrival_s
         self._free_s = max(self._free_s, now_s) + fault.message_occupancy_s(nbytes)
-        delay_s = fault.latency_s + (self._random.uniform(0.0, fault.jitter_s) if fault.jitter_s else 0.0)
+        delay_s = fault.latency_s
+        if fault.jitter_s:
+            delay_s += self._random.uniform(0.0, fault.jitter_s)
+        if fault.exponential_s:
+            delay_s += self._random.expovariate(1.0 / fault.exponential_s)
         self._last_arrival_s = max(self._last_arrival_s, self._free_s + delay_s)
         return self._last_arrival_s
 
 
 _FORM = re.compile(r"(?P<source>\d+)(?P<ways>[->])(?P<target>\d+):(?P<settings>.+)")
-_SETTINGS = {
-    "latency_ms": ("latency_s", 1e-3),
-    "jitter_ms": ("jitter_s", 1e-3),
-    "occupancy_ms": ("occupancy_s", 1e-3),
-    "bandwidth_mbps": ("bandwidth_bytes_per_s", 1e6 / 8),
-    "from": ("from_iteration", None),
-    "until": ("until_iteration", None),
-    "seed": ("seed", None),
+_PATHS = {"device": frozenset({Path.DEVICE}), "host": frozenset({Path.HOST}), "both": frozenset(Path)}
+
+
+def _scaled(scale: float) -> Callable[[str], float]:
+    return lambda text: float(text) * scale
+
+
+_SETTINGS: dict[str, tuple[str, Callable[[str], object], str]] = {
+    "latency_ms": ("latency_s", _scaled(1e-3), "a number"),
+    "jitter_ms": ("jitter_s", _scaled(1e-3), "a number"),
+    "exponential_ms": ("exponential_s", _scaled(1e-3), "a number"),
+    "occupancy_ms": ("occupancy_s", _scaled(1e-3), "a number"),
+    "bandwidth_mbps": ("bandwidth_bytes_per_s", _scaled(1e6 / 8), "a number"),
+    "from": ("from_iteration", int, "a number"),
+    "until": ("until_iteration", int, "a number"),
+    "seed": ("seed", int, "a number"),
+    "pipeline": ("pipeline", int, "a number"),
+    "path": ("paths", _PATHS.__getitem__, "one of device, host, both"),
 }
+"""Of each setting: the field, how its text is read, and what that must be."""
 
 
 def parse_link_fault(text: str) -> tuple[LinkFault, ...]:
     """The faults written as "1-2:latency_ms=60,from=10,until=20" (both ways, two faults) or "1>2:..." (one).
 
-    Settings: latency_ms, jitter_ms, occupancy_ms, bandwidth_mbps (megabits per second), from, until, seed.
+    Settings: latency_ms, jitter_ms (uniform), exponential_ms (mean), occupancy_ms, bandwidth_mbps (megabits per
+    second), from, until, seed, path (device, host or both), pipeline (one of several, by its first global rank).
 
     Raises:
         LinkFaultError: it is not written so.
@@ -101,16 +135,16 @@ def parse_link_fault(text: str) -> tuple[LinkFault, ...]:
     match = _FORM.fullmatch(text)
     if match is None:
         raise LinkFaultError(f"slow link {text!r} is not written as 1-2:latency_ms=60 or 1>2:latency_ms=60")
-    values: dict[str, float | int] = {}
+    values: dict[str, object] = {}
     for setting in match["settings"].split(","):
-        name, _, number = setting.partition("=")
+        name, _, value = setting.partition("=")
         if name not in _SETTINGS:
             raise LinkFaultError(f"slow link {text!r}: {name!r} is none of {', '.join(_SETTINGS)}")
-        field, scale = _SETTINGS[name]
+        field, read, expected = _SETTINGS[name]
         try:
-            values[field] = int(number) if scale is None else float(number) * scale
-        except ValueError:
-            raise LinkFaultError(f"slow link {text!r}: {number!r} is not a number for {name}") from None
+            values[field] = read(value)
+        except (ValueError, KeyError):
+            raise LinkFaultError(f"slow link {text!r}: {value!r} is not {expected} for {name}") from None
     source, target = int(match["source"]), int(match["target"])
     directions = [(source, target)] if match["ways"] == ">" else [(source, target), (target, source)]
     return tuple(LinkFault(source=a, target=b, **values) for a, b in directions)  # type: ignore[arg-type]

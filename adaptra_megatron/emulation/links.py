@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slow links: a decorator around torch.distributed's isend that makes chosen messages arrive late.
+"""Slow links: decorators that make chosen messages arrive late.
 
-It strikes whatever is sent through `torch.distributed.isend`, also as a P2POp of `batch_isend_irecv`, or by a link's
-device path: Megatron's own point-to-point communication and ours alike. Collectives and the host path are not touched.
+On the device path they strike whatever is sent through `torch.distributed.isend`, also as a P2POp of
+`batch_isend_irecv`, or by a link's device sessions: Megatron's own point-to-point communication and ours alike. On the
+host path (slow_host_paths.py) they strike all that a stage writes to another. Collectives are not touched.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,7 +26,9 @@ import torch.distributed.distributed_c10d as c10d
 from adaptra_megatron.emulation.link_faults import LinkClock, LinkFault
 from adaptra_megatron.emulation.precise_sleep import sleep_until
 from adaptra_megatron.emulation.replacing import Replaced, Replacement
+from adaptra_megatron.emulation.slow_host_paths import SlowHostPaths
 from adaptra_megatron.transport.pair_group import PairGroup
+from adaptra_megatron.transport.paths import Path
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -158,10 +162,11 @@ class SlowLinks:
     timeout_s: float = DEFAULT_TIMEOUT_S
     """Longest wait for a message where the caller of wait() gives none."""
     struck: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Messages delayed so far by this rank, by (source stage, target stage)."""
+    """Messages delayed so far by this rank on the device path, by (source stage, target stage)."""
 
     def __post_init__(self) -> None:
         self._iteration = 0
+        self._host = SlowHostPaths(self.faults, self.stage_of_rank)
         self._pairs: dict[int, _Pair] = {}
         self._replaced: Replaced | None = None
         self._isend: Callable[..., Any] = dist.isend
@@ -169,9 +174,20 @@ class SlowLinks:
     def set_iteration(self, iteration: int) -> None:
         """From now on this rank sends messages of `iteration` (counted from 0)."""
         self._iteration = iteration
+        self._host.set_iteration(iteration)
+
+    @property
+    def struck_on_host(self) -> dict[tuple[int, int], int]:
+        """As `struck`, on the host path."""
+        return self._host.struck
+
+    @property
+    def struck_on_either(self) -> dict[tuple[int, int], int]:
+        """As `struck`, on the two paths together."""
+        return dict(Counter(self.struck) + Counter(self.struck_on_host))
 
     def install(self) -> SlowLinks:
-        """Put the decorator around `torch.distributed.isend`. torch.distributed must be initialised."""
+        """Put the decorators on. torch.distributed must be initialised; host paths made before stay as they are."""
         if self._replaced is None:
             self._isend = dist.isend
             isend = self.decorate(self._isend)
@@ -179,10 +195,11 @@ class SlowLinks:
             replacements = [Replacement(owner, "isend", isend, reason) for owner in (dist, c10d)]
             pair_send = self.decorate_pair(PairGroup.send)
             self._replaced = Replaced([*replacements, Replacement(PairGroup, "send", pair_send, reason)])
+            self._host.install()
         return self
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Take the decorator off, let delayed messages leave and end the threads.
+        """Take the decorators off, let delayed messages leave and end the threads.
 
         Raises:
             SlowLinkTimeoutError: a message was not received within `timeout_s`.
@@ -190,6 +207,7 @@ class SlowLinks:
         if self._replaced is not None:
             self._replaced.undo()
             self._replaced = None
+            self._host.close()
         deadline_s = time.monotonic() + timeout_s
         pairs, self._pairs = self._pairs, {}
         late = [target for target, pair in pairs.items() if not pair.close(deadline_s)]
@@ -228,7 +246,7 @@ class SlowLinks:
     def _send(self, target: int, nbytes: int, send: Callable[[], Any]) -> Any:
         source = dist.get_rank()
         link = (self.stage_of_rank(source), self.stage_of_rank(target))
-        known = [fault for fault in self.faults if (fault.source, fault.target) == link]
+        known = [each for each in self.faults if (each.source, each.target) == link and Path.DEVICE in each.paths]
         if not known:
             return send()
         pair = self._pairs.get(target)

@@ -71,7 +71,7 @@ def train(args: argparse.Namespace) -> TrainingResult:
         trainer = Trainer(args, watchers)
         trainer.run()
         if links is not None:
-            trainer.result.links_struck = {f"{a}>{b}": count for (a, b), count in links.struck.items()}
+            trainer.result.links_struck = {f"{a}>{b}": count for (a, b), count in links.struck_on_either.items()}
         if applied is not None and applied.runtime is not None:
             trainer.result.adaptra = applied.runtime.summary()
     if compute is not None:

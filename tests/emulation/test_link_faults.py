@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import statistics
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptra_megatron.emulation.link_faults import LinkClock, LinkFault, LinkFaultError, parse_link_fault
+from adaptra_megatron.transport.paths import Path
 
 times = st.floats(0, 10)
 messages = st.lists(st.tuples(times, st.integers(0, 1000)), min_size=1, max_size=20).map(sorted)
@@ -61,6 +64,37 @@ def test_parsing_both_ways() -> None:
         assert fault.seed == 7
 
 
+def test_exponential_delays_have_their_mean_and_repeat_with_their_seed() -> None:
+    fault = LinkFault(source=0, target=1, latency_s=1.0, exponential_s=0.5)
+    first, second = (
+        [clock.arrival_s(100.0 * number, 1, fault) - 100.0 * number for number in range(4000)]
+        for clock in (LinkClock("a"), LinkClock("a"))
+    )
+    assert first == second
+    assert min(first) >= 1.0
+    assert statistics.fmean(first) == pytest.approx(1.5, abs=0.05)
+    assert statistics.pstdev(first) == pytest.approx(0.5, rel=0.1)
+
+
+def test_acknowledgements_take_the_latency_alone() -> None:
+    fault = LinkFault(source=0, target=1, latency_s=1.0, occupancy_s=2.0, jitter_s=3.0, exponential_s=4.0)
+    clock = LinkClock("a")
+    assert clock.arrival_s(0.0, 0, fault.of_acknowledgements()) == 1.0
+
+
+def test_paths_that_a_fault_strikes() -> None:
+    struck = {
+        text: parse_link_fault(f"0>1:latency_ms=1{text}")[0].paths
+        for text in ("", ",path=device", ",path=host", ",path=both")
+    }
+    assert struck == {
+        "": {Path.DEVICE},
+        ",path=device": {Path.DEVICE},
+        ",path=host": {Path.HOST},
+        ",path=both": {Path.DEVICE, Path.HOST},
+    }
+
+
 def test_parsing_one_way() -> None:
     (fault,) = parse_link_fault("3>0:occupancy_ms=2")
     assert (fault.source, fault.target, fault.message_occupancy_s(1)) == (3, 0, 0.002)
@@ -78,6 +112,7 @@ def test_parsing_one_way() -> None:
         ("1-2:bandwidth_mbps=0", "must be above 0"),
         ("1-2:bandwidth_mbps=1,occupancy_ms=1", "not both"),
         ("1-2:from=5,until=5", "no iteration at all"),
+        ("1-2:path=cable", "'cable' is not one of device, host, both"),
     ],
 )
 def test_wrong_text_is_refused(text: str, reason: str) -> None:

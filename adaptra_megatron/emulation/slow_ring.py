@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decorator around the ring into which a host path writes: what is written comes out late, in order and whole.
+
+Everything that the host path says to its peer goes through that ring (messages, notes, acknowledgements), so all of it
+travels over the slow link. A message is copied when it is written and enters the real ring at its arrival time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from adaptra_megatron.emulation.precise_sleep import sleep_until
+from adaptra_megatron.transport._ring import Description, Ring, RingError
+
+CLOSING_S = 2.0
+"""How long closing waits for what is still on its way."""
+PATIENCE_S = 1.0
+"""How long one attempt to write into a full ring lasts before the ring is looked at again."""
+
+DueTime = Callable[[int | None], float]
+"""When a message of this many bytes, or an acknowledgement (None), that is written now arrives: seconds of
+`time.monotonic()`, not after the present where the link is healthy."""
+
+
+@dataclass(frozen=True)
+class _Delayed:
+    due_s: float
+    write: Callable[[float], None]
+    """To be called with a deadline; raises TimeoutError or RingError."""
+
+
+class SlowRing:
+    """The producer's side of a Ring. One thread at a time writes, as into a Ring itself; writing never waits.
+
+    When the ring is closed meanwhile (the link broke), what is on its way is lost, as on a link that breaks.
+    """
+
+    def __init__(self, ring: Ring, name: str, due_s: DueTime) -> None:
+        """`name`: of the link, for the thread."""
+        self._ring, self._due_s = ring, due_s
+        self._message_due_s = 0.0
+        self._unwritten = 0
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Delayed | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write_late, name=f"slow-host-path-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the real ring is."""
+        return self._ring.closed
+
+    def write(
+        self,
+        description: Description,
+        address: int,
+        nbytes: int,
+        deadline_s: float,
+        begin: int = 0,
+        end: int | None = None,
+    ) -> None:
+        """As Ring.write, but late. All parts of a message arrive when it does.
+
+        Raises RingClosedError, and what Ring.write raises where the link is healthy.
+        """
+        if begin == 0:
+            self._message_due_s = self._due_s(nbytes)
+        due_s = self._message_due_s
+        if self._passes(due_s):
+            self._ring.write(description, address, nbytes, deadline_s, begin, end)
+            return
+        stop = nbytes if end is None else end
+        content = ctypes.create_string_buffer(stop - begin)
+        ctypes.memmove(content, address + begin, stop - begin)
+        # Ring.write adds `begin` to the address of a whole message.
+        origin = ctypes.addressof(content) - begin
+
+        def write(until_s: float, content: object = content) -> None:
+            self._ring.write(description, origin, nbytes, until_s, begin, stop)
+
+        self._put(_Delayed(due_s, write))
+
+    def write_ack(self, sequence: int, deadline_s: float) -> None:
+        """As Ring.write_ack, but late."""
+        due_s = self._due_s(None)
+        if self._passes(due_s):
+            self._ring.write_ack(sequence, deadline_s)
+        else:
+            self._put(_Delayed(due_s, lambda until_s: self._ring.write_ack(sequence, until_s)))
+
+    def write_bye(self, deadline_s: float) -> None:
+        """As Ring.write_bye, but late."""
+        due_s = self._due_s(None)
+        if self._passes(due_s):
+            self._ring.write_bye(deadline_s)
+        else:
+            self._put(_Delayed(due_s, self._ring.write_bye))
+
+    def close(self) -> None:
+        """Let what is on its way arrive, for two seconds at most, then close the real ring. Safe to call twice."""
+        self.retire()
+        self._thread.join(CLOSING_S)
+        self._ring.close()
+
+    def retire(self) -> None:
+        """End the thread once what is on its way has arrived. Returns at once."""
+        self._queue.put(None)
+
+    def _passes(self, due_s: float) -> bool:
+        """Whether to write at once: nothing is before it, and it is not late. A closed ring is to say so itself."""
+        with self._lock:
+            return self._ring.closed or (not self._unwritten and due_s <= time.monotonic())
+
+    def _put(self, delayed: _Delayed) -> None:
+        with self._lock:
+            self._unwritten += 1
+        self._queue.put(delayed)
+
+    def _write_late(self) -> None:
+        while (delayed := self._queue.get()) is not None:
+            sleep_until(delayed.due_s)
+            with contextlib.suppress(RingError):  # its producer sees by itself that the ring is closed
+                self._write(delayed)
+            with self._lock:
+                self._unwritten -= 1
+
+    def _write(self, delayed: _Delayed) -> None:
+        while True:
+            try:
+                delayed.write(time.monotonic() + PATIENCE_S)
+                return
+            except TimeoutError:
+                continue  # the peer is slow: a ring that is full and then closed raises RingClosedError
