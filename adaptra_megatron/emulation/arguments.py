@@ -129,8 +129,14 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="A-B:latency_ms=L[,bandwidth_mbps=R][,occupancy_ms=O][,jitter_ms=J][,exponential_ms=E][,from=I][,until=J]"
         "[,seed=S][,path=device|host|both]",
-        help="slow the link between two stages, both ways (A-B) or one way (A>B), by default its device path alone; may be "
-        "repeated",
+        help="slow the link between two stages, both ways (A-B) or one way (A>B), by default its device path alone; may "
+        "be repeated",
+    )
+    group.add_argument(
+        "--emulate-link-story",
+        default=None,
+        metavar="FILE",
+        help="what happens to the links over the iterations (adaptra_megatron.emulation.link_story), and pauses",
     )
     group.add_argument(
         "--dump-state", default=None, metavar="DIR", help="write losses, parameters and optimizer state of every rank"
