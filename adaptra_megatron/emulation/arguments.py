@@ -127,10 +127,10 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         "--emulate-slow-link",
         action="append",
         default=[],
-        metavar="A-B:latency_ms=L[,bandwidth_mbps=R][,occupancy_ms=O][,jitter_ms=J][,exponential_ms=E][,from=I][,until=J]"
-        "[,seed=S][,path=device|host|both]",
-        help="slow the link between two stages, both ways (A-B) or one way (A>B), by default its device path alone; may "
-        "be repeated",
+        metavar="A-B:latency_ms=L[,bandwidth_mbps=R][,occupancy_ms=O][,jitter_ms=J][,exponential_ms=E][,from=I]"
+        "[,until=J][,seed=S][,path=device|host|both]",
+        help="slow the link between two stages, both ways (A-B) or one way (A>B), by default its device path alone; "
+        "may be repeated",
     )
     group.add_argument(
         "--emulate-link-story",
