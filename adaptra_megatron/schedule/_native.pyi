@@ -2,6 +2,8 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
+from adaptra_megatron.schedule.actions import Action, Kind
+
 class Problem:
     def __init__(
         self,
@@ -17,6 +19,9 @@ class Problem:
         cap: Sequence[float],
         released: float,
     ) -> None: ...
+
+class EncodedOrders:
+    def __init__(self, orders: Sequence[Sequence[int]]) -> None: ...
 
 class Replayed(TypedDict):
     makespan_s: float
@@ -38,6 +43,12 @@ class Planned(TypedDict):
     bound_kind: str
     bound_place: int
 
+def actions(
+    problem: Problem, stage: int, codes: Sequence[int], action: type[Action], kinds: tuple[Kind, ...]
+) -> tuple[Action, ...]: ...
+def peak_in_flight(orders: Sequence[Sequence[int]], released: float) -> list[float]: ...
+def replay_finish(problem: Problem, orders: EncodedOrders) -> list[float]: ...
+def dispatch_finish(problem: Problem) -> tuple[list[float], list[float]]: ...
 def replay(problem: Problem, orders: Sequence[Sequence[int]]) -> Replayed: ...
 def dispatch(problem: Problem) -> Dispatched: ...
 def plan(problem: Problem, split: bool, budget: int) -> Planned: ...

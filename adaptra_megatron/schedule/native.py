@@ -37,18 +37,19 @@ def encode_order(order: Order, chunks: int) -> list[int]:
     return [(micro_batch * chunks + chunk) * 4 + _INDEX_OF_KIND[kind] for _, kind, chunk, micro_batch in order]
 
 
+def encode_schedule(schedule: Schedule) -> list[list[int]]:
+    """The codes of every stage's actions."""
+    return [encode_order(order, schedule.chunks) for order in schedule.orders]
+
+
 def decode_orders(codes: Sequence[Sequence[int]], costs: Costs) -> Schedule:
     """The schedule that per-stage codes stand for."""
-    chunks = costs.chunks
-    orders = []
-    for stage, stage_codes in enumerate(codes):
-        # _make on ready tuples: a large plan has tens of thousands of actions and is made within one iteration.
-        orders.append(
-            tuple(
-                map(
-                    Action._make,
-                    [(stage, _KINDS[code & 3], (code >> 2) % chunks, (code >> 2) // chunks) for code in stage_codes],
-                )
-            )
-        )
-    return Schedule(stages=costs.stages, chunks=chunks, micro_batches=costs.micro_batches, orders=tuple(orders))
+    problem = problem_from_costs(costs)
+    return Schedule(
+        stages=costs.stages,
+        chunks=costs.chunks,
+        micro_batches=costs.micro_batches,
+        orders=tuple(
+            _native.actions(problem, stage, stage_codes, Action, _KINDS) for stage, stage_codes in enumerate(codes)
+        ),
+    )

@@ -21,7 +21,7 @@ ACTIONS_PER_SECOND = 50_000_000
 # Simulations of the whole schedule that a plan may take, and what long pipelines get more, because with few
 # micro-batches most of their time is filling and draining. On one core: 5 ms for 8 stages and 32 micro-batches, 50 ms
 # for 16 and 128, 0.5 s for 64 and 256.
-_PASSES = 340
+_PASSES = 400
 _ACTIONS_PER_STAGE_SQUARED = 4_000
 
 _LATENCY_STRETCHES = (1.1, 1.2, 1.3, 1.0)

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adaptra_megatron.schedule import _native
-from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule, placement, virtual_stage
+from adaptra_megatron.schedule.actions import Action, Kind, Schedule, placement, virtual_stage
 from adaptra_megatron.schedule.blocking import replay_blocking
 from adaptra_megatron.schedule.costs import CostError, Costs
 from adaptra_megatron.schedule.errors import ScheduleError
-from adaptra_megatron.schedule.native import decode_orders, encode_order, problem_from_costs
+from adaptra_megatron.schedule.native import decode_orders, encode_schedule, problem_from_costs
 
 Times = tuple[tuple[float, ...], ...]
 
@@ -63,13 +63,12 @@ def simulate(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Sim
     if blocking:
         start_s, end_s = replay_blocking(schedule, costs)
         makespan_s = max((ends[-1] for ends in end_s if ends), default=0.0)
-        return _simulation(schedule, costs, makespan_s, start_s, end_s)
-    replayed = _native.replay(
-        problem_from_costs(costs), [encode_order(order, costs.chunks) for order in schedule.orders]
-    )
+        return _simulation(schedule, encode_schedule(schedule), costs, makespan_s, start_s, end_s)
+    codes = encode_schedule(schedule)
+    replayed = _native.replay(problem_from_costs(costs), codes)
     if math.isinf(replayed["makespan_s"]):
         raise SimulationError(_describe_deadlock(schedule, replayed["position"]))
-    return _simulation(schedule, costs, replayed["makespan_s"], replayed["start_s"], replayed["end_s"])
+    return _simulation(schedule, codes, costs, replayed["makespan_s"], replayed["start_s"], replayed["end_s"])
 
 
 def simulate_online(costs: Costs) -> Simulation:
@@ -81,8 +80,9 @@ def simulate_online(costs: Costs) -> Simulation:
     """
     require_room_for_chunks(costs)
     dispatched = _native.dispatch(problem_from_costs(costs))
-    schedule = decode_orders(dispatched["orders"], costs)
-    return _simulation(schedule, costs, dispatched["makespan_s"], dispatched["start_s"], dispatched["end_s"])
+    codes = dispatched["orders"]
+    schedule = decode_orders(codes, costs)
+    return _simulation(schedule, codes, costs, dispatched["makespan_s"], dispatched["start_s"], dispatched["end_s"])
 
 
 def peak_in_flight(schedule: Schedule, released_at_backward_input: float) -> tuple[float, ...]:
@@ -90,7 +90,7 @@ def peak_in_flight(schedule: Schedule, released_at_backward_input: float) -> tup
 
     F takes 1 at its start, I gives `released_at_backward_input` back at its end and W the rest, B gives all.
     """
-    return tuple(_peak_of_order(order, released_at_backward_input) for order in schedule.orders)
+    return tuple(_native.peak_in_flight(encode_schedule(schedule), released_at_backward_input))
 
 
 def require_room_for_chunks(costs: Costs) -> None:
@@ -103,22 +103,9 @@ def require_room_for_chunks(costs: Costs) -> None:
             )
 
 
-def _peak_of_order(order: Order, released: float) -> float:
-    forwards = inputs = weights = 0
-    peak = 0.0
-    for action in order:
-        kind = action.kind
-        if kind is Kind.FORWARD:
-            forwards += 1
-            peak = max(peak, forwards - (released * inputs + (1.0 - released) * weights))
-        else:
-            inputs += kind is not Kind.BACKWARD_WEIGHT
-            weights += kind is not Kind.BACKWARD_INPUT
-    return peak
-
-
 def _simulation(
     schedule: Schedule,
+    codes: Sequence[Sequence[int]],
     costs: Costs,
     makespan_s: float,
     start_s: Sequence[Sequence[float]],
@@ -129,7 +116,7 @@ def _simulation(
         makespan_s=makespan_s,
         start_s=tuple(map(tuple, start_s)),
         end_s=tuple(map(tuple, end_s)),
-        peak_in_flight=peak_in_flight(schedule, costs.released_at_backward_input),
+        peak_in_flight=tuple(_native.peak_in_flight(codes, costs.released_at_backward_input)),
     )
 
 

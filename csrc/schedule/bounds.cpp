@@ -64,6 +64,7 @@ struct StageMemory {
     std::vector<double> input_ends, weight_ends;  // ascending
     // [j]: the largest, over i <= j, of the earliest start of B number i less i times the least F + B + W.
     std::vector<double> input_start_less_work;
+    std::size_t unchanged = 0;  // entries of input_start_less_work that are as input_ends has them
 };
 
 class Bounds {
@@ -183,19 +184,20 @@ void Bounds::heads(int index) {
 
 void Bounds::remember(int index) {
     const auto insert = [](std::vector<double>& list, double end) {
-        list.insert(std::upper_bound(list.begin(), list.end(), end), end);
+        return static_cast<std::size_t>(list.insert(std::upper_bound(list.begin(), list.end(), end), end) - list.begin());
     };
     for (int v = 0; v < virtual_stages_; ++v) {
         StageMemory& memory = memory_[problem_.stage_of(v)];
-        insert(memory.input_ends, input_end_[slot(v, index)]);
+        memory.unchanged = std::min(memory.unchanged, insert(memory.input_ends, input_end_[slot(v, index)]));
         insert(memory.weight_ends, weight_end_[slot(v, index)]);
     }
     for (StageMemory& memory : memory_) {
         const double work = memory.least_forward + memory.least_input + memory.least_weight;
-        const std::size_t known = memory.input_ends.size();
+        const std::size_t first = memory.unchanged, known = memory.input_ends.size();
+        memory.unchanged = known;
         memory.input_start_less_work.resize(known);
-        double largest = -kNever;
-        for (std::size_t i = 0; i < known; ++i) {
+        double largest = first == 0 ? -kNever : memory.input_start_less_work[first - 1];
+        for (std::size_t i = first; i < known; ++i) {
             largest = std::max(largest, memory.input_ends[i] - memory.most_input - static_cast<double>(i) * work);
             memory.input_start_less_work[i] = largest;
         }

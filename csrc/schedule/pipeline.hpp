@@ -74,6 +74,24 @@ inline double held(int forwards, int inputs, int weights, double released) {
     return forwards - (released * inputs + (1.0 - released) * weights);
 }
 
+// Most activations that each stage holds at once: a static function of its order.
+inline std::vector<double> peaks_of(const Orders& orders, double released) {
+    std::vector<double> peaks;
+    for (const Order& order : orders) {
+        int forwards = 0, inputs = 0, weights = 0;
+        double peak = 0.0;
+        for (const Code code : order) {
+            const Kind kind = kind_of(code);
+            forwards += kind == kForward;
+            inputs += kind == kBackward || kind == kBackwardInput;
+            weights += kind == kBackward || kind == kBackwardWeight;
+            if (kind == kForward) peak = std::max(peak, held(forwards, inputs, weights, released));
+        }
+        peaks.push_back(peak);
+    }
+    return peaks;
+}
+
 // Where the messages and results of one iteration are, by virtual stage and micro-batch; kNever: not known yet.
 struct Messages {
     std::vector<double> activation;  // arrival of the activation that F needs

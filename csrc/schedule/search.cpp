@@ -16,7 +16,11 @@ constexpr double kRoundShare = 0.2;      // of the budget that is left, per roun
 constexpr int kHorizon = 4;              // of policies that expect messages
 constexpr std::size_t kStarts = 3;       // different schedules that local search starts from
 constexpr int kMemorySteps = 4;          // of bisection, for as fast a schedule that holds less
-constexpr std::int64_t kDispatchWeight = 8;  // a dispatch takes as long as this many replays
+// What other work takes, in replays of the whole schedule.
+constexpr std::int64_t kDispatchWeight = 8;
+constexpr std::int64_t kHeadsAndTailsWeight = 8;
+constexpr std::int64_t kBoundWeight = 2 * kHeadsAndTailsWeight;  // with and without caps
+constexpr double kMemoryShare = 0.2;  // of the budget, at most, for holding less
 
 // Caps just above what hides the round trip from a stage to the last one and back, were it run at full speed.
 struct Taper {
@@ -64,7 +68,9 @@ public:
     Search(const Problem& problem, bool split, double bound, std::int64_t budget)
         : problem_(problem), split_(split), bound_(bound), budget_(budget), dispatcher_(problem), replay_(problem),
           group_(largest_group(problem)),
-          actions_(static_cast<std::int64_t>(problem.slots()) * (split ? 3 : 2)) {}
+          actions_(static_cast<std::int64_t>(problem.slots()) * (split ? 3 : 2)),
+          memory_steps_(static_cast<int>(
+              std::min<std::int64_t>(kMemorySteps, kMemoryShare * budget / (kDispatchWeight * actions_)))) {}
 
     SearchResult run();
 
@@ -79,10 +85,10 @@ private:
     void consider(const Orders& orders, double makespan);
     void remember(const Orders& orders, double makespan);
     bool within_caps(const Orders& orders) const;
-    bool spent(double share) const { return best_.simulated_actions >= share * budget_; }
+    bool spent() const { return best_.simulated_actions >= budget_ - memory_steps_ * dispatch_actions(); }
+    std::int64_t dispatch_actions() const { return kDispatchWeight * actions_; }
     bool optimal() const { return best_.makespan <= bound_ * (1.0 + kSame); }
     std::vector<double> tapered(const Taper& taper) const;
-    std::vector<double> peaks_of(const Orders& orders) const;
     Policy policy_with(const std::vector<double>& cap) const;
     Policy urgent_policy_with(const std::vector<double>& cap, double target, int horizon) const;
 
@@ -94,6 +100,7 @@ private:
     Replay replay_;
     const int group_;
     const std::int64_t actions_;
+    const int memory_steps_;  // what is kept of the budget for them
     Urgency remaining_;  // of any schedule: a lower bound
     Urgency left_;       // of the best schedule
     Policy best_policy_;
@@ -104,7 +111,9 @@ private:
 
 SearchResult Search::run() {
     if (group_ == 0) return best_;
+    best_.simulated_actions = kBoundWeight * actions_;  // the caller's
     remaining_ = remaining_time(problem_);
+    best_.simulated_actions += kHeadsAndTailsWeight * actions_;
     best_policy_ = policy_with(problem_.cap);
     seed();
     improve();
@@ -153,10 +162,12 @@ void Search::seed() {
 }
 
 void Search::seed_as_if_released(double released) {
+    if (optimal() || spent()) return;
     Problem strict = problem_;
     strict.released = released;
     const Urgency remaining = remaining_time(strict);
     const double bound = lower_bound(strict).seconds;
+    best_.simulated_actions += (kHeadsAndTailsWeight + kBoundWeight) * actions_;
     for (double target : {bound, 1.01 * bound, 0.0}) {
         for (int horizon : {0, kHorizon}) {
             Policy policy = urgent_policy_with(problem_.cap, target, horizon);
@@ -168,11 +179,11 @@ void Search::seed_as_if_released(double released) {
 }
 
 void Search::attempt(const Policy& policy) {
-    if (!seeds_.empty() && (optimal() || spent(1.0))) return;
+    if (!seeds_.empty() && (optimal() || spent())) return;
     if (dispatcher_.run(policy) == kNever) return;
     // Replayed, the same orders may take less: the dispatcher idles when it waits for something more urgent.
     const double makespan = replay_.run(dispatcher_.orders());
-    best_.simulated_actions += kDispatchWeight * actions_;
+    best_.simulated_actions += dispatch_actions();
     if (makespan <= best_.makespan * (1.0 + kSame)) best_policy_ = policy;
     remember(dispatcher_.orders(), makespan);
     consider(dispatcher_.orders(), makespan);
@@ -189,7 +200,7 @@ void Search::remember(const Orders& orders, double makespan) {
 
 void Search::consider(const Orders& orders, double makespan) {
     if (makespan > best_.makespan * (1.0 + kSame)) return;
-    const std::vector<double> peaks = peaks_of(orders);
+    const std::vector<double> peaks = peaks_of(orders, problem_.released);
     const double memory = std::accumulate(peaks.begin(), peaks.end(), 0.0);
     if (makespan >= best_.makespan * (1.0 - kSame) && memory >= best_memory_) return;
     best_.makespan = makespan;
@@ -200,12 +211,16 @@ void Search::consider(const Orders& orders, double makespan) {
 // A round from each of the best seeds, then more rounds from the best schedule.
 void Search::improve() {
     std::vector<LocalSearch> searches;
-    for (const Seed& seed : seeds_) searches.emplace_back(problem_, seed.orders);
+    for (const Seed& seed : seeds_) {
+        if (optimal() || spent()) return;
+        searches.emplace_back(problem_, seed.orders);
+        best_.simulated_actions += searches.back().simulated_actions();
+    }
     for (LocalSearch& local : searches) {
-        if (optimal() || spent(1.0)) return;
+        if (optimal() || spent()) return;
         local_round(local);
     }
-    while (!optimal() && !spent(1.0)) {
+    while (!optimal() && !spent()) {
         const auto better = [](const LocalSearch& a, const LocalSearch& b) { return a.makespan() < b.makespan(); };
         LocalSearch& local = *std::min_element(searches.begin(), searches.end(), better);
         if (!local_round(local)) continue;
@@ -238,17 +253,18 @@ void Search::redispatch() {
 
 // Bisects for the least share of the activations now held with which the best policy is still as fast.
 void Search::save_memory() {
-    const std::vector<double> peaks = peaks_of(best_.orders);
+    const std::vector<double> peaks = peaks_of(best_.orders, problem_.released);
     const double least = least_cap(problem_, group_);
     if (best_policy_.urgency != nullptr) best_policy_.urgency = &remaining_;
     double enough = 1.0, too_little = 0.0;
-    for (int step = 0; step < kMemorySteps; ++step) {
+    for (int step = 0; step < kMemorySteps && best_.simulated_actions + dispatch_actions() <= budget_; ++step) {
         const double share = 0.5 * (enough + too_little);
         for (int stage = 0; stage < problem_.stages; ++stage) {
             const double wanted = std::max(least, std::ceil(share * peaks[stage]));
             best_policy_.cap[stage] = std::min(problem_.cap[stage], wanted);
         }
         dispatcher_.run(best_policy_);
+        best_.simulated_actions += dispatch_actions();
         const double makespan = replay_.run(dispatcher_.orders());
         consider(dispatcher_.orders(), makespan);
         (makespan <= best_.makespan * (1.0 + kSame) ? enough : too_little) = share;
@@ -285,26 +301,9 @@ std::vector<double> Search::tapered(const Taper& taper) const {
 }
 
 bool Search::within_caps(const Orders& orders) const {
-    const std::vector<double> peaks = peaks_of(orders);
+    const std::vector<double> peaks = peaks_of(orders, problem_.released);
     return std::equal(peaks.begin(), peaks.end(), problem_.cap.begin(),
                       [](double peak, double cap) { return peak <= cap + kCapTolerance; });
-}
-
-std::vector<double> Search::peaks_of(const Orders& orders) const {
-    std::vector<double> peaks;
-    for (const Order& order : orders) {
-        int forwards = 0, inputs = 0, weights = 0;
-        double peak = 0.0;
-        for (const Code code : order) {
-            const Kind kind = kind_of(code);
-            forwards += kind == kForward;
-            inputs += kind == kBackward || kind == kBackwardInput;
-            weights += kind == kBackward || kind == kBackwardWeight;
-            peak = std::max(peak, held(forwards, inputs, weights, problem_.released));
-        }
-        peaks.push_back(peak);
-    }
-    return peaks;
 }
 
 }  // namespace

@@ -43,6 +43,26 @@ Problem make_problem(int stages, int chunks, int micro_batches, Table forward, T
     return problem;
 }
 
+// Orders that Python keeps without turning them into lists, for many replays of the same ones.
+struct EncodedOrders {
+    Orders orders;
+};
+
+// Last end of each stage's actions; empty when the orders deadlock.
+std::vector<double> finish_of(double makespan, const std::vector<std::vector<double>>& end) {
+    std::vector<double> finish;
+    if (makespan == kNever) return finish;
+    for (const auto& ends : end) finish.push_back(ends.empty() ? 0.0 : ends.back());
+    return finish;
+}
+
+std::vector<double> replay_finish(const Problem& problem, const EncodedOrders& encoded) {
+    py::gil_scoped_release release;
+    Replay run(problem);
+    const double makespan = run.run(encoded.orders);
+    return finish_of(makespan, run.end());
+}
+
 py::dict replay(const Problem& problem, const Orders& orders) {
     Replay run(problem);
     double makespan = 0.0;
@@ -60,16 +80,20 @@ py::dict replay(const Problem& problem, const Orders& orders) {
     return result;
 }
 
+double run_online(const Problem& problem, Dispatcher& dispatcher) {
+    Policy policy;
+    policy.cap = problem.cap;
+    policy.released = problem.released;
+    policy.group = largest_group(problem);
+    return policy.group > 0 ? dispatcher.run(policy) : kNever;
+}
+
 py::dict dispatch(const Problem& problem) {
     Dispatcher dispatcher(problem);
     double makespan = kNever;
     {
         py::gil_scoped_release release;
-        Policy policy;
-        policy.cap = problem.cap;
-        policy.released = problem.released;
-        policy.group = largest_group(problem);
-        if (policy.group > 0) makespan = dispatcher.run(policy);
+        makespan = run_online(problem, dispatcher);
     }
     py::dict result;
     result["makespan_s"] = makespan;
@@ -77,6 +101,18 @@ py::dict dispatch(const Problem& problem) {
     result["end_s"] = dispatcher.end();
     result["orders"] = dispatcher.orders();
     return result;
+}
+
+py::tuple dispatch_finish(const Problem& problem) {
+    std::vector<double> finish, peaks;
+    {
+        py::gil_scoped_release release;
+        Dispatcher dispatcher(problem);
+        const double makespan = run_online(problem, dispatcher);
+        finish = finish_of(makespan, dispatcher.end());
+        peaks = peaks_of(dispatcher.orders(), problem.released);
+    }
+    return py::make_tuple(finish, peaks);
 }
 
 py::dict plan(const Problem& problem, bool split, std::int64_t budget) {
@@ -106,6 +142,29 @@ py::tuple bound(const Problem& problem) {
     return py::make_tuple(found.seconds, found.kind, found.place);
 }
 
+// The order of one stage as a tuple of Actions. Made here because a large plan has hundreds of thousands of them:
+// an Action is a tuple by another name, and all of one micro-batch share its number.
+py::tuple actions(const Problem& problem, int stage, const Order& codes, const py::type& action, const py::tuple& kinds) {
+    PyTypeObject* type = reinterpret_cast<PyTypeObject*>(action.ptr());
+    if (!PyType_IsSubtype(type, &PyTuple_Type)) throw py::type_error("an action must be a kind of tuple");
+    const py::int_ owner(stage);
+    std::vector<py::int_> numbers;
+    for (int number = 0; number < std::max(problem.micro_batches, problem.chunks); ++number) numbers.emplace_back(number);
+    py::tuple order(codes.size());
+    for (std::size_t position = 0; position < codes.size(); ++position) {
+        const Code code = codes[position];
+        const py::object fields[] = {owner, kinds[kind_of(code)], numbers.at(problem.chunk_in(code)),
+                                     numbers.at(problem.micro_batch_in(code))};
+        PyObject* made = type->tp_alloc(type, std::size(fields));
+        if (made == nullptr) throw py::error_already_set();
+        for (std::size_t field = 0; field < std::size(fields); ++field) {
+            PyTuple_SET_ITEM(made, field, fields[field].inc_ref().ptr());
+        }
+        PyTuple_SET_ITEM(order.ptr(), position, made);
+    }
+    return order;
+}
+
 }  // namespace
 }  // namespace adaptra
 
@@ -116,6 +175,13 @@ PYBIND11_MODULE(_native, module) {
         .def(py::init(&make_problem), py::kw_only(), py::arg("stages"), py::arg("chunks"), py::arg("micro_batches"),
              py::arg("forward_s"), py::arg("backward_input_s"), py::arg("backward_weight_s"), py::arg("to_next"),
              py::arg("to_previous"), py::arg("cap"), py::arg("released"));
+    py::class_<EncodedOrders>(module, "EncodedOrders")
+        .def(py::init([](Orders orders) { return EncodedOrders{std::move(orders)}; }), py::arg("orders"));
+    module.def("replay_finish", &replay_finish, py::arg("problem"), py::arg("orders"));
+    module.def("dispatch_finish", &dispatch_finish, py::arg("problem"));
+    module.def("peak_in_flight", &peaks_of, py::arg("orders"), py::arg("released"));
+    module.def("actions", &actions, py::arg("problem"), py::arg("stage"), py::arg("codes"), py::arg("action"),
+               py::arg("kinds"));
     module.def("replay", &replay, py::arg("problem"), py::arg("orders"));
     module.def("dispatch", &dispatch, py::arg("problem"));
     module.def("plan", &plan, py::arg("problem"), py::arg("split"), py::arg("budget"));
