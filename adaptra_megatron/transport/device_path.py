@@ -81,7 +81,7 @@ class DevicePath:
             return
         try:
             if send.message is None:
-                session.probe(send.index)
+                session.probe(send.index, send.probe_nbytes)
             else:
                 session.send(send.index, send.message.payload, header=header)
         except RuntimeError as cause:
@@ -92,7 +92,7 @@ class DevicePath:
         with self._lock:
             session = self._receiving.get(receive.session)
         if session is not None:
-            session.receive(receive.index, receive.specification)
+            session.receive(receive.index, receive.specification, receive.probe_nbytes)
 
     def confirmed(self, session: int, received: int) -> None:
         """The peer has the first `received` of what a session carried: let go of them."""

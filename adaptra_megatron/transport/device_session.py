@@ -19,11 +19,11 @@ import torch
 from adaptra_megatron.transport.cuda_device import Computed
 from adaptra_megatron.transport.messages import TensorSpecification
 from adaptra_megatron.transport.pair_group import LinkGroup, Work
+from adaptra_megatron.transport.paths import PROBE_NBYTES
 from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
 
 logger = logging.getLogger("adaptra_megatron.transport.device_session")
 
-PROBE_NBYTES = 1 << 16
 END_S = 2.0
 
 
@@ -69,9 +69,9 @@ class SendingSession:
 
         self._order.start(index, start)
 
-    def probe(self, index: int) -> None:
+    def probe(self, index: int, nbytes: int = PROBE_NBYTES) -> None:
         """As `send`, of what nobody needs."""
-        self.send(index, Computed(self._group.empty((PROBE_NBYTES,), torch.uint8), None), header=False)
+        self.send(index, Computed(self._group.empty((nbytes,), torch.uint8), None), header=False)
 
     def confirmed(self, received: int) -> None:
         """The target has the first `received`."""
@@ -110,10 +110,10 @@ class ReceivingSession:
         )
         self._thread.start()
 
-    def receive(self, index: int, specification: TensorSpecification | None) -> None:
+    def receive(self, index: int, specification: TensorSpecification | None, probe_nbytes: int = PROBE_NBYTES) -> None:
         """Expect a message like this (without a shape, a header comes before it), or a probe (None)."""
         if specification is None:
-            shape: tuple[int, ...] | None = (PROBE_NBYTES,)
+            shape: tuple[int, ...] | None = (probe_nbytes,)
             dtype = torch.uint8
         else:
             shape, dtype = specification.shape, specification.dtype

@@ -12,11 +12,13 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.arrivals import Arrival
+from adaptra_megatron.transport.bell import Bell
 from adaptra_megatron.transport.cuda_device import Computed, is_computed
 from adaptra_megatron.transport.device_copies import HostPayload
 from adaptra_megatron.transport.device_path import DevicePath, DeviceWork, MakeGroup
@@ -25,9 +27,10 @@ from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.inlet import Inlet, InletEffects
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.note_mail import OVERDUE_S, NoteMail
-from adaptra_megatron.transport.notes import FromSender, Note, Open, Received, decode_note
+from adaptra_megatron.transport.notes import FromSender, HostProbed, Note, Open, Received, decode_note
 from adaptra_megatron.transport.outlet import Outlet, OutletEffects, Posted
-from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings
+from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings, ProbeTimes
+from adaptra_megatron.transport.probes import Burst
 from adaptra_megatron.transport.tagged_json import packed
 
 logger = logging.getLogger("adaptra_megatron.transport.dual_link")
@@ -53,6 +56,7 @@ class DualLink(HostLink):
         make_group: MakeGroup,
         mail: NoteMail,
         device: torch.device = CPU,
+        bell: Bell | None = None,
     ) -> None:
         self._paths, self._mail = paths, mail
         self._outlet: Outlet[Computed] = Outlet(paths, is_computed)
@@ -62,9 +66,13 @@ class DualLink(HostLink):
         self._wait_began_s = math.inf
         self._fetch_wanted = False
         self._told_ended = {True: False, False: False}
+        self._usual_nbytes = 0
+        self._host_burst: tuple[Burst, Computed] | None = None
+        self._host_probes = 0
+        self._measured: list[ProbeTimes] = []
         limits = {"meeting_s": paths.probe_limit_s, "timeout_s": settings.timeout_s}
         self._device = DevicePath(make_group, self, **limits)
-        super().__init__(stage, peer, settings, device)
+        super().__init__(stage, peer, settings, device, bell)
         self._to_keep = threading.Condition(self._lock)
         self._keeper = threading.Thread(target=self._keep, name=f"adaptra-paths-{peer}", daemon=True)
         self._keeper.start()
@@ -77,13 +85,39 @@ class DualLink(HostLink):
             self._outlet.prefer(path)
             self._to_keep.notify()
 
+    def measure(self) -> None:
+        """Probe the path that messages do not take, unless it is being probed, with messages of the usual size."""
+        if not self._usual_nbytes:
+            return
+        with self._lock:
+            if self._outlet.path is Path.HOST:
+                self._outlet.measure(self._usual_nbytes)
+            elif self._host_burst is None and self._session is not None:
+                nothing = torch.empty(self._usual_nbytes, dtype=torch.uint8, device=self._copies.device)
+                burst = Burst(Path.HOST, self._usual_nbytes, self._paths.measuring_probes)
+                self._host_burst = burst, self._copies.computed(nothing)
+                self._send_host_probe(time.monotonic())
+            work = self._due_here()
+        self._do(work)
+
+    def take_probes(self) -> list[ProbeTimes]:
+        """Of the bursts that ended since the last call."""
+        with self._lock:
+            measured, self._measured = self._measured, []
+        return measured
+
     def path_counters(self) -> PathCounters:
         """For reports and tests."""
         with self._lock:
             by_path = self._outlet.by_path
-            lost = self._outlet.failures + self._inlet.deaths
             return PathCounters(
-                self._outlet.path, by_path[Path.DEVICE], by_path[Path.HOST], self._outlet.switches, lost
+                path=self._outlet.path,
+                sent_by_device=by_path[Path.DEVICE],
+                sent_by_host=by_path[Path.HOST],
+                switches=self._outlet.switches,
+                sessions_lost=self._outlet.failures + self._inlet.deaths,
+                device_down=self._outlet.given_up,
+                host_down=None if self._health.down_since_s is None else self._health.cause,
             )
 
     def post_send(self, key: MessageKey, tensor: torch.Tensor) -> MessageTimes:
@@ -92,6 +126,7 @@ class DualLink(HostLink):
         with self._lock:
             if not self._outlet.device_healthy and now_s >= self._health.broken_from_s():
                 raise self._error("could not send", key, now_s, now_s, receiving=False)
+            self._usual_nbytes = tensor.nbytes
             message, path = self._outlet.post(key, outgoing)
             if path is Path.HOST:
                 self._enqueue(key, self._copies.stage(outgoing), message.number, now_s)
@@ -113,6 +148,10 @@ class DualLink(HostLink):
             work = self._due_here()
         self._do(work)
 
+    def attend(self, keys: Sequence[MessageKey], since_s: float, deadline_s: float) -> float:
+        self._wait_began_s = since_s
+        return super().attend(keys, since_s, deadline_s)
+
     def wait(self, key: MessageKey, deadline_s: float) -> tuple[torch.Tensor, MessageTimes]:
         self._wait_began_s = time.monotonic()
         return super().wait(key, deadline_s)
@@ -130,6 +169,7 @@ class DualLink(HostLink):
         super().connected(outbound, inbound)
         with self._lock:
             self._inlet.confirm_again()
+            self._host_burst = None  # what was under way tells how long the link was down
             self._settle_effects()
             self._to_keep.notify()
 
@@ -146,7 +186,7 @@ class DualLink(HostLink):
             self._confirmed(session, received)
             return
         message = self._outbox.acknowledge(sequence)
-        if message is not None and message.key is None:
+        if message is not None and message.key is None and not message.probe:
             self._mail.acknowledged(message.number)
 
     def _heard(self, number: int, packet: bytes) -> None:
@@ -155,12 +195,42 @@ class DualLink(HostLink):
             note = decode_note(readable)
             if isinstance(note, FromSender):
                 self._inlet.heard(note, now_s)
+            elif isinstance(note, HostProbed):
+                self._host_probed(note, now_s)
             elif isinstance(note, Received):
                 self._confirmed(note.session, note.count)
             else:
                 self._outlet.heard(note, now_s)
         self._settle_effects()
         self._to_keep.notify()
+
+    def _probed(self, number: int, arrived_s: float) -> None:
+        self._say(HostProbed(number, arrived_s), time.monotonic())
+
+    def _host_probed(self, note: HostProbed, now_s: float) -> None:
+        if self._host_burst is None:
+            return
+        burst = self._host_burst[0]
+        if not burst.answered(note.number, note.arrived_s):
+            return
+        if burst.over:
+            self._measured += burst.times(self._peer)
+            self._host_burst = None
+        else:
+            self._send_host_probe(now_s)
+
+    def _send_host_probe(self, now_s: float) -> None:
+        """The next one of the burst. The caller holds the lock."""
+        assert self._host_burst is not None
+        burst, nothing = self._host_burst
+        try:
+            payload = self._copies.stage(nothing)
+        except TransportError as cause:
+            self._health.fail(str(cause))
+            return
+        burst.sent(self._host_probes, now_s)
+        self._enqueue(None, payload, self._host_probes, now_s, probe=True)
+        self._host_probes += 1
 
     def _all_sent(self) -> bool:
         return not len(self._outbox) and not self._outlet.retained
@@ -209,6 +279,8 @@ class DualLink(HostLink):
                 logger.info("link %d->%d: messages go by the device path", self._stage, self._peer)
         if inlet.confirm is not None:
             self._confirm(*inlet.confirm, now_s)
+        if outlet.measured is not None:
+            self._measured += outlet.measured.times(self._peer)
         self._move(outlet, now_s)
         work = self._work
         work.sends += [(send, self._specification.shape is None) for send in outlet.sends]
@@ -307,7 +379,7 @@ class DualLink(HostLink):
 
     def device_arrived(self, session: int, tensor: torch.Tensor, arrived_s: float) -> None:
         with self._lock:
-            number = self._inlet.arrived(session, tensor.nbytes)
+            number = self._inlet.arrived(session, tensor.nbytes, arrived_s)
             if number is not None and number >= 0:
                 self._deliver(self._inlet.key(number), Arrival(None, self._copies.receive_on_device(tensor), arrived_s))
             self._settle_effects()

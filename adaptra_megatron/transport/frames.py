@@ -14,6 +14,8 @@ MOST_DIMENSIONS = 8
 _DIRECTIONS = tuple(Direction)
 _NOTE = len(_DIRECTIONS)
 """The direction of what is no tensor but a note; its number is where a message has its iteration."""
+_PROBE = 1
+"""Where a message has its chunk, a note has 0, and what is only to be measured has this."""
 _CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in DATA_TYPES.items()}
 _TYPES = {code: dtype for dtype, code in _CODES.items()}
 
@@ -54,6 +56,24 @@ def describe_note(sequence: int, number: int, packet: Payload) -> Description:
         dtype=_CODES[torch.uint8],
         shape=packet.shape,
     )
+
+
+def describe_probe(sequence: int, number: int, message: Payload) -> Description:
+    """The description of bytes on the wire whose way is measured."""
+    return Description(
+        sequence=sequence,
+        iteration=number,
+        direction=_NOTE,
+        chunk=_PROBE,
+        micro_batch=0,
+        dtype=_CODES[message.dtype],
+        shape=message.shape,
+    )
+
+
+def is_probe(event: Event) -> bool:
+    """Whether these bytes are only there to be measured."""
+    return event.kind == Event.Kind.MESSAGE and event.direction == _NOTE and event.chunk == _PROBE
 
 
 def is_tensor(event: Event) -> bool:

@@ -14,19 +14,22 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from adaptra_megatron.transport._ring import Description, Event, FrameError, Inbox, Ring, RingClosedError, RingError
 from adaptra_megatron.transport.arrivals import Arrival, Arrivals
+from adaptra_megatron.transport.bell import Bell
 from adaptra_megatron.transport.cuda_device import Computed
 from adaptra_megatron.transport.device_copies import Payload, Receipt, copies_for
 from adaptra_megatron.transport.frames import (
     check_can_travel,
     describe,
     describe_note,
+    describe_probe,
+    is_probe,
     is_tensor,
     key_of,
     note_of,
@@ -72,8 +75,11 @@ class _Session:
 class HostLink:
     """Both directions between this stage and `peer`. Made known to the supervisor, which brings it up."""
 
-    def __init__(self, stage: int, peer: int, settings: HostSettings, device: torch.device = CPU) -> None:
-        """`device`: where the tensors are that are sent, and that received ones are to be brought to."""
+    def __init__(
+        self, stage: int, peer: int, settings: HostSettings, device: torch.device = CPU, bell: Bell | None = None
+    ) -> None:
+        """`device`: where the tensors are that are sent, and that received ones are to be brought to. `bell`: is told
+        of all that arrives."""
         self.sessions = 0
         """How often the link came up."""
         self._stage, self._peer, self._settings = stage, peer, settings
@@ -81,6 +87,7 @@ class HostLink:
         self._arrivals = Arrivals()
         self._posted = 0
         self._awaited: MessageKey | None = None
+        self._bell = bell if bell is not None else Bell()
         self._flushing = False
         self._waiting: int | None = None
         self._session: _Session | None = None
@@ -143,6 +150,21 @@ class HostLink:
 
     def ready(self, key: MessageKey) -> bool:
         return key in self._arrivals
+
+    def attend(self, keys: Sequence[MessageKey], since_s: float, deadline_s: float) -> float:
+        """Do what having waited for `keys` since `since_s` calls for; returns when to call this again.
+
+        Raises TransportError for one that is not here though the deadline is over, or that is lost.
+        """
+        with self._lock:
+            now_s = time.monotonic()
+            again_s = deadline_s
+            for key in keys:
+                until_s = min(deadline_s, self._given_up_from_s(key))
+                if now_s >= until_s and key not in self._arrivals:
+                    raise self._not_received(key, self._arrivals.posted_s(key), now_s)
+                again_s = min(again_s, until_s, self._look_again_s(key, now_s))
+            return again_s
 
     def wait(self, key: MessageKey, deadline_s: float) -> tuple[torch.Tensor, MessageTimes]:
         with self._lock:
@@ -220,9 +242,11 @@ class HostLink:
         # An alias: Megatron's deallocate_output_tensor swaps the storage under the caller's tensor.
         return self._copies.computed(tensor.detach().contiguous())
 
-    def _enqueue(self, key: MessageKey | None, payload: Payload, number: int, now_s: float) -> None:
-        """Send a message, or a note (no key). The caller holds the lock."""
-        message = self._outbox.post(key, payload, number, now_s)
+    def _enqueue(
+        self, key: MessageKey | None, payload: Payload, number: int, now_s: float, *, probe: bool = False
+    ) -> None:
+        """Send a message, or a note or a probe (no key). The caller holds the lock."""
+        message = self._outbox.post(key, payload, number, now_s, probe=probe)
         if payload.nbytes > INLINE_NBYTES or not self._write_at_once(message):
             self._to_write.notify()
 
@@ -399,7 +423,10 @@ class HostLink:
             self._arrivals.arrive_again(event.sequence)
         else:
             self._arrivals.due.append(event.sequence)
-            self._heard(*note_of(event))
+            if is_probe(event):
+                self._probed(event.iteration, event.arrived_s)
+            else:
+                self._heard(*note_of(event))
 
     def _can_be_written(self) -> None:
         """The next message has begun to leave the device, or it cannot."""
@@ -408,7 +435,10 @@ class HostLink:
 
     def _deliver(self, key: MessageKey, arrival: Arrival) -> None:
         """The caller holds the lock."""
-        if self._arrivals.arrive(key, arrival) and key == self._awaited:
+        if not self._arrivals.arrive(key, arrival):
+            return
+        self._bell.arrived(key)
+        if key == self._awaited:
             self._tell_waiting()
 
     # What a link with a second path does differently; the lock is held.
@@ -420,6 +450,10 @@ class HostLink:
     def _heard(self, number: int, packet: bytes) -> None:
         """A note has come. Raises ValueError for one that cannot be."""
         raise ValueError(f"note {number} came, but this link has one path only")
+
+    def _probed(self, number: int, arrived_s: float) -> None:
+        """A probe has come. Raises ValueError: nobody measures a link that has one path only."""
+        raise ValueError(f"probe {number} came, but this link has one path only")
 
     def _all_sent(self) -> bool:
         return not len(self._outbox)
@@ -485,6 +519,8 @@ class HostLink:
 
 
 def _description(work: Outgoing) -> Description:
+    if work.key is None and work.probe:
+        return describe_probe(work.sequence, work.number, work.payload)
     if work.key is None:
         return describe_note(work.sequence, work.number, work.payload)
     return describe(work.sequence, work.key, work.payload)

@@ -14,18 +14,21 @@ from typing import Generic, TypeVar
 from adaptra_megatron.transport.messages import MessageKey
 from adaptra_megatron.transport.notes import (
     Ask,
+    Awaiting,
     Close,
     Dead,
     Failed,
     FromReceiver,
     FromSender,
     Frozen,
+    Measure,
     Meet,
     Open,
+    Probed,
     Sent,
     Until,
 )
-from adaptra_megatron.transport.paths import PathSettings
+from adaptra_megatron.transport.paths import PROBE_NBYTES, PathSettings
 
 Specification = TypeVar("Specification")
 
@@ -33,6 +36,8 @@ _REMEMBERED = 1024
 """Messages asked for, the latest: a dead host path leaves no more than its window without an acknowledgement."""
 _CONFIRMED_TOGETHER = 8
 _CONFIRMED_NBYTES = 32 << 20
+_PROVES, _MEASURES = -1, -2
+"""Instead of a message's number: that of a probe, by what it is for."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class DeviceReceive(Generic[Specification]):
     number: int
     specification: Specification | None
     """What it looks like; None for a probe."""
+    probe_nbytes: int = PROBE_NBYTES
 
 
 @dataclass
@@ -70,6 +76,14 @@ class _Interval:
     skipped: frozenset[int]
 
 
+@dataclass(frozen=True)
+class _Burst:
+    """Probes that a session carries between two intervals."""
+
+    count: int
+    nbytes: int
+
+
 @dataclass
 class _Session:
     number: int
@@ -79,7 +93,10 @@ class _Session:
     received: int = 0
     confirmed: int = 0
     unconfirmed_nbytes: int = 0
-    intervals: deque[_Interval] = field(default_factory=deque)
+    ahead: deque[_Interval | _Burst] = field(default_factory=deque)
+    """What receives are yet to be issued for, in order."""
+    opened: _Interval | None = None
+    """The latest interval."""
     frozen: int | None = None
     """While the sender makes up its mind, nothing from this number on is issued."""
     waiting: deque[int] = field(default_factory=deque)
@@ -113,7 +130,7 @@ class Inlet(Generic[Specification]):
     @property
     def carries(self) -> bool:
         """Whether messages have come by the device path, or are expected on it, since it was last made."""
-        return self._session is not None and bool(self._session.intervals)
+        return self._session is not None and self._session.opened is not None
 
     def expects(self, key: MessageKey) -> bool:
         """Whether the device path owes this message."""
@@ -141,11 +158,11 @@ class Inlet(Generic[Specification]):
             self.effects.end.append(session)
             return
         current.ready = True
-        for number in range(-self._settings.probes, 0):
-            self._receive(current, number)
+        for _ in range(self._settings.probes):
+            self._receive(current, _PROVES)
         self._issue()
 
-    def arrived(self, session: int, nbytes: int) -> int | None:
+    def arrived(self, session: int, nbytes: int, now_s: float) -> int | None:
         """The session's next message is here; returns its number, None if the session is over: then it never came."""
         current = self._session
         if current is None or current.number != session:
@@ -158,6 +175,8 @@ class Inlet(Generic[Specification]):
         if not current.waiting or due >= _CONFIRMED_TOGETHER or current.unconfirmed_nbytes >= _CONFIRMED_NBYTES:
             current.confirmed, current.unconfirmed_nbytes = current.received, 0
             self.effects.confirm = (session, current.received)
+        if number == _MEASURES:
+            self.effects.notes.append(Probed(session, current.received - 1, now_s))
         return number
 
     def confirm_again(self) -> None:
@@ -171,7 +190,7 @@ class Inlet(Generic[Specification]):
         if current is None or current.number != session:
             return
         self.deaths += 1
-        self.cause, self.was_healthy = cause, bool(current.intervals)
+        self.cause, self.was_healthy = cause, current.opened is not None
         self._session = None
         self.effects.confirm = None
         self.effects.notes.append(Dead(session, current.received, cause))
@@ -191,13 +210,19 @@ class Inlet(Generic[Specification]):
         if isinstance(note, Failed):
             self.failed(note.session, note.cause)
         elif isinstance(note, Open):
-            current.intervals.append(_Interval(note.number, None, frozenset(note.skipped)))
+            current.opened = _Interval(note.number, None, frozenset(note.skipped))
+            current.ahead.append(current.opened)
+            self._issue()
+        elif isinstance(note, Measure):
+            current.ahead.append(_Burst(note.count, note.nbytes))
             self._issue()
         elif isinstance(note, Close):
-            current.frozen = max(self.posted, current.intervals[-1].next)
+            assert current.opened is not None, "the sender leaves what it never took"
+            current.frozen = max(self.posted, current.opened.next)
             self.effects.notes.append(Frozen(note.session, current.frozen))
         elif isinstance(note, Until):
-            current.intervals[-1].until = note.number
+            assert current.opened is not None, "the sender leaves what it never took"
+            current.opened.until = note.number
             current.frozen = None
             self._issue()
         elif isinstance(note, Sent):
@@ -232,12 +257,17 @@ class Inlet(Generic[Specification]):
         current = self._session
         if current is None or not current.ready:
             return
-        while current.intervals:
-            interval = current.intervals[0]
-            self._issue_interval(current, interval)
-            if len(current.intervals) == 1 or interval.until is None or interval.next < interval.until:
-                return
-            current.intervals.popleft()
+        while current.ahead:
+            part = current.ahead[0]
+            if isinstance(part, _Burst):
+                for _ in range(part.count):
+                    self._receive(current, _MEASURES, part.nbytes)
+                self.effects.notes.append(Awaiting(current.number))
+            else:
+                self._issue_interval(current, part)
+                if part.until is None or part.next < part.until:
+                    return
+            current.ahead.popleft()
 
     def _issue_interval(self, current: _Session, interval: _Interval) -> None:
         limit = self.posted
@@ -250,8 +280,9 @@ class Inlet(Generic[Specification]):
                 self._receive(current, interval.next)
             interval.next += 1
 
-    def _receive(self, current: _Session, number: int) -> None:
+    def _receive(self, current: _Session, number: int, probe_nbytes: int = PROBE_NBYTES) -> None:
         specification = None if number < 0 else self._asked[number][1]
-        self.effects.receives.append(DeviceReceive(current.number, current.issued, number, specification))
+        receive = DeviceReceive(current.number, current.issued, number, specification, probe_nbytes)
+        self.effects.receives.append(receive)
         current.issued += 1
         current.waiting.append(number)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from adaptra_megatron.transport.tagged_json import kinds_of
 
@@ -109,8 +109,46 @@ class Received:
     count: int
 
 
-FromSender = Meet | Open | Close | Until | Failed | Sent
-FromReceiver = Frozen | Dead | Ask | Received
+@dataclass(frozen=True)
+class Measure:
+    """From the sender, whose messages go by the host path: next on the device path come `count` probes of `nbytes`."""
+
+    name: ClassVar[str] = "measure"
+    session: int
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Awaiting:
+    """From the receiver, in answer to Measure: these probes can come."""
+
+    name: ClassVar[str] = "awaiting"
+    session: int
+
+
+@dataclass(frozen=True)
+class Probed:
+    """From the receiver: a probe that measures the device path has arrived, at this moment of its clock."""
+
+    name: ClassVar[str] = "probed"
+    session: int
+    index: int
+    arrived_s: float
+
+
+@dataclass(frozen=True)
+class HostProbed:
+    """From the receiver: this probe of the host path has arrived, at this moment of its clock."""
+
+    name: ClassVar[str] = "host_probed"
+    number: int
+    arrived_s: float
+
+
+FromSender = Meet | Open | Close | Until | Failed | Sent | Measure
+FromReceiver = Frozen | Dead | Ask | Received | Awaiting | Probed
+Note: TypeAlias = FromSender | FromReceiver | HostProbed
 Note = FromSender | FromReceiver
 _KINDS: dict[str, type[Note]] = kinds_of(Note)
 

@@ -16,19 +16,21 @@ class Outgoing:
 
     sequence: int
     key: MessageKey | None
-    """None for a note."""
+    """None for a note or a probe."""
     number: int
-    """Of all messages of the directed link; of all its notes, for a note."""
+    """Of all messages of the directed link; of all its notes, for a note; of all its probes, for a probe."""
     payload: Payload
     posted_s: float
     written: bool = False
     """Whether it is in the ring of the present session, wholly or in part."""
     elsewhere: bool = False
     """Whether it was also sent by another path: nobody waits for this one any more."""
+    probe: bool = False
+    """Without a key: whether it is only there to be measured."""
 
 
 class Outbox:
-    """In the order of posting, notes first. Not safe for threads: its link's lock guards it."""
+    """In the order of posting, notes and probes first. Not safe for threads: its link's lock guards it."""
 
     def __init__(self, window_messages: int, window_nbytes: int) -> None:
         """How much may be on its way unacknowledged; one message always may, however large, and so may any note."""
@@ -46,9 +48,11 @@ class Outbox:
         """Messages that somebody may wait for."""
         return len(self._unacknowledged) - self._notes - self._elsewhere
 
-    def post(self, key: MessageKey | None, payload: Payload, number: int, now_s: float) -> Outgoing:
-        """Append a message, or a note (no key)."""
-        message = Outgoing(self._next_sequence, key, number, payload, now_s)
+    def post(
+        self, key: MessageKey | None, payload: Payload, number: int, now_s: float, *, probe: bool = False
+    ) -> Outgoing:
+        """Append a message, or a note or a probe (no key)."""
+        message = Outgoing(self._next_sequence, key, number, payload, now_s, probe=probe)
         self._unacknowledged[message.sequence] = message
         self._notes += key is None
         self._line(message)[message.sequence] = message

@@ -17,19 +17,23 @@ from typing import Generic, TypeVar
 from adaptra_megatron.transport.messages import MessageKey
 from adaptra_megatron.transport.notes import (
     Ask,
+    Awaiting,
     Close,
     Dead,
     Failed,
     FromReceiver,
     FromSender,
     Frozen,
+    Measure,
     Meet,
     Open,
+    Probed,
     Received,
     Sent,
     Until,
 )
-from adaptra_megatron.transport.paths import Path, PathSettings
+from adaptra_megatron.transport.paths import PROBE_NBYTES, Path, PathSettings
+from adaptra_megatron.transport.probes import Burst
 
 Payload = TypeVar("Payload")
 
@@ -50,6 +54,7 @@ class DeviceSend(Generic[Payload]):
     session: int
     index: int
     message: Posted[Payload] | None
+    probe_nbytes: int = PROBE_NBYTES
 
 
 @dataclass
@@ -66,6 +71,8 @@ class OutletEffects(Generic[Payload]):
     """Sessions whose group is to be made."""
     end: list[int] = field(default_factory=list)
     """Sessions whose group is to be given up, after the sends."""
+    measured: Burst | None = None
+    """What the probes of the device path have told."""
 
 
 @dataclass
@@ -90,6 +97,10 @@ class _Session(Generic[Payload]):
     carries: bool = False
     retained: dict[int, Posted[Payload]] = field(default_factory=dict)
     """By index: what may have to be sent again."""
+    burst: Burst | None = None
+    """What the receiver has been told to expect, or nothing."""
+    awaited: bool = False
+    """Whether it does by now."""
 
 
 class Outlet(Generic[Payload]):
@@ -138,6 +149,11 @@ class Outlet(Generic[Payload]):
         """Messages of the device path that are kept because the receiver has not confirmed them."""
         return len(self._session.retained) if self._session is not None else 0
 
+    @property
+    def given_up(self) -> str | None:
+        """Why the device path carries nothing; None while it could, and before it has come up for the first time."""
+        return self.cause if self._in_a_row and not self.device_healthy else None
+
     def oldest_retained(self) -> MessageKey | None:
         """What the receiver should have confirmed first."""
         return next((each.key for each in self._session.retained.values()), None) if self._session else None
@@ -157,6 +173,14 @@ class Outlet(Generic[Payload]):
             self._send(self._session, message)
             self._leave_if_over(self._session)
         return message, path
+
+    def measure(self, nbytes: int) -> None:
+        """Have the device path probed while it carries no messages; nothing happens while it is not healthy."""
+        session = self._session
+        if session is None or not self.device_healthy or session.carries or session.burst is not None:
+            return
+        session.burst, session.awaited = Burst(Path.DEVICE, nbytes, self._settings.measuring_probes), False
+        self.effects.notes.append(Measure(session.number, session.burst.count, nbytes))
 
     def made(self, session: int, now_s: float) -> None:
         """The group of a session has been made at this end."""
@@ -195,6 +219,11 @@ class Outlet(Generic[Payload]):
         elif isinstance(note, Ask):
             waiting = (index for index, each in current.retained.items() if not self._is_computed(each.payload))
             self.effects.notes.append(Sent(note.session, next(waiting, current.sent)))
+        elif isinstance(note, Awaiting):
+            current.awaited = True
+            self._measure(current, now_s)
+        elif isinstance(note, Probed):
+            self._probed(current, note, now_s)
         elif isinstance(note, Frozen) and current.closing and current.until is None:
             current.until = max(self.posted, note.number)
             self.effects.notes.append(Until(note.session, current.until))
@@ -212,6 +241,7 @@ class Outlet(Generic[Payload]):
                 self.effects.begin.append(self._sessions)
             return
         self._prove(self._session, now_s)
+        self._give_up_measuring(self._session, now_s)
         self._choose(self._session, host_down_s, host_unacknowledged)
 
     @property
@@ -220,8 +250,11 @@ class Outlet(Generic[Payload]):
         session = self._session
         if session is None:
             return self._rest_until_s
-        if session.failed or math.isfinite(session.proven_s):
+        if session.failed:
             return math.inf
+        if math.isfinite(session.proven_s):
+            since_s = session.burst.waiting_since_s if session.burst is not None else None
+            return math.inf if since_s is None else since_s + self._settings.probe_limit_s
         limit_s = session.since_s + self._settings.probe_limit_s
         return min(limit_s, session.next_probe_s if session.ready else limit_s)
 
@@ -238,13 +271,44 @@ class Outlet(Generic[Payload]):
             self.failed(session.number, f"its probes did not get through in {settings.probe_limit_s:g} s")
             return
         while session.ready and session.probed < settings.probes and now_s >= session.next_probe_s:
-            self.effects.sends.append(DeviceSend(session.number, session.sent, None))
-            session.sent += 1
-            session.probed += 1
+            self._send_probe(session, PROBE_NBYTES)
             # A path that has failed before must hold for a while, not just for a moment.
             session.next_probe_s = now_s + (settings.probe_pause_s if self._in_a_row else 0.0)
         if session.probed == settings.probes:
             session.next_probe_s = math.inf
+
+    def _send_probe(self, session: _Session[Payload], nbytes: int) -> None:
+        self.effects.sends.append(DeviceSend(session.number, session.sent, None, nbytes))
+        session.sent += 1
+        session.probed += 1
+
+    def _measure(self, session: _Session[Payload], now_s: float) -> None:
+        """Send the probe of the burst that is due."""
+        burst = session.burst
+        if burst is not None and session.awaited and burst.due:
+            burst.sent(session.sent, now_s)
+            self._send_probe(session, burst.nbytes)
+
+    def _probed(self, session: _Session[Payload], note: Probed, now_s: float) -> None:
+        burst = session.burst
+        if burst is None or not burst.answered(note.index, note.arrived_s):
+            return
+        if burst.over:
+            self.effects.measured, session.burst = burst, None
+        else:
+            self._measure(session, now_s)
+
+    def _give_up_measuring(self, session: _Session[Payload], now_s: float) -> None:
+        since_s = session.burst.waiting_since_s if session.burst is not None else None
+        if since_s is not None and now_s >= since_s + self._settings.probe_limit_s:
+            self.failed(session.number, f"a probe did not arrive in {self._settings.probe_limit_s:g} s")
+
+    def _cut_burst_short(self, session: _Session[Payload]) -> None:
+        """Messages are to go by the device path: what the receiver expects before them leaves at once, unmeasured."""
+        if session.burst is not None:
+            for _ in range(session.burst.count - len(session.burst.sent_s)):
+                self._send_probe(session, session.burst.nbytes)
+            session.burst = None
 
     def _choose(
         self,
@@ -267,6 +331,7 @@ class Outlet(Generic[Payload]):
 
     def _open(self, session: _Session[Payload], stranded: Sequence[Posted[Payload]]) -> None:
         """From now on, and for what is stranded on a dead host path, the device path."""
+        self._cut_burst_short(session)
         first = min((message.number for message in stranded), default=self.posted)
         taken = {message.number for message in stranded}
         skipped = [number for number in range(first, self.posted) if number not in taken]

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
+
+PROBE_NBYTES = 1 << 16
+"""Of those that prove a new device session. Those that measure a path are as large as the messages."""
 
 
 class Path(str, enum.Enum):
@@ -14,6 +18,11 @@ class Path(str, enum.Enum):
     """torch.distributed between the two training processes (NCCL; gloo on CPU)."""
     HOST = "host"
     """Host memory and a delegate process."""
+
+    @property
+    def other(self) -> Path:
+        """The one of the two that this is not."""
+        return Path.HOST if self is Path.DEVICE else Path.DEVICE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +42,9 @@ class PathSettings:
     probe_pause_s: float = 0.05
     """Between two probes, once the device path has failed before."""
     probe_limit_s: float = 5.0
-    """How long a device session may take to come up and let the probes through."""
+    """How long a device session may take to come up and let the probes through, and one probe of it later on."""
+    measuring_probes: int = 3
+    """In a burst that measures the path that messages do not take, one after the other."""
     first_rest_s: float = 0.5
     longest_rest_s: float = 60.0
     """After a failure the device path rests, each time twice as long as the time before."""
@@ -53,3 +64,20 @@ class PathCounters:
     """How often what it sends began to take the other path."""
     sessions_lost: int
     """Device sessions of either direction that died after they had been made."""
+    device_down: str | None = None
+    """Why what this stage sends cannot take the device path, once that has been given up; None while it can, or has
+    not come up yet for the first time."""
+    host_down: str | None = None
+    """Why it cannot take the host path at present."""
+
+
+class ProbeTimes(NamedTuple):
+    """A probe that arrived, of a burst of which all did."""
+
+    peer: int
+    path: Path
+    nbytes: int
+    sent_s: float
+    """Of the sender's monotonic clock."""
+    arrived_s: float
+    """Of the peer's."""

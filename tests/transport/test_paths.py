@@ -13,7 +13,7 @@ from adaptra_megatron.transport.inlet import DeviceReceive, Inlet, InletEffects
 from adaptra_megatron.transport.messages import Direction, MessageKey
 from adaptra_megatron.transport.notes import Note, decode_note
 from adaptra_megatron.transport.outlet import DeviceSend, Outlet, OutletEffects, Posted
-from adaptra_megatron.transport.paths import Path, PathSettings
+from adaptra_megatron.transport.paths import Path, PathSettings, ProbeTimes
 from adaptra_megatron.transport.tagged_json import packed
 
 SETTINGS = PathSettings(probes=2, probe_pause_s=0.01, first_rest_s=0.1, longest_rest_s=1.0)
@@ -48,6 +48,7 @@ class TwoPaths(RuleBasedStateMachine):
         self.to_inlet: deque[Note] = deque()
         self.to_outlet: deque[Note] = deque()
         self.confirmations: deque[tuple[int, int]] = deque()
+        self.measured: list[ProbeTimes] = []
         self.sessions: dict[int, Session] = {}
         self.makes: list[tuple[bool, int]] = []
         self.here: dict[int, str] = {}
@@ -84,6 +85,11 @@ class TwoPaths(RuleBasedStateMachine):
     def prefer(self, path: Path) -> None:
         self.outlet.prefer(path)
         self._tick()
+
+    @rule(nbytes=st.sampled_from([100, 2000]))
+    def measure(self, nbytes: int) -> None:
+        self.outlet.measure(nbytes)
+        self._carry_out()
 
     @rule(seconds=st.sampled_from([0.001, 0.05, 0.3, 1.0]))
     def time_passes(self, seconds: float) -> None:
@@ -166,7 +172,8 @@ class TwoPaths(RuleBasedStateMachine):
                 send, receive = session.sent[index], session.expected[index]
                 sent = -1 if send.message is None else send.message.number
                 assert max(receive.number, -1) == sent, "what arrives is not what is expected with this index"
-                taken = self.inlet.arrived(number, 10)
+                assert receive.probe_nbytes == send.probe_nbytes
+                taken = self.inlet.arrived(number, 10, self.now_s)
                 if taken is not None and taken >= 0:
                     assert send.message is not None
                     assert taken == sent
@@ -202,6 +209,8 @@ class TwoPaths(RuleBasedStateMachine):
             self.elsewhere.discard(message.number)
             if message.number not in waiting:
                 self.host.append(message)
+        if outlet.measured is not None:
+            self.measured += outlet.measured.times(1)
         for send in outlet.sends:
             session = self.sessions.get(send.session)
             if session is not None:
@@ -221,6 +230,11 @@ class TwoPaths(RuleBasedStateMachine):
     def content_is_its_own(self) -> None:
         assert all(payload == f"message {number}" for number, payload in self.here.items())
 
+    @invariant()
+    def probes_tell_the_truth(self) -> None:
+        assert len(self.measured) % SETTINGS.measuring_probes == 0
+        assert all(0.0 <= probe.sent_s <= probe.arrived_s <= self.now_s for probe in self.measured)
+
     def teardown(self) -> None:
         """Everything works from now on: whatever was posted and asked for arrives, and nothing is retained."""
         while self.inlet.posted < self.outlet.posted:
@@ -238,6 +252,12 @@ class TwoPaths(RuleBasedStateMachine):
         assert self.outlet.retained == 0
         assert self.outlet.device_healthy
         assert self.outlet.path is self.outlet.preferred
+        known = len(self.measured)
+        self.outlet.prefer(Path.HOST)
+        self.everything_moves(10)
+        self.measure(500)
+        self.everything_moves(10)
+        assert [probe.nbytes for probe in self.measured[known:]][-SETTINGS.measuring_probes :] == [500] * 3
 
 
 TestTwoPaths = TwoPaths.TestCase
