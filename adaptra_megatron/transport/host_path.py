@@ -27,7 +27,7 @@ from adaptra_megatron.transport.messages import MessageKey, MessageTimes, Tensor
 from adaptra_megatron.transport.nccl_pair_group import NcclPairGroup, gpu_identity
 from adaptra_megatron.transport.note_mail import NoteMail
 from adaptra_megatron.transport.pair_group import LinkGroup, PairEnds, PairGroup
-from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings
+from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings, ProbeTimes
 from adaptra_megatron.transport.placement import job_secret
 from adaptra_megatron.transport.supervisor import Link, Supervisor
 from adaptra_megatron.transport.verbs_wire import SLOT_NBYTES as VERBS_SLOT_NBYTES
@@ -193,6 +193,21 @@ class HostTransport:
         link = self._links[peer]
         if isinstance(link, DualLink):
             link.prefer(path)
+
+    def measure(self, peer: int) -> None:
+        """Begin to probe the path that messages to `peer` do not take; `take_probes` has the result, some time later.
+
+        A burst of messages of the usual size, one after the other. Nothing happens while that path is down, on a link
+        with the host path only, and before the first message. Never waits.
+        """
+        link = self._links[peer]
+        if isinstance(link, DualLink):
+            link.measure()
+
+    def take_probes(self) -> list[ProbeTimes]:
+        """Of the bursts that have ended since the last call, of all links."""
+        links = [link for link in self._links.values() if isinstance(link, DualLink)]
+        return [probe for link in links for probe in link.take_probes()]
 
     @property
     def delegate_starts(self) -> int:
