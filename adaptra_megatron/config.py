@@ -29,7 +29,10 @@ class AdaptraConfig:
     costs_json: Path | None = None
     """Costs to plan from at once, instead of measuring the first iterations."""
     max_in_flight: float | None = None
-    """Cap on activations (of one chunk's micro-batch) held by a stage; None: what stock's fullest stage holds."""
+    """Cap on activations (of one chunk's micro-batch) held by a stage; None: what measured memory has room for on GPUs,
+    and on CPUs what stock's fullest stage holds."""
+    memory_fraction: float = 0.9
+    """Of a GPU's memory, what plans may let be in use."""
     trace_dir: Path | None = None
     """Where each rank writes what it did and when; None: nothing is recorded."""
     trace: str = "all"
@@ -67,6 +70,10 @@ class AdaptraConfig:
         if self.max_in_flight is not None and not (math.isfinite(self.max_in_flight) and self.max_in_flight >= 1):
             raise ConfigError(
                 f"--adaptra-max-in-flight is {self.max_in_flight}; a stage needs room for at least 1 activation"
+            )
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigError(
+                f"--adaptra-memory-fraction is {self.memory_fraction}; it must be above 0 and at most 1 (the whole GPU)"
             )
         if self.trace not in TRACES:
             raise ConfigError(f"--adaptra-trace is {self.trace!r}; it must be one of {', '.join(TRACES)}")
@@ -145,7 +152,15 @@ def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         default=None,
         metavar="N",
         help="Cap on the activations (of one model chunk and micro-batch) that a stage may hold at once. "
-        "Default: as many as the fullest stage of the stock schedule holds.",
+        "Default: what measured memory has room for on GPUs, and on CPUs as many as the fullest stage of the stock "
+        "schedule holds.",
+    )
+    group.add_argument(
+        "--adaptra-memory-fraction",
+        type=float,
+        default=AdaptraConfig.memory_fraction,
+        metavar="FRACTION",
+        help="Of a GPU's memory, what plans may let be in use (all processes counted) before activations are capped.",
     )
     group.add_argument(
         "--adaptra-trace-dir",
@@ -221,6 +236,7 @@ def config_from_arguments(arguments: argparse.Namespace) -> AdaptraConfig:
         plan_csv=arguments.adaptra_plan_csv,
         costs_json=arguments.adaptra_costs,
         max_in_flight=arguments.adaptra_max_in_flight,
+        memory_fraction=arguments.adaptra_memory_fraction,
         trace_dir=arguments.adaptra_trace_dir,
         trace=arguments.adaptra_trace,
         prometheus_port=arguments.adaptra_prometheus_port,

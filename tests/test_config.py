@@ -157,6 +157,7 @@ def test_help_has_a_group_of_its_own_and_names_units(parser: argparse.ArgumentPa
         "--adaptra-plan-csv",
         "--adaptra-costs",
         "--adaptra-max-in-flight",
+        "--adaptra-memory-fraction",
         "--adaptra-trace-dir",
         "--adaptra-trace",
         "--adaptra-prometheus-port",

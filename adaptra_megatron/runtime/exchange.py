@@ -43,6 +43,10 @@ class Decision(NamedTuple):
     predicted_s: float | None = None
     """Of an iteration with a new schedule; `before_predicted_s` of one with what ran before, at the same costs."""
     before_predicted_s: float | None = None
+    caps: tuple[float | None, ...] = ()
+    """Activations that each stage may hold under a new schedule; empty where there is none."""
+    released_at_backward_input: float = 0.0
+    """The fraction of an activation that the caps count as free after an input gradient."""
 
 
 Decide = Callable[[Sequence[StageMeasurement]], Decision]

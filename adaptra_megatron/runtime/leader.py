@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from adaptra_megatron.detector.detector import Detector
 from adaptra_megatron.detector.findings import Estimates, Finding, State
@@ -13,7 +14,8 @@ from adaptra_megatron.detector.samples import LinkId
 from adaptra_megatron.runtime.cost_estimates import InUse, estimate_costs, link_figures, paths_in_use
 from adaptra_megatron.runtime.exchange import Decision
 from adaptra_megatron.runtime.measurements import StageMeasurement, iteration_sample, mean_idle_share
-from adaptra_megatron.runtime.plans import RELEASED_AT_BACKWARD_INPUT, PlanBook, Replanner, describe
+from adaptra_megatron.runtime.memory_caps import MeasuredCaps
+from adaptra_megatron.runtime.plans import PlanBook, Replanner, describe
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
@@ -37,6 +39,10 @@ class PlanLeader:
         self._detector = Detector()
         self._in_use: InUse = {}
         self._replanner = Replanner(book.layout)
+        self._memory = MeasuredCaps()
+        self._caps: tuple[float | None, ...] = (None,) * book.layout.stages
+        """Of the latest costs."""
+        self._said_short = False
         self.costs: Costs | None = None
         """The latest estimate."""
         self._running: dict[int, Schedule] = {}
@@ -48,17 +54,23 @@ class PlanLeader:
         sample = iteration_sample(measurements)
         findings = self._detector.observe(sample)
         self._in_use = paths_in_use(self._in_use, sample)
+        self._memory.observe((measurement.stage, measurement.memory) for measurement in measurements)
         estimates = self._detector.estimates()
         for finding in findings:
             level = logging.INFO if finding.state is State.HEALTHY else logging.WARNING
             logger.log(level, "adaptra: %s", finding)
             self._telemetry.log(_event(finding, estimates))
         decision = self._plan(measurements[0].micro_batches, estimates, findings)
-        job = JobFigures(bubble_fraction=mean_idle_share(measurements), links=link_figures(estimates, self._in_use))
+        job = JobFigures(
+            bubble_fraction=mean_idle_share(measurements),
+            links=link_figures(estimates, self._in_use),
+            memory=self._memory.figures(self._caps),
+        )
         return decision._replace(requests=self._telemetry.requests(), job=job)
 
     def _plan(self, micro_batches: int, estimates: Estimates, findings: Sequence[Finding]) -> Decision:
         book, before, keep = self._book, self.costs, Decision(self._number, None)
+        caps = book.caps(micro_batches, self._memory.rooms)
         costs = estimate_costs(
             estimates,
             self._in_use,
@@ -66,9 +78,13 @@ class PlanLeader:
             chunks=book.layout.chunks,
             micro_batches=micro_batches,
             can_split=book.adapts and book.layout.can_split,
-            caps=book.caps(micro_batches),
-            released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
+            caps=caps,
+            released_at_backward_input=self._memory.released_at_backward_input(book.layout.stages),
         )
+        self._caps = caps
+        if (short := self._memory.short_of(caps)) is not None and not self._said_short:
+            self._said_short = True
+            logger.warning("adaptra: %s; a lower --adaptra-max-in-flight is safer, or none at all", short)
         if costs is None:
             return keep
         self.costs = costs
@@ -91,12 +107,15 @@ class PlanLeader:
             schedule_to_csv(chosen),
             predicted_s=made.predicted_s,
             before_predicted_s=made.current_predicted_s,
+            caps=costs.max_in_flight,
+            released_at_backward_input=costs.released_at_backward_input,
         )
 
 
 def _event(finding: Finding, estimates: Estimates) -> LinkDetection | StageDetection:
     subject = finding.subject
-    states = {"before": finding.before.value, "after": finding.state.value, "reason": finding.reason}
+    change: dict[str, Any] = {"before": finding.before.value, "after": finding.state.value, "reason": finding.reason}
+    change["since_iteration"] = finding.since_iteration
     if isinstance(subject, LinkId):
         estimate = estimates.links.get(subject)
         return LinkDetection(
@@ -106,8 +125,8 @@ def _event(finding: Finding, estimates: Estimates) -> LinkDetection | StageDetec
             pipeline=subject.pipeline,
             latency_s=estimate.latency_s if estimate is not None else None,
             bandwidth_bytes_s=estimate.bandwidth_bytes_per_s if estimate is not None else None,
-            **states,
+            **change,
         )
     level_s, baseline_s = finding.level_s, finding.baseline_s
     slow_down = level_s / baseline_s if level_s is not None and baseline_s else None
-    return StageDetection(stage=subject.stage, pipeline=subject.pipeline, slow_down=slow_down, **states)
+    return StageDetection(stage=subject.stage, pipeline=subject.pipeline, slow_down=slow_down, **change)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adaptra_megatron.detector.samples import IterationSample, LinkId, LinkSample, MessageSample, StageId, StageSample
+from adaptra_megatron.runtime.memory import StageMemory
 from adaptra_megatron.telemetry.metrics import iteration_span_s
 from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
@@ -53,6 +54,8 @@ class StageMeasurement:
     """`peer` is the target; a message is posted and done when it could leave."""
     received: Messages
     """`peer` is the source; posted when it was asked for, done when it had arrived."""
+    memory: StageMemory | None = None
+    """None where memory is not measured, or not yet."""
 
 
 def stage_measurement(
@@ -63,6 +66,7 @@ def stage_measurement(
     times: tuple[Sequence[MessageTimes], Sequence[MessageTimes]],
     clock_offset_s: float,
     ready_s: Mapping[MessageKey, float] | None = None,
+    memory: StageMemory | None = None,
 ) -> StageMeasurement:
     """Condense one rank's records (at least one); `clock_offset_s` is added to its local moments.
 
@@ -85,6 +89,7 @@ def stage_measurement(
         durations_s={key: np.array(values, dtype=np.float32) for key, values in durations_s.items()},
         sent=_messages(sent, start_s),
         received=_messages(received, start_s),
+        memory=memory,
     )
 
 

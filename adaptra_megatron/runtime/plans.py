@@ -7,7 +7,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from adaptra_megatron.config import AdaptraConfig
@@ -58,6 +58,7 @@ Caps = tuple[float | None, ...]
 class _Installed:
     schedule: Schedule
     caps: Caps
+    released_at_backward_input: float = RELEASED_AT_BACKWARD_INPUT
 
 
 class PlanBook:
@@ -67,8 +68,10 @@ class PlanBook:
     computed by one rank and installed by all.
     """
 
-    def __init__(self, config: AdaptraConfig, layout: Layout) -> None:
+    def __init__(self, config: AdaptraConfig, layout: Layout, *, measures_memory: bool = False) -> None:
+        """`measures_memory`: whether caps that nobody gave come from the memory that ranks measure."""
         self.layout = layout
+        self.measures_memory = measures_memory
         self.number = 0
         """Counts installed plans; 0 while none is."""
         self._config = config
@@ -90,17 +93,31 @@ class PlanBook:
         """Whether measured costs decide."""
         return self._config.policy == "adapt" and self._config.plan_csv is None and self._given_costs is None
 
-    def caps(self, micro_batches: int) -> Caps:
-        """Activations each stage may hold in a planned order: the given cap, or what stock's fullest stage holds."""
-        cap = self._config.max_in_flight
-        if cap is None:
-            cap = max(peak_in_flight(self._stock_schedule(micro_batches), RELEASED_AT_BACKWARD_INPUT))
-        return (cap,) * self.layout.stages
+    def caps(self, micro_batches: int, rooms: Mapping[int, int] | None = None) -> Caps:
+        """Activations each stage may hold in a planned order: the given cap, or else what there is memory for.
+
+        `rooms`: that, by stage, where it has been measured; never less counts than what stock's order holds there.
+        Where memory is not measured at all, every stage may hold what stock's fullest stage holds.
+        """
+        layout = self.layout
+        if self._config.max_in_flight is not None:
+            return (self._config.max_in_flight,) * layout.stages
+        stock = peak_in_flight(self._stock_schedule(micro_batches), RELEASED_AT_BACKWARD_INPUT)
+        if not self.measures_memory:
+            return (max(stock),) * layout.stages
+        most = micro_batches * layout.chunks
+        rooms = rooms or {}
+        return tuple(max(held, min(rooms.get(stage, 0), most)) for stage, held in enumerate(stock))
 
     def enforced_cap(self, micro_batches: int, stage: int) -> float | None:
         """What the executor must not pass; None where nobody set a cap: stock's order, or a user's own plan."""
         installed = self._plans.get(micro_batches)
         return None if installed is None else installed.caps[stage]
+
+    def released_at_backward_input(self, micro_batches: int) -> float:
+        """The fraction that the cap's count gives back after an input gradient."""
+        installed = self._plans.get(micro_batches)
+        return RELEASED_AT_BACKWARD_INPUT if installed is None else installed.released_at_backward_input
 
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule for an iteration of `micro_batches`. Raises PlanMismatchError, ScheduleError or PlanError."""
@@ -129,10 +146,15 @@ class PlanBook:
             )
         return self._evaluation[micro_batches]
 
-    def install(self, schedule: Schedule, number: int, caps: Caps) -> None:
-        """Run `schedule` from now on. Raises ScheduleError and changes nothing if it is not valid under the caps."""
-        check_schedule(schedule, max_in_flight=caps, released_at_backward_input=RELEASED_AT_BACKWARD_INPUT)
-        self._plans[schedule.micro_batches] = _Installed(schedule, caps)
+    def install(
+        self, schedule: Schedule, number: int, caps: Caps, released: float = RELEASED_AT_BACKWARD_INPUT
+    ) -> None:
+        """Run `schedule` from now on. Raises ScheduleError and changes nothing if it is not valid under the caps.
+
+        `released`: the fraction of an activation that input gradients give back, by which the caps count.
+        """
+        check_schedule(schedule, max_in_flight=caps, released_at_backward_input=released)
+        self._plans[schedule.micro_batches] = _Installed(schedule, caps, released)
         self.number = number
 
     def _stock_schedule(self, micro_batches: int) -> Schedule:
@@ -155,9 +177,9 @@ class PlanBook:
             forward_s=1.0,
             backward_input_s=1.0,
             backward_weight_s=1.0,
-            max_in_flight=caps[0],
             released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
         )
+        equal = dataclasses.replace(equal, max_in_flight=caps)
         return plan(equal, split=layout.can_split).schedule
 
     def _install_file(self, path: Path) -> None:
@@ -217,7 +239,9 @@ class Replanner:
         deadline_s = min(PLANNING_S, PLANNING_SHARE * now_s)
         begun_s = time.perf_counter()
         candidate = plan(costs, deadline_s=deadline_s, split=self._layout.can_split)
-        adopted = candidate.makespan_s <= (1.0 - WORTH_A_SWITCH) * now_s
+        over = _over_cap(current, costs)
+        adopted = over is not None or candidate.makespan_s <= (1.0 - WORTH_A_SWITCH) * now_s
+        reason = reason if over is None else f"{reason}; {over}"
         made = PlanMade(
             number=0,
             adopted=adopted,
@@ -264,12 +288,35 @@ def material_change(before: Costs, after: Costs) -> str | None:
         return f"{after.micro_batches} micro-batches instead of {before.micro_batches}"
     all_s = [seconds for name in _TABLES for row in getattr(after, name) for seconds in row]
     threshold_s = MATERIAL_CHANGE * sum(all_s) / len(all_s)
+    if (before.max_in_flight, before.released_at_backward_input) != (
+        after.max_in_flight,
+        after.released_at_backward_input,
+    ):
+        return _change_of_memory(before, after)
     what, old_s, new_s = max(_pairs(before, after), key=lambda pair: abs(pair[2] - pair[1]))
     if abs(new_s - old_s) <= threshold_s:
         return None
     return f"{what}: {new_s * 1e3:.1f} ms instead of {old_s * 1e3:.1f} ms"
 
 
+def _change_of_memory(before: Costs, after: Costs) -> str:
+    for stage, (old, new) in enumerate(zip(before.max_in_flight, after.max_in_flight, strict=True)):
+        if old != new and old is not None and new is not None:
+            return f"stage {stage} may hold {new:g} activations instead of {old:g}"
+    old_released, new_released = before.released_at_backward_input, after.released_at_backward_input
+    return f"input gradients release {new_released:g} of an activation instead of {old_released:g}"
+
+
+def _over_cap(schedule: Schedule, costs: Costs) -> str | None:
+    """The stage that would hold more than it may, in words."""
+    peaks = peak_in_flight(schedule, costs.released_at_backward_input)
+    for stage, (peak, cap) in enumerate(zip(peaks, costs.max_in_flight, strict=True)):
+        if cap is not None and peak > cap + _ROUNDING:
+            return f"stage {stage} would hold {peak:g} activations, but has memory for {cap:g}"
+    return None
+
+
+_ROUNDING = 1e-9
 _TABLES = {"forward_s": "F", "backward_input_s": "input gradient", "backward_weight_s": "weight gradient"}
 
 

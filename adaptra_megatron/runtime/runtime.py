@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +24,14 @@ from adaptra_megatron.runtime.leader import PlanLeader
 from adaptra_megatron.runtime.measurements import stage_measurement
 from adaptra_megatron.runtime.megatron_call import PipelineCall, pipeline_call
 from adaptra_megatron.runtime.membership import Membership, join
-from adaptra_megatron.runtime.plans import RELEASED_AT_BACKWARD_INPUT, Layout, PlanBook
+from adaptra_megatron.runtime.memory import (
+    MemoryMeter,
+    MemorySource,
+    largest_activation_nbytes,
+    make_meter,
+    memory_of,
+)
+from adaptra_megatron.runtime.plans import Layout, PlanBook
 from adaptra_megatron.runtime.program import Program, compile_program
 from adaptra_megatron.runtime.reporting import arrival_records, make_telemetry, path_states, rank_figures
 from adaptra_megatron.runtime.split_backward import WeightGradientQueue
@@ -59,6 +67,8 @@ class _Pipeline:
     leader: PlanLeader
     """Has something to say on the leading rank alone."""
     telemetry: RunTelemetry
+    meter: MemoryMeter | None
+    """None where memory is not measured."""
     iteration: int = 0
     training_iterations: int = 0
 
@@ -66,8 +76,17 @@ class _Pipeline:
 class AdaptraRuntime:
     """Runs every forward_backward call of one process. Built by `patches.enable`, closed by undoing the patches."""
 
-    def __init__(self, config: AdaptraConfig, queue: WeightGradientQueue, decorate: Decorate | None = None) -> None:
-        """`decorate(computation, stage)` may wrap what a stage computes (emulation, instrumentation)."""
+    def __init__(
+        self,
+        config: AdaptraConfig,
+        queue: WeightGradientQueue,
+        decorate: Decorate | None = None,
+        memory: MemorySource | None = None,
+    ) -> None:
+        """`decorate(computation, stage)` may wrap what a stage computes (emulation, instrumentation).
+
+        `memory`: who tells what is allocated, where that is not the device Megatron computes on.
+        """
         self.peak_in_flight = 0.0
         """Most activations held at once in any training iteration so far."""
         self.last_schedule: Schedule | None = None
@@ -75,6 +94,7 @@ class AdaptraRuntime:
         self._config = config
         self.weight_gradients = queue
         self._decorate = decorate
+        self._memory = memory
         self._pipelines: dict[tuple[int, ...], _Pipeline] = {}
         self._programs: dict[int, Program] = {}
         # Threads that wait in native code must not outlive the interpreter, and Megatron's scripts undo nothing.
@@ -95,6 +115,8 @@ class AdaptraRuntime:
         computation = MegatronComputation(call, self.weight_gradients)
         decorated = self._decorate(computation, call.stage) if self._decorate is not None else computation
         embedding = self._start_stock_bookkeeping(call)
+        if pipeline.meter is not None and not call.forward_only:
+            pipeline.meter.begin(pipeline.book.number)
         report = pipeline.executor.run(
             call,
             self._program(schedule, call.stage),
@@ -118,6 +140,14 @@ class AdaptraRuntime:
             pipeline.telemetry.trained(figures, *path_states(pipeline.transport))
         pipeline.iteration += 1
         return computation.losses
+
+    def last_plan(self) -> tuple[int, str]:
+        """Number and fingerprint (of the schedule, not the number) of what the last training iteration ran."""
+        if self.last_schedule is None:
+            raise RuntimeError("no training iteration has run yet")
+        csv = schedule_to_csv(self.last_schedule)
+        number = max((pipeline.book.number for pipeline in self._pipelines.values()), default=0)
+        return number, hashlib.sha256(csv.encode()).hexdigest()[:16]
 
     def summary(self) -> dict[str, Any]:
         """What ran, for reports and tests: plain numbers and text; on the leading rank also the costs it measured."""
@@ -172,7 +202,9 @@ class AdaptraRuntime:
             group_size=call.group_size,
             can_split=call.config.recompute_granularity != "full",
         )
-        book = PlanBook(config, layout)  # first: it refuses an impossible plan before anything is set up
+        memory = self._memory or memory_of(current_device())
+        # First: it refuses an impossible plan before anything is set up.
+        book = PlanBook(config, layout, measures_memory=memory is not None)
         transport = _make_transport(call, config)
         told = book.measures or config.trace_dir is not None
         membership = join(call.pipeline_group, config.timeout_s) if told else None
@@ -192,6 +224,9 @@ class AdaptraRuntime:
             exchange=exchange,
             leader=leader,
             telemetry=telemetry,
+            meter=None
+            if memory is None or exchange is None
+            else make_meter(memory, config.memory_fraction, fp16=bool(call.config.fp16)),
         )
 
     def _schedule(self, pipeline: _Pipeline, call: PipelineCall) -> Schedule:
@@ -203,7 +238,7 @@ class AdaptraRuntime:
             pipeline.telemetry.begin(pipeline.iteration, decision.requests, decision.job)
             if decision.csv is not None:
                 planned = schedule_from_csv(decision.csv, chunks=call.chunks)
-                pipeline.book.install(planned, decision.number, pipeline.book.caps(planned.micro_batches))
+                pipeline.book.install(planned, decision.number, decision.caps, decision.released_at_backward_input)
                 self._programs.clear()
                 pipeline.telemetry.switch(
                     decision.number,
@@ -221,8 +256,11 @@ class AdaptraRuntime:
 
     def _account(self, pipeline: _Pipeline, call: PipelineCall) -> ActivationAccount:
         # Evaluation keeps no activations, and Megatron's order for it would pass any cap by count.
-        cap = None if call.forward_only else pipeline.book.enforced_cap(call.micro_batches, call.stage)
-        return ActivationAccount(call.stage, cap, RELEASED_AT_BACKWARD_INPUT)
+        released = pipeline.book.released_at_backward_input(call.micro_batches)
+        if call.forward_only:
+            return ActivationAccount(call.stage, None, released)
+        cap = pipeline.book.enforced_cap(call.micro_batches, call.stage)
+        return ActivationAccount(call.stage, cap, released, pipeline.meter)
 
     def _start_stock_bookkeeping(self, call: PipelineCall) -> Any:
         """What stock does before its first action; returns the embedding module that finalizing needs."""
@@ -260,6 +298,7 @@ class AdaptraRuntime:
             times,
             pipeline.membership.clock_offset_s,
             report.computed_s() if current_device().type == "cuda" else None,
+            None if pipeline.meter is None else pipeline.meter.finish(largest_activation_nbytes(times[1])),
         )
         pipeline.exchange.post(pipeline.training_iterations, measurement)
         return arrivals

@@ -17,7 +17,7 @@ logger = logging.getLogger("adaptra_megatron.telemetry")
 
 MEGATRON_VARIABLES = "megatron.training.global_vars"
 LINKS_SHOWN = 16
-"""A curve per link is for pipelines with no more than so many directed links; the slowest link is shown always."""
+"""A curve per link (or stage) is for pipelines with no more than so many; the slowest link is shown always."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,26 @@ class LinkFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryFigures:
+    """Of the replica of one stage that has the least room."""
+
+    activation_nbytes: float
+    """What one micro-batch of one chunk takes."""
+    free_nbytes: float
+    """Left when the stage held most."""
+    cap: float
+    """Activations that plans may have it hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobFigures:
     """What the leader has found from one iteration's measurements of all ranks."""
 
     bubble_fraction: float | None = None
     """Mean over the stages, 0..1."""
     links: Mapping[tuple[int, int], LinkFigures] = field(default_factory=dict)
+    memory: Mapping[int, MemoryFigures] = field(default_factory=dict)
+    """By stage, where memory is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +79,11 @@ def scalars(rank: RankFigures, job: JobFigures | None = None) -> dict[str, float
         return values
     if job.bubble_fraction is not None:
         values["adaptra/bubble_fraction"] = job.bubble_fraction
+    if len(job.memory) <= LINKS_SHOWN:
+        for stage, memory in sorted(job.memory.items()):
+            values[f"adaptra/stage_{stage}/activation_bytes"] = memory.activation_nbytes
+            values[f"adaptra/stage_{stage}/free_bytes"] = memory.free_nbytes
+            values[f"adaptra/stage_{stage}/activation_cap"] = memory.cap
     if job.links:
         values["adaptra/slowest_link_latency_s"] = max(link.latency_s for link in job.links.values())
         values["adaptra/links_not_healthy"] = sum(link.state != "healthy" for link in job.links.values())
