@@ -37,6 +37,10 @@ class TrainingResult:
     """Final main parameters and moments by `<optimizer>.<group>.<parameter>.<what>`, this rank's shard of them."""
     links_struck: dict[str, int] = field(default_factory=dict)
     """Messages that each emulated slow link delayed, by `<source stage>><target stage>`."""
+    pauses: int = 0
+    """How often this rank stood still because its story said so."""
+    plans: list[tuple[int, str]] = field(default_factory=list)
+    """Per iteration: the number of the plan, and a fingerprint of its schedule; empty without adaptra."""
     path_flaps: int = 0
     """How often a link of this rank was told to prefer the other path."""
     compute: dict[str, float] = field(default_factory=dict)

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,20 +19,17 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
-from adaptra_megatron.emulation.arguments import TrainingArgumentsError, check_arguments
+from adaptra_megatron.emulation.arguments import check_arguments
 from adaptra_megatron.emulation.checkpointing import check_can_save, load_checkpoint, save_checkpoint
-from adaptra_megatron.emulation.compute import EmulatedCompute, parse_compute
+from adaptra_megatron.emulation.conditions import emulate_conditions
 from adaptra_megatron.emulation.data import Batch, build_datasets, micro_batches
-from adaptra_megatron.emulation.link_faults import parse_link_fault
-from adaptra_megatron.emulation.links import SlowLinks
 from adaptra_megatron.emulation.model import build_config, build_model, build_optimizer
-from adaptra_megatron.emulation.path_flaps import PathFlaps
-from adaptra_megatron.emulation.process_groups import join_job, seed_everything, set_up_groups, stage_of_rank
+from adaptra_megatron.emulation.process_groups import join_job, seed_everything, set_up_groups
 from adaptra_megatron.emulation.results import TrainingResult, model_tensors, optimizer_tensors, save_result
 from adaptra_megatron.telemetry.stock import trace_stock
 
 if TYPE_CHECKING:
-    from adaptra_megatron.emulation.soak_rank import SoakRank
+    from adaptra_megatron.runtime.runtime import AdaptraRuntime
 
 logger = logging.getLogger("adaptra_megatron.emulation.training")
 
@@ -53,84 +47,40 @@ def train(args: argparse.Namespace) -> TrainingResult:
     applied = None
     with contextlib.ExitStack() as stack:
         set_up_groups(args)
-        compute = _emulate_compute(args, stack)
-        links = _emulate_links(args, stack, world_size)
-        soak = _soak(args, stack)
-        flaps = _emulate_path_flaps(args, stack)
+        conditions = stack.enter_context(emulate_conditions(args, world_size))
         if args.adaptra:
             from adaptra_megatron.config import config_from_arguments
             from adaptra_megatron.patches import enable
 
-            decorate = None if compute is None else lambda computation, stage: compute.decorate(computation)
-            applied = enable(config_from_arguments(args), decorate=decorate)
+            applied = enable(config_from_arguments(args), decorate=conditions.decorate)
             stack.callback(applied.undo)
         elif args.adaptra_trace_dir is not None:
             stage = parallel_state.get_pipeline_model_parallel_rank()
             stack.enter_context(trace_stock(schedules, args.adaptra_trace_dir, rank=dist.get_rank(), stage=stage))
-        watchers = [watcher.set_iteration for watcher in (links, soak) if watcher is not None]
-        trainer = Trainer(args, watchers)
+        runtime = None if applied is None else applied.runtime
+        trainer = Trainer(args, conditions.watchers, runtime)
         trainer.run()
-        if links is not None:
-            trainer.result.links_struck = {f"{a}>{b}": count for (a, b), count in links.struck_on_either.items()}
-        if applied is not None and applied.runtime is not None:
-            trainer.result.adaptra = applied.runtime.summary()
-    if compute is not None:
-        trainer.result.compute = asdict(compute.counts)
-    if flaps is not None:
-        trainer.result.path_flaps = flaps.flaps
+        conditions.report(trainer.result)
+        if runtime is not None:
+            trainer.result.adaptra = runtime.summary()
     if args.dump_state:
         save_result(trainer.result, args.dump_state, rank=dist.get_rank(), world_size=world_size)
     return trainer.result
 
 
-def _emulate_compute(args: argparse.Namespace, stack: contextlib.ExitStack) -> EmulatedCompute | None:
-    if args.emulate_compute_ms is None:
-        return None
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    stages = args.pipeline_model_parallel_size
-    compute = parse_compute(args.emulate_compute_ms, stage=stage, stages=stages)
-    # Also under --adaptra: where that leaves an iteration to stock, times are the same.
-    stack.enter_context(compute.install_on_stock(schedules))
-    return compute
-
-
-def _emulate_path_flaps(args: argparse.Namespace, stack: contextlib.ExitStack) -> PathFlaps | None:
-    if args.emulate_path_flaps is None:
-        return None
-    return stack.enter_context(PathFlaps(f"{args.emulate_path_flaps}:{dist.get_rank()}"))
-
-
-def _soak(args: argparse.Namespace, stack: contextlib.ExitStack) -> SoakRank | None:
-    if args.emulate_fault_plan is None:
-        return None
-    from adaptra_megatron.emulation.soak_rank import SoakRank
-
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    return stack.enter_context(SoakRank(Path(args.emulate_fault_plan), stage, args.pipeline_model_parallel_size))
-
-
-def _emulate_links(args: argparse.Namespace, stack: contextlib.ExitStack, world_size: int) -> SlowLinks | None:
-    if not args.emulate_slow_link:
-        return None
-    faults = [fault for text in args.emulate_slow_link for fault in parse_link_fault(text)]
-    stages = args.pipeline_model_parallel_size
-    unknown = [fault for fault in faults if max(fault.source, fault.target) >= stages]
-    if unknown:
-        raise TrainingArgumentsError(
-            f"--emulate-slow-link names stage {max(unknown[0].source, unknown[0].target)}; there are stages 0 to "
-            f"{stages - 1}"
-        )
-    stage = functools.partial(stage_of_rank, world_size=world_size, stages=stages)
-    return stack.enter_context(SlowLinks(faults, stage))
-
-
 class Trainer:
     """Model, optimizer, data and loop of one training."""
 
-    def __init__(self, args: argparse.Namespace, watchers: Sequence[Callable[[int], None]] = ()) -> None:
-        """`watchers` are told the number of each iteration (from 0) when it begins."""
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        watchers: Sequence[Callable[[int], None]] = (),
+        runtime: AdaptraRuntime | None = None,
+    ) -> None:
+        """`watchers` are told the number of each iteration (from 0) when it begins. `runtime`: where there is one, the
+        plan of each iteration is noted."""
         self.args = args
-        self._watchers = watchers
+        self._watchers, self._runtime = watchers, runtime
         if args.save:
             check_can_save()
         self.result = TrainingResult()
@@ -155,6 +105,8 @@ class Trainer:
                 watcher(self.iteration)
             started = time.perf_counter()
             grad_norm = self._train_step(iterators)
+            if self._runtime is not None:
+                self.result.plans.append(self._runtime.last_plan())
             self.iteration += 1
             self.result.grad_norms.append(grad_norm)
             self.result.iteration_seconds.append(time.perf_counter() - started)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,10 @@ class VariantReport:
     """Per iteration: from the first stage's start to the last rank's end of the forward_backward function alone."""
     links_struck: dict[str, int] = field(default_factory=dict)
     """Messages that emulated slow links delayed, by `<source stage>><target stage>`, summed over ranks."""
+    pauses: int = 0
+    """How often ranks stood still because their story said so, summed over ranks."""
+    plans: list[list[Any]] = field(default_factory=list)
+    """By rank, per iteration: the number of the plan, and a fingerprint of its schedule; no ranks for stock."""
     path_flaps: int = 0
     """How often links were told to prefer the other path, summed over ranks."""
     adaptra: list[dict[str, Any]] = field(default_factory=list)
@@ -185,10 +190,17 @@ def _merge(variant: Variant, parts: Sequence[dict[str, Any]]) -> VariantReport:
     spans = zip(*(result["forward_backward_s"] for result in results), strict=True)
     report.pipeline_seconds = [max(left for _, left in ranks) - ranks[0][0] for ranks in spans]
     report.path_flaps = sum(result["path_flaps"] for result in results)
-    for result in results:
-        for link, count in result["links_struck"].items():
-            report.links_struck[link] = report.links_struck.get(link, 0) + count
+    report.pauses = sum(result["pauses"] for result in results)
+    report.plans = [result["plans"] for result in results if result["plans"]]
+    report.links_struck = _sum(result["links_struck"] for result in results)
     return report
+
+
+def _sum(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return dict(total)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,8 @@ class LinkDetection:
     """"device" or "host", where it is known which one is meant."""
     pipeline: int | None = None
     """Which of the job's parallel pipelines, by its first global rank."""
+    since_iteration: int | None = None
+    """The first iteration that showed the change, where that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,8 @@ class StageDetection:
     """Compute time now over compute time when healthy."""
     pipeline: int | None = None
     """Which of the job's parallel pipelines, by its first global rank."""
+    since_iteration: int | None = None
+    """The first iteration that showed the change, where that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)

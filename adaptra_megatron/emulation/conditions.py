@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is emulated around a training: how long compute lasts, and what goes wrong when."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+
+from adaptra_megatron.emulation.arguments import TrainingArgumentsError
+from adaptra_megatron.emulation.compute import EmulatedCompute, parse_compute
+from adaptra_megatron.emulation.link_faults import LinkFault, parse_link_fault
+from adaptra_megatron.emulation.link_story import LinkStory, read_story
+from adaptra_megatron.emulation.links import SlowLinks
+from adaptra_megatron.emulation.path_flaps import PathFlaps
+from adaptra_megatron.emulation.pauses import Pauses
+from adaptra_megatron.emulation.process_groups import stage_of_rank
+from adaptra_megatron.emulation.results import TrainingResult
+
+if TYPE_CHECKING:
+    from adaptra_megatron.emulation.soak_rank import SoakRank
+    from adaptra_megatron.runtime.computation import StageComputation
+
+
+class Conditions:
+    """Those of one rank, in force while its context lasts."""
+
+    def __init__(self, args: argparse.Namespace, world_size: int, stack: contextlib.ExitStack) -> None:
+        """Raises TrainingArgumentsError, or what the parts raise for what is given wrongly."""
+        self._stages = args.pipeline_model_parallel_size
+        self._stage = parallel_state.get_pipeline_model_parallel_rank()
+        story = read_story(Path(args.emulate_link_story)) if args.emulate_link_story else LinkStory(iterations=0)
+        self._compute = self._emulate_compute(args.emulate_compute_ms, stack)
+        faults = [fault for text in args.emulate_slow_link for fault in parse_link_fault(text)]
+        self._links = self._emulate_links([*faults, *story.faults], world_size, stack)
+        self._pauses = Pauses(story.pauses, self._stage)
+        soak = self._soak(args.emulate_fault_plan, stack)
+        seed = args.emulate_path_flaps
+        self._flaps = None if seed is None else stack.enter_context(PathFlaps(f"{seed}:{dist.get_rank()}"))
+        self.watchers: list[Callable[[int], None]] = [
+            watcher.set_iteration for watcher in (self._links, soak, self._pauses) if watcher is not None
+        ]
+        """To be told the number of each training iteration (from 0) when it begins."""
+
+    def decorate(self, computation: StageComputation, stage: int) -> StageComputation:
+        """What `stage` (this rank's) computes, under these conditions."""
+        if self._compute is not None:
+            computation = self._compute.decorate(computation)
+        return self._pauses.decorate(computation)
+
+    def report(self, result: TrainingResult) -> None:
+        """Write down what was in force: the proof that it was."""
+        if self._links is not None:
+            result.links_struck = {f"{a}>{b}": count for (a, b), count in self._links.struck_on_either.items()}
+        if self._compute is not None:
+            result.compute = asdict(self._compute.counts)
+        if self._flaps is not None:
+            result.path_flaps = self._flaps.flaps
+        result.pauses = self._pauses.made
+
+    def _emulate_compute(self, times_ms: str | None, stack: contextlib.ExitStack) -> EmulatedCompute | None:
+        if times_ms is None:
+            return None
+        compute = parse_compute(times_ms, stage=self._stage, stages=self._stages)
+        # Also under --adaptra: where that leaves an iteration to stock, times are the same.
+        stack.enter_context(compute.install_on_stock(schedules))
+        return compute
+
+    def _emulate_links(self, faults: list[LinkFault], world_size: int, stack: contextlib.ExitStack) -> SlowLinks | None:
+        stages = self._stages
+        for fault in faults:
+            if max(fault.source, fault.target) >= stages:
+                raise TrainingArgumentsError(
+                    f"a slow link goes from stage {fault.source} to {fault.target}; there are stages 0 to {stages - 1}"
+                )
+            if fault.pipeline is not None and not 0 <= fault.pipeline < world_size // stages:
+                raise TrainingArgumentsError(
+                    f"link {fault.source}>{fault.target} is to be slow in pipeline {fault.pipeline}; pipelines are "
+                    f"named by their first global ranks, here 0 to {world_size // stages - 1}"
+                )
+        pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())[0]
+        ours = [fault for fault in faults if fault.pipeline in (None, pipeline)]
+        if not ours:
+            return None
+        return stack.enter_context(
+            SlowLinks(ours, lambda rank: stage_of_rank(rank, world_size=world_size, stages=stages))
+        )
+
+    def _soak(self, directory: str | None, stack: contextlib.ExitStack) -> SoakRank | None:
+        if directory is None:
+            return None
+        from adaptra_megatron.emulation.soak_rank import SoakRank
+
+        return stack.enter_context(SoakRank(Path(directory), self._stage, self._stages))
+
+
+@contextlib.contextmanager
+def emulate_conditions(args: argparse.Namespace, world_size: int) -> Iterator[Conditions]:
+    """What `args` ask for, of `world_size` ranks. Process groups must be set up."""
+    with contextlib.ExitStack() as stack:
+        yield Conditions(args, world_size, stack)
