@@ -103,7 +103,6 @@ class PipelineExecutor:
             iteration=iteration,
             windows={peer: ReceiveWindow(messages, self._lookahead) for peer, messages in program.expected.items()},
         )
-        self._timer.begin()
         for peer in run.windows:
             self._post_receives(run, peer)
         marks: list[Any] = []

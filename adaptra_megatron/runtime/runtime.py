@@ -42,6 +42,7 @@ from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_
 from adaptra_megatron.telemetry.records import ArrivalRecord
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
 from adaptra_megatron.transport.affinity import rank_rnics
+from adaptra_megatron.transport.device_clock import CudaEvents, DeviceClock
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Transport
@@ -205,7 +206,8 @@ class AdaptraRuntime:
         memory = self._memory or memory_of(current_device())
         # First: it refuses an impossible plan before anything is set up.
         book = PlanBook(config, layout, measures_memory=memory is not None)
-        transport = _make_transport(call, config)
+        clock = DeviceClock(CudaEvents()) if current_device().type == "cuda" else None
+        transport = _make_transport(call, config, clock)
         told = book.measures or config.trace_dir is not None
         membership = join(call.pipeline_group, config.timeout_s) if told else None
         telemetry = make_telemetry(call, config, membership)
@@ -217,7 +219,7 @@ class AdaptraRuntime:
         return _Pipeline(
             transport=transport,
             executor=PipelineExecutor(
-                transport, make_timer(current_device()), lookahead=config.receive_lookahead, timeout_s=config.timeout_s
+                transport, make_timer(clock), lookahead=config.receive_lookahead, timeout_s=config.timeout_s
             ),
             book=book,
             membership=membership,
@@ -309,7 +311,7 @@ NCCL_LIMIT_S = 15.0
 GLOO_LIMIT_S = PathSettings.probe_limit_s
 
 
-def _make_transport(call: PipelineCall, config: AdaptraConfig) -> Transport:
+def _make_transport(call: PipelineCall, config: AdaptraConfig, clock: DeviceClock | None) -> Transport:
     group, device = call.pipeline_group, current_device()
     on_gpu = device.type == "cuda"
     if config.host_transport != "off":
@@ -326,7 +328,7 @@ def _make_transport(call: PipelineCall, config: AdaptraConfig) -> Transport:
             device,
         )
     if on_gpu:
-        return StreamTransport(group, config.timeout_s)
+        return StreamTransport(group, config.timeout_s, clock)
     return WaitingThreadTransport(group, call.chunks, config.timeout_s)
 
 

@@ -2,24 +2,35 @@
 """The device path on GPU tensors: torch.distributed with a backend that works on streams (NCCL).
 
 NCCL has no tags and matches by order, so every directed link has a process group of its own and receives are posted
-in the order in which the peer sends. A wait only makes the current stream wait: the CPU never sees an arrival.
+in the order in which the peer sends. A wait only makes the current stream wait: the CPU never sees an arrival, but a
+stream of its own per link that waits for nothing else can tell afterwards when it was.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from adaptra_megatron.transport.device_clock import DeviceClock, Mark, Stream
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
+from adaptra_megatron.transport.paths import Path
 from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
 
 Link = tuple[int, int]
+
+
+class _Marks(NamedTuple):
+    """Of one receive."""
+
+    posted: Mark
+    arrived: Mark
 
 
 class _Receive(NamedTuple):
@@ -27,13 +38,19 @@ class _Receive(NamedTuple):
     buffer: torch.Tensor | None
     """None until its size is known."""
     work: dist.Work | None
+    marks: _Marks | None = None
+    """None where nobody can tell, or it has not begun."""
 
 
 class StreamTransport:
     """Transport over one two-rank group per directed link of the pipeline."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        """`group`: the pipeline's. Called by all ranks of the job, each with its own pipeline, at the same point."""
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, clock: DeviceClock | None = None) -> None:
+        """`group`: the pipeline's. Called by all ranks of the job, each with its own pipeline, at the same point.
+
+        `clock`: of the device, to tell when messages were asked for and arrived; related to the host's clock, by its
+        owner, between the use of the last message and `take_times`. None: nobody is told.
+        """
         self._rank = group.rank()
         self._ranks = [dist.get_global_rank(group, stage) for stage in range(group.size())]
         self._links = self._make_groups(dist.get_backend(group), timeout_s)
@@ -41,6 +58,11 @@ class StreamTransport:
         self._receives: dict[MessageKey, _Receive] = {}
         self._announced: dict[int, deque[MessageKey]] = defaultdict(deque)
         self._sends: list[tuple[MessageKey, int, torch.Tensor, dist.Work | None]] = []
+        # A wait that blocks the thread would block it at the post.
+        self._clock = None if _waits_block() else clock
+        self._streams: dict[int, Stream] = {}
+        self._sent: list[MessageTimes] = []
+        self._received: list[tuple[MessageKey, int, int, _Marks]] = []
 
     def _make_groups(self, backend: str, timeout_s: float) -> dict[Link, dist.ProcessGroup]:
         # Groups of all pipelines are made by all ranks in one order. Local synchronisation would need fewer calls, but
@@ -69,7 +91,10 @@ class StreamTransport:
         if self._specification.shape is None:
             header = encode_shape(outgoing.shape, outgoing.device)
             self._sends.append((key, peer, header, self._isend(header, peer, key)))
+        now_s = time.monotonic()
         self._sends.append((key, peer, outgoing, self._isend(outgoing, peer, key)))
+        if self._clock is not None:
+            self._sent.append(MessageTimes(key, peer, now_s, now_s, outgoing.nbytes, Path.DEVICE))
         self._let_go_of_completed_sends()
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
@@ -81,17 +106,29 @@ class StreamTransport:
             self._announced[peer].append(key)
             return
         buffer = torch.empty(specification.shape, dtype=specification.dtype, device=specification.device)
-        self._receives[key] = _Receive(peer, buffer, self._irecv(buffer, peer, key))
+        self._receives[key] = self._begin_receive(key, peer, buffer, self._mark())
 
     def ready(self, key: MessageKey) -> bool:
         work = self._receives[key].work
         return work is not None and work.is_completed()
 
+    def sees_arrivals(self, peer: int) -> bool:
+        """Never: a receive that is over says so only when it is asked, and one whose size is unknown has not begun."""
+        return False
+
+    def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
+        return False
+
+    def came_by(self, peer: int) -> Path:
+        return Path.DEVICE
+
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
         if self._receives[key].buffer is None:
             self._receive_through(key, deadline_s)
-        peer, buffer, work = self._receives.pop(key)
+        peer, buffer, work, marks = self._receives.pop(key)
         assert buffer is not None
+        if marks is not None:
+            self._received.append((key, peer, buffer.nbytes, marks))
         self._settle(work, buffer, key, f"{peer}->{self._rank}", deadline_s)
         return buffer
 
@@ -102,10 +139,28 @@ class StreamTransport:
         first = None
         while first != key:
             first = self._announced[peer].popleft()
+            posted = self._mark()
             header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=specification.device)
             self._settle(self._irecv(header, peer, first), header, first, f"{peer}->{self._rank}", deadline_s)
             body = torch.empty(decode_shape(header.cpu()), dtype=specification.dtype, device=specification.device)
-            self._receives[first] = _Receive(peer, body, self._irecv(body, peer, first))
+            self._receives[first] = self._begin_receive(first, peer, body, posted)
+
+    def _begin_receive(self, key: MessageKey, peer: int, buffer: torch.Tensor, posted: Mark | None) -> _Receive:
+        work = self._irecv(buffer, peer, key)
+        if self._clock is None or work is None:
+            return _Receive(peer, buffer, work)
+        if peer not in self._streams:
+            self._streams[peer] = self._clock.new_stream()
+        with self._clock.use(self._streams[peer]):
+            try:
+                work.wait()
+            except RuntimeError as cause:
+                raise self._error(key, f"{peer}->{self._rank}", cause) from cause
+            arrived = self._clock.mark()
+        return _Receive(peer, buffer, work, _Marks(posted, arrived))
+
+    def _mark(self) -> Mark | None:
+        return None if self._clock is None else self._clock.mark()
 
     def flush(self, deadline_s: float) -> None:
         sends, self._sends = self._sends, []
@@ -122,7 +177,17 @@ class StreamTransport:
             self._settle(work, tensor, key, f"{self._rank}->{peer}", time.monotonic())
 
     def take_times(self) -> tuple[Sequence[MessageTimes], Sequence[MessageTimes]]:
-        return (), ()
+        if self._clock is None:
+            return (), ()
+        sent, self._sent = self._sent, []
+        received, self._received = self._received, []
+        marks = [mark for *_, of_one in received for mark in of_one]
+        seconds = iter(self._clock.seconds(marks))
+        self._clock.use_again(marks)
+        return sent, [
+            MessageTimes(key, peer, next(seconds), next(seconds), nbytes, Path.DEVICE)
+            for key, peer, nbytes, _ in received
+        ]
 
     def close(self) -> None:
         for group in self._links.values():
@@ -164,6 +229,12 @@ class StreamTransport:
             return dist.irecv(tensor, self._ranks[peer], group=self._links[peer, self._rank])
         except RuntimeError as cause:
             raise self._error(key, f"{peer}->{self._rank}", cause) from cause
+
+
+def _waits_block() -> bool:
+    """Whether the user has asked for NCCL's waits to block the thread."""
+    names = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+    return any(os.environ.get(name, "0").lower() not in ("", "0", "n", "no", "f", "false") for name in names)
 
 
 def _links(stages: int) -> list[Link]:

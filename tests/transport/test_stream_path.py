@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.made_up_streams import MadeUpStreams
 
+from adaptra_megatron.runtime.timers import make_timer
 from adaptra_megatron.transport import stream_path
+from adaptra_megatron.transport.device_clock import DeviceClock
 from adaptra_megatron.transport.messages import Direction, MessageKey, TensorSpecification, TransportError
 from adaptra_megatron.transport.shapes import encode_shape
 from adaptra_megatron.transport.stream_path import StreamTransport
@@ -287,7 +290,103 @@ def test_errors_name_stage_link_key_cause_and_remedy(
     assert isinstance(failed.value.__cause__, RuntimeError)
 
 
-def test_arrivals_are_not_timed(transport: StreamTransport) -> None:
+def test_without_a_clock_nothing_is_timed(distributed: RecordedDistributed, transport: StreamTransport) -> None:
+    transport.describe(FIXED)
+    transport.post_send(key(0), 2, torch.zeros(2, 3))
+    transport.post_receive(key(0), 0)
+    transport.wait(key(0), time.monotonic() + 1.0)
+    assert transport.take_times() == ((), ())
+
+
+class TimedWork(Work):
+    """A receive that arrives at a given moment: whatever stream waits for it stands still until then."""
+
+    def __init__(self, streams: MadeUpStreams, arrives_s: float) -> None:
+        super().__init__()
+        self._streams, self._arrives_s = streams, arrives_s
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        super().wait(timeout)
+        self._streams.current.stand_still_until(self._arrives_s)
+
+
+@pytest.mark.parametrize("specification", [FIXED, VARYING])
+def test_receives_are_timed_where_the_device_can_tell(
+    distributed: RecordedDistributed, specification: TensorSpecification, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message that has come early is told to have come then, though computation came to it much later."""
+    streams = MadeUpStreams(host_s=time.monotonic)
+    clock = DeviceClock(streams)
+    transport = StreamTransport(Group(PIPELINES[0], rank=2), 5.0, clock)  # type: ignore[arg-type]
+    arrivals_s = iter([7.0, 8.0] if specification is FIXED else [6.5, 7.0, 7.5, 8.0])
+    monkeypatch.setattr(distributed, "_transfer", lambda *_: TimedWork(streams, next(arrivals_s)))
+    transport.describe(specification)
+    streams.current.stand_still_until(5.0)
+    if specification is VARYING:
+        distributed.inbox[0] = [part for _ in range(2) for part in (encode_shape((2, 3), CPU), torch.zeros(2, 3))]
+    for number in range(2):
+        transport.post_receive(key(number), 0)
+    for number in range(2):
+        streams.current.stand_still_until(20.0 + number)
+        transport.wait(key(number), time.monotonic() + 1.0)
+    end_s = streams.now_s()
+    clock.relate(clock.mark())
+    host_of_device_zero_s = time.monotonic() - end_s
+    sent, received = transport.take_times()
+    assert sent == []
+    assert [(times.key, times.peer, times.nbytes) for times in received] == [(key(0), 0, 24), (key(1), 0, 24)]
+    arrived_s = [times.done_s - host_of_device_zero_s for times in received]
+    assert arrived_s == pytest.approx([7.0, 8.0], abs=0.05)
+    posted_s = [times.posted_s - host_of_device_zero_s for times in received]
+    expected_s = [5.0, 5.0] if specification is FIXED else [20.0, 21.0]
+    assert posted_s == pytest.approx(expected_s, abs=0.05), "nothing is received before computation comes to the post"
+    assert transport.take_times() == ([], []), "once"
+
+
+def test_sends_are_timed_by_the_post(distributed: RecordedDistributed) -> None:
+    """When they had been computed, the executor knows."""
+    clock = DeviceClock(MadeUpStreams(host_s=time.monotonic))
+    transport = StreamTransport(Group(PIPELINES[0], rank=2), 5.0, clock)  # type: ignore[arg-type]
+    transport.describe(FIXED)
+    before_s = time.monotonic()
+    transport.post_send(key(3), 2, torch.zeros(2, 3))
+    (sent,), _ = transport.take_times()
+    assert (sent.key, sent.peer, sent.nbytes) == (key(3), 2, 24)
+    assert before_s <= sent.posted_s == sent.done_s <= time.monotonic()
+
+
+def test_events_are_made_once_and_used_again(distributed: RecordedDistributed) -> None:
+    streams = MadeUpStreams(host_s=time.monotonic)
+    clock = DeviceClock(streams)
+    transport = StreamTransport(Group(PIPELINES[0], rank=2), 5.0, clock)  # type: ignore[arg-type]
+    timer = make_timer(clock)
+    made = []
+    for iteration in range(3):
+        transport.describe(FIXED)
+        marks = []
+        for number in range(4):
+            marks.append(timer.mark())
+            message = MessageKey(iteration, Direction.ACTIVATION, 0, number)
+            transport.post_receive(message, 0)
+            transport.wait(message, time.monotonic() + 1.0)
+        waits = streams.synchronized
+        timer.resolve(marks)
+        assert streams.synchronized == waits + 2, "the end of the iteration, and the mark that tells the time"
+        transport.take_times()
+        assert streams.synchronized == waits + 2
+        made.append(streams.events_made)
+    assert made == [made[0]] * 3
+
+
+def test_where_waits_block_the_thread_nothing_waits_at_the_post(
+    distributed: RecordedDistributed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    clock = DeviceClock(MadeUpStreams(host_s=time.monotonic))
+    transport = StreamTransport(Group(PIPELINES[0], rank=2), 5.0, clock)  # type: ignore[arg-type]
+    transport.describe(FIXED)
+    transport.post_receive(key(0), 0)
+    assert distributed.transfers[-1][-1].waited == []
     assert transport.take_times() == ((), ())
 
 

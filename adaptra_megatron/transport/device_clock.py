@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moments on a GPU's streams in seconds of the host's monotonic clock; to mark one is not to wait for it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+Mark = Any
+"""Opaque: an event of the device."""
+Stream = Any
+
+
+class TimedEvents(Protocol):
+    """The little of torch.cuda that tells times."""
+
+    def new_event(self) -> Mark:
+        """With `record()` (on the current stream), `synchronize()` and `elapsed_time(later)` in ms, as torch.cuda's."""
+
+    def new_stream(self) -> Stream:
+        """A stream of its own, which waits for no other."""
+
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Within, `stream` is the calling thread's current one."""
+
+
+class CudaEvents:
+    """TimedEvents of the current GPU."""
+
+    def new_event(self) -> Mark:
+        # blocking: the thread that waits for one sleeps instead of spinning on a core that training needs.
+        return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+
+    def new_stream(self) -> Stream:
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = torch.cuda.stream(stream)
+        return context
+
+
+class DeviceClock:
+    """Marks moments on streams and tells them afterwards, all those of an iteration at once.
+
+    Events are made once and used again. Not safe for threads: it belongs to the one that runs the pipeline.
+    """
+
+    def __init__(self, events: TimedEvents) -> None:
+        self._events = events
+        self._unused: deque[Mark] = deque()
+        self._anchor = events.new_event()
+        self._anchor_s = 0.0
+
+    def new_stream(self) -> Stream:
+        """For marks that wait for what no computation waits for yet."""
+        return self._events.new_stream()
+
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Within, marks are made on `stream`."""
+        return self._events.use(stream)
+
+    def mark(self) -> Mark:
+        """When the current stream comes to this point."""
+        mark = self._unused.pop() if self._unused else self._events.new_event()
+        mark.record()
+        return mark
+
+    def relate(self, last: Mark) -> None:
+        """Wait for `last`, the latest mark of the current stream, and relate the device's clock to the host's.
+
+        Once per iteration, when the stream holds nothing more: the moment that the host sees is then the device's, to
+        the few microseconds that an empty stream takes. Raises RuntimeError for an error of the device.
+        """
+        last.synchronize()
+        self._anchor.record()
+        self._anchor.synchronize()
+        self._anchor_s = time.monotonic()
+
+    def seconds(self, marks: Iterable[Mark]) -> list[float]:
+        """Moments of marks that the device has come to, by the latest `relate`: time.monotonic() seconds."""
+        return [self._anchor_s - mark.elapsed_time(self._anchor) / 1e3 for mark in marks]
+
+    def use_again(self, marks: Sequence[Mark]) -> None:
+        """Take back marks that nobody needs any more."""
+        self._unused.extend(marks)
