@@ -5,21 +5,19 @@ The programs below are the calls of megatron-core 0.16.1 `pipeline_parallel/sche
 `forward_backward_pipelining_without_interleaving` and, with `overlap_p2p_comm` off,
 `forward_backward_pipelining_with_interleaving`. A call posts all its sends and receives at once and returns when
 each of them is complete. A receive exists only from the moment it is posted, so a transfer completes, on both sides,
-at max(sent + occupancy + latency, receive posted).
+at max(sent + occupancy + latency, receive posted): csrc/schedule/blocking.cpp replays them.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.classic import interleaved, one_f_one_b
-from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.errors import ScheduleError
-
-Times = list[list[float]]
+from adaptra_megatron.schedule.native import encode_action
 
 
 class Call(NamedTuple):
@@ -34,21 +32,35 @@ class Call(NamedTuple):
 Step = Action | Call
 
 
-def replay_blocking(schedule: Schedule, costs: Costs) -> tuple[Times, Times]:
-    """Start and end seconds of each action under stock's blocking calls.
+def stock_programs(schedule: Schedule) -> list[list[Step]]:
+    """What each stage runs and calls when stock runs `schedule`.
 
     Raises ScheduleError if `schedule` is not one that stock runs: the calls of any other order are not defined.
     """
     if schedule.chunks == 1:
-        programs = [list(_one_f_one_b_program(schedule, stage)) for stage in range(schedule.stages)]
-    else:
-        programs = [list(_interleaved_program(schedule, stage)) for stage in range(schedule.stages)]
-    return _Replay(schedule, costs, programs).run()
+        _require_one_f_one_b(schedule)
+        return [list(_one_f_one_b_program(schedule, stage)) for stage in range(schedule.stages)]
+    _require_interleaved(schedule)
+    return [list(_interleaved_program(schedule, stage)) for stage in range(schedule.stages)]
+
+
+def encoded_programs(schedule: Schedule) -> _native.EncodedOrders:
+    """The programs of all stages for `_native.replay_blocking`. Raises ScheduleError as `stock_programs`."""
+    chunks = schedule.chunks
+    return _native.EncodedOrders(
+        [
+            [_call_code(step) if isinstance(step, Call) else encode_action(step, chunks) for step in program]
+            for program in stock_programs(schedule)
+        ]
+    )
+
+
+def _call_code(call: Call) -> int:
+    """Calls are told from actions by their sign; bit n of the complement stands for the n-th of `Call`'s fields."""
+    return ~sum(1 << bit for bit, wanted in enumerate(call) if wanted)
 
 
 def _one_f_one_b_program(schedule: Schedule, stage: int) -> Iterator[Step]:
-    if schedule.orders != one_f_one_b(schedule.stages, schedule.micro_batches).orders:
-        raise ScheduleError("blocking sends are defined for stock's own order only, and this one is not 1F1B")
     order = schedule.orders[stage]
     first, last = stage == 0, stage == schedule.stages - 1
     receive_forward, send_forward = Call(receive_previous=not first), Call(send_next=not last)
@@ -70,7 +82,6 @@ def _one_f_one_b_program(schedule: Schedule, stage: int) -> Iterator[Step]:
 
 def _interleaved_program(schedule: Schedule, stage: int) -> Iterator[Step]:
     stages, chunks, total = schedule.stages, schedule.chunks, schedule.micro_batches * schedule.chunks
-    _require_interleaved(schedule)
     order = schedule.orders[stage]
     forwards = [action for action in order if action.kind is Kind.FORWARD]
     backwards = [action for action in order if action.kind is Kind.BACKWARD]
@@ -120,6 +131,11 @@ def _interleaved_program(schedule: Schedule, stage: int) -> Iterator[Step]:
         yield Call(send_previous=sends_backward(index), receive_next=expects_backward(index))
 
 
+def _require_one_f_one_b(schedule: Schedule) -> None:
+    if schedule.orders != one_f_one_b(schedule.stages, schedule.micro_batches).orders:
+        raise ScheduleError("blocking sends are defined for stock's own order only, and this one is not 1F1B")
+
+
 def _require_interleaved(schedule: Schedule) -> None:
     if schedule.stages < 3:
         raise ScheduleError(
@@ -132,100 +148,3 @@ def _require_interleaved(schedule: Schedule) -> None:
         raise ScheduleError(
             "blocking sends are defined for stock's own order only, and this one is not interleaved 1F1B"
         )
-
-
-class _Transfer:
-    """One message: when it would be delivered, and when its receiver asked for it."""
-
-    __slots__ = ("delivered", "posted")
-
-    def __init__(self) -> None:
-        self.delivered: float | None = None
-        self.posted: float | None = None
-
-    @property
-    def completed(self) -> float | None:
-        if self.delivered is None or self.posted is None:
-            return None
-        return max(self.delivered, self.posted)
-
-
-class _Replay:
-    """Runs the programs; the n-th receive from a link takes the n-th message sent on it."""
-
-    def __init__(self, schedule: Schedule, costs: Costs, programs: Sequence[Sequence[Step]]) -> None:
-        stages = schedule.stages
-        self.stages = stages
-        self.costs = costs
-        self.programs = programs
-        self.position = [0] * stages
-        self.now = [0.0] * stages
-        self.waiting: list[list[_Transfer]] = [[] for _ in range(stages)]
-        # A direction of travel is +1 (activations) or -1 (gradients); with two stages both use the same link.
-        self.transfers: dict[tuple[int, int], list[_Transfer]] = {
-            (stage, direction): [] for stage in range(stages) for direction in (1, -1)
-        }
-        self.sent = dict.fromkeys(self.transfers, 0)
-        self.received = dict.fromkeys(self.transfers, 0)
-        self.link_free_s: dict[tuple[int, int], float] = {}
-        self.start_s: Times = [[] for _ in range(stages)]
-        self.end_s: Times = [[] for _ in range(stages)]
-
-    def run(self) -> tuple[Times, Times]:
-        pending = deque(range(self.stages))
-        while pending:
-            stage = pending.popleft()
-            if self._advance(stage):
-                pending.extend(((stage - 1) % self.stages, (stage + 1) % self.stages))
-        for stage, program in enumerate(self.programs):
-            assert self.position[stage] == len(program), "stock's own programs cannot deadlock"
-        return self.start_s, self.end_s
-
-    def _advance(self, stage: int) -> bool:
-        """Run `stage` until it must wait; whether it did anything its neighbours may wait for."""
-        posted = False
-        while True:
-            completions = [transfer.completed for transfer in self.waiting[stage]]
-            if None in completions:
-                return posted
-            self.now[stage] = max([self.now[stage], *(time for time in completions if time is not None)])
-            self.waiting[stage] = []
-            if self.position[stage] == len(self.programs[stage]):
-                return posted
-            step = self.programs[stage][self.position[stage]]
-            self.position[stage] += 1
-            if isinstance(step, Call):
-                self._post(stage, step)
-                posted = True
-            else:
-                self._compute(stage, step)
-
-    def _compute(self, stage: int, action: Action) -> None:
-        table = self.costs.forward_s if action.kind is Kind.FORWARD else self.costs.backward_s
-        self.start_s[stage].append(self.now[stage])
-        self.now[stage] += table[stage][action.chunk]
-        self.end_s[stage].append(self.now[stage])
-
-    def _post(self, stage: int, call: Call) -> None:
-        now = self.now[stage]
-        for wanted, direction in ((call.send_previous, -1), (call.send_next, 1)):
-            if wanted:
-                target = (stage + direction) % self.stages
-                cost = self.costs.link(stage, target)
-                start = max(now, self.link_free_s.get((stage, target), 0.0))
-                self.link_free_s[stage, target] = start + cost.occupancy_s
-                transfer = self._next(self.sent, (stage, direction))
-                transfer.delivered = start + cost.occupancy_s + cost.latency_s
-                self.waiting[stage].append(transfer)
-        for wanted, direction in ((call.receive_previous, 1), (call.receive_next, -1)):
-            if wanted:
-                transfer = self._next(self.received, ((stage - direction) % self.stages, direction))
-                transfer.posted = now
-                self.waiting[stage].append(transfer)
-
-    def _next(self, counter: dict[tuple[int, int], int], key: tuple[int, int]) -> _Transfer:
-        index = counter[key]
-        counter[key] += 1
-        if index == len(self.transfers[key]):
-            self.transfers[key].append(_Transfer())
-        return self.transfers[key][index]

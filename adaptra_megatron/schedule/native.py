@@ -32,6 +32,11 @@ def problem_from_costs(costs: Costs) -> _native.Problem:
     )
 
 
+def encode_action(action: Action, chunks: int) -> int:
+    """The code of one action."""
+    return (action.micro_batch * chunks + action.chunk) * 4 + _INDEX_OF_KIND[action.kind]
+
+
 def encode_order(order: Order, chunks: int) -> list[int]:
     """The codes of one stage's actions."""
     return [(micro_batch * chunks + chunk) * 4 + _INDEX_OF_KIND[kind] for _, kind, chunk, micro_batch in order]

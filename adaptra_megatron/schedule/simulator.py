@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.actions import Action, Kind, Schedule, placement, virtual_stage
-from adaptra_megatron.schedule.blocking import replay_blocking
+from adaptra_megatron.schedule.blocking import encoded_programs
 from adaptra_megatron.schedule.costs import CostError, Costs
 from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.native import decode_orders, encode_schedule, problem_from_costs
@@ -54,18 +54,18 @@ class Simulation:
 def simulate(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Simulation:
     """Replay the fixed orders of `schedule`; caps are not enforced.
 
-    With `blocking` the sends and receives are those of stock Megatron-core (see `blocking.replay_blocking`), else
+    With `blocking` the sends and receives are those of stock Megatron-core (see `blocking`), else
     sends never block and receives are posted early. Raises SimulationError if the schedule does not fit `costs`, or if
     the orders deadlock: it names the stages and the actions that wait. Raises ScheduleError for `blocking` with orders
     that stock does not run.
     """
     _check_fits(schedule, costs)
+    codes, problem = encode_schedule(schedule), problem_from_costs(costs)
     if blocking:
-        start_s, end_s = replay_blocking(schedule, costs)
-        makespan_s = max((ends[-1] for ends in end_s if ends), default=0.0)
-        return _simulation(schedule, encode_schedule(schedule), costs, makespan_s, start_s, end_s)
-    codes = encode_schedule(schedule)
-    replayed = _native.replay(problem_from_costs(costs), codes)
+        blocked = _native.replay_blocking(problem, encoded_programs(schedule))
+        assert math.isfinite(blocked["makespan_s"]), "stock's own programs cannot deadlock"
+        return _simulation(schedule, codes, costs, blocked["makespan_s"], blocked["start_s"], blocked["end_s"])
+    replayed = _native.replay(problem, codes)
     if math.isinf(replayed["makespan_s"]):
         raise SimulationError(_describe_deadlock(schedule, replayed["position"]))
     return _simulation(schedule, codes, costs, replayed["makespan_s"], replayed["start_s"], replayed["end_s"])

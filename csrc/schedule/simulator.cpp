@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "blocking.hpp"
 #include "bounds.hpp"
 #include "dispatch.hpp"
 #include "replay.hpp"
@@ -43,7 +44,7 @@ Problem make_problem(int stages, int chunks, int micro_batches, Table forward, T
     return problem;
 }
 
-// Orders that Python keeps without turning them into lists, for many replays of the same ones.
+// Orders, or programs of stages that block, kept on this side: for many replays of the same ones.
 struct EncodedOrders {
     Orders orders;
 };
@@ -61,6 +62,27 @@ std::vector<double> replay_finish(const Problem& problem, const EncodedOrders& e
     Replay run(problem);
     const double makespan = run.run(encoded.orders);
     return finish_of(makespan, run.end());
+}
+
+std::vector<double> blocking_finish(const Problem& problem, const EncodedOrders& programs) {
+    py::gil_scoped_release release;
+    BlockingReplay run(problem);
+    const double makespan = run.run(programs.orders);
+    return finish_of(makespan, run.end());
+}
+
+py::dict replay_blocking(const Problem& problem, const EncodedOrders& programs) {
+    BlockingReplay run(problem);
+    double makespan = 0.0;
+    {
+        py::gil_scoped_release release;
+        makespan = run.run(programs.orders);
+    }
+    py::dict result;
+    result["makespan_s"] = makespan;
+    result["start_s"] = run.start();
+    result["end_s"] = run.end();
+    return result;
 }
 
 py::dict replay(const Problem& problem, const Orders& orders) {
@@ -178,6 +200,8 @@ PYBIND11_MODULE(_native, module) {
     py::class_<EncodedOrders>(module, "EncodedOrders")
         .def(py::init([](Orders orders) { return EncodedOrders{std::move(orders)}; }), py::arg("orders"));
     module.def("replay_finish", &replay_finish, py::arg("problem"), py::arg("orders"));
+    module.def("replay_blocking", &replay_blocking, py::arg("problem"), py::arg("programs"));
+    module.def("blocking_finish", &blocking_finish, py::arg("problem"), py::arg("programs"));
     module.def("dispatch_finish", &dispatch_finish, py::arg("problem"));
     module.def("peak_in_flight", &peaks_of, py::arg("orders"), py::arg("released"));
     module.def("actions", &actions, py::arg("problem"), py::arg("stage"), py::arg("codes"), py::arg("action"),

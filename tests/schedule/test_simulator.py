@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_blocking import replay_blocking
 from reference_simulator import OnlineReference, random_costs, reference_replay
 
 from adaptra_megatron.schedule.actions import Action, Kind, Schedule
@@ -227,6 +228,9 @@ def test_blocking_one_f_one_b_is_never_faster(costs: Costs) -> None:
     assert blocking.makespan_s >= free.makespan_s * (1 - 1e-12)
     for starts, ends in zip(blocking.start_s, blocking.end_s, strict=True):
         assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+    assert [list(map(list, times)) for times in (blocking.start_s, blocking.end_s)] == list(
+        replay_blocking(schedule, costs)
+    )
 
 
 def test_blocking_one_f_one_b_by_hand() -> None:
@@ -259,7 +263,11 @@ def test_blocking_costs_nothing_when_links_are_free_and_stages_alike(
         backward_weight_s=1.0,
         links=slow_both_ways(1, 2.0),
     )
-    assert simulate(schedule, slow, blocking=True).makespan_s > simulate(schedule, slow).makespan_s
+    blocking = simulate(schedule, slow, blocking=True)
+    assert blocking.makespan_s > simulate(schedule, slow).makespan_s
+    assert [list(map(list, times)) for times in (blocking.start_s, blocking.end_s)] == list(
+        replay_blocking(schedule, slow)
+    )
 
 
 def test_blocking_is_defined_for_stock_orders_only() -> None:
