@@ -1,12 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pyproject.toml cannot say: where patches/ is installed, and the native extensions."""
+"""What pyproject.toml cannot say: where patches/ is installed, native extensions, and the line run as Python starts."""
+
+from __future__ import annotations
 
 from glob import glob
+from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension, build_ext
-from setuptools import find_packages, setup
+from setuptools import Command, find_packages, setup
+from setuptools.command.build import build
 
 PATCHES = "adaptra_megatron.patches"
+START_UP = "adaptra_megatron.pth"
+
+
+class build_start_up(Command):
+    """Puts the .pth file beside the package: into wheels by way of build_lib, into editable ones directly.
+
+    Being listed among the wheel's files, it goes when the package is uninstalled. Follows the protocol
+    setuptools.command.build.SubCommand.
+    """
+
+    user_options: list[tuple[str, str, str]] = []
+
+    def initialize_options(self) -> None:
+        self.build_lib: str | None = None
+        self.editable_mode = False
+
+    def finalize_options(self) -> None:
+        self.set_undefined_options("build", ("build_lib", "build_lib"))
+
+    def run(self) -> None:
+        # An editable wheel is made of what is written to install_lib; build_lib is thrown away.
+        directory = self.get_finalized_command("install").install_lib if self.editable_mode else self.build_lib
+        self.mkpath(str(directory))
+        self.copy_file(START_UP, str(Path(directory, START_UP)))
+
+    def get_source_files(self) -> list[str]:
+        return [START_UP]
+
+    def get_outputs(self) -> list[str]:
+        return [] if self.editable_mode else [str(Path(str(self.build_lib), START_UP))]
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+class build_with_start_up(build):
+    sub_commands = [*build.sub_commands, ("build_start_up", None)]
+
 
 setup(
     packages=[*find_packages(include=["adaptra_megatron", "adaptra_megatron.*"]), PATCHES],
@@ -27,5 +69,5 @@ setup(
             extra_compile_args=["-O3", "-Wall", "-Wextra"],
         ),
     ],
-    cmdclass={"build_ext": build_ext},
+    cmdclass={"build": build_with_start_up, "build_ext": build_ext, "build_start_up": build_start_up},
 )

@@ -84,11 +84,11 @@ def enable(config: AdaptraConfig, *, decorate: Decorate | None = None) -> Applie
     if config.policy == "off":
         return AppliedPatches(config, None)
     check_versions(PATCHES)
-    in_force = _in_force()
-    if in_force is not None:
-        if (in_force.config, in_force.decorate) != (config, decorate):
+    before = in_force()
+    if before is not None:
+        if (before.config, before.decorate) != (config, decorate):
             raise PatchError("--adaptra is in force already with other settings; undo() those patches first")
-        return in_force
+        return before
 
     from megatron.core.tensor_parallel import layers
 
@@ -124,7 +124,8 @@ def check_versions(patches: Sequence[Patch]) -> None:
             )
 
 
-def _in_force() -> AppliedPatches | None:
+def in_force() -> AppliedPatches | None:
+    """The patches in force in this process. Imports Megatron."""
     for patch in PATCHES:
         owner, attribute = patch.owner()
         applied = getattr(getattr(owner, attribute), _MARK, None)

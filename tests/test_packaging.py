@@ -99,7 +99,8 @@ def test_the_wheel_carries_patches_and_the_extension(source: Path, distributions
     expected = {f"adaptra_megatron/patches/{path.name}" for path in (source / "patches").glob("*.py")}
     expected |= {str(path.relative_to(source)) for path in (source / "adaptra_megatron").rglob("*.py")}
     assert expected | {EXTENSION, "adaptra_megatron/py.typed", "adaptra_megatron/schedule/_native.pyi"} <= names
-    assert all(name.startswith(("adaptra_megatron/", "adaptra_megatron-")) for name in names)
+    assert "adaptra_megatron.pth" in names
+    assert all(name.startswith(("adaptra_megatron/", "adaptra_megatron-", "adaptra_megatron.pth")) for name in names)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     required = {line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist")}
     assert {"torch>=2.8", "megatron-core<0.17,>=0.16.1"} <= required

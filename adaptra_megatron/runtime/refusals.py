@@ -65,7 +65,7 @@ REFUSALS = (
     ),
     Refusal(
         "partial activation checkpointing (--num-microbatches-with-partial-activation-checkpoints)",
-        lambda config: config.num_microbatches_with_partial_activation_checkpoints is not None,
+        lambda config: getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) is not None,
         "it counts micro-batches in flight by the stock schedule",
     ),
     Refusal(
@@ -75,14 +75,27 @@ REFUSALS = (
     ),
 )
 
+_SEEN_IN_ARGUMENTS = (
+    Refusal(
+        "FSDP (--use-megatron-fsdp, --use-torch-fsdp2)",
+        lambda arguments: any(
+            getattr(arguments, name, False) for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
+        ),
+        "it has to know when gradients are reduced, which Megatron's DistributedDataParallel tells",
+    ),
+    Refusal(
+        "in-process restarts (--inprocess-restart)",
+        _setting("inprocess_restart"),
+        "they keep the process but not the process groups, on which the links between stages were built",
+    ),
+)
+
 
 def refuse_unsupported(config: Any, model_chunks: Sequence[torch.nn.Module], arguments: Mapping[str, Any]) -> None:
     """Raise UnsupportedFeatureError for the first feature found that the executor cannot run."""
     for refusal in REFUSALS:
         if refusal.is_on(config):
-            raise UnsupportedFeatureError(
-                f"--adaptra does not run with {refusal.feature}: {refusal.reason}. Drop one of the two"
-            )
+            raise _refused(refusal)
     if arguments.get("adjust_tensor_shapes_fn") is not None:
         raise UnsupportedFeatureError(
             "--adaptra does not run with adjust_tensor_shapes_fn (knowledge distillation): messages of several "
@@ -98,6 +111,27 @@ def refuse_unsupported(config: Any, model_chunks: Sequence[torch.nn.Module], arg
                 f"--adaptra does not run models wrapped in {type(model).__name__}: it has to know when gradients are "
                 "reduced. Use Megatron's DistributedDataParallel (drop --use-megatron-fsdp / --use-torch-fsdp2)"
             )
+
+
+def refuse_arguments(arguments: Any) -> None:
+    """Raise UnsupportedFeatureError for what Megatron's parsed arguments show already, before any GPU is touched.
+
+    `refuse_unsupported` looks again at what came of them, in the first iteration.
+    """
+    for refusal in (*REFUSALS, *_SEEN_IN_ARGUMENTS):
+        if refusal.is_on(arguments):
+            raise _refused(refusal)
+    # Megatron may take the size of the pipeline from a checkpoint instead.
+    if getattr(arguments, "pipeline_model_parallel_size", 2) == 1 and not any(
+        getattr(arguments, name, False) for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args")
+    ):
+        raise refuse_single_stage()
+
+
+def _refused(refusal: Refusal) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(
+        f"--adaptra does not run with {refusal.feature}: {refusal.reason}. Drop one of the two"
+    )
 
 
 def refuse_single_stage() -> UnsupportedFeatureError:

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m adaptra_megatron SCRIPT ARGUMENTS...` runs a script as `python SCRIPT ARGUMENTS... --adaptra` would."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from adaptra_megatron.bootstrap import on_request
+
+USAGE = """usage: python -m adaptra_megatron SCRIPT ARGUMENTS...
+
+Runs SCRIPT, for example Megatron-LM's pretrain_gpt.py, with --adaptra. `SCRIPT --help` lists the other --adaptra flags.
+"""
+
+
+def main() -> None:
+    """Take the script's place in `sys.argv` and `sys.path`, and run it as the main program."""
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        asked = len(sys.argv) == 2 and sys.argv[1] in ("-h", "--help")
+        (sys.stdout if asked else sys.stderr).write(USAGE)
+        raise SystemExit(0 if asked else 2)
+    del sys.argv[0]
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11 on: -P
+        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    on_request()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+# Processes that multiprocessing spawns may import this file again.
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns --adaptra on in a program that knows nothing of it: hooks that wait for Megatron to be imported.
+
+Three ways lead here: the flag alone (the line of adaptra_megatron.pth, which Python runs at its start, calls
+`on_flag`), `python -m adaptra_megatron SCRIPT` and `import adaptra_megatron.auto` (both call `on_request`). Nothing is
+patched before Megatron's own parser has read our flags. This module imports little, and only of the standard library.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from adaptra_megatron.post_import import PostImportFinder
+
+if TYPE_CHECKING:
+    from adaptra_megatron.enabling import Enabling
+
+OFF_VARIABLE = "ADAPTRA_DISABLE"
+"""Environment variable that turns us off, unless it is empty or 0: flags are read, and Megatron is left as it is."""
+
+ARGUMENTS = "megatron.training.arguments"
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+HOOKS = {
+    f"{ARGUMENTS}:add_megatron_arguments": "adds the --adaptra flags to Megatron's parser and applies the patches "
+    "below once it has parsed them",
+    f"{SCHEDULES}:get_forward_backward_func": "applies the patches below at the first call, in scripts that do not use "
+    "Megatron's parser; only under `-m adaptra_megatron` and `import adaptra_megatron.auto`",
+}
+"""What is replaced to get in, and why; by target."""
+
+
+class BootstrapError(RuntimeError):
+    """Megatron cannot be hooked as intended; the message says why and what to do."""
+
+
+def on_flag() -> None:
+    """Have Megatron's parser know our flags; they decide. For processes with --adaptra on their command line."""
+    _finder()
+
+
+def on_request() -> None:
+    """As `on_flag`, but --adaptra is taken as given, also in a script that does not use Megatron's parser.
+
+    Raises BootstrapError if Megatron has been imported already: names bound by then could not be replaced.
+    """
+    finder = _finder()
+    if not finder.requested and SCHEDULES in sys.modules:
+        raise BootstrapError(
+            f"{SCHEDULES} is imported already, and who imported it holds on to its functions: "
+            "import adaptra_megatron.auto before anything of megatron"
+        )
+    finder.requested = True
+
+
+def is_turned_off() -> bool:
+    """Whether the environment turns us off."""
+    return os.environ.get(OFF_VARIABLE, "0") not in ("", "0")
+
+
+class MegatronHooks(PostImportFinder):
+    """The finder of this process; there is one at most."""
+
+    def __init__(self) -> None:
+        super().__init__({ARGUMENTS: self._hook_arguments, SCHEDULES: self._hook_schedules})
+        self.requested = False
+        self._enabling: Enabling | None = None
+
+    def _hook_arguments(self, arguments: ModuleType) -> None:
+        stock = _expected(arguments, "add_megatron_arguments")
+
+        @functools.wraps(stock)
+        def add_megatron_arguments(parser: Any) -> Any:
+            return self._decider().extend(stock(parser))
+
+        arguments.add_megatron_arguments = add_megatron_arguments  # type: ignore[attr-defined]
+
+    def _hook_schedules(self, schedules: ModuleType) -> None:
+        if not self.requested:
+            return
+        stock = _expected(schedules, "get_forward_backward_func")
+
+        @functools.wraps(stock)
+        def get_forward_backward_func(*arguments: Any, **keywords: Any) -> Any:
+            self._decider().decide_without_parser()
+            return stock(*arguments, **keywords)
+
+        schedules.get_forward_backward_func = get_forward_backward_func  # type: ignore[attr-defined]
+
+    def _decider(self) -> Enabling:
+        if self._enabling is None:
+            from adaptra_megatron.enabling import Enabling
+
+            self._enabling = Enabling(requested=self.requested)
+        return self._enabling
+
+
+def _finder() -> MegatronHooks:
+    for finder in sys.meta_path:
+        if isinstance(finder, MegatronHooks):
+            return finder
+    finder = MegatronHooks()
+    finder.install()
+    return finder
+
+
+def _expected(module: ModuleType, name: str) -> Any:
+    if not hasattr(module, name):
+        raise BootstrapError(
+            f"this Megatron has no {module.__name__}.{name}, which --adaptra hooks into; see docs/versions.md for the "
+            f"releases it is written for, or drop --adaptra. Nothing has been changed"
+        )
+    return getattr(module, name)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a command line to patches in force: our flags in somebody's parser, and what is done once they are read."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from adaptra_megatron.bootstrap import OFF_VARIABLE, is_turned_off
+from adaptra_megatron.config import ConfigError, add_adaptra_arguments, config_from_arguments
+
+logger = logging.getLogger("adaptra_megatron.bootstrap")
+
+
+class Enabling:
+    """Decides once per process whether Megatron is patched, and how."""
+
+    def __init__(self, *, requested: bool) -> None:
+        """`requested`: --adaptra is taken as given."""
+        self._requested = requested
+        self._decided = False
+
+    def extend(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add our flags to `parser`, and decide whenever it has parsed a command line.
+
+        What cannot be is an error of the parser: usage, one line, exit status 2.
+        """
+        add_adaptra_arguments(parser)
+        parser.set_defaults(adaptra=self._requested)
+        parse = parser.parse_known_args
+
+        @functools.wraps(parse)
+        def parse_known_args(*given: Any, **keywords: Any) -> tuple[argparse.Namespace, list[str]]:
+            arguments, unknown = parse(*given, **keywords)
+            self.decide(parser, arguments)
+            return arguments, unknown
+
+        # On the object: parse_args, whoever calls it, goes through here as well.
+        parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
+        return parser
+
+    def decide_without_parser(self, command_line: Sequence[str] | None = None) -> None:
+        """Decide by the --adaptra flags among others on `command_line` (default: the process's own).
+
+        Does nothing once it is decided, or when the program has patched Megatron by itself.
+        """
+        if self._decided:
+            return
+        from adaptra_megatron.patches import in_force
+
+        if in_force() is not None:
+            return
+        parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+        add_adaptra_arguments(parser)
+        parser.set_defaults(adaptra=self._requested)
+        arguments, _others = parser.parse_known_args(sys.argv[1:] if command_line is None else command_line)
+        self.decide(parser, arguments)
+
+    def decide(self, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+        """Patch Megatron as `arguments` say, or leave it; parsing the same again changes nothing."""
+        self._decided = True
+        try:
+            config = config_from_arguments(arguments)
+            if is_turned_off():
+                logger.warning("adaptra: turned off by %s; Megatron is left as it is", OFF_VARIABLE)
+                return
+            if not arguments.adaptra:
+                _refuse_flags_without_effect(parser, arguments)
+                return
+            from adaptra_megatron.patches import PatchError, enable
+            from adaptra_megatron.runtime.refusals import UnsupportedFeatureError, refuse_arguments
+        except ConfigError as error:
+            parser.error(str(error))
+        try:
+            if config.policy != "off":
+                refuse_arguments(arguments)
+            enable(config)
+        except (PatchError, UnsupportedFeatureError) as error:
+            parser.error(str(error))
+
+
+def _refuse_flags_without_effect(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    given = [
+        name
+        for name, value in vars(arguments).items()
+        if name.startswith("adaptra_") and value != parser.get_default(name)
+    ]
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"{flags} changes nothing without --adaptra: add --adaptra")
