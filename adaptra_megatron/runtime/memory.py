@@ -165,10 +165,10 @@ class MemoryMeter:
         """Start of a training iteration that runs plan number `plan`, while no activations are held."""
         if plan != self._plan:
             self._plan, self._samples_of_plan = plan, 0
+        self._since_sample += 1
         due = self._samples_of_plan < SAMPLED_ITERATIONS or self._since_sample >= SAMPLED_EVERY
         self._sampling = due and self._iterations >= self._settled_iterations
         self._iterations += 1
-        self._since_sample += 1
         self._base_nbytes = self._source.allocated_nbytes()
         if self._sampling:
             self._samples_of_plan += 1

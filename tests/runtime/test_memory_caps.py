@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caps from measured memory, as plans keep them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.runtime.plans import Layout, PlanBook, Replanner
+from adaptra_megatron.schedule.checks import check_schedule
+from adaptra_megatron.schedule.classic import one_f_one_b
+from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
+from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.simulator import peak_in_flight
+from adaptra_megatron.schedule.split import split_backward
+
+FOUR = Layout(stages=4, chunks=1, group_size=None, can_split=True)
+INTERLEAVED = Layout(stages=4, chunks=2, group_size=None, can_split=True)
+
+
+@pytest.mark.parametrize(
+    ("rooms", "caps"),
+    [
+        ({}, (4, 3, 2, 1)),
+        ({0: 9, 2: 6}, (9, 3, 6, 1)),
+        ({0: 2, 1: 0, 2: 2, 3: 5}, (4, 3, 2, 5)),
+        (dict.fromkeys(range(4), 1000), (12, 12, 12, 12)),
+    ],
+)
+def test_a_stage_may_hold_what_it_has_room_for_and_never_less_than_stocks_order(
+    rooms: dict[int, int], caps: tuple[int, ...]
+) -> None:
+    assert PlanBook(AdaptraConfig(), FOUR, measures_memory=True).caps(12, rooms) == caps
+
+
+def test_a_given_cap_counts_whatever_was_measured() -> None:
+    book = PlanBook(AdaptraConfig(max_in_flight=5), FOUR, measures_memory=True)
+    assert book.caps(12, {0: 9, 1: 2}) == (5, 5, 5, 5)
+
+
+def test_without_a_source_of_memory_every_stage_may_hold_what_stocks_fullest_does() -> None:
+    assert PlanBook(AdaptraConfig(), FOUR).caps(12) == (4, 4, 4, 4)
+
+
+@pytest.mark.parametrize("layout", [FOUR, INTERLEAVED])
+def test_until_memory_is_measured_no_stage_holds_more_than_in_stocks_order(layout: Layout) -> None:
+    book = PlanBook(AdaptraConfig(), layout, measures_memory=True)
+    schedule, caps = book.schedule_for(8), book.caps(8)
+    assert peak_in_flight(schedule, 0.0) == caps
+    assert [book.enforced_cap(8, stage) for stage in range(4)] == list(caps)
+
+
+def test_caps_are_counted_with_the_released_fraction_they_were_made_for() -> None:
+    book = PlanBook(AdaptraConfig(), FOUR, measures_memory=True)
+    late = split_backward(one_f_one_b(4, 12), 2)
+    held, counted = peak_in_flight(late, 0.0), peak_in_flight(late, 0.5)
+    assert counted[3] < held[3]
+    with pytest.raises(ScheduleError, match="stage"):
+        book.install(late, 1, counted)
+    assert (book.number, book.released_at_backward_input(12)) == (0, 0.0)
+    book.install(late, 1, counted, 0.5)
+    assert (book.number, book.released_at_backward_input(12), book.enforced_cap(12, 3)) == (1, 0.5, counted[3])
+
+
+def slow_link(**changes: object) -> Costs:
+    costs = uniform_costs(
+        4,
+        12,
+        forward_s=0.01,
+        backward_input_s=0.01,
+        backward_weight_s=0.01,
+        links={(1, 2): LinkCost(0.04), (2, 1): LinkCost(0.04)},
+        max_in_flight=10.0,
+    )
+    return dataclasses.replace(costs, **changes)  # type: ignore[arg-type]
+
+
+def test_a_plan_that_would_hold_too_much_is_replaced_even_by_a_slower_one() -> None:
+    replanner = Replanner(FOUR)
+    roomy, _ = replanner.decide(slow_link(), split_backward(one_f_one_b(4, 12), 0))
+    assert roomy is not None
+    assert max(peak_in_flight(roomy, 0.0)) > 5
+    less = (10.0, 5.0, 5.0, 5.0)
+    chosen, made = replanner.decide(slow_link(max_in_flight=less), roomy)
+    assert chosen is not None
+    assert made is not None
+    check_schedule(chosen, max_in_flight=less)
+    assert made.adopted
+    assert made.predicted_s > (made.current_predicted_s or 0.0), "slower, but it fits"
+    assert "stage 1 may hold 5 activations instead of 10" in made.reason
+    assert "activations, but has memory for 5" in made.reason
+    again, nothing = replanner.decide(slow_link(max_in_flight=less), chosen)
+    assert (again, nothing) == (None, None)
+
+
+def test_more_memory_makes_planning_worth_while() -> None:
+    replanner = Replanner(FOUR)
+    tight = (4.0, 3.0, 2.0, 1.0)
+    chosen, _ = replanner.decide(slow_link(max_in_flight=tight), split_backward(one_f_one_b(4, 12), 0))
+    current = chosen or split_backward(one_f_one_b(4, 12), 0)
+    chosen, made = replanner.decide(slow_link(), current)
+    assert chosen is not None
+    assert made is not None
+    assert "stage 0 may hold 10 activations instead of 4" in made.reason
+    assert made.predicted_s < 0.9 * (made.current_predicted_s or 0.0)
+
+
+def test_a_larger_released_fraction_makes_planning_worth_while() -> None:
+    replanner = Replanner(FOUR)
+    current = split_backward(one_f_one_b(4, 12), 0)
+    replanner.decide(slow_link(), current)
+    _, made = replanner.decide(slow_link(released_at_backward_input=0.5), current)
+    assert made is not None
+    assert made.reason.startswith("input gradients release 0.5 of an activation instead of 0")
