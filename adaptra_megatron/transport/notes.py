@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 from adaptra_megatron.transport.tagged_json import kinds_of
 
@@ -148,8 +148,7 @@ class HostProbed:
 
 FromSender = Meet | Open | Close | Until | Failed | Sent | Measure
 FromReceiver = Frozen | Dead | Ask | Received | Awaiting | Probed
-Note: TypeAlias = FromSender | FromReceiver | HostProbed
-Note = FromSender | FromReceiver
+Note = FromSender | FromReceiver | HostProbed
 _KINDS: dict[str, type[Note]] = kinds_of(Note)
 
 
