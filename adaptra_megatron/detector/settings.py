@@ -19,8 +19,8 @@ class ChangeSettings:
     relative_shift: float
     """Of the level it is compared with."""
     min_shift_s: float
-    action_share: float = 0.05
-    """Of the job's median action: smaller shifts cannot matter to a schedule."""
+    action_share: float = 0.1
+    """Of the job's median action: smaller shifts hardly matter to a schedule."""
     sigmas: float = 4.0
     """Of the noise of an iteration's median."""
     single_iteration: bool

@@ -54,6 +54,8 @@ class _Pace:
     def __init__(self) -> None:
         self._woke_s = float("-inf")
         self._late_s = 0.0
+        self.worst_late_s = 0.0
+        """Of any operation so far: by how much it ended after its time."""
 
     def start(self, now_s: float) -> float:
         """When an operation that is entered now starts: earlier, by what the last sleep was late, if it follows it."""
@@ -62,6 +64,7 @@ class _Pace:
     def end(self, due_s: float) -> None:
         """An operation that was to end at `due_s` has ended."""
         self._woke_s = time.monotonic()
+        self.worst_late_s = max(self.worst_late_s, self._woke_s - due_s)
         self._late_s = max(0.0, min(self._woke_s - due_s, 2 * self._AT_ONCE_S))
 
 
@@ -130,6 +133,11 @@ class EmulatedCompute:
         if real_s > emulated_s:
             counts.overruns += 1
             counts.worst_overrun_s = max(counts.worst_overrun_s, real_s - emulated_s)
+
+    def take_lateness_s(self) -> float:
+        """By how much the worst operation since the last call ended after its time: the machine was busy."""
+        worst_s, self._pace.worst_late_s = self._pace.worst_late_s, 0.0
+        return worst_s
 
     def install_on_stock(self, schedules: ModuleType) -> Replaced:
         """Decorate `forward_step` and `backward_step` of Megatron's `schedules`, whose callers look them up there.

@@ -48,6 +48,9 @@ class Conditions:
             watcher.set_iteration for watcher in (self._links, soak, self._pauses) if watcher is not None
         ]
         """To be told the number of each training iteration (from 0) when it begins."""
+        self._lateness_s: list[float] = []
+        if self._compute is not None:
+            self.watchers.append(self._note_lateness)
 
     def decorate(self, computation: StageComputation, stage: int) -> StageComputation:
         """What `stage` (this rank's) computes, under these conditions."""
@@ -61,9 +64,15 @@ class Conditions:
             result.links_struck = {f"{a}>{b}": count for (a, b), count in self._links.struck_on_either.items()}
         if self._compute is not None:
             result.compute = asdict(self._compute.counts)
+            result.lateness_s = [*self._lateness_s[1:], self._compute.take_lateness_s()]
         if self._flaps is not None:
             result.path_flaps = self._flaps.flaps
         result.pauses = self._pauses.made
+
+    def _note_lateness(self, iteration: int) -> None:
+        """Of the iteration before."""
+        assert self._compute is not None
+        self._lateness_s.append(self._compute.take_lateness_s())
 
     def _emulate_compute(self, times_ms: str | None, stack: contextlib.ExitStack) -> EmulatedCompute | None:
         if times_ms is None:

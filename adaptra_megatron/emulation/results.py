@@ -45,6 +45,8 @@ class TrainingResult:
     """How often a link of this rank was told to prefer the other path."""
     compute: dict[str, float] = field(default_factory=dict)
     """`ComputeCounts` of the emulated compute; empty without it."""
+    lateness_s: list[float] = field(default_factory=list)
+    """Per iteration: by how much the worst emulated operation ended after its time; empty without."""
 
     adaptra: dict[str, Any] = field(default_factory=dict)
     """`AdaptraRuntime.summary()` of the run; empty without it."""

@@ -67,6 +67,8 @@ class VariantReport:
     """`AdaptraRuntime.summary()` of each rank; empty for stock."""
     worst_overrun_s: float = 0.0
     """By how much an operation's real work exceeded its emulated time, at most."""
+    lateness_s: list[float] = field(default_factory=list)
+    """Per iteration: by how much the worst emulated operation of any rank ended after its time; empty without."""
     overruns: float = 0.0
     """The fraction of operations that did."""
 
@@ -187,6 +189,7 @@ def _merge(variant: Variant, parts: Sequence[dict[str, Any]]) -> VariantReport:
     report.worst_overrun_s = max(result["compute"].get("worst_overrun_s", 0.0) for result in results)
     calls = sum(result["compute"].get("calls", 0) for result in results)
     report.overruns = sum(result["compute"].get("overruns", 0) for result in results) / max(calls, 1)
+    report.lateness_s = [max(late) for late in zip(*(r["lateness_s"] for r in results), strict=True)]
     spans = zip(*(result["forward_backward_s"] for result in results), strict=True)
     report.pipeline_seconds = [max(left for _, left in ranks) - ranks[0][0] for ranks in spans]
     report.path_flaps = sum(result["path_flaps"] for result in results)

@@ -68,6 +68,19 @@ def test_a_change_is_found_in_time_and_so_is_its_end(changes: dict[str, float], 
         assert (recovery.subject, recovery.state) == (LINK, State.HEALTHY), f"seed {seed}"
 
 
+def test_a_burst_of_jitter_is_no_change() -> None:
+    """One iteration of few messages, each 30 ms later in the mean: by chance alone they rarely agree."""
+    alarms = 0
+    for seed in range(100):
+        job, detector = SyntheticJob(seed, micro_batches=12, usual=SyntheticLink()), Detector()
+        assert observed(detector, job, LEARNED) == []
+        job.set_link(1, 2, jitter_s=0.03)
+        found = observed(detector, job, 1)
+        job.links.clear()
+        alarms += bool(found + observed(detector, job, 4))
+    assert alarms <= 5
+
+
 def test_estimates_follow_the_truth() -> None:
     job, detector = SyntheticJob(7, pause_every=7), Detector()
     observed(detector, job, LEARNED)

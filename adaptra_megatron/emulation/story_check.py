@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds what a run's event log says against the story that the run was told: nothing missed, nothing made up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adaptra_megatron.emulation.link_story import FIRST_TURN, Direction, LinkStory, Turn
+from adaptra_megatron.telemetry.events import LinkDetection, PlanMade, PlanSwitched, StageDetection, StampedEvent
+
+FOUND_WITHIN = 3
+"""Iterations from an onset to the latest in which it is said: two must agree on it where one does not overwhelm."""
+HEALED_WITHIN = 20
+"""The same of a recovery: a link that keeps falling ill is believed ever later."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """One finding about a link, and the iteration in which it was said."""
+
+    iteration: int
+    link: LinkDetection
+
+    def __str__(self) -> str:
+        link = self.link
+        return (
+            f"iteration {self.iteration}: link {link.source}->{link.target} of pipeline {link.pipeline}, {link.path} "
+            f"path: {link.before} to {link.after} since iteration {link.since_iteration}, {link.reason}"
+        )
+
+
+def check_story(story: LinkStory, events: Sequence[StampedEvent], busy: Collection[int] = ()) -> list[str]:
+    """What is wrong with the log of a run of `story`, one line each; empty if nothing is.
+
+    Every onset of a slow link must have been found and named, and every recovery; every finding must be of something
+    that happened; and every plan that was switched to must name findings, but for the first ones.
+
+    `busy`: iterations in which the machine was too busy for what was emulated; what is found then may be true.
+    """
+    said = [Said(e.stamp.iteration, e.event) for e in events if isinstance(e.event, LinkDetection)]
+    problems = [problem for turn in story.turns() if (problem := _missed(turn, story, said)) is not None]
+    problems += [f"false alarm: {one}" for one in said if not (_happened(one, story) or _busy(one, said, busy))]
+    for entry in events:
+        stage = entry.event
+        if isinstance(stage, StageDetection) and not _was_busy(stage.since_iteration, entry.stamp.iteration, busy):
+            problems.append(f"false alarm: iteration {entry.stamp.iteration}: {stage}")
+    return problems + unexplained_switches(events)
+
+
+def unexplained_switches(events: Sequence[StampedEvent]) -> list[str]:
+    """Switches of plans, after the first ones, without a plan that gives a finding of the log as its reason."""
+    findings = [entry.event for entry in events if isinstance(entry.event, (LinkDetection, StageDetection))]
+    adopted = {plan.number: plan for plan in _of(events, PlanMade) if plan.adopted}
+    problems = []
+    for entry in events:
+        if isinstance(entry.event, PlanSwitched) and entry.stamp.iteration >= FIRST_TURN:
+            plan = adopted.get(entry.event.number)
+            what = f"iteration {entry.stamp.iteration}: switch to plan {entry.event.number}"
+            if plan is None:
+                problems.append(f"{what}, which nobody made")
+            elif not any(finding.reason in plan.reason for finding in findings):
+                problems.append(f"{what} names no finding: {plan.reason}")
+    return problems
+
+
+def check_agreement(plans: Sequence[Sequence[Sequence[Any]]], events: Sequence[StampedEvent]) -> list[str]:
+    """Whether all ranks ran the same plans, and those that the log says. `plans`: by rank, per iteration, number and
+    fingerprint."""
+    if not plans:
+        return ["no rank says which plans it ran"]
+    problems = []
+    for iteration, ran in enumerate(zip(*plans, strict=True)):
+        distinct = {tuple(plan) for plan in ran}
+        if len(distinct) > 1:
+            problems.append(f"iteration {iteration}: ranks ran different plans, {sorted(distinct)}")
+    numbers = [number for number, _ in plans[0]]
+    logged = {(e.stamp.iteration, e.event.number) for e in events if isinstance(e.event, PlanSwitched)}
+    changed = {(i, number) for i, number in enumerate(numbers) if number != (numbers[i - 1] if i else 0)}
+    if logged != changed:
+        problems.append(f"switches (iteration, plan) in the log are {sorted(logged)}, but ranks did {sorted(changed)}")
+    return problems
+
+
+def _missed(turn: Turn, story: LinkStory, said: Iterable[Said]) -> str | None:
+    """Why `turn` was not found, in words; None if it was, or if the run ended too soon."""
+    limit = turn.iteration + (HEALED_WITHIN if turn.fault is None else FOUND_WITHIN)
+    after = [other.iteration for other in story.turns() if other.direction == turn.direction]
+    if limit >= min([story.iterations, *(other for other in after if other > turn.iteration)]):
+        return None
+    about = [one for one in said if _same(one, turn.direction) and one.iteration <= limit]
+    state = "healthy" if not about else about[-1].link.after
+    if state == ("healthy" if turn.fault is None else "slow"):
+        return None
+    return f"missed: {turn}; by iteration {limit} the link is said to be {state}"
+
+
+def _happened(said: Said, story: LinkStory) -> bool:
+    """Whether there was a turn of that link in the iteration since which it is said to have changed."""
+    kinds = [turn.fault is None for turn in story.turns() if _is(said, turn)]
+    return (said.link.after == "healthy") in kinds
+
+
+def _busy(one: Said, said: Sequence[Said], busy: Collection[int]) -> bool:
+    """Whether the machine was, or had been when a link fell ill that is now said to have recovered."""
+    ends = (one.link.source, one.link.target, one.link.pipeline, one.link.path)
+    about = [
+        other
+        for other in said[: said.index(one) + 1]
+        if (other.link.source, other.link.target, other.link.pipeline, other.link.path) == ends
+    ]
+    return any(_was_busy(each.link.since_iteration, each.iteration, busy) for each in about[-2:])
+
+
+def _was_busy(since: int | None, until: int, busy: Collection[int]) -> bool:
+    return any(iteration in busy for iteration in range(until if since is None else since, until + 1))
+
+
+def _is(said: Said, turn: Turn) -> bool:
+    return _same(said, turn.direction) and said.link.since_iteration == turn.iteration
+
+
+def _same(said: Said, direction: Direction) -> bool:
+    link = said.link
+    ends = (link.source, link.target) == (direction.source, direction.target)
+    return ends and direction.pipeline in (None, link.pipeline)
+
+
+def _of(events: Iterable[StampedEvent], kind: type[Any]) -> list[Any]:
+    return [entry.event for entry in events if isinstance(entry.event, kind)]

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The judge of the closed loop: a log that tells the story passes, and any gap or invention in it is named."""
+
+from __future__ import annotations
+
+from adaptra_megatron.emulation.link_faults import LinkFault
+from adaptra_megatron.emulation.link_story import LinkStory
+from adaptra_megatron.emulation.story_check import check_agreement, check_story
+from adaptra_megatron.telemetry.events import (
+    Event,
+    LinkDetection,
+    PlanMade,
+    PlanSwitched,
+    StageDetection,
+    Stamp,
+    StampedEvent,
+)
+
+STORY = LinkStory(
+    iterations=60, spells=(LinkFault(source=1, target=2, latency_s=0.06, from_iteration=10, until_iteration=20),)
+)
+
+
+def at(iteration: int, event: Event) -> StampedEvent:
+    stamp = Stamp(run="a", rank=0, sequence=0, iteration=iteration, wall_s=0.0, monotonic_s=float(iteration))
+    return StampedEvent(stamp=stamp, event=event)
+
+
+def link(since: int, after: str, source: int = 1, target: int = 2) -> LinkDetection:
+    before = "healthy" if after == "slow" else "slow"
+    reason = f"a message takes long, said of {since}"
+    return LinkDetection(
+        source=source, target=target, before=before, after=after, reason=reason, pipeline=0, since_iteration=since
+    )
+
+
+def plan(number: int, reason: str, adopted: bool = True) -> PlanMade:
+    return PlanMade(number=number, adopted=adopted, reason=reason, predicted_s=1.0, current_predicted_s=2.0)
+
+
+SLOW, HEALTHY = link(10, "slow"), link(20, "healthy")
+LOG = [
+    at(1, plan(1, "first costs")),
+    at(3, PlanSwitched(number=1, before=0)),
+    at(11, SLOW),
+    at(11, plan(2, f"link 1->2 of pipeline 0: {SLOW.reason}")),
+    at(12, PlanSwitched(number=2, before=1)),
+    at(24, HEALTHY),
+    at(24, plan(3, f"link 1->2 of pipeline 0: {HEALTHY.reason}")),
+    at(25, PlanSwitched(number=3, before=2)),
+]
+
+
+def test_the_story_as_it_was() -> None:
+    assert check_story(STORY, LOG) == []
+
+
+def without(event: Event) -> list[StampedEvent]:
+    return [entry for entry in LOG if entry.event is not event]
+
+
+def test_an_onset_that_nobody_found() -> None:
+    missed, unexplained = check_story(STORY, without(SLOW))
+    assert missed.startswith("missed: iteration 10: link 1->2 turns slow")
+    assert "said to be healthy" in missed
+    assert unexplained.startswith("iteration 12: switch to plan 2 names no finding")
+
+
+def test_an_onset_that_was_found_late() -> None:
+    late = sorted([*without(SLOW), at(14, SLOW)], key=lambda entry: entry.stamp.iteration)
+    (missed,) = check_story(STORY, late)
+    assert missed.startswith("missed: iteration 10")
+    assert "by iteration 13" in missed
+
+
+def test_a_recovery_that_nobody_found() -> None:
+    missed, _ = check_story(STORY, without(HEALTHY))
+    assert missed.startswith("missed: iteration 20: link 1->2 heals")
+    assert "by iteration 40" in missed
+
+
+def test_alarms_without_cause() -> None:
+    wrong_way, wrong_time, wrong_state = link(10, "slow", 2, 1), link(30, "slow"), link(10, "healthy")
+    for wrong in (wrong_way, wrong_time, wrong_state):
+        assert any(line.startswith("false alarm") for line in check_story(STORY, [*LOG, at(41, wrong)]))
+    stage = StageDetection(stage=1, before="healthy", after="slow", reason="F takes long")
+    assert [line.split(":")[0] for line in check_story(STORY, [*LOG, at(30, stage)])] == ["false alarm"]
+
+
+def test_an_alarm_while_the_machine_was_too_busy_is_excused_and_so_is_its_end() -> None:
+    log = [*LOG, at(41, link(40, "slow", 2, 1)), at(45, link(44, "healthy", 2, 1))]
+    assert len(check_story(STORY, log)) == 2
+    assert check_story(STORY, log, busy=[41]) == []
+    assert len(check_story(STORY, log, busy=[39, 42, 43])) == 2
+    assert len(check_story(STORY, log, busy=[44])) == 1
+
+
+def test_a_switch_to_a_plan_that_was_turned_down() -> None:
+    (problem,) = check_story(STORY, [*LOG, at(30, plan(4, SLOW.reason, adopted=False)), at(32, switch(4))])
+    assert problem == "iteration 32: switch to plan 4, which nobody made"
+
+
+def switch(number: int) -> PlanSwitched:
+    return PlanSwitched(number=number, before=number - 1)
+
+
+def test_agreement() -> None:
+    plans = [[0, "a"], [0, "a"], [1, "b"]]
+    log = [at(2, switch(1))]
+    assert check_agreement([plans, plans], log) == []
+    assert check_agreement([], log)
+    other = [[0, "a"], [1, "b"], [1, "b"]]
+    assert check_agreement([plans, other], log)[0].startswith("iteration 1: ranks ran different plans")
+    same_number = [[0, "a"], [0, "c"], [1, "b"]]
+    assert len(check_agreement([plans, same_number], log)) == 1
+    assert check_agreement([plans, plans], [at(1, switch(1))])[0].startswith("switches")
