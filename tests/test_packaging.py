@@ -98,6 +98,7 @@ def test_the_wheel_carries_patches_and_the_extension(source: Path, distributions
         metadata = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
     expected = {f"adaptra_megatron/patches/{path.name}" for path in (source / "patches").glob("*.py")}
     expected |= {str(path.relative_to(source)) for path in (source / "adaptra_megatron").rglob("*.py")}
+    expected |= {str(path.relative_to(source)) for path in (source / "adaptra_megatron").rglob("*.csv")}
     assert expected | {EXTENSION, "adaptra_megatron/py.typed", "adaptra_megatron/schedule/_native.pyi"} <= names
     assert "adaptra_megatron.pth" in names
     assert all(name.startswith(("adaptra_megatron/", "adaptra_megatron-", "adaptra_megatron.pth")) for name in names)
