@@ -12,6 +12,7 @@ POLICIES = ("off", "observe", "adapt")
 HOST_TRANSPORTS = ("off", "auto", "shm", "tcp", "verbs")
 PATHS = ("device", "host")
 TRACES = ("all", "asked")
+DISPATCHES = ("planned", "auto", "online")
 
 
 class ConfigError(ValueError):
@@ -49,6 +50,9 @@ class AdaptraConfig:
     one of the way to the master."""
     path: str = "device"
     """Which path messages take while it is healthy: device (torch.distributed) or host."""
+    dispatch: str = "auto"
+    """Who orders a stage's actions. planned: the plan. online: the stage, as messages arrive, where it sees that. auto:
+    the stage, while messages of a neighbour come by the host path."""
     rnics: tuple[str, ...] = ()
     """RDMA devices that verbs uses; none for those nearest to the rank's GPU, or else to its CPUs."""
     receive_lookahead: int = 8
@@ -109,6 +113,13 @@ class AdaptraConfig:
             raise ConfigError(
                 f"--adaptra-rnics is {','.join(self.rnics)!r}; it must be different names of RDMA devices, "
                 "for example mlx5_0,mlx5_1"
+            )
+        if self.dispatch not in DISPATCHES:
+            raise ConfigError(f"--adaptra-dispatch is {self.dispatch!r}; it must be one of {', '.join(DISPATCHES)}")
+        if self.dispatch == "online" and self.policy != "adapt":
+            raise ConfigError(
+                f"--adaptra-dispatch online changes the order of actions, but --adaptra-policy {self.policy} keeps "
+                "stock's; use --adaptra-policy adapt"
             )
         if self.path == "host" and self.host_transport == "off":
             raise ConfigError(
@@ -226,6 +237,14 @@ def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         help="The path that activations and gradients take while it is healthy: torch.distributed (device), or the "
         "host path. The other takes over when it fails.",
     )
+    group.add_argument(
+        "--adaptra-dispatch",
+        choices=DISPATCHES,
+        default="auto",
+        help="Who orders the actions of a stage: the plan (planned); the stage itself, which leaves the plan when its "
+        "next message is late and another is here (online); or the stage while a neighbour's messages come by the "
+        "host path (auto).",
+    )
     return parser
 
 
@@ -246,4 +265,5 @@ def config_from_arguments(arguments: argparse.Namespace) -> AdaptraConfig:
         interface=arguments.adaptra_interface,
         rnics=arguments.adaptra_rnics,
         path=arguments.adaptra_path,
+        dispatch=arguments.adaptra_dispatch,
     )

@@ -165,6 +165,7 @@ def test_help_has_a_group_of_its_own_and_names_units(parser: argparse.ArgumentPa
         "--adaptra-timeout-s",
         "--adaptra-host-transport",
         "--adaptra-path",
+        "--adaptra-dispatch",
         "--adaptra-rnics",
         "--adaptra-interface",
     }

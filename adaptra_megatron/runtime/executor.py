@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one iteration of a pipeline in any valid order of forwards, input gradients and weight gradients.
+"""Runs one iteration of a pipeline in any valid order of forwards, input gradients and weight gradients, planned
+beforehand or made while it runs.
 
 Numbers are stock's: the same functions compute, F, B and W of a chunk each run in micro-batch order, and gradients
 are accumulated in that order. Only the interleaving of the three, and the waiting, differ.
@@ -8,7 +9,7 @@ are accumulated in that order. Only the interleaving of the three, and the waiti
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,9 @@ from adaptra_megatron.runtime.activations import ActivationAccount
 from adaptra_megatron.runtime.computation import StageComputation
 from adaptra_megatron.runtime.device import current_device
 from adaptra_megatron.runtime.gradient_sync import GradientSync, ParameterSync
+from adaptra_megatron.runtime.inbox import Inbox
 from adaptra_megatron.runtime.megatron_call import PipelineCall
-from adaptra_megatron.runtime.program import Program, ReceiveWindow, Step, message_key
+from adaptra_megatron.runtime.program import Program, Step, message_key
 from adaptra_megatron.runtime.timers import ActionTimer
 from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.telemetry.records import ActionRecord
@@ -33,16 +35,25 @@ class IterationReport:
 
     records: list[ActionRecord]
     peak_in_flight: float
-    program: Program
-    """What it ran; its steps are those of the records."""
+    steps: list[Step]
+    """What it ran, in order: those of the records."""
 
     def computed_s(self) -> dict[MessageKey, float]:
         """When each message that was sent had been computed."""
         return {
             message_key(step.send, record.iteration): record.end_s
-            for step, record in zip(self.program.steps, self.records, strict=True)
+            for step, record in zip(self.steps, self.records, strict=True)
             if step.send is not None
         }
+
+
+Steps = Callable[[Inbox], Iterator[Step]]
+"""Where the steps of an iteration come from, one after the other; may look at what has arrived, and wait for it."""
+
+
+def planned_steps(program: Program) -> Steps:
+    """The plan's order."""
+    return lambda inbox: iter(program.steps)
 
 
 @dataclass
@@ -50,14 +61,13 @@ class _Run:
     """State of one iteration."""
 
     call: PipelineCall
-    program: Program
+    inbox: Inbox
     computation: StageComputation
     gradients: GradientSync | None
     """None in evaluation."""
     parameters: ParameterSync | None
     account: ActivationAccount
     iteration: int
-    windows: dict[int, ReceiveWindow]
     inputs: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
     outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
@@ -86,36 +96,43 @@ class PipelineExecutor:
         *,
         iteration: int,
         account: ActivationAccount,
+        steps: Steps | None = None,
     ) -> IterationReport:
         """Run every step of `program`; gradients are complete (not yet finalized) when this returns.
 
-        Raises TransportError when a peer fails or stays silent for longer than the timeout.
+        `steps`: those of `program` in another order; None: in its own. Raises TransportError when a peer fails or stays
+        silent for longer than the timeout, and what `steps` raises.
         """
         self._transport.describe(TensorSpecification(call.message_shape, call.config.pipeline_dtype, current_device()))
         training = not call.forward_only
         run = _Run(
             call=call,
-            program=program,
+            inbox=Inbox(self._transport, program, iteration, lookahead=self._lookahead, timeout_s=self._timeout_s),
             computation=computation,
-            gradients=GradientSync(call.config, call.model_chunks) if training else None,
+            gradients=_gradient_sync(call, program) if training else None,
             parameters=ParameterSync(call.config, call.model_chunks) if training else None,
             account=account,
             iteration=iteration,
-            windows={peer: ReceiveWindow(messages, self._lookahead) for peer, messages in program.expected.items()},
         )
-        for peer in run.windows:
-            self._post_receives(run, peer)
-        marks: list[Any] = []
-        for step in program.steps:
-            marks.append(self._timer.mark())
-            received = self._receive(run, step)
-            marks.append(self._timer.mark())
-            self._perform(run, step, received)
-            marks.append(self._timer.mark())
-        self._transport.flush(self._deadline())
+        run.inbox.open()
+        ran, marks = self._run_steps(run, (steps or planned_steps(program))(run.inbox))
+        assert len(ran) == len(program.steps), f"stage {call.stage} ran {len(ran)} of {len(program.steps)} steps"
+        self._transport.flush(time.monotonic() + self._timeout_s)
         if run.gradients is not None:
             run.gradients.finish()
-        return IterationReport(self._records(run, marks), account.peak, program)
+        return IterationReport(self._records(run, ran, marks), account.peak, ran)
+
+    def _run_steps(self, run: _Run, steps: Iterator[Step]) -> tuple[list[Step], list[Any]]:
+        """Returns the steps and the marks around them: each step begins to wait where the one before it ended."""
+        ran: list[Step] = []
+        marks = [self._timer.mark()]
+        for step in steps:
+            received = run.inbox.take(step.receive) if step.receive is not None else None
+            marks.append(self._timer.mark())
+            self._perform(run, step, received)
+            ran.append(step)
+            marks.append(self._timer.mark())
+        return ran, marks
 
     def _perform(self, run: _Run, step: Step, received: torch.Tensor | None) -> None:
         action = step.action
@@ -163,21 +180,7 @@ class PipelineExecutor:
         assert received is None
         run.computation.weight_gradient(step.action.chunk, step.action.micro_batch)
 
-    def _receive(self, run: _Run, step: Step) -> torch.Tensor | None:
-        message = step.receive
-        if message is None:
-            return None
-        self._post_receives(run, message.source, step)
-        tensor = self._transport.wait(message_key(message, run.iteration), self._deadline())
-        run.windows[message.source].consume()
-        self._post_receives(run, message.source)
-        return tensor
-
-    def _post_receives(self, run: _Run, peer: int, step: Step | None = None) -> None:
-        for message in run.windows[peer].open_until(step.receive if step is not None else None):
-            self._transport.post_receive(message_key(message, run.iteration), peer)
-
-    def _records(self, run: _Run, marks: list[Any]) -> list[ActionRecord]:
+    def _records(self, run: _Run, ran: list[Step], marks: list[Any]) -> list[ActionRecord]:
         times = self._timer.resolve(marks)
         return [
             ActionRecord(
@@ -186,10 +189,11 @@ class PipelineExecutor:
                 step.action.kind.value,
                 step.action.chunk,
                 step.action.micro_batch,
-                *times[3 * index : 3 * index + 3],
+                *times[2 * index : 2 * index + 3],
             )
-            for index, step in enumerate(run.program.steps)
+            for index, step in enumerate(ran)
         ]
 
-    def _deadline(self) -> float:
-        return time.monotonic() + self._timeout_s
+
+def _gradient_sync(call: PipelineCall, program: Program) -> GradientSync:
+    return GradientSync(call.config, call.model_chunks, program.completion, by_hooks=program.completes_by_backwards)

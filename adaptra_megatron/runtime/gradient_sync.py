@@ -2,12 +2,15 @@
 """When data-parallel gradient reduction and parameter gathering start, for any order of actions.
 
 Megatron's rule (schedules.py: enable_grad_sync, disable_grad_sync, param_sync_func) is kept: a chunk's reduction may
-start with, or right after, the action that completes its last gradient; never earlier.
+start with, or right after, the action that completes its last gradient; never earlier. Reductions are collectives of
+the stage's data-parallel replicas, which may run their actions in different orders: so they start in the plan's order
+of chunks, and a chunk that is complete before its turn waits for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +20,19 @@ import torch
 class GradientSync:
     """Gradient synchronisation of one iteration. Off from construction on, except where said."""
 
-    def __init__(self, config: Any, model_chunks: Sequence[torch.nn.Module]) -> None:
-        """`config`: Megatron's ModelParallelConfig; its no_sync_func, grad_sync_func may be one function or a list."""
+    def __init__(
+        self, config: Any, model_chunks: Sequence[torch.nn.Module], order: Sequence[int], *, by_hooks: bool = True
+    ) -> None:
+        """`config`: Megatron's ModelParallelConfig; its no_sync_func, grad_sync_func may be one function or a list.
+
+        `order`: chunks in the order in which their reductions start, on all replicas. `by_hooks`: whether a whole
+        backward that completes a chunk starts the reduction itself, bucket by bucket; only where a chunk's turn has
+        come whenever it is complete.
+        """
         self._model_chunks = model_chunks
+        self._turns = deque(order)
+        self._by_hooks = by_hooks
+        self._complete: set[int] = set()
         self._no_sync = config.no_sync_func
         self._grad_sync = _per_chunk(config.grad_sync_func, len(model_chunks))
         self._closed: contextlib.ExitStack | None = None
@@ -44,20 +57,22 @@ class GradientSync:
 
     def before_last_backward(self, chunk: int) -> None:
         """Call before the whole backward that completes the gradients of `chunk`: its hooks start the reduction."""
-        if self._grad_sync is None:
+        if self._grad_sync is None and self._by_hooks:
             self.enable()
             self._synchronized.add(chunk)
 
     def after_last_gradient(self, chunk: int) -> None:
         """Call after the action that completes the gradients of `chunk`, whole backward or weight gradient."""
-        if chunk not in self._synchronized:
-            self._synchronize(chunk)
+        self._complete.add(chunk)
+        while self._turns and self._turns[0] in self._complete:
+            if (turn := self._turns.popleft()) not in self._synchronized:
+                self._synchronize(turn)
         self.disable()
 
     def finish(self) -> None:
         """Call after the last action: whatever has not been started is, by finalize_model_grads at the latest."""
         self.enable()
-        for chunk in range(len(self._model_chunks)):
+        for chunk in (*self._turns, *range(len(self._model_chunks))):
             if chunk not in self._synchronized:
                 self._synchronize(chunk)
 

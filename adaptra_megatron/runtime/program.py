@@ -15,6 +15,8 @@ from adaptra_megatron.transport.messages import Direction, MessageKey
 class Step:
     """One action with its messages."""
 
+    position: int
+    """In the plan's order of its stage."""
     action: Action
     receive: Message | None
     send: Message | None
@@ -32,6 +34,17 @@ class Program:
     expected: dict[int, tuple[Message, ...]]
     """Messages from each neighbour, in the order in which it sends them."""
 
+    @property
+    def completion(self) -> tuple[int, ...]:
+        """Chunks in the order in which the plan completes their gradients."""
+        return tuple(step.action.chunk for step in self.steps if step.completes_chunk)
+
+    @property
+    def completes_by_backwards(self) -> bool:
+        """Whether chunks are complete in the order of their backwards however these and weight gradients mix."""
+        kinds = {step.action.kind for step in self.steps}
+        return self.schedule.chunks == 1 or Kind.BACKWARD_INPUT not in kinds
+
 
 def compile_program(schedule: Schedule, stage: int) -> Program:
     """Compile the order of `stage`. The schedule must have passed `check_schedule`."""
@@ -44,6 +57,7 @@ def compile_program(schedule: Schedule, stage: int) -> Program:
     }
     steps = tuple(
         Step(
+            position=index,
             action=action,
             receive=needed(action, stages, chunks),
             send=produced(action, stages, chunks),

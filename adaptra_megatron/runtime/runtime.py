@@ -18,8 +18,9 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.activations import ActivationAccount
 from adaptra_megatron.runtime.computation import MegatronComputation, StageComputation
 from adaptra_megatron.runtime.device import current_device, pci_bus_id
+from adaptra_megatron.runtime.dispatch import Dispatcher, make_dispatcher
 from adaptra_megatron.runtime.exchange import DELAY, PlanExchange
-from adaptra_megatron.runtime.executor import IterationReport, PipelineExecutor
+from adaptra_megatron.runtime.executor import IterationReport, PipelineExecutor, Steps, planned_steps
 from adaptra_megatron.runtime.leader import PlanLeader
 from adaptra_megatron.runtime.measurements import stage_measurement
 from adaptra_megatron.runtime.megatron_call import PipelineCall, pipeline_call
@@ -61,6 +62,7 @@ class _Pipeline:
 
     transport: Transport
     executor: PipelineExecutor
+    dispatcher: Dispatcher
     book: PlanBook
     membership: Membership | None
     """None, as the exchange, where nobody wants to know what was measured."""
@@ -118,14 +120,17 @@ class AdaptraRuntime:
         embedding = self._start_stock_bookkeeping(call)
         if pipeline.meter is not None and not call.forward_only:
             pipeline.meter.begin(pipeline.book.number)
+        program = self._program(schedule, call.stage)
         report = pipeline.executor.run(
             call,
-            self._program(schedule, call.stage),
+            program,
             decorated,
             iteration=pipeline.iteration,
             account=self._account(pipeline, call),
+            steps=self._steps(pipeline, call, program),
         )
         if not call.forward_only:
+            pipeline.dispatcher.ran(report.steps, report.records)
             self._finalize_gradients(call, computation, embedding)
             arrivals = self._hand_in(pipeline, call, report)
             pipeline.training_iterations += 1
@@ -160,6 +165,8 @@ class AdaptraRuntime:
             "transports": sorted({type(pipeline.transport).__name__ for pipeline in self._pipelines.values()}),
             "links": self._links(),
             "measured_costs": self._measured_costs(),
+            "online_iterations": sum(pipeline.dispatcher.online_iterations for pipeline in self._pipelines.values()),
+            "moved_actions": sum(pipeline.dispatcher.moved_actions for pipeline in self._pipelines.values()),
             "schedule_csv": None if self.last_schedule is None else schedule_to_csv(self.last_schedule),
         }
 
@@ -221,6 +228,7 @@ class AdaptraRuntime:
             executor=PipelineExecutor(
                 transport, make_timer(clock), lookahead=config.receive_lookahead, timeout_s=config.timeout_s
             ),
+            dispatcher=make_dispatcher(call, config, transport),
             book=book,
             membership=membership,
             exchange=exchange,
@@ -255,6 +263,13 @@ class AdaptraRuntime:
         if program is None or program.schedule is not schedule:
             program = self._programs[id(schedule)] = compile_program(schedule, stage)
         return program
+
+    def _steps(self, pipeline: _Pipeline, call: PipelineCall, program: Program) -> Steps:
+        if call.forward_only:
+            return planned_steps(program)
+        book = pipeline.book
+        cap = book.enforced_cap(call.micro_batches, call.stage)
+        return pipeline.dispatcher.steps(program, cap, book.released_at_backward_input(call.micro_batches))
 
     def _account(self, pipeline: _Pipeline, call: PipelineCall) -> ActivationAccount:
         # Evaluation keeps no activations, and Megatron's order for it would pass any cap by count.

@@ -26,20 +26,27 @@ class Bell:
             self._rung.set()
 
     def wait_for(
-        self, keys: Collection[MessageKey], is_here: Callable[[MessageKey], bool], attend: Callable[[], float]
-    ) -> None:
-        """Return as soon as any of `keys` is here.
+        self,
+        keys: Collection[MessageKey],
+        until_s: float,
+        is_here: Callable[[MessageKey], bool],
+        attend: Callable[[], float],
+    ) -> bool:
+        """True as soon as any of `keys` is here, False at `until_s` (time.monotonic).
 
         `attend` is called before each sleep: it does what a long wait calls for, returns until when nothing else is to
-        be done (monotonic seconds), and raises where waiting makes no sense any more.
+        be done, and raises where waiting makes no sense any more.
         """
         self._listening = keys
         try:
             while True:
                 self._rung.clear()
                 if any(map(is_here, keys)):
-                    return
-                until_s = attend()
-                self._rung.wait(min(_LOOK_AGAIN_S, max(0.0, until_s - time.monotonic())))
+                    return True
+                again_s = min(until_s, attend())
+                now_s = time.monotonic()
+                if now_s >= until_s:
+                    return False
+                self._rung.wait(min(_LOOK_AGAIN_S, max(0.0, again_s - now_s)))
         finally:
             self._listening = ()

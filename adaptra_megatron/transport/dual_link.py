@@ -148,9 +148,9 @@ class DualLink(HostLink):
             work = self._due_here()
         self._do(work)
 
-    def attend(self, keys: Sequence[MessageKey], since_s: float, deadline_s: float) -> float:
+    def attend(self, keys: Sequence[MessageKey], since_s: float) -> float:
         self._wait_began_s = since_s
-        return super().attend(keys, since_s, deadline_s)
+        return super().attend(keys, since_s)
 
     def wait(self, key: MessageKey, deadline_s: float) -> tuple[torch.Tensor, MessageTimes]:
         self._wait_began_s = time.monotonic()

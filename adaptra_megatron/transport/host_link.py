@@ -151,16 +151,16 @@ class HostLink:
     def ready(self, key: MessageKey) -> bool:
         return key in self._arrivals
 
-    def attend(self, keys: Sequence[MessageKey], since_s: float, deadline_s: float) -> float:
+    def attend(self, keys: Sequence[MessageKey], since_s: float) -> float:
         """Do what having waited for `keys` since `since_s` calls for; returns when to call this again.
 
-        Raises TransportError for one that is not here though the deadline is over, or that is lost.
+        Raises TransportError for one that is lost.
         """
         with self._lock:
             now_s = time.monotonic()
-            again_s = deadline_s
+            again_s = math.inf
             for key in keys:
-                until_s = min(deadline_s, self._given_up_from_s(key))
+                until_s = self._given_up_from_s(key)
                 if now_s >= until_s and key not in self._arrivals:
                     raise self._not_received(key, self._arrivals.posted_s(key), now_s)
                 again_s = min(again_s, until_s, self._look_again_s(key, now_s))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from adaptra_megatron.transport.bell import Bell
 from adaptra_megatron.transport.control import Start
 from adaptra_megatron.transport.cuda_device import CudaDevice
 from adaptra_megatron.transport.dual_link import DualLink
@@ -82,6 +83,8 @@ class HostTransport:
         self._sent: list[MessageTimes] = []
         self._received: list[MessageTimes] = []
         self._peer_of: dict[MessageKey, int] = {}
+        self._came_by: dict[int, Path] = {}
+        self._bell = Bell()
         peers = neighbours(self.stage, group.size(), wrap=chunks > 1)
         meeting = meet(group, peers, settings)
         self._transports = meeting.transports
@@ -116,7 +119,7 @@ class HostTransport:
         self, group: dist.ProcessGroup, peer: int, settings: HostSettings, paths: PathSettings | None, pipeline: str
     ) -> HostLink:
         if paths is None:
-            return HostLink(self.stage, peer, settings, self._device)
+            return HostLink(self.stage, peer, settings, self._device, self._bell)
         store: Any = dist.distributed_c10d._get_default_store()
         store = store.clone()
         ours, theirs = f"{self.stage}-{peer}", f"{peer}-{self.stage}"
@@ -133,7 +136,7 @@ class HostTransport:
             return NcclPairGroup(own, ends, CudaDevice(self._device), identity, sends=as_sender, timeout_s=timeout_s)
 
         mail = NoteMail(store, f"adaptra/notes/{pipeline}/{ours}", f"adaptra/notes/{pipeline}/{theirs}")
-        return DualLink(self.stage, peer, settings, paths, make_group, mail, self._device)
+        return DualLink(self.stage, peer, settings, paths, make_group, mail, self._device, self._bell)
 
     def describe(self, specification: TensorSpecification) -> None:
         """Messages describe themselves here; only where they live matters. Raises TransportError for another device."""
@@ -155,10 +158,32 @@ class HostTransport:
     def ready(self, key: MessageKey) -> bool:
         return self._links[self._peer_of[key]].ready(key)
 
+    def sees_arrivals(self, peer: int) -> bool:
+        """Always: a link's threads see what comes by either path."""
+        return True
+
+    def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
+        if any(map(self.ready, keys)):
+            return True
+        began_s = time.monotonic()
+        by_peer: dict[int, list[MessageKey]] = {}
+        for key in keys:
+            by_peer.setdefault(self._peer_of[key], []).append(key)
+
+        def attend() -> float:
+            return min(self._links[peer].attend(few, began_s) for peer, few in by_peer.items())
+
+        return self._bell.wait_for(keys, until_s, self.ready, attend)
+
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
-        tensor, times = self._links[self._peer_of.pop(key)].wait(key, deadline_s)
+        peer = self._peer_of.pop(key)
+        tensor, times = self._links[peer].wait(key, deadline_s)
         self._received.append(times)
+        self._came_by[peer] = times.path
         return tensor
+
+    def came_by(self, peer: int) -> Path:
+        return self._came_by.get(peer, Path.HOST)
 
     def flush(self, deadline_s: float) -> None:
         for link in self._links.values():

@@ -7,7 +7,7 @@ Callers never learn which path carries a key: they post, ask whether a key has a
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -86,8 +86,20 @@ class Transport(Protocol):
     def post_receive(self, key: MessageKey, peer: int) -> None:
         """Announce that `key` will come from `peer`. Keys of one peer must be posted in the order it sends them."""
 
+    def sees_arrivals(self, peer: int) -> bool:
+        """Whether the CPU sees what has arrived from `peer`: what `ready` and `wait_any` live by."""
+
     def ready(self, key: MessageKey) -> bool:
-        """Whether `wait(key)` would return without waiting. False where arrivals are invisible to the CPU."""
+        """Whether `wait(key)` would return, or raise, without waiting."""
+
+    def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
+        """True once one of `keys` (posted, at least one) is ready; False at `until_s` (time.monotonic).
+
+        Returns False at once where arrivals cannot be seen. Raises TransportError for a message that is lost.
+        """
+
+    def came_by(self, peer: int) -> Path:
+        """The path by which the latest message from `peer` came, or would have come if there was none."""
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
         """The received tensor (fresh, no autograd history), waiting at most until `deadline_s` (time.monotonic)."""

@@ -12,13 +12,14 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from adaptra_megatron.transport.bell import Bell
 from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.paths import Path
 from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
@@ -57,6 +58,7 @@ class WaitingThreadTransport:
         self._received: list[MessageTimes] = []
         self._sent: list[MessageTimes] = []
         self._waiters: dict[tuple[str, int], _Waiter] = {}
+        self._bell = Bell()
 
     def describe(self, specification: TensorSpecification) -> None:
         """Set shape and dtype of the messages to come (fixed within an iteration)."""
@@ -106,6 +108,19 @@ class WaitingThreadTransport:
 
     def ready(self, key: MessageKey) -> bool:
         return self._receives[key].done.is_set()
+
+    def sees_arrivals(self, peer: int) -> bool:
+        """Always: by the thread that waits for them."""
+        return True
+
+    def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
+        if any(map(self.ready, keys)):
+            return True
+        self._watch_sends()
+        return self._bell.wait_for(keys, until_s, self.ready, lambda: until_s)
+
+    def came_by(self, peer: int) -> Path:
+        return Path.DEVICE
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
         pending = self._receives.pop(key)
@@ -160,7 +175,7 @@ class WaitingThreadTransport:
     def _waiter(self, name: str, peer: int) -> _Waiter:
         waiter = self._waiters.get((name, peer))
         if waiter is None:
-            waiter = self._waiters[name, peer] = _Waiter(f"adaptra-{name}-{peer}")
+            waiter = self._waiters[name, peer] = _Waiter(f"adaptra-{name}-{peer}", self._bell)
         return waiter
 
     def _wait_all(self, works: _Works) -> None:
@@ -184,7 +199,8 @@ class WaitingThreadTransport:
 class _Waiter:
     """A thread that completes messages in the order in which they were submitted."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, bell: Bell) -> None:
+        self._bell = bell
         self._work: queue.SimpleQueue[tuple[_Pending, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -205,4 +221,5 @@ class _Waiter:
                 pending.cause = cause
             pending.done_s = time.monotonic()
             pending.done.set()
+            self._bell.arrived(pending.key)
             del item, pending, complete

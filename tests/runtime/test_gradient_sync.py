@@ -91,7 +91,7 @@ def drive(job: Job, sync: GradientSync, schedule: Schedule, stage: int) -> list[
 def test_each_chunk_is_reduced_once_with_its_last_gradient(schedule: Schedule, no_sync_each: bool) -> None:
     for stage in range(schedule.stages):
         job = Job(schedule.chunks, no_sync_each=no_sync_each)
-        sync = GradientSync(job.config, job.models)
+        sync = GradientSync(job.config, job.models, compile_program(schedule, stage).completion)
         drive(job, sync, schedule, stage)
         sync.finish()
         assert Counter(event.split()[1] for event in job.events) == {str(chunk): 1 for chunk in range(schedule.chunks)}
@@ -108,7 +108,7 @@ def test_each_chunk_is_reduced_once_with_its_last_gradient(schedule: Schedule, n
 def test_a_grad_sync_function_is_called_after_the_last_gradient(one: bool, kind: Kind) -> None:
     job = Job(2)
     job.config.grad_sync_func = job.sync_functions("reduce", one=one)
-    sync = GradientSync(job.config, job.models)
+    sync = GradientSync(job.config, job.models, [1, 0])
     if kind is Kind.BACKWARD:
         sync.before_last_backward(1)
         job.backward(1)
@@ -119,9 +119,27 @@ def test_a_grad_sync_function_is_called_after_the_last_gradient(one: bool, kind:
     assert job.events[1:] == ["reduce parameters 0" if one else "reduce[0] parameters 0"]
 
 
+@given(st.permutations(range(4)), st.permutations(range(4)), st.sets(st.integers(0, 3)))
+def test_reductions_start_in_the_planned_order_whichever_chunk_is_complete_first(
+    planned: list[int], complete: list[int], whole: set[int]
+) -> None:
+    """As replicas of a stage that dispatch online need it: theirs are collectives."""
+    job = Job(4)
+    sync = GradientSync(job.config, job.models, planned, by_hooks=False)
+    for count, chunk in enumerate(complete, 1):
+        if chunk in whole:
+            sync.before_last_backward(chunk)
+            job.backward(chunk)
+        sync.after_last_gradient(chunk)
+        in_turn = next((turn for turn, other in enumerate(planned) if other not in complete[:count]), 4)
+        assert job.events == [f"start {other}" for other in planned[:in_turn]]
+    sync.finish()
+    assert job.events == [f"start {other}" for other in planned]
+
+
 def test_without_overlap_the_reduction_is_left_to_finalize_model_grads() -> None:
     job = Job(1, overlap=False)
-    sync = GradientSync(job.config, job.models)
+    sync = GradientSync(job.config, job.models, [0])
     sync.after_last_gradient(0)
     sync.finish()
     assert job.events == []
@@ -130,7 +148,7 @@ def test_without_overlap_the_reduction_is_left_to_finalize_model_grads() -> None
 
 def test_a_model_without_data_parallel_wrapper_needs_no_synchronisation() -> None:
     config = SimpleNamespace(no_sync_func=None, grad_sync_func=None)
-    sync = GradientSync(config, [SimpleNamespace()])  # type: ignore[list-item]
+    sync = GradientSync(config, [SimpleNamespace()], [0])  # type: ignore[list-item]
     sync.before_last_backward(0)
     sync.after_last_gradient(0)
     sync.finish()
@@ -138,7 +156,7 @@ def test_a_model_without_data_parallel_wrapper_needs_no_synchronisation() -> Non
 
 def test_switching_off_twice_is_switching_off_once() -> None:
     job = Job(2)
-    sync = GradientSync(job.config, job.models)
+    sync = GradientSync(job.config, job.models, [0, 1])
     sync.disable()
     assert job.off == [1, 1]
     sync.enable()

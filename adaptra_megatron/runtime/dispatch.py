@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who decides what a stage runs next, and when: the plan beforehand, or the stage while it runs.
+
+A stage dispatches online (see online_order.py) where it sees what has arrived. With `auto` it does so only while some
+neighbour's messages come by the host path: they do because that link is slow or its device path is dead, and what is
+slow is seldom steady. Stages decide on their own, and any of them may be online while others run the plan; the ranks
+of one stage that share collectives follow one of them, the leader (see stage_leader.py).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.runtime.device import current_device
+from adaptra_megatron.runtime.executor import Steps
+from adaptra_megatron.runtime.inbox import Inbox
+from adaptra_megatron.runtime.megatron_call import PipelineCall
+from adaptra_megatron.runtime.online_order import OnlineOrder
+from adaptra_megatron.runtime.program import Program, Step
+from adaptra_megatron.runtime.stage_leader import StageTeam, form_team
+from adaptra_megatron.schedule.simulator import peak_in_flight
+from adaptra_megatron.telemetry.records import ActionRecord
+from adaptra_megatron.transport.messages import Transport
+from adaptra_megatron.transport.paths import Path
+
+_PLANNED, _ONLINE = 0, 1
+_PATIENCE = 0.05
+"""How long the plan's next message is waited for before the plan is left, in mean actions. Without it, what is a
+microsecond late would make room for a whole action that comes too early."""
+_POLL_S = 50e-6
+
+
+class Dispatcher:
+    """One rank's, for the life of the job."""
+
+    def __init__(
+        self,
+        mode: str,
+        transport: Transport,
+        team: StageTeam | None,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        """`mode`: planned, auto or online. `team`: this rank's, None where it shares no collectives with others."""
+        self.online_iterations = 0
+        """How many were dispatched online here."""
+        self.moved_actions = 0
+        """How many actions ran before one that the plan had before them."""
+        self._mode, self._transport, self._team = mode, transport, team
+        self._pace = _GpuPace(timeout_s) if device.type == "cuda" else _Pace()
+        self._patience_s = 0.0
+
+    def steps(self, program: Program, cap: float | None, released_at_backward_input: float) -> Steps:
+        """The steps of the next training iteration. `cap`: activations that the stage may hold at once; None: as many
+        as the plan's order does."""
+        team = self._team
+        if self._mode == "planned":
+            return lambda inbox: iter(program.steps)
+        if team is not None and not team.leads:
+            return lambda inbox: self._follow(program, team)
+        online = self._is_online(program)
+        self.online_iterations += online
+        if not online:
+            return lambda inbox: self._lead(_PLANNED, iter(program.steps), team)
+        if cap is None:
+            cap = peak_in_flight(program.schedule, released_at_backward_input)[program.stage]
+        order = OnlineOrder(program, cap, released_at_backward_input)
+        return lambda inbox: self._lead(_ONLINE, self._decide(order, inbox), team)
+
+    def ran(self, steps: Sequence[Step], records: Sequence[ActionRecord]) -> None:
+        """Call after each training iteration with what it ran."""
+        self._patience_s = _PATIENCE * statistics.fmean(record.compute_s for record in records)
+        self.moved_actions += count_moved(steps)
+        if self._team is not None and self._team.leads:
+            self._team.settle()
+
+    def _is_online(self, program: Program) -> bool:
+        peers = [peer for peer, messages in program.expected.items() if messages]
+        if not all(map(self._transport.sees_arrivals, peers)):
+            return False
+        return self._mode == "online" or any(self._transport.came_by(peer) is Path.HOST for peer in peers)
+
+    def _decide(self, order: OnlineOrder, inbox: Inbox) -> Iterator[Step]:
+        while not order.finished:
+            self._pace.catch_up()
+            step = self._next(order, inbox)
+            order.take(step)
+            yield step
+            self._pace.launched()
+
+    def _next(self, order: OnlineOrder, inbox: Inbox) -> Step:
+        """What can run now, or as soon as something has arrived."""
+        planned = order.planned()
+        if planned.receive is not None and planned in order.candidates() and inbox.sees_arrivals([planned.receive]):
+            inbox.wait_any([planned.receive], self._patience_s)
+        while (step := order.next(inbox.has)) is None:
+            awaited = [candidate.receive for candidate in order.candidates() if candidate.receive is not None]
+            if not inbox.sees_arrivals(awaited):
+                return order.planned()  # and wait for its message, whose arrival nobody sees
+            inbox.wait_any(awaited)
+        return step
+
+    def _lead(self, mode: int, steps: Iterator[Step], team: StageTeam | None) -> Iterator[Step]:
+        if team is None:
+            yield from steps
+            return
+        team.publish(mode)
+        for step in steps:
+            if mode == _ONLINE:
+                team.publish(step.position)
+            yield step
+
+    def _follow(self, program: Program, team: StageTeam) -> Iterator[Step]:
+        if team.follow() == _PLANNED:
+            yield from program.steps
+            return
+        self.online_iterations += 1
+        for _ in program.steps:
+            yield program.steps[team.follow()]
+
+
+def make_dispatcher(call: PipelineCall, config: AdaptraConfig, transport: Transport) -> Dispatcher:
+    """This rank's. Collective over all ranks of the job where any stage may come to dispatch online.
+
+    Raises StageTeamError when ranks of the stage do not meet.
+    """
+    mode = config.dispatch
+    if mode == "auto" and (config.policy != "adapt" or config.plan_csv is not None or config.host_transport == "off"):
+        mode = "planned"  # an order that somebody asked for, or no host path
+    team = form_team(call, config.timeout_s) if mode != "planned" else None
+    return Dispatcher(mode, transport, team, current_device(), config.timeout_s)
+
+
+def count_moved(steps: Sequence[Step]) -> int:
+    """Steps that ran before one that the plan has before them."""
+    moved, least = 0, len(steps)
+    for step in reversed(steps):
+        moved += step.position > least
+        least = min(least, step.position)
+    return moved
+
+
+class _Pace:
+    """Computation blocks the CPU: when it decides, everything before has been computed."""
+
+    def catch_up(self) -> None:
+        """Wait until it is time to decide what comes next."""
+
+    def launched(self) -> None:
+        """What was decided last has been handed to the device."""
+
+
+class _GpuPace(_Pace):
+    """A GPU computes behind the CPU: decisions wait until it begins the last action that it was given, so that it is
+    never out of work and they are early by one action at most."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._ends: list[Any] = []
+
+    def catch_up(self) -> None:
+        deadline_s = time.monotonic() + self._timeout_s
+        while len(self._ends) > 1:
+            # Not synchronize(), which has no deadline. What hangs on a GPU ends with the watchdog's error.
+            while not self._ends[0].query() and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+            self._ends.pop(0)
+
+    def launched(self) -> None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._ends.append(event)
