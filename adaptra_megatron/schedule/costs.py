@@ -61,11 +61,11 @@ class Costs:
         if len(self.max_in_flight) != self.stages:
             raise CostError(f"max_in_flight has {len(self.max_in_flight)} entries for {self.stages} stages")
         for stage, cap in enumerate(self.max_in_flight):
-            if cap is not None and not (_is_number(cap) and cap >= 1):
+            if cap is not None and not (is_number(cap) and cap >= 1):
                 raise CostError(
                     f"max_in_flight of stage {stage} is {cap!r}: at least 1 is needed to run a single forward"
                 )
-        if not (_is_number(self.released_at_backward_input) and 0.0 <= self.released_at_backward_input <= 1.0):
+        if not (is_number(self.released_at_backward_input) and 0.0 <= self.released_at_backward_input <= 1.0):
             raise CostError(
                 f"released_at_backward_input must be between 0 and 1, got {self.released_at_backward_input!r}"
             )
@@ -152,9 +152,9 @@ def costs_from_json(document: Any) -> Costs:
         stages=stages,
         chunks=chunks,
         micro_batches=document["micro_batches"],
-        forward_s=_table_from_json("forward_s", document["forward_s"], stages, chunks),
-        backward_input_s=_table_from_json("backward_input_s", document["backward_input_s"], stages, chunks),
-        backward_weight_s=_table_from_json("backward_weight_s", document["backward_weight_s"], stages, chunks),
+        forward_s=table_from_json("forward_s", document["forward_s"], stages, chunks),
+        backward_input_s=table_from_json("backward_input_s", document["backward_input_s"], stages, chunks),
+        backward_weight_s=table_from_json("backward_weight_s", document["backward_weight_s"], stages, chunks),
         links=_links_from_json(document.get("links") or []),
         max_in_flight=_caps_from_json(document.get("max_in_flight"), stages),
         released_at_backward_input=released,
@@ -179,7 +179,8 @@ def costs_to_json(costs: Costs) -> dict[str, Any]:
     }
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether `value` is a finite number; True and False are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -190,7 +191,7 @@ def _check_table(name: str, table: PerChunk, stages: int, chunks: int) -> None:
         if len(row) != chunks:
             raise CostError(f"{name} of stage {stage} has {len(row)} values for {chunks} chunks")
         for chunk, seconds in enumerate(row):
-            if not _is_number(seconds) or seconds < 0:
+            if not is_number(seconds) or seconds < 0:
                 raise CostError(f"{name} of stage {stage}, chunk {chunk} must be seconds >= 0, got {seconds!r}")
 
 
@@ -200,18 +201,19 @@ def _check_link(source: int, target: int, cost: LinkCost, stages: int) -> None:
     if (target - source) % stages not in (1, stages - 1):
         raise CostError(f"link {source}->{target} joins stages that are not neighbours in a pipeline of {stages}")
     for name, seconds in (("latency_s", cost.latency_s), ("occupancy_s", cost.occupancy_s)):
-        if not _is_number(seconds) or seconds < 0:
+        if not is_number(seconds) or seconds < 0:
             raise CostError(f"{name} of link {source}->{target} must be seconds >= 0, got {seconds!r}")
 
 
-def _table_from_json(name: str, value: Any, stages: int, chunks: int) -> PerChunk:
-    if _is_number(value):
+def table_from_json(name: str, value: Any, stages: int, chunks: int) -> PerChunk:
+    """Seconds per stage and chunk from one number, one per stage, or one row per stage; raises CostError."""
+    if is_number(value):
         return ((float(value),) * chunks,) * stages
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise CostError(f"{name} must be a number or a list with one row per stage, got {value!r}")
     rows: list[tuple[float, ...]] = []
     for row in value:
-        if _is_number(row):
+        if is_number(row):
             rows.append((float(row),) * chunks)
         elif isinstance(row, Sequence) and not isinstance(row, str):
             rows.append(tuple(row))
@@ -240,7 +242,7 @@ def _links_from_json(value: Any) -> dict[tuple[int, int], LinkCost]:
 
 
 def _caps_from_json(value: Any, stages: int) -> tuple[float | None, ...]:
-    if value is None or _is_number(value):
+    if value is None or is_number(value):
         return (value,) * stages
     if isinstance(value, list):
         return tuple(value)

@@ -23,7 +23,9 @@ def schedule_to_csv(schedule: Schedule) -> str:
     stages = schedule.stages
     # A Kind is its letter: adding it is several times as fast as formatting it, and large plans are written per switch.
     rows = (
-        ",".join([str(virtual_stage(stage, chunk, stages)) + kind + str(number) for stage, kind, chunk, number in order])
+        ",".join(
+            [str(virtual_stage(stage, chunk, stages)) + kind + str(number) for stage, kind, chunk, number in order]
+        )
         for order in schedule.orders
     )
     return "".join(f"{row}\n" for row in rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -49,20 +50,31 @@ class Plan:
         return self.makespan_s / self.lower_bound.seconds - 1.0 if self.lower_bound.seconds > 0.0 else 0.0
 
 
-def plan(costs: Costs, *, deadline_s: float | None = None, split: bool = True) -> Plan:
+def default_deadline_s(costs: Costs, *, split: bool = True) -> float:
+    """What `plan` takes when nobody says: one search, and 0.5 s for 64 stages and 256 micro-batches on one core."""
+    return _one_search(costs, split) / ACTIONS_PER_SECOND
+
+
+def plan(
+    costs: Costs,
+    *,
+    deadline_s: float | None = None,
+    split: bool = True,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Plan:
     """The best schedule found for `costs`; among equally fast ones, the one that holds the fewest activations.
 
     Deterministic: the work is limited by a number of simulated actions, never by a clock. `deadline_s` sets that
     number to `deadline_s * ACTIONS_PER_SECOND`; at least one schedule is always made. What a first search leaves of it
-    is spent on the schedules of slightly different costs. With `split` False each backward is whole, for models whose
-    backward cannot be split. Raises PlanError if no schedule fits the caps.
+    is spent on the schedules of slightly different costs; `progress` is told how many of these searches are over. With
+    `split` False each backward is whole, for models whose backward cannot be split. Raises PlanError if no schedule
+    fits the caps.
     """
     try:
         require_room_for_chunks(costs)
     except CostError as error:
         raise PlanError(f"no schedule fits the cap: {error}") from error
-    actions = costs.stages * costs.chunks * costs.micro_batches * (3 if split else 2)
-    one_search = max(_PASSES * actions, _ACTIONS_PER_STAGE_SQUARED * costs.stages**2)
+    one_search = _one_search(costs, split)
     if deadline_s is None:
         budget = one_search
     else:
@@ -70,6 +82,9 @@ def plan(costs: Costs, *, deadline_s: float | None = None, split: bool = True) -
             raise CostError(f"deadline_s must be seconds >= 0, got {deadline_s!r}")
         budget = int(deadline_s * ACTIONS_PER_SECOND)
     first_search = min(budget, max(one_search, budget // 3))
+    searches = (budget - first_search) // one_search
+    tell = progress or (lambda doing, done, total: None)
+    tell("planning", 0, 1 + searches)
     found = _native.plan(problem_from_costs(costs), split, first_search)
     assert math.isfinite(found["makespan_s"])
     lower_bound = bound_from_native((found["bound_s"], found["bound_kind"], found["bound_place"]), costs)
@@ -79,29 +94,37 @@ def plan(costs: Costs, *, deadline_s: float | None = None, split: bool = True) -
         lower_bound=lower_bound,
         peak_in_flight=(),
     )
-    best = _improve(best, costs, split=split, searches=(budget - first_search) // one_search, budget=one_search)
+    for number in range(searches):
+        if best.gap <= _NO_GAP:
+            break
+        tell("planning", 1 + number, 1 + searches)
+        best = _improve(best, costs, number, split=split, budget=one_search)
     peaks = peak_in_flight(best.schedule, costs.released_at_backward_input)
     return dataclasses.replace(best, peak_in_flight=peaks)
 
 
-def _improve(best: Plan, costs: Costs, *, split: bool, searches: int, budget: int) -> Plan:
-    """Plans for costs nearby, tried on the real ones: local search gets stuck elsewhere then (the noising method).
+def _one_search(costs: Costs, split: bool) -> int:
+    """Simulated actions of a search that nobody has limited."""
+    actions = costs.stages * costs.chunks * costs.micro_batches * (3 if split else 2)
+    return max(_PASSES * actions, _ACTIONS_PER_STAGE_SQUARED * costs.stages**2)
 
-    Latencies are rather taken too high than too low: a plan for more than there is only holds more activations.
-    """
-    for number in range(searches):
-        if best.gap <= _NO_GAP:
-            break
-        nearby = _nearby(costs, number)
-        schedule = decode_orders(_native.plan(problem_from_costs(nearby), split, budget)["orders"], costs)
-        makespan_s = simulate(schedule, costs).makespan_s
-        if makespan_s < best.makespan_s * (1.0 - _NO_GAP):
-            best = dataclasses.replace(best, schedule=schedule, makespan_s=makespan_s)
+
+def _improve(best: Plan, costs: Costs, number: int, *, split: bool, budget: int) -> Plan:
+    """`best`, or a plan for the `number`-th neighbour of `costs` if that takes less."""
+    nearby = problem_from_costs(nearby_costs(costs, number))
+    schedule = decode_orders(_native.plan(nearby, split, budget)["orders"], costs)
+    makespan_s = simulate(schedule, costs).makespan_s
+    if makespan_s < best.makespan_s * (1.0 - _NO_GAP):
+        return dataclasses.replace(best, schedule=schedule, makespan_s=makespan_s)
     return best
 
 
-def _nearby(costs: Costs, number: int) -> Costs:
-    """The `number`-th neighbour of `costs`: the same every time, with the same caps."""
+def nearby_costs(costs: Costs, number: int) -> Costs:
+    """The `number`-th neighbour of `costs`: the same every time, with the same caps.
+
+    A plan for it, tried on the real costs, may be better than theirs: local search gets stuck elsewhere then (the
+    noising method). Latencies are rather taken too high than too low, which only holds more activations.
+    """
     random = Random(number)
     stretch = _LATENCY_STRETCHES[number % len(_LATENCY_STRETCHES)]
     noise = _NOISE if number >= len(_LATENCY_STRETCHES) else 0.0

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds one schedule for all replicas of a job, which must run the same: the one whose slowest replica is fastest.
+
+A plan for the slowest of every stage and link over all replicas suits a pipeline that does not exist, and under a cap
+it may serve the real ones badly. So plans are also made for few replicas at a time: for the one with most to do, then
+for the slowest of that one and whichever replica the plan left behind, and so on (a cutting plane in the space of
+replicas), and for costs near the first ones. The plan with the shortest simulated iteration of all replicas wins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.schedule.bounds import LowerBound
+from adaptra_megatron.schedule.job_costs import JobCosts, ReplicaGroup, worst_costs
+from adaptra_megatron.schedule.job_simulation import JobSimulation, Progress, hardest_first, job_bound, simulate_job
+from adaptra_megatron.schedule.planner import default_deadline_s, nearby_costs, plan
+
+_OTHERS = 8
+"""Plans after the one for all replicas."""
+_FEW = 4
+"""Replicas that a plan is made for, at most, when it is not made for all."""
+_NO_GAP = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """A schedule for all replicas, what an iteration takes, and how far that may be from the best."""
+
+    schedule: Schedule
+    simulation: JobSimulation
+    lower_bound: LowerBound
+    made_for: tuple[ReplicaGroup, ...]
+    """The replicas whose slowest stages and links the schedule was planned for."""
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the lower bound: 0.02 is 2%."""
+        bound_s = self.lower_bound.seconds
+        return self.simulation.makespan_s / bound_s - 1.0 if bound_s > 0.0 else 0.0
+
+
+def plan_job(
+    job: JobCosts, *, deadline_s: float | None = None, split: bool = True, progress: Progress | None = None
+) -> JobPlan:
+    """The best schedule found for all replicas of `job`.
+
+    Deterministic as `plan`, and paid for as there: half of `deadline_s` plans for all replicas at once, the rest for
+    the others; simulating the replicas comes on top. None: twice what `plan` takes for one pipeline. Raises
+    PlanError if no schedule fits the caps.
+    """
+    total_s = 2.0 * default_deadline_s(job.base, split=split) if deadline_s is None else deadline_s
+    bound = job_bound(job, progress=progress)
+    steps = 1 if len(job.groups) == 1 else 1 + _OTHERS
+    best: JobPlan | None = None
+    chosen, variants = job.groups, 0
+    for step in range(steps):
+        if progress is not None:
+            progress("planning", step, steps)
+        share_s = total_s if steps == 1 else 0.5 * total_s / (1 if step == 0 else _OTHERS)
+        costs = worst_costs(chosen)
+        if chosen == job.groups and step > 0:
+            costs, variants = nearby_costs(costs, variants), variants + 1
+        schedule = plan(costs, deadline_s=share_s, split=split).schedule
+        simulation = simulate_job(schedule, job, progress=progress)
+        if best is None or simulation.makespan_s < best.simulation.makespan_s * (1.0 - _NO_GAP):
+            best = JobPlan(schedule=schedule, simulation=simulation, lower_bound=bound, made_for=chosen)
+        if best.gap <= _NO_GAP:
+            break
+        behind = job.groups[simulation.slowest]
+        if step == 0:
+            chosen = (hardest_first(job)[0],)
+        elif chosen != job.groups:
+            chosen = job.groups if behind in chosen or len(chosen) == _FEW else (*chosen, behind)
+    assert best is not None
+    return best
