@@ -2,7 +2,10 @@
 """Brings measurements of all ranks to one of them, and its decisions back to all, beside the training.
 
 All goes through the job's own store, in background threads. What was measured in iteration k is decided on during
-k + 1 and takes effect in k + 2: the training thread only reads one key per iteration, which is there already.
+k + 1 and takes effect in k + 2. Planning that takes longer holds up nobody: the leader's own training thread, when it
+comes to an iteration that nothing was decided for, writes that what runs is kept, and what is decided later takes
+effect later. There is one writer, and it writes the decision of each iteration once: no two ranks can run different
+plans.
 """
 
 from __future__ import annotations
@@ -11,17 +14,17 @@ import logging
 import pickle
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from adaptra_megatron.runtime.decisions import Decision
 from adaptra_megatron.runtime.measurements import StageMeasurement
 from adaptra_megatron.runtime.membership import Membership, exchange_error
-from adaptra_megatron.telemetry.scalars import JobFigures
-from adaptra_megatron.telemetry.trace_requests import Iterations
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 
@@ -29,34 +32,21 @@ DELAY = 2
 """Iterations from a measurement to the first iteration that its decision can change."""
 _LOOK_UP_S = 1.0
 """How often the leader's thread looks whether it is to end, while ranks take their time."""
+_MISSED_S = 30.0
+"""How long a rank may be behind the first one with what it measured before the leader says so."""
 
-
-class Decision(NamedTuple):
-    """What an iteration runs: plan `number`; `csv` is its schedule where it is new, else None."""
-
-    number: int
-    csv: str | None
-    requests: tuple[Iterations, ...] = ()
-    """Which iterations every rank is to trace, new since the decision before."""
-    job: JobFigures | None = None
-    """What the leader has found, for the rank that has somewhere to show it."""
-    predicted_s: float | None = None
-    """Of an iteration with a new schedule; `before_predicted_s` of one with what ran before, at the same costs."""
-    before_predicted_s: float | None = None
-    caps: tuple[float | None, ...] = ()
-    """Activations that each stage may hold under a new schedule; empty where there is none."""
-    released_at_backward_input: float = 0.0
-    """The fraction of an activation that the caps count as free after an input gradient."""
-
-
-Decide = Callable[[Sequence[StageMeasurement]], Decision]
+Round = Sequence[StageMeasurement]
+"""What all ranks measured in one iteration, by rank."""
+Decide = Callable[[Sequence[Round]], Decision]
+"""Called with all iterations that have been measured since the last call, at least one."""
 
 
 class PlanExchange:
-    """One rank's end of the exchange. Rank 0 leads: it alone calls `decide`, once per measured iteration.
+    """One rank's end of the exchange. Rank 0 leads: it alone calls `decide`, in a thread of its own.
 
-    When a rank dies or the store cannot be reached, `decision` raises ExchangeError after the timeout: no rank can
-    know what the others run then. When `decide` itself fails, the error is logged and the running plan is kept.
+    When the leader dies or the store cannot be reached, `decision` raises ExchangeError, after the timeout at the
+    latest: no rank can know what the others run then. When another rank is late with what it measured, or `decide` is
+    late or fails, what runs is kept, and the log says so.
     """
 
     LEADER = 0
@@ -64,41 +54,63 @@ class PlanExchange:
     def __init__(self, membership: Membership, decide: Decide, timeout_s: float) -> None:
         self._membership = membership
         self._timeout_s = timeout_s
-        self._closed = threading.Event()
         self._outbox: queue.SimpleQueue[tuple[int, StageMeasurement] | None] = queue.SimpleQueue()
-        # A store client answers one request at a time, and some of them wait: one client per thread.
-        store: Any = _get_default_store()
-        prefix = f"adaptra/{membership.token}"
-        self._store: Any = PrefixStore(prefix, store.clone())
-        threads = [threading.Thread(target=self._post_all, args=(PrefixStore(prefix, store.clone()),))]
+        self._known: tuple[int, Decision] | None = None
+        """The latest iteration whose decision has been read."""
+        self._store = self._new_client()
+        self._store.set_timeout(timedelta(seconds=timeout_s))
+        self._poster = threading.Thread(
+            target=self._post_all, args=(self._new_client(),), name="adaptra-exchange", daemon=True
+        )
+        self._poster.start()
+        self._leader: _Leader | None = None
         if membership.rank == self.LEADER:
-            leader = threading.Thread(target=self._lead, args=(PrefixStore(prefix, store.clone()), decide))
-            threads.append(leader)
-        self._threads = threads
-        for thread in threads:
-            thread.name, thread.daemon = "adaptra-exchange", True
-            thread.start()
+            clients = self._new_client(), self._new_client()
+            self._leader = _Leader(membership, decide, *clients)
 
     def post(self, iteration: int, measurement: StageMeasurement) -> None:
         """Hand in what was measured; returns at once. Every rank must do so for every iteration from 0 on."""
         self._outbox.put((iteration, measurement))
 
     def decision(self, iteration: int) -> Decision:
-        """What `iteration` (from DELAY on) runs: the same on every rank."""
-        key = f"decision/{iteration}"
+        """What `iteration` (from DELAY on) runs: the same on every rank. To be asked for in ascending order."""
+        found = self.early_decision(iteration) if self._leader is None else None
+        if found is not None:
+            return found
         try:
-            self._store.wait([key], timedelta(seconds=self._timeout_s))
-            return Decision(*pickle.loads(self._store.get(key)))
+            if self._leader is not None:
+                return self._leader.needed(iteration)
+            self._known = iteration, _unpack(self._store.get(_key(iteration)))
+            return self._known[1]
         except RuntimeError as cause:
             what = f"learn the plan of iteration {iteration}"
             raise exchange_error(self._membership.rank, what, self._timeout_s, cause) from cause
 
+    def early_decision(self, iteration: int) -> Decision | None:
+        """The same if it has been made already; never waits. None, too, while the store does not answer."""
+        if self._leader is not None:
+            return self._leader.published(iteration)
+        if self._known is None or self._known[0] != iteration:
+            try:
+                if not self._store.check([_key(iteration)]):
+                    return None
+                self._known = iteration, _unpack(self._store.get(_key(iteration)))
+            except RuntimeError as cause:
+                logger.debug("rank %d cannot look ahead: %s", self._membership.rank, cause)
+                return None
+        return self._known[1]
+
     def close(self) -> None:
-        """End the threads; what is under way is dropped."""
-        self._closed.set()
+        """End the threads; what is under way is dropped. A planner that hangs is left to itself."""
         self._outbox.put(None)
-        for thread in self._threads:
-            thread.join(timeout=2 * _LOOK_UP_S)
+        if self._leader is not None:
+            self._leader.close()
+        self._poster.join(timeout=2 * _LOOK_UP_S)
+
+    def _new_client(self) -> Any:
+        # A store client answers one request at a time, and some of them wait: one client per thread.
+        store: Any = _get_default_store()
+        return PrefixStore(f"adaptra/{self._membership.token}", store.clone())
 
     def _post_all(self, store: Any) -> None:
         membership = self._membership
@@ -109,32 +121,127 @@ class PlanExchange:
                 if store.add(f"count/{iteration}", 1) == membership.world_size:
                     store.set(f"complete/{iteration}", b"")
             except RuntimeError as error:
-                self._say_lost(error)
+                _say_lost(membership.rank, error)
                 return
 
-    def _lead(self, store: Any, decide: Decide) -> None:
-        membership = self._membership
-        iteration = 0
-        number = 0
+
+class _Leader:
+    """Collects, has `decide` called, and writes decisions: three threads' work, the third being the training's."""
+
+    def __init__(self, membership: Membership, decide: Decide, collecting: Any, writing: Any) -> None:
+        """`collecting`, `writing`: clients of the store, of which one waits and the other never does."""
+        self._membership, self._decide = membership, decide
+        self._collecting, self._writing = collecting, writing
+        self._closed = threading.Event()
+        self._rounds: queue.SimpleQueue[tuple[int, Round] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        """Held for a decision to be written: by whoever comes first."""
+        self._next = DELAY
+        """The first iteration that nothing has been written for."""
+        self._latest = Decision(0, None)
+        self._waiting: Decision | None = None
+        """Made, but too late for any iteration so far."""
+        self._recent: dict[int, Decision] = {}
+        self._threads = [
+            threading.Thread(target=work, name=f"adaptra-{work.__name__.strip('_')}", daemon=True)
+            for work in (self._collect, self._plan)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def needed(self, iteration: int) -> Decision:
+        """The training is about to run `iteration`: what is not decided by now comes later. Raises RuntimeError."""
+        with self._lock:
+            while self._next <= iteration:
+                self._write()
+            return self._recent[iteration]
+
+    def published(self, iteration: int) -> Decision | None:
+        """The decision of `iteration`, if there is one."""
+        with self._lock:
+            return self._recent.get(iteration)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._closed.set()
+        self._rounds.put(None)
+        for thread in self._threads:
+            thread.join(timeout=2 * _LOOK_UP_S)
+
+    def _write(self) -> None:
+        """The decision of the next iteration. The caller holds the lock."""
+        decision = self._latest.kept() if self._waiting is None else self._waiting
+        self._writing.set(_key(self._next), pickle.dumps(tuple(decision)))
+        self._waiting, self._latest = None, decision
+        self._recent[self._next] = decision
+        self._recent.pop(self._next - 2 * DELAY, None)
+        self._next += 1
+
+    def _decided(self, iteration: int, decision: Decision) -> None:
+        """`decision` is what follows from all that was measured up to `iteration`."""
+        with self._lock:
+            self._waiting = decision if self._waiting is None else self._waiting.then(decision)
+            while self._next <= iteration + DELAY:
+                self._write()
+
+    def _plan(self) -> None:
+        while (item := self._rounds.get()) is not None:
+            iteration, rounds = item[0], [item[1]]
+            while not self._rounds.empty() and (item := self._rounds.get()) is not None:
+                iteration = item[0]
+                rounds.append(item[1])
+            begun_s = time.monotonic()
+            try:
+                decision = self._decide(rounds)
+            except Exception:  # a failure of ours must not stop the training
+                with self._lock:
+                    decision = (self._waiting or self._latest).kept()
+                logger.exception("adaptra: planning failed, plan %d stays", decision.number)
+            if len(rounds) > 1:
+                logger.debug("adaptra: caught up with %d iterations at once", len(rounds))
+            try:
+                self._decided(iteration, decision)
+            except RuntimeError as error:
+                _say_lost(self._membership.rank, error)
+                return
+            logger.debug("adaptra: decided on iteration %d in %.1f ms", iteration, 1e3 * (time.monotonic() - begun_s))
+
+    def _collect(self) -> None:
+        store, ranks = self._collecting, range(self._membership.world_size)
+        iteration, since_s, missed = 0, time.monotonic(), False
         while not self._closed.is_set():
+            keys = [f"measured/{iteration}/{rank}" for rank in ranks]
             try:
                 if not _arrived(store, f"complete/{iteration}"):
+                    begun = store.check([f"count/{iteration}"])
+                    since_s = since_s if begun else time.monotonic()
+                    if not missed and time.monotonic() - since_s > _MISSED_S:
+                        missed = True
+                        self._say_missed(iteration, [rank for rank in ranks if not store.check([keys[rank]])])
                     continue
-                keys = [f"measured/{iteration}/{rank}" for rank in range(membership.world_size)]
-                measurements = [pickle.loads(entry) for entry in store.multi_get(keys)]
-                decision = _decide_or_keep(decide, measurements, number)
-                number = decision.number
-                store.set(f"decision/{iteration + DELAY}", pickle.dumps(tuple(decision)))
-                for key in (*keys, f"count/{iteration}", f"complete/{iteration}", f"decision/{iteration - 1}"):
+                self._rounds.put((iteration, [pickle.loads(entry) for entry in store.multi_get(keys)]))
+                # Whoever has handed in its measurement of an iteration has read what that was to run.
+                for key in (*keys, f"count/{iteration}", f"complete/{iteration}", _key(iteration)):
                     store.delete_key(key)
             except RuntimeError as error:
-                self._say_lost(error)
+                _say_lost(self._membership.rank, error)
                 return
-            iteration += 1
+            iteration, since_s, missed = iteration + 1, time.monotonic(), False
 
-    def _say_lost(self, error: RuntimeError) -> None:
-        # Normal at the end of a job, when the store goes away with its process; otherwise `decision` raises.
-        logger.debug("rank %d lost the job's store: %s", self._membership.rank, error)
+    def _say_missed(self, iteration: int, ranks: Sequence[int]) -> None:
+        logger.warning(
+            "adaptra: for %g s there is nothing of what ranks %s measured in iteration %d; until it comes, plan %d "
+            "stays. They are late, hang, or have lost the job's store",
+            *(_MISSED_S, ", ".join(map(str, ranks)), iteration, self._latest.number),
+        )
+
+
+def _key(iteration: int) -> str:
+    return f"decision/{iteration}"
+
+
+def _unpack(packet: bytes) -> Decision:
+    return Decision(*pickle.loads(packet))
 
 
 def _arrived(store: Any, key: str) -> bool:
@@ -145,9 +252,6 @@ def _arrived(store: Any, key: str) -> bool:
     return True
 
 
-def _decide_or_keep(decide: Decide, measurements: Sequence[StageMeasurement], number: int) -> Decision:
-    try:
-        return decide(measurements)
-    except Exception:  # a failure of ours must not stop the training
-        logger.exception("adaptra: planning failed, plan %d stays", number)
-        return Decision(number, None)
+def _say_lost(rank: int, error: RuntimeError) -> None:
+    # Normal at the end of a job, when the store goes away with its process; otherwise `decision` raises.
+    logger.debug("rank %d lost the job's store: %s", rank, error)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from adaptra_megatron.runtime.memory import StageMemory
 from adaptra_megatron.telemetry.metrics import iteration_span_s
 from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
-from adaptra_megatron.transport.paths import Path
+from adaptra_megatron.transport.paths import Path, ProbeTimes
 
 MESSAGE = np.dtype(
     [
@@ -56,6 +57,22 @@ class StageMeasurement:
     """`peer` is the source; posted when it was asked for, done when it had arrived."""
     memory: StageMemory | None = None
     """None where memory is not measured, or not yet."""
+    clock_offset_s: float = 0.0
+    """What leads from this rank's clock to the common one."""
+    probes: tuple[ProbeTimes, ...] = ()
+    """Of what this rank has sent; moments by the clocks of either end."""
+    broken: tuple[BrokenPath, ...] = ()
+    """Of what this rank sends, when the iteration ended."""
+    disturbance: str | None = None
+    """What may have disturbed all timings of this rank."""
+
+
+class BrokenPath(NamedTuple):
+    """A path of a link that its sender has given up."""
+
+    peer: int
+    path: Path
+    cause: str
 
 
 def stage_measurement(
@@ -67,6 +84,10 @@ def stage_measurement(
     clock_offset_s: float,
     ready_s: Mapping[MessageKey, float] | None = None,
     memory: StageMemory | None = None,
+    *,
+    probes: Sequence[ProbeTimes] = (),
+    broken: Sequence[BrokenPath] = (),
+    disturbance: str | None = None,
 ) -> StageMeasurement:
     """Condense one rank's records (at least one); `clock_offset_s` is added to its local moments.
 
@@ -90,6 +111,10 @@ def stage_measurement(
         sent=_messages(sent, start_s),
         received=_messages(received, start_s),
         memory=memory,
+        clock_offset_s=clock_offset_s,
+        probes=tuple(probes),
+        broken=tuple(broken),
+        disturbance=disturbance,
     )
 
 
@@ -101,6 +126,12 @@ def mean_idle_share(measurements: Sequence[StageMeasurement]) -> float:
         float(sum(values.sum() for values in measurement.durations_s.values())) for measurement in measurements
     )
     return 1.0 - busy_s / (end_s - start_s)
+
+
+def iteration_s(measurements: Sequence[StageMeasurement]) -> float:
+    """From the first action of any rank to the last one, in seconds; never 0."""
+    start_s = min(measurement.span_s[0] for measurement in measurements)
+    return max(1e-6, max(measurement.span_s[1] for measurement in measurements) - start_s)
 
 
 def iteration_sample(measurements: Sequence[StageMeasurement]) -> IterationSample:
@@ -121,13 +152,33 @@ def iteration_sample(measurements: Sequence[StageMeasurement]) -> IterationSampl
                 link = LinkId(measurement.pipeline, measurement.stage, target, path.value)
                 arrivals = received.get(link) or _Arrivals(messages[:0], 0.0)
                 links[link] = LinkSample(arrivals.of(messages, measurement.span_s[0], path))
+    _add_probes(links, measurements)
     stages = {
         StageId(measurement.pipeline, measurement.stage): StageSample(
             {key: values.tolist() for key, values in measurement.durations_s.items()}
         )
         for measurement in measurements
     }
-    return IterationSample(measurements[0].iteration, links, stages)
+    disturbances = (measurement.disturbance for measurement in measurements)
+    disturbance = next((what for what in disturbances if what is not None), None)
+    return IterationSample(measurements[0].iteration, links, stages, disturbance)
+
+
+def _add_probes(links: dict[LinkId, LinkSample], measurements: Sequence[StageMeasurement]) -> None:
+    """What was told of paths by other means than their messages."""
+    offset_s = {(measurement.pipeline, measurement.stage): measurement.clock_offset_s for measurement in measurements}
+    for measurement in measurements:
+        pipeline, stage, own_offset_s = measurement.pipeline, measurement.stage, measurement.clock_offset_s
+        for probe in measurement.probes:
+            if (pipeline, probe.peer) in offset_s:
+                link = LinkId(pipeline, stage, probe.peer, probe.path.value)
+                arrived_s = probe.arrived_s + offset_s[pipeline, probe.peer]
+                message = MessageSample(probe.nbytes, probe.sent_s + own_offset_s, arrived_s)
+                before = links.get(link, LinkSample())
+                links[link] = replace(before, messages=[*before.messages, message])
+        for peer, path, cause in measurement.broken:
+            link = LinkId(pipeline, stage, peer, path.value)
+            links[link] = replace(links.get(link, LinkSample()), broken=cause)
 
 
 class _Arrivals:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import atexit
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from adaptra_megatron.runtime.activations import ActivationAccount
 from adaptra_megatron.runtime.computation import MegatronComputation, StageComputation
 from adaptra_megatron.runtime.device import current_device, pci_bus_id
 from adaptra_megatron.runtime.dispatch import Dispatcher, make_dispatcher
+from adaptra_megatron.runtime.disturbances import DisturbanceWatch
 from adaptra_megatron.runtime.exchange import DELAY, PlanExchange
 from adaptra_megatron.runtime.executor import IterationReport, PipelineExecutor, Steps, planned_steps
 from adaptra_megatron.runtime.leader import PlanLeader
@@ -32,10 +34,12 @@ from adaptra_megatron.runtime.memory import (
     make_meter,
     memory_of,
 )
+from adaptra_megatron.runtime.path_leader import PathPolicy
 from adaptra_megatron.runtime.plans import Layout, PlanBook
 from adaptra_megatron.runtime.program import Program, compile_program
 from adaptra_megatron.runtime.reporting import arrival_records, make_telemetry, path_states, rank_figures
 from adaptra_megatron.runtime.split_backward import WeightGradientQueue
+from adaptra_megatron.runtime.steering import LinkSteering
 from adaptra_megatron.runtime.timers import make_timer
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs import costs_to_json
@@ -72,6 +76,9 @@ class _Pipeline:
     telemetry: RunTelemetry
     meter: MemoryMeter | None
     """None where memory is not measured."""
+    steering: LinkSteering | None
+    """None where links have one path, or nobody decides on theirs."""
+    disturbances: DisturbanceWatch = field(default_factory=DisturbanceWatch)
     iteration: int = 0
     training_iterations: int = 0
 
@@ -113,6 +120,7 @@ class AdaptraRuntime:
         call = pipeline_call(arguments, interleaved=interleaved)
         pipeline = self._pipeline(call)
         begun_s = time.monotonic()
+        disturbance = None if call.forward_only else pipeline.disturbances.began(begun_s)
         pipeline.telemetry.begin(pipeline.iteration)
         schedule = self._schedule(pipeline, call)
         computation = MegatronComputation(call, self.weight_gradients)
@@ -132,11 +140,13 @@ class AdaptraRuntime:
         if not call.forward_only:
             pipeline.dispatcher.ran(report.steps, report.records)
             self._finalize_gradients(call, computation, embedding)
-            arrivals = self._hand_in(pipeline, call, report)
+            arrivals = self._hand_in(pipeline, call, report, disturbance)
+            pipeline.disturbances.ended(time.monotonic())
             pipeline.training_iterations += 1
             self.peak_in_flight = max(self.peak_in_flight, report.peak_in_flight)
             self.last_schedule = schedule
         else:
+            pipeline.disturbances.evaluated()
             arrivals = arrival_records(call.stage, pipeline.transport.take_times()[1])
         if call.config.timers is not None:
             call.config.timers("forward-backward").stop()
@@ -218,7 +228,7 @@ class AdaptraRuntime:
         told = book.measures or config.trace_dir is not None
         membership = join(call.pipeline_group, config.timeout_s) if told else None
         telemetry = make_telemetry(call, config, membership)
-        leader = PlanLeader(book, telemetry)
+        leader = PlanLeader(book, telemetry, _path_policy(config))
         exchange = None
         if membership is not None and book.measures:
             exchange = PlanExchange(membership, leader.decide, config.timeout_s)
@@ -237,6 +247,9 @@ class AdaptraRuntime:
             meter=None
             if memory is None or exchange is None
             else make_meter(memory, config.memory_fraction, fp16=bool(call.config.fp16)),
+            steering=LinkSteering(transport, membership.pipeline, Path(config.path))
+            if isinstance(transport, HostTransport) and membership is not None and book.adapts
+            else None,
         )
 
     def _schedule(self, pipeline: _Pipeline, call: PipelineCall) -> Schedule:
@@ -250,11 +263,13 @@ class AdaptraRuntime:
                 planned = schedule_from_csv(decision.csv, chunks=call.chunks)
                 pipeline.book.install(planned, decision.number, decision.caps, decision.released_at_backward_input)
                 self._programs.clear()
-                pipeline.telemetry.switch(
-                    decision.number,
-                    predicted_s=decision.predicted_s,
-                    before_predicted_s=decision.before_predicted_s,
-                )
+            pipeline.book.number = decision.number
+            pipeline.telemetry.switch(
+                decision.number, predicted_s=decision.predicted_s, before_predicted_s=decision.before_predicted_s
+            )
+            if pipeline.steering is not None:
+                pipeline.steering.steer(decision)
+                pipeline.steering.measure(decision)
         pipeline.telemetry.switch(pipeline.book.number)
         return pipeline.book.schedule_for(call.micro_batches)
 
@@ -301,12 +316,20 @@ class AdaptraRuntime:
             force_all_reduce=call.force_all_reduce,
         )
 
-    def _hand_in(self, pipeline: _Pipeline, call: PipelineCall, report: IterationReport) -> list[ArrivalRecord]:
+    def _hand_in(
+        self, pipeline: _Pipeline, call: PipelineCall, report: IterationReport, disturbance: str | None
+    ) -> list[ArrivalRecord]:
         """Send off what this iteration measured, for the plans of later ones; returns when messages arrived."""
         times = pipeline.transport.take_times()
         arrivals = arrival_records(call.stage, times[1])
         if pipeline.exchange is None or pipeline.membership is None:
             return arrivals
+        steering = pipeline.steering
+        if steering is not None:
+            # Before the next iteration: once its receives are posted, the first messages still go by the old path.
+            early = pipeline.exchange.early_decision(pipeline.training_iterations + 1)
+            if early is not None:
+                steering.steer(early)
         measurement = stage_measurement(
             pipeline.membership.pipeline,
             call.stage,
@@ -316,6 +339,9 @@ class AdaptraRuntime:
             pipeline.membership.clock_offset_s,
             report.computed_s() if current_device().type == "cuda" else None,
             None if pipeline.meter is None else pipeline.meter.finish(largest_activation_nbytes(times[1])),
+            probes=() if steering is None else steering.take_probes(),
+            broken=() if steering is None else steering.broken(),
+            disturbance=disturbance,
         )
         pipeline.exchange.post(pipeline.training_iterations, measurement)
         return arrivals
@@ -345,6 +371,13 @@ def _make_transport(call: PipelineCall, config: AdaptraConfig, clock: DeviceCloc
     if on_gpu:
         return StreamTransport(group, config.timeout_s, clock)
     return WaitingThreadTransport(group, call.chunks, config.timeout_s)
+
+
+def _path_policy(config: AdaptraConfig) -> PathPolicy | None:
+    if config.host_transport == "off":
+        return None
+    one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    return PathPolicy(preferred=Path(config.path), device_blocks=one_queue and current_device().type == "cuda")
 
 
 def _warn_of_dropout(call: PipelineCall) -> None:

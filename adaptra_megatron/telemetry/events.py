@@ -119,6 +119,26 @@ class PlanMade:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PathChosen:
+    """The leader has decided that a directed link is to take another path, as a part of plan `number`."""
+
+    name: ClassVar[str] = "path_choice"
+    number: int
+    source: int
+    target: int
+    before: str
+    """"device" or "host"."""
+    after: str
+    reason: str
+    pipeline: int | None = None
+    """Which of the job's parallel pipelines, by its first global rank."""
+    message_s: Mapping[str, Any] = field(default_factory=dict)
+    """By path: predicted seconds that a message costs the pipeline; null on a dead path."""
+    gain_s: float | None = None
+    """Predicted, per message; None where one of the paths is dead."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanSwitched:
     """From this iteration on another plan runs."""
 
@@ -176,6 +196,7 @@ Event = (
     | LinkDetection
     | StageDetection
     | PlanMade
+    | PathChosen
     | PlanSwitched
     | SwitchMeasured
     | PathChanged

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from support.processes import RankResult
 
 from adaptra_megatron.runtime.clocks import boot_identity
@@ -18,12 +19,23 @@ def test_clocks_are_related_and_decisions_reach_everybody(start_ranks: Callable[
     start_ranks(3, [RANKS, "relate_clocks", "decide", "fail_to_plan"], timeout_s=60)
 
 
-def test_a_dead_rank_is_an_error_on_all_others(start_ranks: Callable[..., list[RankResult]]) -> None:
-    results = start_ranks(3, [RANKS, "lose_a_rank"], timeout_s=60, check=False, stop_on_failure=False)
-    assert results[2].returncode == -signal.SIGKILL
-    for result in results[:2]:
-        assert result.returncode == 0, result.output
-        assert "survived" in result.output
+def test_late_plans_and_late_ranks_hold_nobody_up(start_ranks: Callable[..., list[RankResult]]) -> None:
+    start_ranks(3, [RANKS, "plan_slowly", "lag_behind"], timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "lost", "survivors"),
+    [("lose_a_rank", 2, (0, 1)), ("lose_the_leader", None, (1, 2)), ("lose_the_store", 0, (1, 2))],
+)
+def test_whoever_is_lost(
+    start_ranks: Callable[..., list[RankResult]], scenario: str, lost: int | None, survivors: tuple[int, ...]
+) -> None:
+    results = start_ranks(3, [RANKS, scenario], timeout_s=60, check=False, stop_on_failure=False)
+    if lost is not None:
+        assert results[lost].returncode == -signal.SIGKILL
+    for rank in survivors:
+        assert results[rank].returncode == 0, results[rank].output
+        assert "survived" in results[rank].output
 
 
 def test_ranks_of_one_machine_share_its_boot() -> None:

@@ -75,7 +75,7 @@ def test_observing_says_what_is_found_and_keeps_what_runs(
     leader, job = PlanLeader(PlanBook(AdaptraConfig(policy="observe"), FOUR), telemetry), Job()
     with caplog.at_level(logging.INFO, logger="adaptra_megatron.runtime"):
         for latency_s in (9.0, 0.1, 0.1, 0.1, 0.1, 2.0, 2.0):  # the first iteration is not representative
-            assert leader.decide(job.measure(latency_s))[:2] == (0, None)
+            assert leader.decide([job.measure(latency_s)])[:2] == (0, None)
     said = [record.getMessage() for record in caplog.records]
     assert said[0] == "adaptra: observed slowest stage 0, 24000.0 ms of work; slowest link 0->1, 100.0 ms"
     (finding,) = said[1:]
@@ -93,7 +93,7 @@ def test_observing_says_what_is_found_and_keeps_what_runs(
 def test_plans_follow_findings_and_are_explained_by_them(telemetry: RunTelemetry, tmp_path: Path) -> None:
     leader, job = PlanLeader(PlanBook(AdaptraConfig(max_in_flight=8), FOUR), telemetry), Job()
     latencies_s = [0.0] * 6 + [4.0] * 6 + [0.0] * 4
-    decisions = [leader.decide(job.measure(latency_s)) for latency_s in latencies_s]
+    decisions = [leader.decide([job.measure(latency_s)]) for latency_s in latencies_s]
     numbers = [decision.number for decision in decisions]
     assert numbers[:6] == [0, 1, 1, 1, 1, 1]
     assert numbers[6:12] == [2] * 6, "the first slow iteration is enough"
@@ -116,7 +116,7 @@ def test_plans_follow_findings_and_are_explained_by_them(telemetry: RunTelemetry
 def test_a_slow_stage_is_told_after_two_iterations(telemetry: RunTelemetry, tmp_path: Path) -> None:
     leader, job = PlanLeader(PlanBook(AdaptraConfig(), FOUR), telemetry), Job()
     for slow_stage in [1.0] * 6 + [1.5] * 3:
-        leader.decide(job.measure(0.0, slow_stage=slow_stage))
+        leader.decide([job.measure(0.0, slow_stage=slow_stage)])
     telemetry.close()
     (event,) = _events(tmp_path, StageDetection)
     assert (event.stage, event.pipeline, event.before, event.after) == (3, 0, "healthy", "slow")
@@ -127,7 +127,7 @@ def test_a_slow_stage_is_told_after_two_iterations(telemetry: RunTelemetry, tmp_
 def test_one_odd_iteration_changes_nothing(telemetry: RunTelemetry, tmp_path: Path) -> None:
     leader, job = PlanLeader(PlanBook(AdaptraConfig(), FOUR), telemetry), Job()
     for slow_stage in [1.0] * 6 + [3.0] + [1.0] * 3:
-        decision = leader.decide(job.measure(0.0, slow_stage=slow_stage))
+        decision = leader.decide([job.measure(0.0, slow_stage=slow_stage)])
     assert decision.number <= 1
     telemetry.close()
     assert _events(tmp_path, StageDetection) == []
@@ -136,12 +136,12 @@ def test_one_odd_iteration_changes_nothing(telemetry: RunTelemetry, tmp_path: Pa
 
 def test_decisions_carry_what_the_leader_found(telemetry: RunTelemetry, tmp_path: Path) -> None:
     leader, job = PlanLeader(PlanBook(AdaptraConfig(policy="observe"), FOUR), telemetry), Job()
-    first = leader.decide(job.measure(0.5)).job
+    first = leader.decide([job.measure(0.5)]).job
     assert first is not None
     assert first.links == {}, "the first iteration is not representative"
     telemetry.begin(5)
     (request_directory(tmp_path) / "next-2").touch()
-    decision = leader.decide(job.measure(0.5))
+    decision = leader.decide([job.measure(0.5)])
     assert decision.requests == (Iterations(7, 8),)
     assert decision.job is not None
     assert decision.job.bubble_fraction == pytest.approx(1.0 - 48.0 / 59.0)

@@ -11,6 +11,7 @@ from adaptra_megatron.telemetry.events import (
     Fault,
     LinkDetection,
     PathChanged,
+    PathChosen,
     PlanMade,
     PlanSwitched,
     RunEnded,
@@ -217,6 +218,10 @@ def event_text(event: Event) -> tuple[str, str]:
         return f"Stage {event.stage} is {event.after} (was {event.before})", event.reason
     if isinstance(event, PlanMade):
         return _plan_text(event), event.reason
+    if isinstance(event, PathChosen):
+        gain = f": {duration(event.gain_s)} a message less, as predicted" if (event.gain_s or 0.0) > 0.0 else ""
+        what = f"Plan {event.number} sends link {event.source}→{event.target} over the {event.after} path"
+        return f"{what} instead of the {event.before} path{gain}", event.reason
     if isinstance(event, PlanSwitched):
         return f"Plan {event.number} runs instead of {_plan_name(event.before)}", _switch_reason(event)
     if isinstance(event, SwitchMeasured):
