@@ -25,6 +25,7 @@ REAL = RealCase(
     healthy_bound_s=0.32,
     delayed_messages=1000,
     elements_compared=5,
+    overruns=0.0123,
 )
 
 
@@ -105,7 +106,7 @@ def test_table_and_json(simulated: list[SimulatedCase]) -> None:
 def test_table_of_real_processes() -> None:
     text = real_report.markdown([REAL])
     assert "| single/7B/0-1/30ms | 400 | 500 | 600 | 700 | 800 | 900 | 360 | 350 | 0.62 | 1.14 | 2.000, 2.250 |" in text
-    assert "| 1.125, 1.094 | 8, 11 |" in text
+    assert "| 1.125, 1.094 | 8, 11 | 1.2% |" in text
     assert RealCase.from_json(json.loads(json.dumps(REAL.to_json()))) == REAL
 
 
