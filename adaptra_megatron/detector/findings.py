@@ -60,6 +60,8 @@ class LinkEstimate:
     """The usual message."""
     state: State
     since_iteration: int
+    measured_iteration: int
+    """The latest iteration that agreed with it."""
     reason: str
     clock_correction_s: float
     """Taken off the latest measured times, because the other direction's would have been negative without."""

@@ -98,6 +98,7 @@ class LinkTracker:
             nbytes=self._nbytes,
             state=self.state,
             since_iteration=self._since,
+            measured_iteration=self.series.window.level().until_iteration,
             reason=words.SETTLED if self._reason is words.UNJUDGED and self.series.settled else self._reason,
             clock_correction_s=self._clock_correction_s,
         )

@@ -105,7 +105,9 @@ class PlanLeader:
         before_s = None
         if choices and self._paths is not None:
             before_s = simulate(current, costs).makespan_s if current.micro_batches == micro_batches else None
-            in_use = self._paths.in_use(self._in_use, estimates, choices)
+            self._paths.take(choices, estimates)
+            self._number += 1
+            in_use = self._paths.in_use(self._in_use, estimates)
             costs = self._estimate(estimates, in_use, micro_batches, caps) or costs
         self.costs = costs
         relevant = {*in_use.values(), *self._in_use.values()}
@@ -116,9 +118,9 @@ class PlanLeader:
                 self._telemetry.log(dataclasses.replace(made, number=self._number))
             return keep
         assert made is not None, "whatever changes is planned for"
-        self._number += 1
-        self._telemetry.log(dataclasses.replace(made, number=self._number if chosen is not None else self._number - 1))
-        self._take(choices)
+        self._number += not choices
+        self._telemetry.log(dataclasses.replace(made, number=self._number if chosen is not None else keep.number))
+        self._tell(choices)
         decision = Decision(
             self._number,
             None,
@@ -134,11 +136,8 @@ class PlanLeader:
             released_at_backward_input=costs.released_at_backward_input,
         )
 
-    def _take(self, choices: Sequence[Choice]) -> None:
-        """Links are to take other paths from this decision on."""
-        if self._paths is None:
-            return
-        self._paths.take(choices)
+    def _tell(self, choices: Sequence[Choice]) -> None:
+        """Links are to take other paths from the present plan on."""
         for choice, text in zip(choices, reasons(choices), strict=True):
             logger.info("adaptra: %s", text)
             self._telemetry.log(

@@ -31,6 +31,9 @@ class PathLeader:
     def __init__(self, policy: PathPolicy) -> None:
         self._policy = policy
         self._taken: dict[LinkName, Path] = {}
+        self._unproven: dict[LinkName, int] = {}
+        """Links that took another path because theirs was not healthy any more, and since when it was not: what slows
+        one path may well slow the other, of which nothing newer may be known."""
         self._probes = ProbeSchedule(burst=PathSettings.measuring_probes)
 
     def learn(self, sample: IterationSample) -> None:
@@ -46,23 +49,36 @@ class PathLeader:
         )
         return [choice for choice in found if choice is not None]
 
-    def take(self, choices: Iterable[Choice]) -> None:
+    def take(self, choices: Iterable[Choice], estimates: Estimates) -> None:
         """From the next decision on."""
-        self._taken.update((choice.link, choice.path) for choice in choices)
+        for choice in choices:
+            self._taken[choice.link] = choice.path
+            self._unproven.pop(choice.link, None)
+            if choice.path is not self._policy.preferred:
+                self._unproven[choice.link] = estimates_of(choice.link, estimates)[choice.before].since_iteration
 
     @property
     def diverted(self) -> tuple[LinkName, ...]:
         """Links that do not take the preferred path."""
         return tuple(sorted(link for link, path in self._taken.items() if path is not self._policy.preferred))
 
-    def in_use(self, carried: InUse, estimates: Estimates, choices: Iterable[Choice] = ()) -> InUse:
-        """The paths to plan for: what a link takes, if that is known to work, and else what carried its messages."""
-        taken = {**self._taken, **{choice.link: choice.path for choice in choices}}
+    def in_use(self, carried: InUse, estimates: Estimates) -> InUse:
+        """The paths to plan for: what a link takes, if that is known to work, and else what carried its messages.
+
+        A link that has just left a slow path is planned for as if it still took that, until the other one is seen to be
+        better: to expect too much costs time, to expect too little only memory, and that for a moment.
+        """
         found = dict(carried)
-        for link, path in taken.items():
-            estimate = estimates_of(link, estimates).get(path)
-            if estimate is not None and estimate.state is not State.DEAD:
-                found[link] = LinkId(*link, path.value)
+        for link, path in self._taken.items():
+            known = estimates_of(link, estimates)
+            estimate = known.get(path)
+            if estimate is None or estimate.state is State.DEAD:
+                continue
+            if estimate.measured_iteration >= self._unproven.get(link, -1):
+                self._unproven.pop(link, None)
+            left = known.get(path.other)
+            as_before = link in self._unproven and left is not None and left.state is State.SLOW
+            found[link] = LinkId(*link, (path.other if as_before else path).value)
         return found
 
     def probed(self, estimates: Estimates, micro_batches: int, iteration_s: float) -> tuple[LinkName, ...]:
@@ -86,8 +102,10 @@ class ProbeSettings:
     """While the path that is taken is slow: somebody may want to leave it."""
     least_s: float = 1.0
     """Between two bursts while all is well."""
+    first_bursts: int = 4
+    """In as many iterations in a row: what the path is like is to be known before it is needed."""
     attempts: int = 8
-    """Iterations in a row in which a path is probed that nothing is known of."""
+    """As many as this, where they are not answered."""
 
 
 class ProbeSchedule:
@@ -99,8 +117,8 @@ class ProbeSchedule:
         self._iteration = 0
         self._asked: dict[LinkName, int] = {}
         """The iteration of the latest burst."""
-        self._unanswered: dict[LinkName, int] = {}
-        """Bursts that were asked for while nothing was known."""
+        self._bursts: dict[LinkName, int] = {}
+        """How many there were."""
 
     def due(
         self,
@@ -126,6 +144,7 @@ class ProbeSchedule:
                 pause = 1  # it is to be seen when the preferred one heals
             if self._iteration >= self._asked.get(link, -math.inf) + pause:
                 self._asked[link] = self._iteration
+                self._bursts[link] = self._bursts.get(link, 0) + 1
                 found.append(link)
         return tuple(found)
 
@@ -133,10 +152,11 @@ class ProbeSchedule:
         self, link: LinkName, taken: LinkEstimate | None, idle: LinkEstimate | None, seldom: int, in_trouble: int
     ) -> int:
         """Iterations from one burst to the next."""
+        first = self._settings.attempts if idle is None else self._settings.first_bursts
+        if self._bursts.get(link, 0) < first:
+            return 1
         if idle is None:
-            self._unanswered[link] = self._unanswered.get(link, 0) + 1
-            return 1 if self._unanswered[link] <= self._settings.attempts else seldom
-        self._unanswered.pop(link, None)
+            return seldom
         if idle.state is not State.HEALTHY or (taken is not None and taken.state is not State.HEALTHY):
             return in_trouble
         return seldom

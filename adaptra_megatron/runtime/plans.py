@@ -32,6 +32,10 @@ PLANNING_SHARE = 0.1
 """And no more than this of an iteration."""
 WORTH_A_SWITCH = 0.02
 """Predicted gain below which a running plan is kept."""
+AS_FAST = 0.002
+"""A plan that takes no more than this longer is as fast, and replaces one that holds many more activations:"""
+WORTH_SAVING = 0.5
+"""per stage, on average."""
 MATERIAL_CHANGE = 0.1
 """Change of a cost, relative to the mean action, that makes planning anew worth the effort."""
 
@@ -235,13 +239,16 @@ class Replanner:
             reason = change
         reason, self._planned = reason or "first costs", costs
         now_s = simulate(current, costs).makespan_s if current.micro_batches == costs.micro_batches else float("inf")
-        # The next iteration but one waits for this plan, so it must be there before one iteration is over.
+        # What is there before an iteration is over takes effect in the next but one; what is late, later.
         deadline_s = min(PLANNING_S, PLANNING_SHARE * now_s)
         begun_s = time.perf_counter()
         candidate = plan(costs, deadline_s=deadline_s, split=self._layout.can_split)
         over = _over_cap(current, costs)
-        adopted = over is not None or candidate.makespan_s <= (1.0 - WORTH_A_SWITCH) * now_s
-        reason = reason if over is None else f"{reason}; {over}"
+        saved = None
+        if candidate.makespan_s <= (1.0 + AS_FAST) * now_s and current.micro_batches == costs.micro_batches:
+            saved = _saved_memory(current, candidate.peak_in_flight, costs)
+        adopted = over is not None or saved is not None or candidate.makespan_s <= (1.0 - WORTH_A_SWITCH) * now_s
+        reason = "; ".join(part for part in (reason, over or saved) if part is not None)
         made = PlanMade(
             number=0,
             adopted=adopted,
@@ -314,6 +321,14 @@ def _over_cap(schedule: Schedule, costs: Costs) -> str | None:
         if cap is not None and peak > cap + _ROUNDING:
             return f"stage {stage} would hold {peak:g} activations, but has memory for {cap:g}"
     return None
+
+
+def _saved_memory(schedule: Schedule, peaks: Sequence[float], costs: Costs) -> str | None:
+    """How much less a plan holds than `schedule` does, in words, if it is worth a switch."""
+    now = sum(peak_in_flight(schedule, costs.released_at_backward_input))
+    if sum(peaks) > now - WORTH_SAVING * costs.stages:
+        return None
+    return f"it holds {sum(peaks):g} activations instead of {now:g}"
 
 
 _ROUNDING = 1e-9
