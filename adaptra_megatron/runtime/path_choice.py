@@ -26,9 +26,9 @@ NO_LONGER_FAR = 0.5
 """Of both: below, such a path is taken again."""
 GAIN_SHARE = 0.2
 """Of a message's cost: less is not worth a change."""
-GAIN_PER_ACTION = 0.1
+GAIN_PER_ACTION = 0.25
 """Of the mean action: neither is less than this, which hardly any schedule notices."""
-LEAST_GAIN_S = 0.2e-3
+LEAST_GAIN_S = 0.5e-3
 _NEVER = math.inf
 """What a message costs on a dead path."""
 

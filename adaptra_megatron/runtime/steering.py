@@ -20,7 +20,7 @@ class LinkSteering:
     def steer(self, decision: Decision) -> None:
         """Take the paths of `decision`. Said again, it changes nothing."""
         diverted = {link.target for link in decision.diverted if self._is_ours(link.pipeline, link.source)}
-        for peer in self._transport.link_counters():
+        for peer in self._transport.peers:
             path = self._preferred.other if peer in diverted else self._preferred
             if self._taken.get(peer, self._preferred) is not path:
                 self._transport.prefer(peer, path)

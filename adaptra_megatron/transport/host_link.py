@@ -203,7 +203,8 @@ class HostLink:
     @property
     def unacknowledged(self) -> int:
         """Messages that are kept to be sent again."""
-        return len(self._outbox)
+        with self._lock:
+            return len(self._outbox)
 
     @property
     def doubles(self) -> int:

@@ -213,6 +213,11 @@ class HostTransport:
             for peer, link in self._links.items()
         }
 
+    @property
+    def peers(self) -> Sequence[int]:
+        """Stages that this one has links to."""
+        return list(self._links)
+
     def prefer(self, peer: int, path: Path) -> None:
         """Send to `peer` by this path while it is healthy; a link with the host path only stays there."""
         link = self._links[peer]
