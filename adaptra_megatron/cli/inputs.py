@@ -13,9 +13,11 @@ from pathlib import Path
 from adaptra_megatron.schedule import classic
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.checks import check_schedule
-from adaptra_megatron.schedule.costs import CostError, Costs, costs_from_json
+from adaptra_megatron.schedule.costs import CostError, Costs
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.job_costs import JobCosts
+from adaptra_megatron.schedule.job_json import job_costs_from_json
 
 
 class InputError(Exception):
@@ -32,16 +34,17 @@ _INTERLEAVED: dict[str, Callable[[int, int, int], Schedule]] = {
     "interleaved-split": classic.interleaved_split,
 }
 CLASSIC_NAMES = ("gpipe", *_ONE_CHUNK, *_INTERLEAVED)
+SCHEDULE_NAMES = (*CLASSIC_NAMES, "planned", "online")
 
 
-def read_costs(path: Path) -> Costs:
+def read_job(path: Path) -> JobCosts:
     """Costs from a JSON file. Raises InputError if it cannot be read, CostError if it says something impossible."""
     try:
         document = json.loads(_read_text(path))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not valid JSON: {error}") from error
     try:
-        return costs_from_json(document)
+        return job_costs_from_json(document)
     except CostError as error:
         raise CostError(f"{path}: {error}") from error
 
@@ -57,6 +60,16 @@ def classic_schedule(name: str, costs: Costs) -> Schedule:
             f"{name} runs one chunk per stage, the costs have {costs.chunks}: take gpipe, {' or '.join(_INTERLEAVED)}"
         )
     return _ONE_CHUNK[name](costs.stages, costs.micro_batches)
+
+
+def fixed_schedule(name: str, costs: Costs) -> Schedule:
+    """The classic schedule or the CSV file called `name`; raises InputError, ScheduleError or CostError."""
+    if name in CLASSIC_NAMES:
+        return classic_schedule(name, costs)
+    path = Path(name)
+    if path.suffix.lower() != ".csv" and not path.exists():
+        raise InputError(f"unknown schedule {name!r}: take one of {', '.join(SCHEDULE_NAMES)}, or name a CSV file")
+    return read_schedule(path, costs)
 
 
 def read_schedule(path: Path, costs: Costs) -> Schedule:

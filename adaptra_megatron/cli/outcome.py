@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from adaptra_megatron.cli.tables import print_table
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import LowerBound
 from adaptra_megatron.schedule.costs import Costs
@@ -34,18 +36,30 @@ class Outcome:
         bound_s = self.lower_bound.seconds
         return self.simulation.makespan_s / bound_s - 1.0 if bound_s > 0.0 else 0.0
 
-    @property
-    def stages_over_cap(self) -> list[int]:
-        caps = self.costs.max_in_flight
-        peaks = self.simulation.peak_in_flight
-        return [
-            stage
-            for stage, (peak, cap) in enumerate(zip(peaks, caps, strict=True))
-            if cap is not None and peak > cap + _ROUNDING
-        ]
+    def show(self, *, as_json: bool) -> None:
+        """Print it."""
+        (_print_json if as_json else _print_text)(self)
 
 
-def print_json(outcome: Outcome) -> None:
+def stages_over_cap(costs: Costs, peaks: Sequence[float]) -> list[int]:
+    """Stages that hold more activations than their cap."""
+    return [
+        stage
+        for stage, (peak, cap) in enumerate(zip(peaks, costs.max_in_flight, strict=True))
+        if cap is not None and peak > cap + _ROUNDING
+    ]
+
+
+def print_cap_warnings(costs: Costs, peaks: Sequence[float]) -> None:
+    """A line for each cap that is passed."""
+    for stage in stages_over_cap(costs, peaks):
+        print(
+            f"warning: stage {stage} holds {peaks[stage]:g} activations, its cap is {costs.max_in_flight[stage]:g}: "
+            "this schedule would not fit; `adaptra plan` finds one that does"
+        )
+
+
+def _print_json(outcome: Outcome) -> None:
     """One JSON object on one line. Its keys are an interface: add, never rename."""
     document: dict[str, object] = {
         "makespan_s": outcome.simulation.makespan_s,
@@ -60,7 +74,7 @@ def print_json(outcome: Outcome) -> None:
     print(json.dumps(document, allow_nan=False))
 
 
-def print_text(outcome: Outcome) -> None:
+def _print_text(outcome: Outcome) -> None:
     """The figures in words, and one line per stage; a warning for each cap that is passed."""
     costs, bound = outcome.costs, outcome.lower_bound
     print(f"{outcome.name}: {costs.stages} stages x {costs.chunks} chunks, {costs.micro_batches} micro-batches")
@@ -69,13 +83,8 @@ def print_text(outcome: Outcome) -> None:
     print(f"  gap          {outcome.gap:.2%}")
     if outcome.planning_s is not None:
         print(f"  planned in   {outcome.planning_s:.3g} s")
-    _print_table(_stage_rows(outcome))
-    for stage in outcome.stages_over_cap:
-        peak, cap = outcome.simulation.peak_in_flight[stage], costs.max_in_flight[stage]
-        print(
-            f"warning: stage {stage} holds {peak:g} activations, its cap is {cap:g}: "
-            "this schedule would not fit; `adaptra plan` finds one that does"
-        )
+    print_table(_HEADINGS, _stage_rows(outcome))
+    print_cap_warnings(costs, outcome.simulation.peak_in_flight)
 
 
 def _stage_rows(outcome: Outcome) -> list[tuple[str, ...]]:
@@ -86,20 +95,3 @@ def _stage_rows(outcome: Outcome) -> list[tuple[str, ...]]:
             zip(simulation.peak_in_flight, outcome.costs.max_in_flight, simulation.bubble_fraction, strict=True)
         )
     ]
-
-
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
-        for row in (_HEADINGS, *rows):
-            print("  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-        return
-    table = Table()
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)

@@ -4,30 +4,47 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
-from adaptra_megatron.cli.inputs import CLASSIC_NAMES, InputError, classic_schedule, read_costs, read_schedule
-from adaptra_megatron.cli.outcome import Outcome, print_json, print_text
-from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.cli.garbage import no_cycle_collection
+from adaptra_megatron.cli.inputs import SCHEDULE_NAMES, InputError, fixed_schedule, read_job
+from adaptra_megatron.cli.job_outcome import JobOutcome
+from adaptra_megatron.cli.outcome import Outcome
+from adaptra_megatron.cli.progress import add_progress_option, shown_progress
+from adaptra_megatron.cli.sweep import Sweep, sweep
+from adaptra_megatron.cli.what_if import add_what_if_options, changed_job, swept_value
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.job_costs import JobCosts
+from adaptra_megatron.schedule.job_planner import plan_job
+from adaptra_megatron.schedule.job_simulation import (
+    Finish,
+    Progress,
+    find_cause,
+    fixed_order,
+    job_bound,
+    online_order,
+    simulate_job,
+    simulate_job_online,
+)
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import simulate, simulate_online
-
-_NAMES = (*CLASSIC_NAMES, "planned", "online")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `simulate` to the commands of `adaptra`."""
     parser = commands.add_parser(
-        "simulate", help="time a schedule", description="Time a schedule; classic ones may pass the memory cap."
+        "simulate",
+        help="time a schedule",
+        description="Time a schedule, in all replicas if there are some; classic ones may pass the memory cap.",
     )
-    parser.add_argument("costs", type=Path, metavar="COSTS.json", help="seconds of stages and links, caps")
+    parser.add_argument("costs", type=Path, metavar="COSTS.json", help="seconds of stages and links, caps, replicas")
     parser.add_argument(
         "--schedule",
-        required=True,
         metavar="SCHEDULE",
-        help=f"{', '.join(_NAMES)}, or a CSV file in torch.distributed.pipelining's format",
+        help=f"{', '.join(SCHEDULE_NAMES)}, or a CSV file in torch.distributed.pipelining's format; "
+        "may be left out where a what-if option has a range",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -35,34 +52,57 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="store_true",
         help="time sends and receives as stock Megatron-core makes them: blocking (1f1b and interleaved only)",
     )
+    add_progress_option(parser)
+    add_what_if_options(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> None:
-    costs = read_costs(options.costs)
-    if options.schedule == "online":
-        if options.blocking:
-            raise InputError("--blocking needs a fixed order, online dispatch has none")
+    job, swept = read_job(options.costs), swept_value(options.changes)
+    if options.schedule is None and swept is None:
+        raise InputError("the following arguments are required: --schedule")
+    if options.blocking and (swept is not None or options.schedule == "online"):
+        raise InputError(
+            "--blocking needs a fixed order, online dispatch has none"
+            if swept is None
+            else "--blocking is for one schedule and no range: the table's stock column blocks anyway"
+        )
+    with no_cycle_collection():
+        with shown_progress(options.progress) as progress:
+            if swept is not None:
+                outcome: Outcome | JobOutcome | Sweep = sweep(
+                    job, options.changes, swept, replicas=options.replicas, schedule=options.schedule, progress=progress
+                )
+            else:
+                job = changed_job(job, options.changes, replicas=options.replicas)
+                outcome = (_one if job.is_one_pipeline else _many)(job, options.schedule, options.blocking, progress)
+        outcome.show(as_json=options.json)
+
+
+def _one(job: JobCosts, name: str, blocking: bool, progress: Progress | None) -> Outcome:
+    costs = job.groups[0].costs
+    if name == "online":
         schedule, simulation = None, simulate_online(costs)
     else:
-        schedule = _fixed_schedule(options.schedule, costs)
-        simulation = simulate(schedule, costs, blocking=options.blocking)
-    outcome = Outcome(
-        name=options.schedule,
-        costs=costs,
+        planned = name == "planned"
+        schedule = plan(costs, progress=progress).schedule if planned else fixed_schedule(name, costs)
+        simulation = simulate(schedule, costs, blocking=blocking)
+    return Outcome(name=name, costs=costs, simulation=simulation, lower_bound=lower_bound(costs), schedule=schedule)
+
+
+def _many(job: JobCosts, name: str, blocking: bool, progress: Progress | None) -> JobOutcome:
+    run: Callable[[Costs], Finish] = online_order
+    if name == "online":
+        schedule, simulation = None, simulate_job_online(job, progress=progress)
+    else:
+        planned = name == "planned"
+        schedule = plan_job(job, progress=progress).schedule if planned else fixed_schedule(name, job.base)
+        simulation = simulate_job(schedule, job, blocking=blocking, progress=progress)
+        run = fixed_order(schedule, job.base, blocking=blocking)
+    return JobOutcome(
+        name=name,
         simulation=simulation,
-        lower_bound=lower_bound(costs),
+        lower_bound=job_bound(job, progress=progress),
+        cause=find_cause(simulation, run),
         schedule=schedule,
     )
-    (print_json if options.json else print_text)(outcome)
-
-
-def _fixed_schedule(name: str, costs: Costs) -> Schedule:
-    if name == "planned":
-        return plan(costs).schedule
-    if name in CLASSIC_NAMES:
-        return classic_schedule(name, costs)
-    path = Path(name)
-    if path.suffix.lower() != ".csv" and not path.exists():
-        raise InputError(f"unknown schedule {name!r}: take one of {', '.join(_NAMES)}, or name a CSV file")
-    return read_schedule(path, costs)

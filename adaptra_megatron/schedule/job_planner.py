@@ -47,18 +47,19 @@ def plan_job(
     """The best schedule found for all replicas of `job`.
 
     Deterministic as `plan`, and paid for as there: half of `deadline_s` plans for all replicas at once, the rest for
-    the others; simulating the replicas comes on top. None: twice what `plan` takes for one pipeline. Raises
+    the others; simulating the replicas comes on top. None: twice what `plan` takes (of equal replicas: as much). Raises
     PlanError if no schedule fits the caps.
     """
+    if len(job.groups) == 1:
+        return _plan_for_equals(job, deadline_s, split, progress)
     total_s = 2.0 * default_deadline_s(job.base, split=split) if deadline_s is None else deadline_s
     bound = job_bound(job, progress=progress)
-    steps = 1 if len(job.groups) == 1 else 1 + _OTHERS
     best: JobPlan | None = None
     chosen, variants = job.groups, 0
-    for step in range(steps):
+    for step in range(1 + _OTHERS):
         if progress is not None:
-            progress("planning", step, steps)
-        share_s = total_s if steps == 1 else 0.5 * total_s / (1 if step == 0 else _OTHERS)
+            progress("planning", step, 1 + _OTHERS)
+        share_s = 0.5 * total_s / (1 if step == 0 else _OTHERS)
         costs = worst_costs(chosen)
         if chosen == job.groups and step > 0:
             costs, variants = nearby_costs(costs, variants), variants + 1
@@ -75,3 +76,9 @@ def plan_job(
             chosen = job.groups if behind in chosen or len(chosen) == _FEW else (*chosen, behind)
     assert best is not None
     return best
+
+
+def _plan_for_equals(job: JobCosts, deadline_s: float | None, split: bool, progress: Progress | None) -> JobPlan:
+    schedule = plan(job.groups[0].costs, deadline_s=deadline_s, split=split, progress=progress).schedule
+    simulation = simulate_job(schedule, job)
+    return JobPlan(schedule=schedule, simulation=simulation, lower_bound=job_bound(job), made_for=job.groups)
