@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Relates the monotonic clocks of the hosts of one pipeline, so that one-way times make sense."""
+"""Relates the monotonic clocks of the hosts of one pipeline when a job begins, so that one-way times make sense.
+
+How they stay related while it runs: clock_service.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,11 @@ import torch.distributed as dist
 ROUNDS = 8
 
 
+def now_s() -> float:
+    """What is related: this rank's monotonic clock."""
+    return time.monotonic()
+
+
 def boot_identity() -> str:
     """Same on two ranks exactly if they share one monotonic clock (Linux: one boot of one kernel)."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -21,7 +29,7 @@ def serve_clock(group: dist.ProcessGroup, peer: int) -> None:
     """Answer `offset_to` of `peer` (global rank). Raises RuntimeError when the group's timeout expires."""
     for _ in range(ROUNDS):
         dist.recv(torch.zeros(1, dtype=torch.float64), src=peer, group=group)
-        dist.send(torch.tensor([time.monotonic()], dtype=torch.float64), dst=peer, group=group)
+        dist.send(torch.tensor([now_s()], dtype=torch.float64), dst=peer, group=group)
 
 
 def offset_to(group: dist.ProcessGroup, peer: int) -> float:
@@ -32,10 +40,10 @@ def offset_to(group: dist.ProcessGroup, peer: int) -> float:
     best_round_trip, best_offset = float("inf"), 0.0
     answer = torch.zeros(1, dtype=torch.float64)
     for _ in range(ROUNDS):
-        start = time.monotonic()
+        start = now_s()
         dist.send(torch.zeros(1, dtype=torch.float64), dst=peer, group=group)
         dist.recv(answer, src=peer, group=group)
-        end = time.monotonic()
+        end = now_s()
         if end - start < best_round_trip:
             best_round_trip, best_offset = end - start, answer.item() - (start + end) / 2
     return best_offset

@@ -1,16 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes part in a job's planning, and how their clocks relate; settled once, when the first iteration starts."""
+"""Who takes part in a job's planning, settled once, when the first iteration starts; and how their clocks relate."""
 
 from __future__ import annotations
 
+import logging
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
-from adaptra_megatron.runtime.clocks import boot_identity, offset_to, serve_clock
+from adaptra_megatron.runtime.clock_fit import MAX_DRIFT, ClockLine
+from adaptra_megatron.runtime.clock_service import INTERVAL_S, Address, ClockFollower, ClockServer, RelatedClock
+from adaptra_megatron.runtime.clocks import boot_identity, now_s, offset_to, serve_clock
+from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.placement import job_secret, listen_tcp, listening_host
+
+logger = logging.getLogger("adaptra_megatron.runtime")
 
 
 class ExchangeError(RuntimeError):
@@ -34,9 +42,22 @@ class Membership:
     pipeline: int
     """First global rank of this rank's pipeline: tells parallel pipelines apart."""
     clock_offset_s: float
-    """Seconds to add to this rank's monotonic clock to get the clock of its pipeline's first stage."""
+    """Seconds to add to this rank's monotonic clock to get the clock of its pipeline's first stage, when it joined."""
     token: str
     """Same on all ranks, new each time: keeps the keys of two exchanges apart."""
+    clock: RelatedClock = field(default_factory=lambda: RelatedClock(0.0), compare=False)
+    """The same at any time; to be closed when the job ends."""
+
+
+@dataclass(frozen=True)
+class ClockSettings:
+    """How clocks of different hosts stay related."""
+
+    interface: str | None = None
+    """Network interface to answer on; None: as torch.distributed's, or that of the way to the master."""
+    bind: str | None = None
+    """Address to answer on whatever the interfaces are."""
+    interval_s: float = INTERVAL_S
 
 
 @dataclass(frozen=True)
@@ -47,7 +68,7 @@ class _Introduction:
     token: str
 
 
-def join(pipeline_group: dist.ProcessGroup, timeout_s: float) -> Membership:
+def join(pipeline_group: dist.ProcessGroup, timeout_s: float, clocks: ClockSettings | None = None) -> Membership:
     """Collective over all ranks of the job, since ranks of different pipelines share collectives inside F, B and W.
 
     Raises ExchangeError when a rank does not come within the timeout.
@@ -59,15 +80,17 @@ def join(pipeline_group: dist.ProcessGroup, timeout_s: float) -> Membership:
         mine = _Introduction(pipeline, pipeline_group.rank(), boot_identity(), uuid.uuid4().hex)
         introductions: list[Any] = [None] * world_size
         dist.all_gather_object(introductions, mine, group=group)
-        offset_s = _relate_clocks(group, rank, introductions)
+        offset_s, clock = _relate_clocks(group, rank, introductions, clocks or ClockSettings())
         dist.destroy_process_group(group)
     except RuntimeError as cause:
         raise exchange_error(rank, "join the other ranks for planning", timeout_s, cause) from cause
-    return Membership(rank, world_size, pipeline, offset_s, introductions[0].token)
+    return Membership(rank, world_size, pipeline, offset_s, introductions[0].token, clock)
 
 
-def _relate_clocks(group: dist.ProcessGroup, rank: int, introductions: list[_Introduction]) -> float:
-    """Seconds to add to this rank's clock to get the clock of its pipeline's first stage."""
+def _relate_clocks(
+    group: dist.ProcessGroup, rank: int, introductions: list[_Introduction], settings: ClockSettings
+) -> tuple[float, RelatedClock]:
+    """Seconds to add to this rank's clock to get the clock of its pipeline's first stage, and what keeps them right."""
     mine = introductions[rank]
     ranks = {other.stage: number for number, other in enumerate(introductions) if other.pipeline == mine.pipeline}
     to_previous = 0.0
@@ -76,6 +99,31 @@ def _relate_clocks(group: dist.ProcessGroup, rank: int, introductions: list[_Int
         to_previous = offset_to(group, ranks[mine.stage - 1])
     if mine.stage + 1 < len(ranks) and introductions[ranks[mine.stage + 1]].boot != mine.boot:
         serve_clock(group, ranks[mine.stage + 1])
-    offsets: list[Any] = [None] * len(introductions)
-    dist.all_gather_object(offsets, to_previous, group=group)
-    return float(sum(offsets[ranks[stage]] for stage in range(1, mine.stage + 1)))
+    strangers = any(introductions[other].boot != introductions[ranks[0]].boot for other in ranks.values())
+    server, address = _serve(settings) if mine.stage == 0 and strangers else (None, None)
+    told: list[Any] = [None] * len(introductions)
+    dist.all_gather_object(told, (to_previous, address), group=group)
+    offset_s = float(sum(told[ranks[stage]][0] for stage in range(1, mine.stage + 1)))
+    address = told[ranks[0]][1]
+    if address is None or introductions[ranks[0]].boot == mine.boot:
+        return offset_s, RelatedClock(offset_s, server=server)
+    follower = ClockFollower(
+        address,
+        job_secret(_get_default_store()),
+        ClockLine(now_s(), offset_s, 0.0, float("inf"), MAX_DRIFT),
+        name=f"rank {rank}",
+        clock=now_s,
+        interval_s=settings.interval_s,
+    )
+    return offset_s, RelatedClock(offset_s, follower=follower)
+
+
+def _serve(settings: ClockSettings) -> tuple[ClockServer | None, Address | None]:
+    """This rank's clock, for those on other hosts; nothing where they could not reach it."""
+    try:
+        host = settings.bind or listening_host(settings.interface, one_host=False)
+        listener, (address, port) = listen_tcp(host)
+    except TransportError as cause:
+        logger.warning("adaptra: clocks of hosts are related once, and drift from then on: %s", cause)
+        return None, None
+    return ClockServer(listener, job_secret(_get_default_store()), now_s), (str(address), int(port))

@@ -26,7 +26,7 @@ from adaptra_megatron.runtime.executor import IterationReport, PipelineExecutor,
 from adaptra_megatron.runtime.leader import PlanLeader
 from adaptra_megatron.runtime.measurements import stage_measurement
 from adaptra_megatron.runtime.megatron_call import PipelineCall, pipeline_call
-from adaptra_megatron.runtime.membership import Membership, join
+from adaptra_megatron.runtime.membership import ClockSettings, Membership, join
 from adaptra_megatron.runtime.memory import (
     MemoryMeter,
     MemorySource,
@@ -203,6 +203,8 @@ class AdaptraRuntime:
             pipeline.transport.close()
             if pipeline.exchange is not None:
                 pipeline.exchange.close()
+            if pipeline.membership is not None:
+                pipeline.membership.clock.close()
             pipeline.telemetry.close()
         self._pipelines.clear()
 
@@ -226,7 +228,9 @@ class AdaptraRuntime:
         clock = DeviceClock(CudaEvents()) if current_device().type == "cuda" else None
         transport = _make_transport(call, config, clock)
         told = book.measures or config.trace_dir is not None
-        membership = join(call.pipeline_group, config.timeout_s) if told else None
+        membership = None
+        if told:
+            membership = join(call.pipeline_group, config.timeout_s, ClockSettings(interface=config.interface))
         telemetry = make_telemetry(call, config, membership)
         leader = PlanLeader(book, telemetry, _path_policy(config))
         exchange = None
@@ -336,7 +340,7 @@ class AdaptraRuntime:
             call.micro_batches,
             report.records,
             times,
-            pipeline.membership.clock_offset_s,
+            pipeline.membership.clock.offset_at(time.monotonic()),
             report.computed_s() if current_device().type == "cuda" else None,
             None if pipeline.meter is None else pipeline.meter.finish(largest_activation_nbytes(times[1])),
             probes=() if steering is None else steering.take_probes(),

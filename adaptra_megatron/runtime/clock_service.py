@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps clocks of different hosts related while a job runs, in a thread of its own per rank.
+
+The first stage of each pipeline answers with its clock; the ranks of its pipeline on other hosts ask it every few
+seconds, over a TCP connection that begins with the job's handshake. When nobody answers, the latest relation is kept
+and its drift trusted, the log says so once, and the rank tries again: no training waits for any of this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+from adaptra_megatron.runtime.clock_fit import ClockFit, ClockLine, Stamps, round_of
+from adaptra_megatron.transport.handshake import (
+    PIPELINE_NBYTES,
+    SESSION_NBYTES,
+    HandshakeError,
+    Purpose,
+    accept,
+    connect,
+)
+from adaptra_megatron.transport.socket_io import ConnectionEndedError, receive_exactly, tune_connection
+
+logger = logging.getLogger("adaptra_megatron.runtime")
+
+INTERVAL_S = 10.0
+EXCHANGES = 8
+"""In a row: the fastest ones count."""
+_ANSWER_S = 2.0
+"""Longest wait for an answer, a connection or a handshake."""
+_REST_S = (1.0, 60.0)
+"""After a failure, twice as long each time."""
+_ASKED = b"clock?\0\0"
+_ANSWER = struct.Struct("<dd")
+_PURPOSE = Purpose(bytes(PIPELINE_NBYTES), 0, 0, bytes(SESSION_NBYTES), 0, 1)
+
+Clock = Callable[[], float]
+Address = tuple[str, int]
+
+
+class ClockServer:
+    """Answers with this rank's clock whoever knows the job's secret."""
+
+    def __init__(self, listener: socket.socket, secret: bytes, clock: Clock = time.monotonic) -> None:
+        """`listener`: listens already; belongs to the server from now on."""
+        listener.setblocking(False)
+        self._listener, self._secret, self._clock = listener, secret, clock
+        self._loop = asyncio.new_event_loop()
+        self._work = self._loop.create_task(self._serve())
+        self._thread = threading.Thread(target=self._run, name="adaptra-clock", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and all connections. Safe to call twice."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(self._work.cancel)
+        self._thread.join(_ANSWER_S)
+        self._listener.close()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._work)
+        except asyncio.CancelledError:
+            pass
+        except OSError as cause:  # others then rely on the latest relation
+            logger.warning("adaptra: this rank's clock is told to nobody any more: %s", cause)
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        answering: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                connection, _address = await loop.sock_accept(self._listener)
+                task = loop.create_task(self._answer(connection))
+                answering.add(task)
+                task.add_done_callback(answering.discard)
+        finally:
+            for task in answering:
+                task.cancel()
+            await asyncio.gather(*answering, return_exceptions=True)
+
+    async def _answer(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with connection, contextlib.suppress(HandshakeError, OSError):
+            connection.setblocking(False)
+            tune_connection(connection)
+            await accept(connection, self._secret, _ANSWER_S)
+            while await receive_exactly(connection, len(_ASKED)) == _ASKED:
+                received_s = self._clock()
+                await loop.sock_sendall(connection, _ANSWER.pack(received_s, self._clock()))
+
+
+class ClockFollower:
+    """Keeps this rank's clock related to that of a ClockServer."""
+
+    def __init__(
+        self,
+        address: Address,
+        secret: bytes,
+        beginning: ClockLine,
+        *,
+        name: str = "",
+        clock: Clock = time.monotonic,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        """`beginning`: the relation until the first answers. `name`: of this rank, for the log."""
+        self._address, self._secret = address, secret
+        self._name, self._clock, self._interval_s = name, clock, interval_s
+        self._fit = ClockFit()
+        self.line = beginning
+        """The latest relation; replaced as a whole, so any thread may read it."""
+        self.rounds = 0
+        self._said_lost = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="adaptra-clock", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and the connection. Safe to call twice."""
+        self._closing.set()
+        self._thread.join(2 * _ANSWER_S)
+
+    def _follow(self) -> None:
+        shortest_s, longest_s = _REST_S
+        rest_s = shortest_s
+        while not self._closing.is_set():
+            before = self.rounds
+            try:
+                self._ask_until_lost()
+            except (OSError, HandshakeError) as cause:
+                if self.rounds == before:  # not the first failure: at the end of a job, the first stage may go first
+                    self._say_lost(cause)
+            rest_s = shortest_s if self.rounds > before else min(2 * rest_s, longest_s)
+            self._closing.wait(rest_s)
+
+    def _ask_until_lost(self) -> None:
+        with socket.create_connection(self._address, _ANSWER_S) as connection:
+            tune_connection(connection)
+            connection.setblocking(False)
+            asyncio.run(connect(connection, self._secret, _PURPOSE, _ANSWER_S))
+            connection.settimeout(_ANSWER_S)
+            while not self._closing.is_set():
+                stamps = [self._ask(connection) for _ in range(EXCHANGES)]
+                self.line = self._fit.add(round_of(stamps))
+                self.rounds += 1
+                # Not all ranks of a pipeline at the same moments.
+                self._closing.wait(self._interval_s * random.uniform(0.9, 1.1))
+
+    def _ask(self, connection: socket.socket) -> Stamps:
+        sent_s = self._clock()
+        connection.sendall(_ASKED)
+        answer = b""
+        while len(answer) < _ANSWER.size:
+            part = connection.recv(_ANSWER.size - len(answer))
+            if not part:
+                raise ConnectionEndedError("the other side ended the connection")
+            answer += part
+        back_s = self._clock()
+        received_s, answered_s = _ANSWER.unpack(answer)
+        return Stamps(sent_s, received_s, answered_s, back_s)
+
+    def _say_lost(self, cause: Exception) -> None:
+        if not self._said_lost:
+            self._said_lost = True
+            logger.warning(
+                "adaptra: %s: the clock of its pipeline's first stage does not answer at %s:%d (%s: %s); one-way times "
+                "rely on the latest relation, and on its drift",
+                *(self._name, *self._address, type(cause).__name__, cause),
+            )
+
+
+class RelatedClock:
+    """This rank's clock as related to its pipeline's, and what keeps it so."""
+
+    def __init__(
+        self, offset_s: float, *, server: ClockServer | None = None, follower: ClockFollower | None = None
+    ) -> None:
+        """`offset_s`: the relation where nothing keeps it. `server`, `follower`: this rank's, closed with this."""
+        self._offset_s = offset_s
+        self._server, self._follower = server, follower
+
+    def offset_at(self, local_s: float) -> float:
+        """Seconds to add to `local_s`, a moment of this rank's monotonic clock, to get the pipeline's."""
+        return self._offset_s if self._follower is None else self._follower.line.offset_at(local_s)
+
+    def close(self) -> None:
+        """End what keeps the relation. Safe to call twice."""
+        if self._follower is not None:
+            self._follower.close()
+        if self._server is not None:
+            self._server.close()

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks do in test_clock_service.py: messages with time stamps between "hosts" whose clocks drift, for seconds.
+
+The drift is decorated on; a relation of the beginning alone is off by milliseconds in the end.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from adaptra_megatron.runtime import clocks, membership
+from adaptra_megatron.runtime.membership import ClockSettings, join
+
+OFFSETS_S = (10.0, -2000.0, 555.5)
+DRIFTS = (0.0, 400e-6, -400e-6)
+SECONDS, MESSAGES = 3.0, 60
+CLOSE_S = 1e-3
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    rank, real = dist.get_rank(), time.monotonic
+    zero_s = real()
+    decorated = SimpleNamespace(monotonic=lambda: OFFSETS_S[rank] + (1.0 + DRIFTS[rank]) * (real() - zero_s))
+    clocks.time = decorated
+    membership.boot_identity = lambda: f"host {rank}"
+    joined = join(dist.group.WORLD, 10.0, ClockSettings(bind="127.0.0.1", interval_s=0.1))
+    time.sleep(SECONDS)
+    one_way_s = {True: [], False: []}
+    for related in one_way_s:
+        for _ in range(MESSAGES):
+            sent_s = pass_on(rank, joined, related)
+            if sent_s is not None:
+                now_s = decorated.monotonic()
+                one_way_s[related].append(now_s + offset_at(joined, now_s, related) - sent_s)
+            dist.barrier()
+    joined.clock.close()
+    if rank > 0:
+        latency_s = statistics.median(one_way_s[True])
+        assert abs(latency_s) < CLOSE_S, latency_s
+        stale_s = statistics.median(one_way_s[False])
+        drifted_s = SECONDS * (DRIFTS[rank - 1] - DRIFTS[rank])
+        assert abs(stale_s + drifted_s) < 0.5 * abs(drifted_s), "the drift was in force"
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def pass_on(rank: int, joined: membership.Membership, related: bool) -> float | None:
+    """Each rank sends its time, on the pipeline's clock, to the next; returns what has just come."""
+    stamp = torch.zeros(1, dtype=torch.float64)
+    sends = []
+    if rank + 1 < dist.get_world_size():
+        now_s = clocks.now_s()
+        stamp[0] = now_s + offset_at(joined, now_s, related)
+        sends.append(dist.isend(stamp, rank + 1))
+    if rank == 0:
+        received = None
+    else:
+        came = torch.zeros(1, dtype=torch.float64)
+        dist.recv(came, rank - 1)
+        received = came.item()
+    for send in sends:
+        send.wait()
+    return received
+
+
+def offset_at(joined: membership.Membership, now_s: float, related: bool) -> float:
+    """As it is kept related, or as it was at the beginning."""
+    return joined.clock.offset_at(now_s) if related else joined.clock_offset_s
+
+
+if __name__ == "__main__":
+    main()
