@@ -20,11 +20,8 @@ def clock_corrections(links: Mapping[LinkId, LinkSample], min_messages: int) -> 
     """
     impossible_s: dict[HostPair, float] = {}
     for link, sample in links.items():
-        delays_s = [
-            message.arrived_s - message.sent_s
-            for message in sample.messages
-            if message.arrived_s is not None and (message.posted_s is None or message.posted_s <= message.sent_s)
-        ]
+        messages = sample.messages
+        delays_s = (messages.arrived_s - messages.sent_s)[messages.arrived & messages.awaited]
         if len(delays_s) >= min_messages:
             pair = link.pipeline, link.source, link.target
             impossible_s[pair] = max(impossible_s.get(pair, 0.0), -float(np.median(delays_s)))

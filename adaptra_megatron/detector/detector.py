@@ -7,6 +7,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping
 
+import numpy as np
+
 from adaptra_megatron.detector.clock_errors import clock_corrections
 from adaptra_megatron.detector.findings import Estimates, Finding
 from adaptra_megatron.detector.links import LinkTracker
@@ -27,7 +29,7 @@ class Detector:
         self._observed = 0
         self._iteration: int | None = None
         self._action_s = 0.0
-        """The latest median over all kinds of actions of all stages."""
+        """The latest median over all kinds of actions of all stages, about."""
         self._compared: set[Place] = set()
         """Whose first level has been compared with their peers'."""
 
@@ -61,7 +63,7 @@ class Detector:
 
     def _note_action_time(self, sample: IterationSample) -> None:
         medians_s = [
-            statistics.median(durations_s)
+            float(np.partition(durations_s, len(durations_s) // 2)[len(durations_s) // 2])
             for stage in sample.stages.values()
             for durations_s in stage.durations_s.values()
             if len(durations_s)

@@ -82,6 +82,11 @@ class Window:
     def __len__(self) -> int:
         return len(self._batches)
 
+    @property
+    def until_iteration(self) -> int | None:
+        """The latest one in the window."""
+        return self._batches[-1].iteration if self._batches else None
+
     def add(self, batch: Batch) -> None:
         """Take an iteration in; the oldest leaves when the window is full."""
         self._batches.append(batch)

@@ -42,11 +42,12 @@ class LinkTracker:
         self, iteration: int, sample: LinkSample, *, clock_correction_s: float, action_s: float, disturbed: bool
     ) -> Finding | None:
         """Judge an iteration. `clock_correction_s` is taken off all measured times."""
-        lost = sum(message.arrived_s is None for message in sample.messages)
+        count = len(sample.messages.sent_s)
+        lost = count - int(np.count_nonzero(sample.messages.arrived))
         if sample.broken is not None:
             return self._die(iteration, f"the transport gave it up: {sample.broken}")
-        if lost >= self._settings.min_messages and 2 * lost >= len(sample.messages):
-            return self._die(iteration, f"{lost} of {len(sample.messages)} messages did not arrive by it")
+        if lost >= self._settings.min_messages and 2 * lost >= count:
+            return self._die(iteration, f"{lost} of {count} messages did not arrive by it")
         if disturbed:
             return None
         messages = _messages(sample, clock_correction_s)
@@ -83,7 +84,8 @@ class LinkTracker:
 
     def estimate(self) -> LinkEstimate | None:
         """None while no iteration has told anything."""
-        if not len(self.series.window):
+        until_iteration = self.series.window.until_iteration
+        if until_iteration is None:
             return None
         settings = self._settings
         transfer_s = max(
@@ -98,7 +100,7 @@ class LinkTracker:
             nbytes=self._nbytes,
             state=self.state,
             since_iteration=self._since,
-            measured_iteration=self.series.window.level().until_iteration,
+            measured_iteration=until_iteration,
             reason=words.SETTLED if self._reason is words.UNJUDGED and self.series.settled else self._reason,
             clock_correction_s=self._clock_correction_s,
         )
@@ -167,19 +169,11 @@ class LinkTracker:
 
 def _messages(sample: LinkSample, clock_correction_s: float) -> Messages | None:
     """Those that arrived, in the order in which they were sent; None if there are none."""
-    rows = [
-        (
-            message.sent_s,
-            message.nbytes,
-            message.sent_s if message.posted_s is None else max(message.sent_s, message.posted_s),
-            message.arrived_s - clock_correction_s,
-            message.posted_s is None or message.posted_s <= message.sent_s,
-        )
-        for message in sample.messages
-        if message.arrived_s is not None
-    ]
-    if not rows:
+    given = sample.messages
+    order = np.lexsort((given.nbytes, given.sent_s))
+    order = order[given.arrived[order]]
+    if not len(order):
         return None
-    table = np.array(sorted(rows), dtype=np.float64)
-    _sent_s, nbytes, start_s, arrived_s, awaited = table.T
-    return Messages(nbytes, start_s, arrived_s, (awaited > 0.0) & least_held(start_s, arrived_s))
+    start_s = np.fmax(given.sent_s, given.posted_s)[order]
+    arrived_s = given.arrived_s[order] - clock_correction_s
+    return Messages(given.nbytes[order], start_s, arrived_s, given.awaited[order] & least_held(start_s, arrived_s))

@@ -37,6 +37,9 @@ def declare_slow_beside_peers(
 
     Peers are the same position of the other pipelines, or, where those are too few, the other positions.
     """
+    newly_settled = list(newly_settled)
+    if not newly_settled:
+        return {}
     levels_s = {place: series.window.level().value for place, series in settled.items()}
     declared: dict[Place, Change] = {}
     for place in newly_settled:

@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
 
 
 class LinkId(NamedTuple):
@@ -47,13 +53,50 @@ class MessageSample(NamedTuple):
     """
 
 
-@dataclass(frozen=True)
+class MessageColumns(NamedTuple):
+    """Messages as columns of equal length: what there are many of. NaN stands for None."""
+
+    nbytes: Array
+    sent_s: Array
+    arrived_s: Array
+    posted_s: Array
+
+    @staticmethod
+    def of(messages: Sequence[MessageSample]) -> MessageColumns:
+        """The same as columns."""
+        rows = [tuple(math.nan if value is None else value for value in message) for message in messages]
+        return MessageColumns(*np.array(rows, dtype=np.float64).reshape(-1, 4).T)
+
+    def and_also(self, others: MessageColumns) -> MessageColumns:
+        """All messages of both."""
+        return MessageColumns(*(np.concatenate(pair) for pair in zip(self, others, strict=True)))
+
+    @property
+    def arrived(self) -> npt.NDArray[np.bool_]:
+        """Which of them did."""
+        return ~np.isnan(self.arrived_s)
+
+    @property
+    def awaited(self) -> npt.NDArray[np.bool_]:
+        """Which of them tell how long the way was: no receive was posted later than they were sent."""
+        return ~(self.posted_s > self.sent_s)
+
+
+NO_MESSAGES = MessageColumns.of(())
+
+
+@dataclass(frozen=True, eq=False)
 class LinkSample:
     """What one path of a link carried in an iteration; without messages it says nothing but whether it is broken."""
 
-    messages: Sequence[MessageSample] = ()
+    messages: MessageColumns = NO_MESSAGES
     broken: str | None = None
     """Why the transport had given the path up when the iteration ended, in its words; None while it had not."""
+
+    @staticmethod
+    def of(messages: Sequence[MessageSample], broken: str | None = None) -> LinkSample:
+        """The same of messages one by one."""
+        return LinkSample(MessageColumns.of(messages), broken)
 
 
 @dataclass(frozen=True)

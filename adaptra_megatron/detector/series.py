@@ -84,7 +84,7 @@ class Series:
 
     def accepted(self, iteration: int) -> bool:
         """Whether `iteration` was taken for one of the present level."""
-        return len(self.window) > 0 and self.window.level().until_iteration == iteration
+        return self.window.until_iteration == iteration
 
     def declare_slow(self, healthy_s: float, iteration: int, evidence: str) -> Change:
         """Its level is slow beside its peers': health is `healthy_s`, of which nothing else is known."""

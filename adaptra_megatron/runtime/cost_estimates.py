@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from adaptra_megatron.detector.findings import Estimates, LinkEstimate, State
 from adaptra_megatron.detector.samples import IterationSample, LinkId, StageId
 from adaptra_megatron.schedule.actions import Kind
@@ -22,7 +24,7 @@ def paths_in_use(before: InUse, sample: IterationSample) -> InUse:
     after, most = dict(before), dict[tuple[int, int, int], int]()
     for link, carried in sample.links.items():
         place = link.pipeline, link.source, link.target
-        arrived = sum(message.arrived_s is not None for message in carried.messages)
+        arrived = int(np.count_nonzero(carried.messages.arrived))
         if arrived > most.get(place, 0):
             after[place], most[place] = link, arrived
     return after

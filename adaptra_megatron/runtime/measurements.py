@@ -7,12 +7,20 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from adaptra_megatron.detector.samples import IterationSample, LinkId, LinkSample, MessageSample, StageId, StageSample
+from adaptra_megatron.detector.samples import (
+    IterationSample,
+    LinkId,
+    LinkSample,
+    MessageColumns,
+    StageId,
+    StageSample,
+)
 from adaptra_megatron.runtime.memory import StageMemory
 from adaptra_megatron.telemetry.metrics import iteration_span_s
 from adaptra_megatron.telemetry.records import ActionRecord
@@ -155,7 +163,7 @@ def iteration_sample(measurements: Sequence[StageMeasurement]) -> IterationSampl
     _add_probes(links, measurements)
     stages = {
         StageId(measurement.pipeline, measurement.stage): StageSample(
-            {key: values.tolist() for key, values in measurement.durations_s.items()}
+            {key: values.astype(np.float64) for key, values in measurement.durations_s.items()}
         )
         for measurement in measurements
     }
@@ -173,9 +181,10 @@ def _add_probes(links: dict[LinkId, LinkSample], measurements: Sequence[StageMea
             if (pipeline, probe.peer) in offset_s:
                 link = LinkId(pipeline, stage, probe.peer, probe.path.value)
                 arrived_s = probe.arrived_s + offset_s[pipeline, probe.peer]
-                message = MessageSample(probe.nbytes, probe.sent_s + own_offset_s, arrived_s)
+                columns = probe.nbytes, probe.sent_s + own_offset_s, arrived_s, np.nan
                 before = links.get(link, LinkSample())
-                links[link] = replace(before, messages=[*before.messages, message])
+                message = MessageColumns(*(np.array([value], dtype=np.float64) for value in columns))
+                links[link] = replace(before, messages=before.messages.and_also(message))
         for peer, path, cause in measurement.broken:
             link = LinkId(pipeline, stage, peer, path.value)
             links[link] = replace(links.get(link, LinkSample()), broken=cause)
@@ -191,21 +200,19 @@ class _Arrivals:
         self._posted_s = messages["posted_s"][order] + np.float64(start_s)
         self._arrived_s = messages["done_s"][order] + np.float64(start_s)
 
-    def of(self, sent: Messages, start_s: float, path: Path) -> list[MessageSample]:
-        """Each message that was sent, with its arrival."""
+    def of(self, sent: Messages, start_s: float, path: Path) -> MessageColumns:
+        """The messages that were sent, each with its arrival."""
         codes = _codes(sent)
-        nothing: list[float | None] = [None] * len(codes)
-        arrived_s, posted_s = nothing, nothing
+        arrived_s = np.full(len(codes), np.nan)
+        posted_s = arrived_s.copy()
         if len(self._codes):
             places = np.searchsorted(self._codes, codes)
             places[places == len(self._codes)] = 0
-            arrived_s = self._arrived_s[places].tolist()
+            arrived_s = np.where(self._codes[places] == codes, self._arrived_s[places], np.nan)
             if path is Path.DEVICE:  # what comes by the host path is seen whether or not anybody has asked for it
-                posted_s = self._posted_s[places].tolist()
-            for index in np.flatnonzero(self._codes[places] != codes).tolist():
-                arrived_s[index] = None
-        sent_s = (sent["done_s"] + np.float64(start_s)).tolist()
-        return list(map(MessageSample, sent["nbytes"].tolist(), sent_s, arrived_s, posted_s))
+                posted_s = self._posted_s[places]
+        sent_s = sent["done_s"] + np.float64(start_s)
+        return MessageColumns(sent["nbytes"].astype(np.float64), sent_s, arrived_s, posted_s)
 
 
 def _messages(times: Sequence[MessageTimes], start_s: float) -> Messages:
@@ -226,12 +233,15 @@ def _messages(times: Sequence[MessageTimes], start_s: float) -> Messages:
 
 
 def _by_peer_and_path(messages: Messages) -> Iterator[tuple[int, Path, Messages]]:
-    for peer in np.unique(messages["peer"]).tolist():
-        of_peer = messages[messages["peer"] == peer]
-        for path in Path:
-            chosen = of_peer[of_peer["host"] == (path is Path.HOST)]
-            if len(chosen):
-                yield peer, path, chosen
+    if not len(messages):
+        return
+    groups = messages["peer"].astype(np.int64) << 1 | messages["host"]
+    order = np.argsort(groups, kind="stable")
+    groups = groups[order]
+    begins = np.concatenate([[0], np.flatnonzero(np.diff(groups)) + 1, [len(groups)]])
+    for begin, end in pairwise(begins.tolist()):
+        group = int(groups[begin])
+        yield group >> 1, Path.HOST if group & 1 else Path.DEVICE, messages[order[begin:end]]
 
 
 def _codes(messages: Messages) -> npt.NDArray[np.int64]:

@@ -82,6 +82,7 @@ class PlanBook:
         self._plans: dict[int, _Installed] = {}
         """By number of micro-batches."""
         self._stock: dict[int, Schedule] = {}
+        self._stock_peaks: dict[int, Sequence[float]] = {}
         self._evaluation: dict[int, Schedule] = {}
         self._given_costs = _read_costs(config.costs_json, layout) if config.costs_json is not None else None
         if config.plan_csv is not None:
@@ -106,7 +107,10 @@ class PlanBook:
         layout = self.layout
         if self._config.max_in_flight is not None:
             return (self._config.max_in_flight,) * layout.stages
-        stock = peak_in_flight(self._stock_schedule(micro_batches), RELEASED_AT_BACKWARD_INPUT)
+        if micro_batches not in self._stock_peaks:
+            stock_schedule = self._stock_schedule(micro_batches)
+            self._stock_peaks[micro_batches] = peak_in_flight(stock_schedule, RELEASED_AT_BACKWARD_INPUT)
+        stock = self._stock_peaks[micro_batches]
         if not self.measures_memory:
             return (max(stock),) * layout.stages
         most = micro_batches * layout.chunks

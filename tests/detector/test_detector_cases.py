@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,11 +25,11 @@ H, S, D = "healthy", "slow", "dead"
 def messages(transfer_ms: float, count: int = COUNT, slow: Sequence[int] = (), slow_ms: float = 500.0) -> LinkSample:
     """Sent 20 ms apart, with half a millisecond of ripple; those numbered `slow` take `slow_ms`."""
     taken_ms = [slow_ms if index in slow else transfer_ms + 0.1 * (index * 7 % 6) for index in range(count)]
-    return LinkSample([MessageSample(MIB, 0.02 * i, 0.02 * i + ms / 1e3, 0.0) for i, ms in enumerate(taken_ms)])
+    return LinkSample.of([MessageSample(MIB, 0.02 * i, 0.02 * i + ms / 1e3, 0.0) for i, ms in enumerate(taken_ms)])
 
 
 BROKEN = LinkSample(broken="no route to host")
-LOST = LinkSample([MessageSample(MIB, 0.02 * index, None) for index in range(COUNT)])
+LOST = LinkSample.of([MessageSample(MIB, 0.02 * index, None) for index in range(COUNT)])
 OK, SLOW = messages(2.0), messages(32.0)
 CHECKPOINT = messages(2.0, slow=range(COUNT), slow_ms=80.0)
 
@@ -136,15 +137,15 @@ def test_a_finding_says_why_in_numbers_and_goes_into_a_log() -> None:
 
 def test_messages_of_another_size_are_no_change_of_the_link() -> None:
     watched = Watched().see(*[OK] * 10)
-    larger = LinkSample([message._replace(nbytes=8 * MIB) for message in SLOW.messages])
+    larger = LinkSample(SLOW.messages._replace(nbytes=np.full(COUNT, 8.0 * MIB)))
     assert watched.see(*[larger] * 10).said == []
     assert watched.detector.estimates().links[LINK].nbytes == 8 * MIB
 
 
 def test_receives_posted_late_say_nothing() -> None:
-    late = LinkSample([message._replace(posted_s=message.sent_s + 0.001) for message in SLOW.messages])
+    late = LinkSample(SLOW.messages._replace(posted_s=SLOW.messages.sent_s + 0.001))
     assert Watched().see(*[OK] * 10, *[late] * 5).said == []
-    seen_anyhow = LinkSample([message._replace(posted_s=None) for message in SLOW.messages])
+    seen_anyhow = LinkSample(SLOW.messages._replace(posted_s=np.full(COUNT, np.nan)))
     assert Watched().see(*[OK] * 10, seen_anyhow).said == [(10, S)]
 
 
@@ -152,8 +153,8 @@ def test_clocks_that_drift_apart_are_not_a_slow_link() -> None:
     detector, back = Detector(), LinkId(0, 1, 0, "device")
     for iteration in range(60):
         drift_s = 0.001 * max(0, iteration - 20)
-        forth = [m._replace(arrived_s=m.arrived_s + drift_s) for m in OK.messages]
-        returning = [m._replace(sent_s=m.sent_s + drift_s, posted_s=-1.0) for m in OK.messages]
+        forth = OK.messages._replace(arrived_s=OK.messages.arrived_s + drift_s)
+        returning = OK.messages._replace(sent_s=OK.messages.sent_s + drift_s, posted_s=np.full(COUNT, -1.0))
         found = detector.observe(IterationSample(iteration, {LINK: LinkSample(forth), back: LinkSample(returning)}))
         assert [finding for finding in found if finding.level_s is not None and finding.level_s > 0.006] == []
     estimate = detector.estimates().links[LINK]
@@ -210,7 +211,7 @@ def test_findings_are_a_chain_of_states_that_ends_in_the_estimate(samples: list[
 @given(st.lists(st.floats(0.0, 10.0), min_size=1, max_size=COUNT), st.floats(-50.0, 50.0))
 @settings(max_examples=40)
 def test_any_times_are_survived(transfers_s: list[float], offset_s: float) -> None:
-    sample = LinkSample([MessageSample(MIB, 0.02 * i, 0.02 * i + s + offset_s) for i, s in enumerate(transfers_s)])
+    sample = LinkSample.of([MessageSample(MIB, 0.02 * i, 0.02 * i + s + offset_s) for i, s in enumerate(transfers_s)])
     watched = Watched().see(*[OK] * 5, *[sample] * 3)
     assert watched.detector.estimates().links[LINK].latency_s >= 0.0
 
@@ -242,7 +243,7 @@ def test_settings_are_checked(wrong: dict[str, float], said: str) -> None:
 def test_a_bandwidth_is_not_claimed_for_what_was_seen_once() -> None:
     """Pairs that arrive 25 ms apart, as over a slow link, but only in one iteration of many."""
     pairs = [(0.1 * pair + 0.001 * late, 0.1 * pair + 0.055 + 0.025 * late) for pair in range(16) for late in (0, 1)]
-    spaced = LinkSample([MessageSample(MIB, sent_s, arrived_s, 0.0) for sent_s, arrived_s in pairs])
+    spaced = LinkSample.of([MessageSample(MIB, sent_s, arrived_s, 0.0) for sent_s, arrived_s in pairs])
     watched = Watched().see(*[messages(62.0)] * 10, spaced)
     assert watched.said == []
     assert watched.detector.estimates().links[LINK].bandwidth_bytes_per_s is None

@@ -56,7 +56,7 @@ def test_bitwise_equal_to_stock_on_either_path(layout: str, tmp_path: Path, fork
             assert switches >= 20
             assert min(by_device, by_host) >= 20
         elif path == "host":
-            assert by_device == 0
+            assert by_host > 5 * by_device, "a busy machine may make a link look slow for a while"
         else:
             assert by_device > 5 * by_host, "the device path takes over as soon as it is up"
 

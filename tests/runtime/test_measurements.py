@@ -7,11 +7,12 @@ import dataclasses
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
 from adaptra_megatron.detector.detector import Detector
 from adaptra_megatron.detector.findings import Estimates
-from adaptra_megatron.detector.samples import LinkId, MessageSample, StageId
+from adaptra_megatron.detector.samples import LinkId, StageId
 from adaptra_megatron.detector.settings import DetectorSettings
 from adaptra_megatron.runtime.cost_estimates import InUse, estimate_costs, link_figures, paths_in_use
 from adaptra_megatron.runtime.measurements import (
@@ -178,7 +179,7 @@ def test_only_messages_of_stages_that_were_heard_at_both_ends_count() -> None:
     measurements = measured(costs_of(l0_1=0.25))
     links = iteration_sample(measurements[1:]).links
     assert set(links) == {LinkId(0, 1, 2, "device"), LinkId(0, 2, 1, "device"), *_ends(2, 3)}
-    assert all(message.arrived_s is not None for link in links.values() for message in link.messages)
+    assert all(link.messages.arrived.all() for link in links.values())
 
 
 def _ends(source: int, target: int) -> set[LinkId]:
@@ -191,8 +192,7 @@ def test_what_did_not_arrive_by_the_path_it_was_sent_on_was_lost_there() -> None
     moved["host"][(moved["peer"] == 0) & (moved["micro_batch"] >= 5)] = True
     measurements[1] = dataclasses.replace(measurements[1], received=moved)
     links = iteration_sample(measurements).links
-    arrived = [message.arrived_s is not None for message in links[LinkId(0, 0, 1, "device")].messages]
-    assert sorted(arrived) == [False] * 3 + [True] * 5
+    assert sorted(links[LinkId(0, 0, 1, "device")].messages.arrived) == [False] * 3 + [True] * 5
     assert LinkId(0, 0, 1, "host") not in links, "nothing was sent there"
 
 
@@ -200,8 +200,9 @@ def test_a_sample_has_sizes_moments_and_durations_on_the_common_clock() -> None:
     costs = costs_of(l0_1=0.25)
     sample = iteration_sample(measured(costs, pipeline=3, posted_ahead_s=1.0))
     assert sample.iteration == 5
-    first = min(sample.links[LinkId(3, 0, 1, "device")].messages, key=lambda message: message.sent_s)
-    assert first == MessageSample(NBYTES, *map(_about, (1.0, 1.25, 0.0)))
+    messages = sample.links[LinkId(3, 0, 1, "device")].messages
+    first = np.argmin(messages.sent_s)
+    assert [float(column[first]) for column in messages] == [NBYTES, *map(_about, (1.0, 1.25, 0.0))]
     assert sample.stages[StageId(3, 2)].durations_s["F", 0] == pytest.approx([1.2] * MICRO_BATCHES, rel=1e-5)
 
 

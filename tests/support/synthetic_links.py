@@ -98,7 +98,7 @@ class SyntheticJob:
             link = self.links.get((source, target), self.usual)
             sent_s = send_times(self.rng, self.micro_batches, self.noise)
             messages = link.carry(self.rng, sent_s, [self.nbytes] * self.micro_batches, pause)
-            links[LinkId(0, source, target, "device")] = LinkSample(messages)
+            links[LinkId(0, source, target, "device")] = LinkSample.of(messages)
         stages = {StageId(0, stage): self._stage(stage, stage == paused) for stage in range(self.stages)}
         self.iteration += 1
         return IterationSample(self.iteration - 1, links, stages, disturbance)
