@@ -17,7 +17,7 @@ LINT := $(VENV)/.adaptra-lint
 NATIVE := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-rdma bench-rdma soak lint
+.PHONY: help install demo test test-slow test-rdma bench-rdma soak closed-loop lint
 .DELETE_ON_ERROR:
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo 'make test-slow  the slow ones'
 	@echo 'make test-rdma  the verbs transport on Soft-RoCE in a virtual machine (installs QEMU if it is missing)'
 	@echo 'make soak     fault campaign: real training while paths, delegates and ranks fail (SOAK=--rounds=5 for more)'
+	@echo 'make closed-loop  200 iterations while links turn slow, move and heal at random (CLOSED_LOOP=--seed=7 for another)'
 	@echo 'make bench-rdma  its throughput there, beside that of ib_write_bw'
 	@echo 'make lint     ruff and mypy'
 
@@ -64,6 +65,9 @@ test-rdma: $(INSTALLED)
 
 soak: $(INSTALLED)
 	$(BIN)/python -m adaptra_megatron.emulation.soak $(SOAK)
+
+closed-loop: $(INSTALLED)
+	$(BIN)/python -m adaptra_megatron.emulation.closed_loop $(CLOSED_LOOP)
 
 bench-rdma: $(INSTALLED)
 	$(BIN)/python scripts/softroce_vm.py bench

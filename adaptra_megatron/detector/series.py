@@ -121,10 +121,9 @@ class Series:
         """Nearly all values beyond nearly all known ones, and shifted alike, as no pause or burst of load does it."""
         if not self._changes.single_iteration or batch.count < self._settings.overwhelming_messages:
             return False
-        if shift_s < 0:
-            apart = batch.high < level.low
-        else:  # half the shift: a burst of jitter delays some messages little
-            apart = batch.low > max(level.high, level.value + 0.5 * shift_s)
+        # Half the shift: a burst of jitter delays some messages little.
+        lowest_s = max(level.high, level.value + 0.5 * shift_s)
+        apart = batch.low > lowest_s if shift_s > 0 else batch.high < level.low
         return apart and batch.spread <= max(2.0 * level.spread, 0.25 * abs(shift_s))
 
     def _confirmation(self, verdict: _Verdict) -> str | None:

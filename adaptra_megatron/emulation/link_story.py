@@ -92,10 +92,10 @@ class LinkStory:
 
     def turns(self) -> tuple[Turn, ...]:
         """Every lasting change within the run, in order. A spell that follows another on its link has no healing."""
-        begun = {(_direction(spell), spell.from_iteration) for spell in self.spells}
+        begun = {(direction_of(spell), spell.from_iteration) for spell in self.spells}
         found = []
         for spell in self.spells:
-            direction = _direction(spell)
+            direction = direction_of(spell)
             found.append(Turn(spell.from_iteration, direction, spell))
             until = spell.until_iteration
             if until is not None and until < self.iterations and (direction, until) not in begun:
@@ -252,5 +252,6 @@ def _fault(entry: Mapping[str, Any]) -> LinkFault:
     return LinkFault(**{**entry, "paths": frozenset(LinkPath(path) for path in entry["paths"])})
 
 
-def _direction(fault: LinkFault) -> Direction:
+def direction_of(fault: LinkFault) -> Direction:
+    """What it strikes."""
     return Direction(fault.source, fault.target, fault.pipeline)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from adaptra_megatron.emulation.link_story import FIRST_TURN, Direction, LinkStory, Turn
+from adaptra_megatron.emulation.link_story import FIRST_TURN, Direction, LinkStory, Turn, direction_of
 from adaptra_megatron.telemetry.events import LinkDetection, PlanMade, PlanSwitched, StageDetection, StampedEvent
 
 FOUND_WITHIN = 3
@@ -41,7 +41,9 @@ def check_story(story: LinkStory, events: Sequence[StampedEvent], busy: Collecti
     """
     said = [Said(e.stamp.iteration, e.event) for e in events if isinstance(e.event, LinkDetection)]
     problems = [problem for turn in story.turns() if (problem := _missed(turn, story, said)) is not None]
-    problems += [f"false alarm: {one}" for one in said if not (_happened(one, story) or _busy(one, said, busy))]
+    for one in said:
+        if not (_happened(one, story) or _was_busy(one.link.since_iteration, one.iteration, busy)):
+            problems.append(f"false alarm: {one}")
     for entry in events:
         stage = entry.event
         if isinstance(stage, StageDetection) and not _was_busy(stage.since_iteration, entry.stamp.iteration, busy):
@@ -97,28 +99,17 @@ def _missed(turn: Turn, story: LinkStory, said: Iterable[Said]) -> str | None:
 
 
 def _happened(said: Said, story: LinkStory) -> bool:
-    """Whether there was a turn of that link in the iteration since which it is said to have changed."""
-    kinds = [turn.fault is None for turn in story.turns() if _is(said, turn)]
-    return (said.link.after == "healthy") in kinds
-
-
-def _busy(one: Said, said: Sequence[Said], busy: Collection[int]) -> bool:
-    """Whether the machine was, or had been when a link fell ill that is now said to have recovered."""
-    ends = (one.link.source, one.link.target, one.link.pipeline, one.link.path)
-    about = [
-        other
-        for other in said[: said.index(one) + 1]
-        if (other.link.source, other.link.target, other.link.pipeline, other.link.path) == ends
-    ]
-    return any(_was_busy(each.link.since_iteration, each.iteration, busy) for each in about[-2:])
+    """Whether the link was as it is said to be from then on; a slow one must have turned in that very iteration."""
+    since = said.iteration if said.link.since_iteration is None else said.link.since_iteration
+    spells = [spell for spell in story.spells if _same(said, direction_of(spell))]
+    if said.link.after == "healthy":
+        return not any(spell.strikes(since) for spell in spells)
+    begun = any(spell.from_iteration == since for spell in spells)
+    return begun or (said.link.before == "slow" and any(spell.until_iteration == since for spell in spells))
 
 
 def _was_busy(since: int | None, until: int, busy: Collection[int]) -> bool:
     return any(iteration in busy for iteration in range(until if since is None else since, until + 1))
-
-
-def _is(said: Said, turn: Turn) -> bool:
-    return _same(said, turn.direction) and said.link.since_iteration == turn.iteration
 
 
 def _same(said: Said, direction: Direction) -> bool:

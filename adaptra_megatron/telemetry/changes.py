@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from adaptra_megatron.telemetry.events import Fault, PathChanged, PlanSwitched, SwitchMeasured
+from adaptra_megatron.telemetry.events import Fault, IterationsTimed, PathChanged, PlanSwitched, SwitchMeasured
 
 MEASURED_OVER = 3
 """Iterations before and after a switch whose medians are compared: one odd iteration among them changes nothing."""
+
+TOLD_AT_ONCE = 32
+"""Iterations whose times make one event."""
 
 
 class SwitchWatch:
@@ -55,6 +58,29 @@ class SwitchWatch:
             after_measured_s=median(self._after_s),
             iterations=MEASURED_OVER,
         )
+
+
+class IterationTimes:
+    """Gathers times of iterations, to be told many at once. Pure; for one thread."""
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._seconds: list[float] = []
+
+    def add(self, iteration: int, seconds: float) -> IterationsTimed | None:
+        """`iteration` took `seconds`. Returns what is to be told now: a full batch, or what does not go on here."""
+        told = None
+        if iteration != self._first + len(self._seconds) or len(self._seconds) >= TOLD_AT_ONCE:
+            told = self.rest()
+        if not self._seconds:
+            self._first = iteration
+        self._seconds.append(round(seconds, 6))
+        return told
+
+    def rest(self) -> IterationsTimed | None:
+        """What has not been told yet."""
+        seconds, self._seconds = self._seconds, []
+        return IterationsTimed(first=self._first, seconds=seconds) if seconds else None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
@@ -165,6 +165,16 @@ class SwitchMeasured:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IterationsTimed:
+    """How long training iterations in a row took, by the leading rank: of all of them, also where none is traced."""
+
+    name: ClassVar[str] = "times"
+    first: int
+    """Iteration of the first one."""
+    seconds: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class PathChanged:
     """What a stage sends over a link goes another way from now on."""
 
@@ -199,6 +209,7 @@ Event = (
     | PathChosen
     | PlanSwitched
     | SwitchMeasured
+    | IterationsTimed
     | PathChanged
     | Fault
 )

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 from adaptra_megatron.telemetry.event_log import read_events
-from adaptra_megatron.telemetry.events import LinkDetection, PlanSwitched, StageDetection, StampedEvent
+from adaptra_megatron.telemetry.events import IterationsTimed, LinkDetection, PlanSwitched, StageDetection, StampedEvent
 from adaptra_megatron.telemetry.metrics import iteration_span_s
 from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
 from adaptra_megatron.telemetry.trace import FILE_PATTERN, RankTrace, TraceError, read_trace, read_trace_header
@@ -22,26 +22,32 @@ STEP = 0.08
 
 
 @dataclass(frozen=True, kw_only=True)
-class TracedIteration:
-    """One training iteration of one pipeline."""
+class RunIteration:
+    """One training iteration of one pipeline; without records where it was not traced."""
 
     number: int
     """As in the trace and in events: evaluations are counted."""
     start_s: float
-    """On the job's common clock."""
+    """On the job's common clock; 0 of one that was not traced."""
     seconds: float
-    """From the first action's start to the last one's end, over all stages."""
-    records: tuple[ActionRecord, ...]
-    arrivals: tuple[ArrivalRecord, ...]
-    order: int
-    """Hash of every stage's order of actions: equal iterations ran the same plan."""
+    """From the first action's start to the last one's end, over all stages. Of a run that traced only some iterations:
+    what the leading rank took, the same for all of them."""
+    records: tuple[ActionRecord, ...] = ()
+    arrivals: tuple[ArrivalRecord, ...] = ()
+    order: int | None = None
+    """Hash of every stage's order of actions: equal iterations ran the same plan. None where it is not known."""
+
+    @property
+    def traced(self) -> bool:
+        """Whether it is known what was done in it."""
+        return bool(self.records)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Iterations in a row between two changes."""
 
-    iterations: tuple[TracedIteration, ...]
+    iterations: tuple[RunIteration, ...]
     beginning: tuple[StampedEvent, ...]
     """The detections and switches that began it."""
     new_order: bool
@@ -61,10 +67,15 @@ class Part:
         return median(iteration.seconds for iteration in self.iterations)
 
     @property
-    def typical(self) -> TracedIteration:
-        """The iteration whose time is the median."""
-        ordered = sorted(self.iterations, key=lambda iteration: iteration.seconds)
+    def typical(self) -> RunIteration:
+        """The iteration whose time is the median, of those that were traced if any was."""
+        ordered = sorted(self.traced or self.iterations, key=lambda iteration: iteration.seconds)
         return ordered[(len(ordered) - 1) // 2]
+
+    @property
+    def traced(self) -> tuple[RunIteration, ...]:
+        """The iterations of which it is known what was done in them."""
+        return tuple(iteration for iteration in self.iterations if iteration.traced)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +87,7 @@ class RunRecord:
     """Of the pipeline that is shown, by stage."""
     pipelines: int
     """How many there are; the one shown is the slowest, if it could be told."""
-    iterations: tuple[TracedIteration, ...]
+    iterations: tuple[RunIteration, ...]
     events: tuple[StampedEvent, ...]
     parts: tuple[Part, ...]
 
@@ -84,26 +95,28 @@ class RunRecord:
     def stages(self) -> int:
         return len(self.ranks)
 
-    def iteration(self, number: int) -> TracedIteration | None:
-        return next((iteration for iteration in self.iterations if iteration.number == number), None)
+    @property
+    def traced(self) -> tuple[RunIteration, ...]:
+        """The iterations of which it is known what was done in them."""
+        return tuple(iteration for iteration in self.iterations if iteration.traced)
 
 
 def read_run(directory: Path | str) -> RunRecord:
     """Read the traces and events of a run.
 
     Ranks that share a stage are taken in order: the first of each stage are one pipeline, and so on, as Megatron places
-    them. Raises TraceError if there is no trace of a training iteration or a file is damaged, EventLogError for a
-    damaged event log, OSError if a file cannot be read.
+    them. Raises TraceError if nothing tells of a training iteration or a file is damaged, EventLogError for a damaged
+    event log, OSError if a file cannot be read.
     """
     directory = Path(directory)
     lanes = _pipelines(directory)
     to_read = lanes if sum(map(len, lanes)) <= MOST_FILES_TO_COMPARE else lanes[:1]
     candidates = [[read_trace(path) for path in lane] for lane in to_read]
     traces = max(candidates, key=_median_seconds)
-    iterations = _iterations(traces)
+    events = read_events(directory)
+    iterations = _with_times(_iterations(traces), events)
     if not iterations:
         raise TraceError(f"no iteration that all stages have finished is in the trace of {directory}")
-    events = read_events(directory)
     return RunRecord(
         directory=directory,
         ranks=tuple(trace.rank for trace in traces),
@@ -114,17 +127,19 @@ def read_run(directory: Path | str) -> RunRecord:
     )
 
 
-def find_parts(iterations: Sequence[TracedIteration], events: Sequence[StampedEvent]) -> list[Part]:
+def find_parts(iterations: Sequence[RunIteration], events: Sequence[StampedEvent]) -> list[Part]:
     """Where a run changed: at detections, at switches, at another order of actions, at a step in iteration time."""
     changes: dict[int, list[StampedEvent]] = defaultdict(list)
     numbers = [iteration.number for iteration in iterations]
     for stamped in events:
         if isinstance(stamped.event, (LinkDetection, StageDetection, PlanSwitched)):
-            at = next((number for number in numbers if number >= stamped.stamp.iteration), None)
+            at = next((number for number in numbers if number >= began_at(stamped)), None)
             if at is not None:
                 changes[at].append(stamped)
     new_orders = {
-        index for index in range(1, len(iterations)) if iterations[index].order != iterations[index - 1].order
+        index
+        for index in range(1, len(iterations))
+        if None not in (orders := (iterations[index - 1].order, iterations[index].order)) and orders[0] != orders[1]
     }
     turns = new_orders | {index for index, number in enumerate(numbers) if number in changes}
     starts = [0]
@@ -145,7 +160,30 @@ def find_parts(iterations: Sequence[TracedIteration], events: Sequence[StampedEv
     return parts
 
 
-def _steps(before: Sequence[TracedIteration], after: Sequence[TracedIteration], alone: bool) -> bool:
+def began_at(stamped: StampedEvent) -> int:
+    """The iteration in which what an event tells began: a finding is told later."""
+    since = getattr(stamped.event, "since_iteration", None)
+    return stamped.stamp.iteration if since is None else int(since)
+
+
+def _with_times(traced: list[RunIteration], events: Sequence[StampedEvent]) -> list[RunIteration]:
+    """All iterations that the log has times of, if those are more than were traced."""
+    times_s = {
+        number: seconds
+        for stamped in events
+        if isinstance(stamped.event, IterationsTimed)
+        for number, seconds in enumerate(stamped.event.seconds, stamped.event.first)
+    }
+    known = {iteration.number: iteration for iteration in traced}
+    if times_s.keys() <= known.keys():
+        return traced
+    timed = {number: RunIteration(number=number, start_s=0.0, seconds=seconds) for number, seconds in times_s.items()}
+    for number, iteration in known.items():
+        timed[number] = replace(iteration, seconds=times_s.get(number, iteration.seconds))
+    return [timed[number] for number in sorted(timed)]
+
+
+def _steps(before: Sequence[RunIteration], after: Sequence[RunIteration], alone: bool) -> bool:
     """Whether all of `after` are longer, or all shorter, than is usual `before`; one iteration counts only `alone`."""
     if len(after) < 2 and not alone:
         return False
@@ -175,7 +213,7 @@ def _median_seconds(traces: Sequence[RankTrace]) -> float:
     return median(seconds) if seconds else 0.0
 
 
-def _iterations(traces: Sequence[RankTrace]) -> list[TracedIteration]:
+def _iterations(traces: Sequence[RankTrace]) -> list[RunIteration]:
     """The training iterations that every stage has finished."""
     records: dict[int, dict[int, list[ActionRecord]]] = defaultdict(dict)
     arrivals: dict[int, list[ArrivalRecord]] = defaultdict(list)
@@ -191,7 +229,7 @@ def _iterations(traces: Sequence[RankTrace]) -> list[TracedIteration]:
             continue
         start_s, end_s = iteration_span_s(everything)
         found.append(
-            TracedIteration(
+            RunIteration(
                 number=number,
                 start_s=start_s,
                 seconds=end_s - start_s,

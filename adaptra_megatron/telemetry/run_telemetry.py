@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from adaptra_megatron.telemetry.changes import PathState, PathWatch, SwitchWatch
+from adaptra_megatron.telemetry.changes import IterationTimes, PathState, PathWatch, SwitchWatch
 from adaptra_megatron.telemetry.event_log import EventLog
 from adaptra_megatron.telemetry.events import Event, RunEnded, RunStarted
 from adaptra_megatron.telemetry.prometheus import LOOPBACK, PrometheusEndpoint
@@ -65,6 +65,7 @@ class RunTelemetry:
         """Raises prometheus.PrometheusError if an endpoint is wanted and cannot be opened."""
         self._place = place
         self._switches, self._paths = SwitchWatch(), PathWatch(place.stage)
+        self._times = IterationTimes()
         self._iterations = 0
         self._running = -1
         self._job: JobFigures | None = None
@@ -131,8 +132,10 @@ class RunTelemetry:
         """A training iteration is over. `links`: by peer, where there are two paths; failovers are counted here."""
         self._iterations += 1
         gain = self._switches.iteration(figures.iteration_s)
-        if gain is not None and self._place.leads:
-            self.log(gain)
+        if self._place.leads:
+            for event in (gain, self._times.add(self._running, figures.iteration_s)):
+                if event is not None:
+                    self.log(event)
         for change in self._paths.look(links or {}, delegate_starts):
             self.log(change)
         figures = replace(figures, failovers=self._paths.failovers)
@@ -150,6 +153,9 @@ class RunTelemetry:
         error = getattr(sys, "last_value", None)  # what the interpreter has reported as the end of the program
         reason = "the program ended" if error is None else f"{type(error).__name__}: {error}"
         if self._events is not None:
+            times = self._times.rest()
+            if times is not None:
+                self.log(times)
             self.log(RunEnded(reason=reason))
             self._events.close()
         if self._traces is not None:

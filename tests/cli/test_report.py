@@ -14,7 +14,7 @@ import pytest
 from support.made_up_runs import Iteration, write_events, write_run
 
 from adaptra_megatron.cli.main import main
-from adaptra_megatron.telemetry.events import Fault, LinkDetection, PathChanged, PlanMade, PlanSwitched
+from adaptra_megatron.telemetry.events import Fault, IterationsTimed, LinkDetection, PathChanged, PlanMade, PlanSwitched
 from adaptra_megatron.telemetry.report.wording import duration, percent
 from adaptra_megatron.telemetry.trace import trace_path
 from adaptra_megatron.telemetry.trace_requests import RequestBox
@@ -134,6 +134,34 @@ def test_a_run_without_events_still_tells_its_story(tmp_path: Path) -> None:
     text = Page(report(tmp_path)).text
     assert "From iteration 4 on messages of links 0→1 and 1→0 took 2.00 s" in text
     assert "What happened" not in text
+
+
+@pytest.mark.parametrize("traced", [(), (5, 9)], ids=["nothing", "two"])
+def test_a_run_of_which_only_what_was_asked_for_was_traced(tmp_path: Path, traced: tuple[int, ...]) -> None:
+    """The log has the time of every iteration: the story is told all the same, but for what only a trace can know."""
+    slow, planned = Iteration(delay_s=2.0), Iteration(delay_s=1.0, split=True)
+    write_run(tmp_path, [Iteration()] * 4 + [slow] * 2 + [planned] * 4, traced=traced)
+    reason = {"before": "healthy", "after": "slow", "reason": "a message takes 2 s", "since_iteration": 4}
+    write_events(
+        tmp_path,
+        [
+            (LinkDetection(source=0, target=1, **reason), 5),
+            (LinkDetection(source=1, target=0, **reason), 5),
+            (PlanSwitched(number=1, before=0, predicted_s=30.0, before_predicted_s=40.0), 6),
+            (IterationsTimed(first=0, seconds=[24.0] * 4 + [40.0] * 2 + [30.0] * 4), 9),
+        ],
+    )
+    html = report(tmp_path)
+    text = Page(html).text
+    assert "Slowed from 24.0 s to 40.0 s an iteration; at the end 30.0 s" in text
+    assert "From iteration 4 on links 0→1 and 1→0 were slow: 24.0 s → 40.0 s an iteration" in re.sub(
+        r"messages of links 0→1 and 1→0 took .* instead of [^:]*:", "links 0→1 and 1→0 were slow:", text
+    )
+    assert "From iteration 6 on plan 1 ran: 40.0 s → 30.0 s an iteration; 62% of the loss was won back" in text
+    assert re.search(r"40\.0 s\nsaved by 1 plan switch", text)
+    assert html.count('class="dot"') == 10
+    assert ("--request next-5" in text) is (not traced)
+    assert ("Timelines of stages and links" in text) is bool(traced)
 
 
 def test_the_page_is_written_into_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

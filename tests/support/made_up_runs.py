@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,13 +50,23 @@ class Iteration:
         return played(schedule, costs, iteration=number, start_s=start_s)
 
 
-def write_run(directory: Path, iterations: Sequence[Iteration], *, first_rank: int = 0, ranks_apart: int = 1) -> None:
-    """The traces of one pipeline; its stages are the ranks `first_rank`, `first_rank + ranks_apart`, and so on."""
+def write_run(
+    directory: Path,
+    iterations: Sequence[Iteration],
+    *,
+    first_rank: int = 0,
+    ranks_apart: int = 1,
+    traced: Collection[int] | None = None,
+) -> None:
+    """The traces of one pipeline; its stages are the ranks `first_rank`, `first_rank + ranks_apart`, and so on.
+
+    `traced`: iterations that somebody asked for; None: all.
+    """
     writers = [TraceWriter(directory, first_rank + stage * ranks_apart, stage) for stage in range(STAGES)]
     start_s = 100.0
     for number, iteration in enumerate(iterations):
         records = iteration.records(number, start_s)
-        for stage, writer in enumerate(writers):
+        for stage, writer in enumerate(writers if traced is None or number in traced else ()):
             writer.write(number, [record for record in records if record.stage == stage])
         start_s = max(record.end_s for record in records) + GAP_S
     for writer in writers:

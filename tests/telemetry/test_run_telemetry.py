@@ -9,9 +9,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from adaptra_megatron.telemetry.changes import MEASURED_OVER, PathState, PathWatch, SwitchWatch
+from adaptra_megatron.telemetry.changes import (
+    MEASURED_OVER,
+    TOLD_AT_ONCE,
+    IterationTimes,
+    PathState,
+    PathWatch,
+    SwitchWatch,
+)
 from adaptra_megatron.telemetry.event_log import read_events
-from adaptra_megatron.telemetry.events import Fault, PathChanged, PlanSwitched, RunEnded, RunStarted, SwitchMeasured
+from adaptra_megatron.telemetry.events import (
+    Fault,
+    IterationsTimed,
+    PathChanged,
+    PlanSwitched,
+    RunEnded,
+    RunStarted,
+    SwitchMeasured,
+)
 from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
 from adaptra_megatron.telemetry.scalars import MEGATRON_VARIABLES, JobFigures, RankFigures
@@ -62,6 +77,17 @@ def test_a_switch_soon_after_another_is_measured_alone() -> None:
     assert found[-1] == SwitchMeasured(number=2, before_measured_s=3.0, after_measured_s=2.0, iterations=MEASURED_OVER)
 
 
+def test_times_are_told_in_batches_of_iterations_in_a_row() -> None:
+    times = IterationTimes()
+    assert times.rest() is None
+    assert [times.add(number, 1.0) for number in range(5, 5 + TOLD_AT_ONCE)] == [None] * TOLD_AT_ONCE
+    full = times.add(5 + TOLD_AT_ONCE, 2.0)
+    assert full == IterationsTimed(first=5, seconds=[1.0] * TOLD_AT_ONCE)
+    after_evaluation = times.add(50, 3.0)
+    assert after_evaluation == IterationsTimed(first=5 + TOLD_AT_ONCE, seconds=[2.0])
+    assert times.rest() == IterationsTimed(first=50, seconds=[3.0])
+
+
 def test_changes_of_path_are_failovers_only_if_a_session_was_lost() -> None:
     watch = PathWatch(3)
     assert watch.look({4: DEVICE}) == []
@@ -98,7 +124,7 @@ def test_a_rank_tells_its_story(tmp_path: Path) -> None:
     telemetry.close()
     telemetry.close()
     told = [(found.event.name, found.stamp.iteration) for found in read_events(tmp_path)]
-    assert told == [("run_started", -1), ("switch", 2), ("path", 3), ("gain", 4), ("run_ended", 4)]
+    assert told == [("run_started", -1), ("switch", 2), ("path", 3), ("gain", 4), ("times", 4), ("run_ended", 4)]
     (trace,) = read_traces(tmp_path)
     assert [record.iteration for record in trace.records] == list(range(5))
 

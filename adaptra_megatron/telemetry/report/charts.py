@@ -10,7 +10,7 @@ from html import escape
 
 from adaptra_megatron.telemetry.events import PlanMade, StampedEvent
 from adaptra_megatron.telemetry.report.wording import duration
-from adaptra_megatron.telemetry.run_record import RunRecord
+from adaptra_megatron.telemetry.run_record import RunIteration, RunRecord
 
 WIDTH, HEIGHT = 900, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 34, 40
@@ -18,6 +18,7 @@ _FLAG = 18
 """Size of a marker's flag; flags that would overlap move to the right."""
 _MOST_DOTS = 400
 """Of more iterations, only the line is drawn."""
+_MOST_POINTS = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ def _bound_lines(bounds: Sequence[tuple[int, float]], frame: _Frame) -> Iterator
 
 
 def _curve(run: RunRecord, frame: _Frame) -> Iterator[str]:
-    points = [(entry, frame.x(entry.number), frame.y(entry.seconds)) for entry in run.iterations]
+    points = [(entry, frame.x(entry.number), frame.y(entry.seconds)) for entry in _drawn(run.iterations)]
     yield f'<polyline class="time-line" points="{" ".join(f"{x:.1f},{y:.1f}" for _entry, x, y in points)}"/>'
     if len(points) > _MOST_DOTS:
         return
@@ -103,9 +104,15 @@ def _curve(run: RunRecord, frame: _Frame) -> Iterator[str]:
         )
 
 
+def _drawn(iterations: Sequence[RunIteration]) -> Sequence[RunIteration]:
+    """Of very many, the longest of each few in a row."""
+    few = -(-len(iterations) // _MOST_POINTS)
+    return [max(iterations[at : at + few], key=lambda entry: entry.seconds) for at in range(0, len(iterations), few)]
+
+
 def _flags(marks: Sequence[Mark], frame: _Frame) -> Iterator[str]:
     taken_to = -math.inf
-    for mark in marks:
+    for mark in sorted(marks, key=lambda mark: mark.iteration):
         at = frame.x(min(max(mark.iteration, frame.first), frame.last) - 0.5)
         left = max(at - 1, taken_to + 2)
         taken_to = left + _FLAG

@@ -15,7 +15,7 @@ from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, PerChunk
 from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.telemetry.events import PlanSwitched
-from adaptra_megatron.telemetry.run_record import Part, RunRecord, TracedIteration
+from adaptra_megatron.telemetry.run_record import Part, RunIteration, RunRecord
 from adaptra_megatron.telemetry.waiting import Cause, CauseKind, Flight, IterationAnalysis, Phase
 
 Link = tuple[int, int]
@@ -61,7 +61,8 @@ class LinkFinding:
 
 @dataclass(frozen=True, kw_only=True)
 class PartFinding:
-    """One part of a run. Times are means over the iterations looked at and, unless per stage, over the stages."""
+    """One part of a run. Times are means over the iterations looked at and, unless per stage, over the stages; there
+    are none of a part of which nothing was traced."""
 
     part: Part
     use_s: Mapping[Use, float]
@@ -78,8 +79,13 @@ class PartFinding:
         return self.part.seconds
 
     @property
+    def traced(self) -> bool:
+        """Whether anything is known but how long iterations took."""
+        return bool(self.use_s)
+
+    @property
     def idle_share(self) -> float:
-        """Of all stages' time, 0..1."""
+        """Of all stages' time, 0..1; of a part that was traced."""
         total_s = sum(self.use_s.values())
         return sum(seconds for use, seconds in self.use_s.items() if use.idle) / total_s
 
@@ -107,8 +113,8 @@ def use_of(phase: Phase, cause: Cause) -> Use:
 
 def find(run: RunRecord) -> list[PartFinding]:
     """A finding for each part of `run`."""
-    sizes = [len(iteration.records) for iteration in run.iterations]
-    each = max(1, int(MOST_RECORDS / max(sizes) / len(run.parts)))
+    largest = max(len(iteration.records) for iteration in run.iterations)
+    each = max(1, int(MOST_RECORDS / max(1, largest) / len(run.parts)))
     return [_finding(part, each) for part in run.parts]
 
 
@@ -122,6 +128,8 @@ def saved_seconds(findings: Sequence[PartFinding]) -> float:
 
 
 def _finding(part: Part, most: int) -> PartFinding:
+    if not part.traced:
+        return PartFinding(part=part, use_s={}, stage_use_s=(), causes={}, links={}, without={})
     chosen = _spread(part, most)
     analyses = [IterationAnalysis(iteration.records, iteration.arrivals) for iteration in chosen]
     stages = analyses[0].stages
@@ -151,9 +159,9 @@ def _finding(part: Part, most: int) -> PartFinding:
     )
 
 
-def _spread(part: Part, most: int) -> Sequence[TracedIteration]:
+def _spread(part: Part, most: int) -> Sequence[RunIteration]:
     """At most `most` iterations of typical length, and evenly spread."""
-    near = [entry for entry in part.iterations if abs(entry.seconds / part.seconds - 1.0) < 0.1] or [part.typical]
+    near = [entry for entry in part.traced if abs(entry.seconds / part.seconds - 1.0) < 0.1] or [part.typical]
     return near[:: -(-len(near) // most)]
 
 
@@ -170,7 +178,7 @@ def _link_finding(flights: Sequence[Flight], link: Link, causes: Mapping[Cause, 
     )
 
 
-def _without_delays(iteration: TracedIteration, links: Mapping[Link, LinkFinding]) -> dict[Link, float]:
+def _without_delays(iteration: RunIteration, links: Mapping[Link, LinkFinding]) -> dict[Link, float]:
     """Simulates the iteration's own order with its own times, and again without the delay of each slow pair."""
     pairs = {(min(link), max(link)) for link, found in links.items() if found.slow}
     if not pairs:
@@ -190,7 +198,7 @@ def _without_delays(iteration: TracedIteration, links: Mapping[Link, LinkFinding
     return found
 
 
-def schedule_of(iteration: TracedIteration) -> Schedule:
+def schedule_of(iteration: RunIteration) -> Schedule:
     """The order of actions that ran."""
     stages = 1 + max(record.stage for record in iteration.records)
     orders: list[list[Action]] = [[] for _ in range(stages)]
@@ -204,7 +212,7 @@ def schedule_of(iteration: TracedIteration) -> Schedule:
     )
 
 
-def costs_of(iteration: TracedIteration, schedule: Schedule, delays_s: Mapping[Link, float]) -> Costs:
+def costs_of(iteration: RunIteration, schedule: Schedule, delays_s: Mapping[Link, float]) -> Costs:
     """What the iteration's actions took, by stage and chunk. Raises CostError for actions that are missing."""
     seconds: dict[tuple[int, int, str], list[float]] = defaultdict(list)
     for record in iteration.records:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from adaptra_megatron.telemetry.events import (
     Event,
     Fault,
+    IterationsTimed,
     LinkDetection,
     PathChanged,
     PlanMade,
@@ -35,7 +36,7 @@ from adaptra_megatron.telemetry.report.wording import (
     span,
     summary,
 )
-from adaptra_megatron.telemetry.run_record import Part, RunRecord, TracedIteration
+from adaptra_megatron.telemetry.run_record import Part, RunIteration, RunRecord, began_at
 
 MOST_TIMELINES = 8
 MOST_PARTS = 40
@@ -61,9 +62,7 @@ def report_page(run: RunRecord, *, iterations: Sequence[int] | None = None, titl
         _summary_section(run, findings),
         _chart_section(run, findings, marks),
         _events_section(run, findings, marks),
-        _time_section(shown),
-        _links_section(shown),
-        _timelines_section(_chosen(run, shown, iterations), shown),
+        *_traced_sections(run, [finding for finding in shown if finding.traced], iterations),
         _facts_section(run),
     ]
     assets = files("adaptra_megatron.telemetry.report")
@@ -79,17 +78,29 @@ def report_page(run: RunRecord, *, iterations: Sequence[int] | None = None, titl
     )
 
 
+def _traced_sections(run: RunRecord, shown: Sequence[PartFinding], iterations: Sequence[int] | None) -> list[str]:
+    chosen = _chosen(run, shown, iterations)
+    if not chosen:
+        note = (
+            "No iteration was traced, so nothing is known of where the time went. While the run goes on, ask for some: "
+            f"adaptra trace {run.directory} --request next-5"
+        )
+        return [f'<section><h2>Where the time goes</h2><p class="note">{escape(note)}</p></section>']
+    return [_time_section(shown), _links_section(shown), _timelines_section(chosen, shown)] if shown else []
+
+
 def _header(run: RunRecord, findings: Sequence[PartFinding], name: str) -> str:
     facts = [name, f"{run.stages} pipeline stages"]
     if run.pipelines > 1:
         facts.append(f"the slowest of {run.pipelines} pipelines (ranks {', '.join(map(str, run.ranks))})")
     last = findings[-1]
     matters = mattering_pairs(findings, run.events)
-    slow = sum((min(link), max(link)) in matters for link in last.slow_links)
+    slow = sum((min(link), max(link)) in matters for link in _slow_links(run, last))
     switches = sum(isinstance(found.event, PlanSwitched) for found in run.events)
-    tiles = [
-        (duration(last.seconds), "an iteration, at the end", ""),
-        (percent(last.idle_share), "of the stages' time idle, at the end", ""),
+    tiles = [(duration(last.seconds), "an iteration, at the end", "")]
+    if last.traced:
+        tiles.append((percent(last.idle_share), "of the stages' time idle, at the end", ""))
+    tiles += [
         (str(slow), f"slow link{'' if slow == 1 else 's'}, at the end", "bad" if slow else "good"),
     ]
     if run.events:
@@ -116,7 +127,7 @@ def _chart_section(run: RunRecord, findings: Sequence[PartFinding], marks: Seque
     slow = [
         (finding.part.first, finding.part.last)
         for finding in findings
-        if any((min(link), max(link)) in matters for link in finding.slow_links)
+        if any((min(link), max(link)) in matters for link in _slow_links(run, finding))
     ]
     legend = ['<li><span class="swatch line" style="border-color:var(--accent)"></span>time of an iteration</li>']
     if any(isinstance(found.event, PlanMade) for found in run.events):
@@ -135,6 +146,17 @@ def _chart_section(run: RunRecord, findings: Sequence[PartFinding], marks: Seque
     )
 
 
+def _slow_links(run: RunRecord, finding: PartFinding) -> list[tuple[int, int]]:
+    """As its trace shows, or else as the log says that they were at the end of that part."""
+    if finding.traced:
+        return finding.slow_links
+    states = {}
+    for found in run.events:
+        if isinstance(found.event, LinkDetection) and began_at(found) <= finding.part.last:
+            states[found.event.source, found.event.target] = found.event.after
+    return [link for link, state in states.items() if state != "healthy"]
+
+
 def _marks(run: RunRecord) -> list[Mark]:
     """What the chart and the table of events show, numbered."""
     marks: list[Mark] = []
@@ -145,7 +167,7 @@ def _marks(run: RunRecord) -> list[Mark]:
             continue
         what, why = event_text(event)
         text = f"{what}: {why}" if why else what
-        marks.append(Mark(number=len(marks) + 1, iteration=found.stamp.iteration, tone=tone, text=text))
+        marks.append(Mark(number=len(marks) + 1, iteration=began_at(found), tone=tone, text=text))
     return marks
 
 
@@ -168,7 +190,11 @@ def _events_section(run: RunRecord, findings: Sequence[PartFinding], marks: Sequ
     effects = _effects(findings)
     rows = []
     ends = (RunStarted, RunEnded)
-    told = [found for found in run.events if not isinstance(found.event, ends) or found.stamp.rank == 0]
+    told = [
+        found
+        for found in run.events
+        if not isinstance(found.event, IterationsTimed) and (not isinstance(found.event, ends) or found.stamp.rank == 0)
+    ]
     for found in told:
         mark = next(numbers) if _tone(found.event) is not None else None
         badge = f'<span class="badge {mark.tone}">{mark.number}</span>' if mark is not None else ""
@@ -244,29 +270,27 @@ def _links_section(shown: Sequence[PartFinding]) -> str:
 
 def _chosen(
     run: RunRecord, shown: Sequence[PartFinding], iterations: Sequence[int] | None
-) -> list[tuple[TracedIteration, str]]:
+) -> list[tuple[RunIteration, str]]:
     """The iterations to draw, each with what is to be said of it."""
     if iterations is None:
         ranked = sorted(shown, key=lambda finding: -len(finding.part.iterations) * finding.seconds)[:MOST_TIMELINES]
         parts = sorted((finding.part for finding in ranked), key=lambda part: part.first)
         return [(part.typical, _typical_of(part)) for part in parts]
-    chosen = []
+    traced = {iteration.number: iteration for iteration in run.traced}
     for number in iterations:
-        iteration = run.iteration(number)
-        if iteration is None:
-            first, last = run.iterations[0].number, run.iterations[-1].number
-            raise MissingIterationError(
-                f"iteration {number} is not in the trace, whose training iterations lie between {first} and {last}"
+        if number not in traced:
+            what = (
+                f"whose training iterations lie between {min(traced)} and {max(traced)}" if traced else "which is empty"
             )
-        chosen.append((iteration, ""))
-    return chosen
+            raise MissingIterationError(f"iteration {number} is not in the trace, {what}")
+    return [(traced[number], "") for number in iterations]
 
 
 def _typical_of(part: Part) -> str:
     return f"typical of iterations {span(part)}" if len(part.iterations) > 1 else ""
 
 
-def _timelines_section(chosen: Sequence[tuple[TracedIteration, str]], shown: Sequence[PartFinding]) -> str:
+def _timelines_section(chosen: Sequence[tuple[RunIteration, str]], shown: Sequence[PartFinding]) -> str:
     slow_s = slow_threshold_s([iteration for iteration, _note in chosen], SLOW_SHARE)
     slowest = max(range(len(chosen)), key=lambda index: chosen[index][0].seconds)
     tabs = "".join(
@@ -292,7 +316,7 @@ def _timelines_section(chosen: Sequence[tuple[TracedIteration, str]], shown: Seq
     )
 
 
-def _panel(iteration: TracedIteration, note: str, slow_s: float) -> str:
+def _panel(iteration: RunIteration, note: str, slow_s: float) -> str:
     timeline = Timeline(iteration, slow_s)
     data = timeline.data()
     text = f"Iteration {iteration.number}, {duration(iteration.seconds)}{f', {note}' if note else ''}"

@@ -15,7 +15,7 @@ from typing import Any
 from adaptra_megatron.telemetry.report.findings import Use, use_of
 from adaptra_megatron.telemetry.report.tables import use_class
 from adaptra_megatron.telemetry.report.wording import cause_name, duration
-from adaptra_megatron.telemetry.run_record import TracedIteration
+from adaptra_megatron.telemetry.run_record import RunIteration
 from adaptra_megatron.telemetry.waiting import Cause, Flight, IdlePeriod, IterationAnalysis, Phase
 
 WIDTH = 1200
@@ -32,7 +32,7 @@ MOST_LOOKED_UP = 12_000
 class Timeline:
     """The drawing of one iteration and what is looked up in it."""
 
-    def __init__(self, iteration: TracedIteration, slow_s: float) -> None:
+    def __init__(self, iteration: RunIteration, slow_s: float) -> None:
         """`slow_s`: messages that take longer are drawn as slow."""
         self._analysis = IterationAnalysis(iteration.records, iteration.arrivals)
         self._iteration = iteration
@@ -172,7 +172,7 @@ def _idle_text(phase: Phase, cause: Cause) -> str:
     return f"idle, waiting for {cause_name(cause)}"
 
 
-def slow_threshold_s(iterations: Sequence[TracedIteration], share: float) -> float:
+def slow_threshold_s(iterations: Sequence[RunIteration], share: float) -> float:
     """A message is drawn as slow above `share` of a mean action's time."""
     seconds = [record.compute_s for iteration in iterations for record in iteration.records]
     return share * sum(seconds) / len(seconds)

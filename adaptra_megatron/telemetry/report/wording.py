@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from statistics import median
 
 from adaptra_megatron.telemetry.events import (
     Event,
     Fault,
+    IterationsTimed,
     LinkDetection,
     PathChanged,
     PathChosen,
@@ -133,23 +135,29 @@ def summary(run: RunRecord, findings: Sequence[PartFinding]) -> list[str]:
         sentences.append(_change(before, after, best_s, matters))
     if len(changes) > len(told):
         sentences.append(f"{len(changes) - len(told)} smaller changes are in the table below.")
-    worst = max(findings, key=lambda finding: finding.seconds)
+    traced = [finding for finding in findings if finding.traced]
+    if not traced:
+        return sentences
+    worst = max(traced, key=lambda finding: finding.seconds)
     if worst is not findings[-1] and worst.seconds > (1.0 + WORTH_SAYING) * findings[-1].seconds:
         sentences.append(_where_time_goes(worst, f"In iterations {span(worst.part)}, the slowest part,", matters))
-    sentences.append(_where_time_goes(findings[-1], f"At the end (iterations {span(findings[-1].part)}),", matters))
+    if findings[-1].traced:
+        sentences.append(_where_time_goes(findings[-1], f"At the end (iterations {span(findings[-1].part)}),", matters))
     return sentences
 
 
 def _what_ran(run: RunRecord, findings: Sequence[PartFinding]) -> str:
-    records = run.iterations[0].records
-    micro_batches = 1 + max(record.micro_batch for record in records)
-    chunks = 1 + max(record.chunk for record in records)
-    layout = f"{run.stages} stages{f' × {chunks} chunks' if chunks > 1 else ''}, {micro_batches} micro-batches"
+    layout = f"{run.stages} stages"
+    if run.traced:
+        records = run.traced[0].records
+        micro_batches = 1 + max(record.micro_batch for record in records)
+        chunks = 1 + max(record.chunk for record in records)
+        layout += f"{f' × {chunks} chunks' if chunks > 1 else ''}, {micro_batches} micro-batches"
     first = _settled(findings)
-    return (
-        f"{len(run.iterations)} training iterations on {layout}. At first an iteration took {duration(first.seconds)}, "
-        f"with the stages idle {percent(first.idle_share)} of the time."
+    text = (
+        f"{len(run.iterations)} training iterations on {layout}. At first an iteration took {duration(first.seconds)}"
     )
+    return f"{text}, with the stages idle {percent(first.idle_share)} of the time." if first.traced else f"{text}."
 
 
 def _change(before: PartFinding, after: PartFinding, best_s: float, matters: set[Link]) -> str:
@@ -183,11 +191,22 @@ def _changed_links(before: PartFinding, after: PartFinding, matters: set[Link]) 
         if earlier is not None and pair in matters and found.slow is not earlier.slow:
             changed.append((link, found.median_s, earlier.median_s))
     if not changed:
-        return ""
+        return _said_of_links(after)
     names = link_names(link for link, _now_s, _before_s in changed)
     now_s = max(now_s for _link, now_s, _before_s in changed)
     before_s = max(before_s for _link, _now_s, before_s in changed)
     return f"messages of {names} took {duration(now_s)} instead of {duration(before_s)}"
+
+
+def _said_of_links(after: PartFinding) -> str:
+    """ "links 3→4 and 4→3 were slow", in the detector's words, where no trace says more."""
+    said = [found.event for found in after.part.beginning if isinstance(found.event, LinkDetection)]
+    states = {event.after for event in said}
+    parts = []
+    for state in sorted(states):
+        links = {(event.source, event.target) for event in said if event.after == state}
+        parts.append(f"{link_names(links)} {'was' if len(links) == 1 else 'were'} {state}")
+    return listed(parts) if parts else ""
 
 
 def _where_time_goes(finding: PartFinding, when: str, matters: set[Link]) -> str:
@@ -219,7 +238,8 @@ def event_text(event: Event) -> tuple[str, str]:
     if isinstance(event, PlanMade):
         return _plan_text(event), event.reason
     if isinstance(event, PathChosen):
-        gain = f": {duration(event.gain_s)} a message less, as predicted" if (event.gain_s or 0.0) > 0.0 else ""
+        gain_s = event.gain_s or 0.0
+        gain = f": {duration(gain_s)} a message less, as predicted" if gain_s > 0.0 else ""
         what = f"Plan {event.number} sends link {event.source}→{event.target} over the {event.after} path"
         return f"{what} instead of the {event.before} path{gain}", event.reason
     if isinstance(event, PlanSwitched):
@@ -227,6 +247,9 @@ def event_text(event: Event) -> tuple[str, str]:
     if isinstance(event, SwitchMeasured):
         numbers = f"{duration(event.before_measured_s)} → {duration(event.after_measured_s)} an iteration"
         return f"Plan {event.number} turned out: {numbers}", f"median of {event.iterations} iterations"
+    if isinstance(event, IterationsTimed):
+        last = event.first + len(event.seconds) - 1
+        return f"Iterations {event.first} to {last} took {duration(median(event.seconds))} each, by the median", ""
     if isinstance(event, PathChanged):
         what = "failed over" if event.failover else "moved"
         return (

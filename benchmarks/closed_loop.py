@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast the loop closes, and what it costs to have it: real processes on an emulated cluster, no GPU.
+
+    python benchmarks/closed_loop.py [changes] [bandwidth] [healthy] [observe] [--output FILE]
+
+changes    8 stages; one link after another turns slow and heals: speed from iteration to iteration, against the bounds
+bandwidth  one direction of a link carries a tenth of what it did
+healthy    links in order: adaptra with everything on beside the same order with nothing measured
+observe    policy observe beside the same order with nothing measured
+
+Compute is emulated (each F, B and W lasts a given time). All training is bitwise that of stock Megatron; see
+`make closed-loop`. With --output, only the sections that were measured are replaced in FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from adaptra_megatron.emulation.fork_server import ForkServer
+from adaptra_megatron.emulation.link_faults import LinkFault
+from adaptra_megatron.emulation.link_story import LinkStory
+from adaptra_megatron.emulation.variants import Variant, VariantReport, run_variants
+from adaptra_megatron.runtime.exchange import DELAY
+from adaptra_megatron.schedule.bounds import lower_bound
+from adaptra_megatron.schedule.classic import stock_order
+from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
+from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
+from adaptra_megatron.schedule.simulator import simulate
+
+TIMEOUT_S = 280.0
+SETTLED = 3
+"""Iterations at the end of a spell whose median says how fast it is once all has settled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """An emulated one: every action lasts `action_ms`."""
+
+    stages: int
+    micro_batches: int
+    action_ms: float
+    cap: int
+
+    def arguments(self, iterations: int) -> tuple[str, ...]:
+        """Of a training."""
+        return tuple(
+            f"--pipeline-model-parallel-size {self.stages} --num-layers {self.stages} "
+            f"--global-batch-size {self.micro_batches} --train-iters {iterations} --mock-data "
+            f"--no-gradient-accumulation-fusion --hidden-size 32 --seq-length 16 "
+            f"--emulate-compute-ms {','.join([f'{self.action_ms:g}'] * 3)}".split()
+        )
+
+    def bound_s(self, links: dict[tuple[int, int], LinkCost]) -> float:
+        """No order within the cap takes less, with these links."""
+        seconds = self.action_ms / 1e3
+        costs = uniform_costs(
+            self.stages,
+            self.micro_batches,
+            forward_s=seconds,
+            backward_input_s=seconds,
+            backward_weight_s=seconds,
+            links=links,
+            max_in_flight=self.cap,
+        )
+        return lower_bound(costs).seconds
+
+
+CLUSTER = Cluster(stages=8, micro_batches=16, action_ms=20.0, cap=12)
+SMALL = Cluster(stages=4, micro_batches=16, action_ms=10.0, cap=6)
+
+
+def adapting(cluster: Cluster, iterations: int, run: Path, *more: str) -> tuple[str, ...]:
+    """Arguments of a training with adaptra and all that it can do on."""
+    return (
+        *cluster.arguments(iterations),
+        *("--adaptra", "--adaptra-max-in-flight", str(cluster.cap), "--adaptra-prometheus-port", "0"),
+        *("--adaptra-trace-dir", str(run), "--adaptra-trace", "asked", *more),
+    )
+
+
+# --- changes
+
+
+@dataclass(frozen=True)
+class Spell:
+    """One link slow both ways, from `onset` until `heal`; times are of pipelines, in seconds."""
+
+    link: tuple[int, int]
+    latency_ms: float
+    onset: int
+    heal: int
+
+    def faults(self) -> list[LinkFault]:
+        return [
+            LinkFault(
+                source=source,
+                target=target,
+                latency_s=self.latency_ms / 1e3,
+                from_iteration=self.onset,
+                until_iteration=self.heal,
+            )
+            for source, target in (self.link, self.link[::-1])
+        ]
+
+    def costs(self) -> dict[tuple[int, int], LinkCost]:
+        return {ends: LinkCost(self.latency_ms / 1e3) for ends in (self.link, self.link[::-1])}
+
+
+SPELLS = [
+    Spell((3, 4), 60.0, 9, 19),
+    Spell((6, 7), 60.0, 29, 39),
+    Spell((0, 1), 30.0, 49, 59),
+    Spell((1, 2), 100.0, 69, 79),
+]
+CHANGES_ITERATIONS = 89
+
+
+def changes(server: ForkServer, directory: Path) -> str:
+    """Every spell by itself, from health to health."""
+    faults = tuple(fault for spell in SPELLS for fault in spell.faults())
+    LinkStory(iterations=CHANGES_ITERATIONS, spells=faults).write(directory / "story.json")
+    variant = Variant(
+        "adaptra",
+        adapting(CLUSTER, CHANGES_ITERATIONS, directory / "run", "--emulate-link-story", str(directory / "story.json")),
+    )
+    (report,) = run_variants(CLUSTER.stages, [variant], timeout_s=TIMEOUT_S, server=server, directory=directory)
+    seconds = report.pipeline_seconds
+    healthy_bound_s = CLUSTER.bound_s({})
+    lines = [
+        "| slow link, latency | healthy | 1st, 2nd slow iteration | 3rd: new plan | settled | settled / bound | "
+        "3rd / settled | switch / neighbours | healed: 1st, 2nd | 3rd: plan back | 3rd / healthy | "
+        "switch / neighbours |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    thirds, returns, switches = [], [], []
+    for spell in SPELLS:
+        healthy_s = median(seconds[spell.onset - SETTLED : spell.onset])
+        settled_s = median(seconds[spell.heal - SETTLED : spell.heal])
+        third, back = spell.onset + DELAY, spell.heal + DELAY
+        well_s = median(seconds[back + SETTLED : back + 2 * SETTLED])
+        thirds.append(seconds[third] / settled_s)
+        returns.append(seconds[back] / well_s)
+        around = [seconds[at] / max(seconds[at - 1], seconds[at + 1]) for at in (third, back)]
+        switches += around
+        lines.append(
+            f"| {spell.link[0]} - {spell.link[1]}, {spell.latency_ms:g} ms | {_ms(healthy_s)} | "
+            f"{_ms(*seconds[spell.onset : third])} | {_ms(seconds[third])} | {_ms(settled_s)} | "
+            f"{settled_s / CLUSTER.bound_s(spell.costs()):.3f} | {thirds[-1]:.3f} | {around[0]:.3f} | "
+            f"{_ms(*seconds[spell.heal : back])} | {_ms(seconds[back])} | {returns[-1]:.3f} | {around[1]:.3f} |"
+        )
+    healthy_s = median(seconds[SPELLS[0].onset - SETTLED : SPELLS[0].onset])
+    return "\n".join(
+        [
+            f"{_cluster(CLUSTER)} One job; a link turns slow both ways, heals ten iterations later, and then another "
+            "does. Milliseconds of the forward_backward function over all ranks. The plan of an onset in iteration k "
+            "is in force in k + 2, so two iterations are slow; the bound is that of the cap and the link's latency.",
+            "",
+            *lines,
+            "",
+            f"Medians: 3rd iteration / settled {median(thirds):.3f} (worst {max(thirds):.3f}); 3rd iteration after the "
+            f"healing / healthy {median(returns):.3f} (worst {max(returns):.3f}); a switching iteration / the longer "
+            f"of its neighbours {median(switches):.3f} (worst {max(switches):.3f}); healthy / bound "
+            f"{healthy_s / healthy_bound_s:.3f}.",
+        ]
+    )
+
+
+# --- bandwidth
+
+USUAL_MS, LOST_MS = 3.0, 30.0
+BANDWIDTH_ONSET, BANDWIDTH_ITERATIONS = 9, 19
+
+
+def bandwidth(server: ForkServer, directory: Path) -> str:
+    """A message takes 30 ms instead of 3, one way, on a link in the middle; both ways in turn."""
+    lines = [
+        "| direction | before | 1st, 2nd iteration after | settled | bound | settled / bound | "
+        "without a new plan / bound |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for source, target in ((3, 4), (4, 3)):
+        link = f"--emulate-slow-link {source}>{target}:"
+        slow = (
+            f"{link}occupancy_ms={USUAL_MS:g},until={BANDWIDTH_ONSET} "
+            f"{link}occupancy_ms={LOST_MS:g},from={BANDWIDTH_ONSET}"
+        )
+        run = directory / f"{source}-{target}"
+        variant = Variant("adaptra", adapting(CLUSTER, BANDWIDTH_ITERATIONS, run / "run", *slow.split()))
+        (report,) = run_variants(CLUSTER.stages, [variant], timeout_s=TIMEOUT_S, server=server, directory=run)
+        seconds = report.pipeline_seconds
+        before_s = median(seconds[BANDWIDTH_ONSET - SETTLED : BANDWIDTH_ONSET])
+        settled_s = median(seconds[BANDWIDTH_ONSET + DELAY + 1 :])
+        bound_s = CLUSTER.bound_s({(source, target): LinkCost(occupancy_s=LOST_MS / 1e3)})
+        struck = seconds[BANDWIDTH_ONSET : BANDWIDTH_ONSET + DELAY]
+        lines.append(
+            f"| {source} -> {target} | {_ms(before_s)} | {_ms(*struck)} | {_ms(settled_s)} | {_ms(bound_s)} | "
+            f"{settled_s / bound_s:.3f} | {median(struck) / bound_s:.3f} |"
+        )
+    return "\n".join(
+        [
+            f"{_cluster(CLUSTER)} A message occupies the link for {LOST_MS:g} ms instead of {USUAL_MS:g} ms. The bound "
+            "counts occupancies.",
+            "",
+            *lines,
+        ]
+    )
+
+
+# --- healthy and observe
+
+ROUNDS, ROUND_ITERATIONS, WARM_UP = 3, 16, 6
+
+
+def healthy(server: ForkServer, directory: Path) -> str:
+    """What adaptra found to be best is run by itself, and by itself with nothing on, in turns."""
+    first = Variant("adapt", adapting(SMALL, ROUND_ITERATIONS, directory / "first"))
+    (report,) = run_variants(SMALL.stages, [first], timeout_s=TIMEOUT_S, server=server, directory=directory / "plan")
+    csv = directory / "plan.csv"
+    csv.write_text(report.adaptra[0]["schedule_csv"])
+    fixed = (*SMALL.arguments(ROUND_ITERATIONS), "--adaptra", "--adaptra-plan-csv", str(csv))
+    ours_s, fixed_s, reports = _in_turns(
+        server, directory, SMALL, lambda number: adapting(SMALL, ROUND_ITERATIONS, directory / f"run{number}"), fixed
+    )
+    orders = [each.adaptra[0]["schedule_csv"] for each in reports]
+    same = sum(order == csv.read_text() for order in orders)
+    costs = uniform_costs(
+        SMALL.stages,
+        SMALL.micro_batches,
+        forward_s=SMALL.action_ms / 1e3,
+        backward_input_s=SMALL.action_ms / 1e3,
+        backward_weight_s=SMALL.action_ms / 1e3,
+        max_in_flight=SMALL.cap,
+    )
+    simulated = [simulate(schedule_from_csv(order, chunks=1), costs).makespan_s for order in (*orders, csv.read_text())]
+    return (
+        f"{_cluster(SMALL)} Adaptra with everything on (timers, detector, exchange, event log, traces on demand, "
+        f"Prometheus) against its own plan from a file with nothing on, {ROUNDS} times in turns in one job: median "
+        f"iteration {_ms(ours_s)} ms against {_ms(fixed_s)} ms, **{ours_s / fixed_s:.4f}**. It ran that very order in "
+        f"{same} of {ROUNDS} rounds, and orders of the same simulated time within "
+        f"{max(simulated) / min(simulated) - 1:.2%} in all."
+    )
+
+
+def observe(server: ForkServer, directory: Path) -> str:
+    """Stock's order, watched and not."""
+    csv = directory / "stock.csv"
+    csv.write_text(schedule_to_csv(stock_order(SMALL.stages, SMALL.micro_batches, 1, None)))
+    fixed = (*SMALL.arguments(ROUND_ITERATIONS), "--adaptra", "--adaptra-plan-csv", str(csv))
+    observing_s, fixed_s, reports = _in_turns(
+        server,
+        directory,
+        SMALL,
+        lambda number: adapting(SMALL, ROUND_ITERATIONS, directory / f"run{number}", "--adaptra-policy", "observe"),
+        fixed,
+    )
+    assert {each.adaptra[0]["schedule_csv"] for each in reports} == {csv.read_text()}, "the order is not stock's"
+    return (
+        f"{_cluster(SMALL)} Policy observe with everything on against the same order (stock's 1F1B) from a file with "
+        f"nothing on, {ROUNDS} times in turns in one job: median iteration {_ms(observing_s)} ms against "
+        f"{_ms(fixed_s)} ms, **{observing_s / fixed_s:.4f}**."
+    )
+
+
+def _in_turns(
+    server: ForkServer,
+    directory: Path,
+    cluster: Cluster,
+    ours: Callable[[int], Sequence[str]],
+    fixed: Sequence[str],
+) -> tuple[float, float, list[VariantReport]]:
+    """Median seconds of an iteration of both, and the reports of ours."""
+    variants = []
+    for number in range(ROUNDS):
+        pair = [Variant(f"fixed{number}", tuple(fixed)), Variant(f"ours{number}", tuple(ours(number)))]
+        variants += pair if number % 2 else pair[::-1]
+    reports = run_variants(cluster.stages, variants, timeout_s=TIMEOUT_S, server=server, directory=directory / "turns")
+    times = {
+        name: [t for each in reports if each.name.startswith(name) for t in each.iteration_seconds[WARM_UP:]]
+        for name in ("ours", "fixed")
+    }
+    return median(times["ours"]), median(times["fixed"]), [each for each in reports if each.name.startswith("ours")]
+
+
+def _cluster(cluster: Cluster) -> str:
+    return (
+        f"{cluster.stages} stages, {cluster.micro_batches} micro-batches, F = B = W = {cluster.action_ms:g} ms, at "
+        f"most {cluster.cap} activations in flight."
+    )
+
+
+def _ms(*seconds: float) -> str:
+    return ", ".join(f"{value * 1e3:.0f}" for value in seconds)
+
+
+SECTIONS = {"changes": changes, "bandwidth": bandwidth, "healthy": healthy, "observe": observe}
+
+
+def replaced(text: str, name: str, section: str) -> str:
+    """`text` of a result file with the section `name` replaced, or added at the end."""
+    whole = f"## {name}\n\n{section}\n"
+    pattern = re.compile(rf"^## {name}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+    if pattern.search(text):
+        return pattern.sub(lambda _: f"{whole}\n", text).rstrip() + "\n"
+    return f"{text.rstrip()}\n\n{whole}".lstrip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", help=f"some of {', '.join(SECTIONS)}; default: all")
+    parser.add_argument("--output", type=Path, default=None, help="also write what was measured into this file")
+    arguments = parser.parse_args()
+    for name in arguments.sections or SECTIONS:
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as directory, ForkServer() as server:
+            section = SECTIONS[name](server, Path(directory))
+        print(f"## {name} [{time.monotonic() - started:.0f} s]\n\n{section}\n", flush=True)
+        if arguments.output is not None:
+            text = arguments.output.read_text() if arguments.output.exists() else "# The closed loop\n"
+            arguments.output.write_text(replaced(text, name, section))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that a run tells, seen from outside while it runs: endpoint, traces on demand, log, Megatron's writers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from adaptra_megatron.cli.main import main as adaptra
+from adaptra_megatron.emulation.fork_server import ForkServer
+from adaptra_megatron.emulation.launch import free_port, run_ranks
+from adaptra_megatron.telemetry.event_log import read_events
+from adaptra_megatron.telemetry.trace import read_trace, trace_path
+
+STAGES, MICRO_BATCHES, ITERATIONS, ONSET, LATENCY_S = 3, 6, 60, 12, 0.04
+PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "telemetry_ranks.py"
+
+
+@pytest.mark.timeout(150)
+def test_a_run_tells_what_it_does_while_it_runs(fork_server: ForkServer, tmp_path: Path) -> None:
+    port, run, scalars = free_port(), tmp_path / "run", tmp_path / "scalars.json"
+    arguments = (
+        f"--pipeline-model-parallel-size {STAGES} --num-layers {STAGES} --global-batch-size {MICRO_BATCHES} "
+        f"--mock-data --no-gradient-accumulation-fusion --hidden-size 32 --seq-length 16 --train-iters {ITERATIONS} "
+        f"--emulate-compute-ms 8,8,8 --emulate-slow-link 0>1:latency_ms={1e3 * LATENCY_S:g},from={ONSET} --adaptra "
+        f"--adaptra-max-in-flight 5 --adaptra-trace-dir {run} --adaptra-trace asked --adaptra-prometheus-port {port}"
+    )
+    job = threading.Thread(
+        target=run_ranks,
+        args=(STAGES, [str(PROGRAM), str(scalars), *arguments.split()]),
+        kwargs={"timeout_s": 120, "server": fork_server, "log_directory": tmp_path / "logs"},
+    )
+    job.start()
+    try:
+        metrics = _until(lambda: _scrape(port), lambda text: 'state="slow"' in text)
+        assert adaptra(["trace", str(run), "--request", "next-2"]) == 0
+        assert job.is_alive(), "asked for during the run"
+    finally:
+        job.join(timeout=120)
+    _check_metrics(metrics)
+    _check_traces(run, tmp_path / "trace.json")
+    _check_scalars(json.loads(scalars.read_text()))
+
+
+def _until(look: Callable[[], str], enough: Callable[[str], bool], timeout_s: float = 60.0) -> str:
+    deadline_s = time.monotonic() + timeout_s
+    while not enough(text := look()):
+        assert time.monotonic() < deadline_s, text
+        time.sleep(0.05)
+    return text
+
+
+def _scrape(port: int) -> str:
+    with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        return page.read().decode()
+    return ""
+
+
+def _value(text: str, name: str, **labels: str) -> float:
+    """Of the only line with that name and these labels; -1 if there is none."""
+    lines = [line for line in text.splitlines() if re.match(rf"{name}({{| )", line)]
+    lines = [line for line in lines if all(f'{label}="{value}"' in line for label, value in labels.items())]
+    return float(lines[0].split()[-1]) if len(lines) == 1 else -1.0
+
+
+def _check_metrics(text: str) -> None:
+    """Of the leading rank, while the link is slow."""
+    assert _value(text, "adaptra_iterations_total", rank="0", stage="0") > ONSET
+    assert 0.0 < _value(text, "adaptra_iteration_seconds") < 10.0
+    assert 0.0 < _value(text, "adaptra_bubble_ratio") < 1.0
+    assert LATENCY_S <= _value(text, "adaptra_link_latency_seconds", **{"from": "0", "to": "1"}) < 2 * LATENCY_S
+    assert _value(text, "adaptra_link_state", **{"from": "0", "to": "1", "state": "slow"}) == 1.0
+    assert _value(text, "adaptra_link_state", **{"from": "1", "to": "0", "state": "healthy"}) == 1.0
+
+
+def _check_traces(run: Path, output: Path) -> None:
+    """Two iterations in a row, of every rank, after the link had turned slow; and a file for Perfetto of them."""
+    traced = [{record.iteration for record in read_trace(trace_path(run, rank)).records} for rank in range(STAGES)]
+    assert traced[0] == traced[1] == traced[2]
+    first, second = sorted(traced[0])
+    assert ONSET < first == second - 1 < ITERATIONS
+    assert adaptra(["trace", str(run), "-o", str(output)]) == 0
+    names = [entry.get("name", "") for entry in json.loads(output.read_text())["traceEvents"]]
+    assert sum(name.startswith("F") for name in names) >= 2 * STAGES * MICRO_BATCHES
+    kinds = [entry.event.name for entry in read_events(run)]
+    assert kinds.count("run_started") == kinds.count("run_ended") == STAGES
+    assert {"link", "plan", "switch"} <= set(kinds)
+
+
+def _check_scalars(written: dict[str, list[list[object]]]) -> None:
+    """Every other iteration, under Megatron's number, the same to both writers; the link shows."""
+    curves: dict[str, dict[int, float]] = {}
+    for tag, value, step in written["tensorboard"]:
+        curves.setdefault(str(tag), {})[int(str(step))] = float(str(value))
+    steps = list(range(2, ITERATIONS + 1, 2))
+    assert list(curves["adaptra/iteration_time_s"]) == steps
+    assert curves["adaptra/plan_number"][ITERATIONS] >= 2
+    latency_s = curves["adaptra/link_0_to_1/latency_s"]
+    assert latency_s[ONSET] < LATENCY_S / 2 < LATENCY_S <= latency_s[ITERATIONS]
+    assert curves["adaptra/links_not_healthy"][ITERATIONS] == 1
+    assert all(0.0 < share < 1.0 for share in curves["adaptra/bubble_fraction"].values())
+    to_wandb = {int(str(step)): values for values, step in written["wandb"]}
+    assert list(to_wandb) == steps
+    assert to_wandb[ITERATIONS] == {tag: curve[ITERATIONS] for tag, curve in curves.items() if ITERATIONS in curve}
