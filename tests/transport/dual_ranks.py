@@ -215,6 +215,51 @@ def switching(make: Make) -> None:
     transport.close()
 
 
+def measured(make: Make) -> None:
+    """Whichever path messages take, the other one is measured, also while they change it at random; all of them arrive
+    once."""
+    transport = make()
+    peer, randomness = 1 - dist.get_rank(), random.Random(dist.get_rank())
+    transport.measure(peer)  # nothing has been sent: nobody knows what a usual message is
+    assert not transport.take_probes()
+    on(transport, Path.DEVICE)
+    exchange(transport, 0)
+    for path in (Path.HOST, Path.DEVICE):
+        _measure_in_peace(transport, path)
+        exchange(transport, 1 + (path is Path.DEVICE))
+        dist.barrier()
+        transport.prefer(peer, path)
+        on(transport, path)
+    for iteration in range(3, 120):
+        transport.measure(peer)
+        if iteration % 3 == 0:
+            transport.prefer(peer, randomness.choice(list(Path)))
+        exchange(transport, iteration)
+    probes = transport.take_probes()
+    assert {probe.path for probe in probes} == set(Path)
+    assert all(0.0 < probe.arrived_s - probe.sent_s < 5.0 for probe in probes), probes
+    counters = paths(transport)
+    assert counters.switches > 20, counters
+    assert counters.sessions_lost == 0, counters
+    assert (counters.device_down, counters.host_down) == (None, None)
+    assert transport.link_counters()[peer].doubles == 0
+    dist.barrier()
+    transport.close()
+
+
+def _measure_in_peace(transport: HostTransport, path: Path) -> None:
+    peer, found = 1 - dist.get_rank(), []
+    transport.measure(peer)
+    transport.measure(peer)  # once is enough: they go one after the other
+    until(lambda: bool(found.extend(transport.take_probes()) or found), f"nobody measures the {path.value} path")
+    assert [(probe.peer, probe.path) for probe in found] == [(peer, path)] * PathSettings.measuring_probes
+    sent_s = [probe.sent_s for probe in found]
+    assert sent_s == sorted(sent_s)
+    # Both ranks are on one machine, and share its clock.
+    assert all(0.0 < probe.arrived_s - probe.sent_s < 1.0 for probe in found), found
+    assert all(later > probe.arrived_s for later, probe in zip(sent_s[1:], found, strict=False))
+
+
 @contextmanager
 def no_delegate(transport: HostTransport) -> Iterator[None]:
     """The delegate of this rank is killed, and no other is started."""
@@ -300,7 +345,7 @@ def _host_is_down(transport: HostTransport) -> None:
     until(lambda: link._health.down_since_s is not None, "the host path is still up")
 
 
-SCENARIOS = (device_first, device_silent, device_raises, device_ends, switching, host_dies, both_die)
+SCENARIOS = (device_first, device_silent, device_raises, device_ends, switching, measured, host_dies, both_die)
 
 
 def main(transport_name: str, names: list[str]) -> None:

@@ -16,7 +16,7 @@ TIMEOUT_S = 60.0
 @pytest.mark.parametrize(
     "scenarios",
     [
-        ("device_first", "switching"),
+        ("device_first", "switching", "measured"),
         ("device_silent", "device_raises"),
         ("device_ends",),
         ("host_dies",),
