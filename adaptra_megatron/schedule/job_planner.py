@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import LowerBound
 from adaptra_megatron.schedule.job_costs import JobCosts, ReplicaGroup, worst_costs
-from adaptra_megatron.schedule.job_simulation import JobSimulation, Progress, hardest_first, job_bound, simulate_job
+from adaptra_megatron.schedule.job_simulation import (
+    JobSimulation,
+    Progress,
+    first_behind,
+    fixed_order,
+    hardest_first,
+    job_bound,
+    simulate_job,
+)
 from adaptra_megatron.schedule.planner import default_deadline_s, nearby_costs, plan
 
 _OTHERS = 8
@@ -47,35 +55,43 @@ def plan_job(
     """The best schedule found for all replicas of `job`.
 
     Deterministic as `plan`, and paid for as there: half of `deadline_s` plans for all replicas at once, the rest for
-    the others; simulating the replicas comes on top. None: twice what `plan` takes (of equal replicas: as much). Raises
+    the others; simulating replicas comes on top. None: twice what `plan` takes (of equal replicas: as much). Raises
     PlanError if no schedule fits the caps.
     """
     if len(job.groups) == 1:
         return _plan_for_equals(job, deadline_s, split, progress)
     total_s = 2.0 * default_deadline_s(job.base, split=split) if deadline_s is None else deadline_s
     bound = job_bound(job, progress=progress)
-    best: JobPlan | None = None
-    chosen, variants = job.groups, 0
-    for step in range(1 + _OTHERS):
+    schedule = plan(worst_costs(job.groups), deadline_s=0.5 * total_s, split=split).schedule
+    simulation = simulate_job(schedule, job, progress=progress)
+    best = JobPlan(schedule=schedule, simulation=simulation, lower_bound=bound, made_for=job.groups)
+    chosen: tuple[ReplicaGroup, ...] = (hardest_first(job)[0],)
+    variants = 0
+    for number in range(_OTHERS):
         if progress is not None:
-            progress("planning", step, 1 + _OTHERS)
-        share_s = 0.5 * total_s / (1 if step == 0 else _OTHERS)
-        costs = worst_costs(chosen)
-        if chosen == job.groups and step > 0:
-            costs, variants = nearby_costs(costs, variants), variants + 1
-        schedule = plan(costs, deadline_s=share_s, split=split).schedule
-        simulation = simulate_job(schedule, job, progress=progress)
-        if best is None or simulation.makespan_s < best.simulation.makespan_s * (1.0 - _NO_GAP):
-            best = JobPlan(schedule=schedule, simulation=simulation, lower_bound=bound, made_for=chosen)
+            progress("planning", 1 + number, 1 + _OTHERS)
         if best.gap <= _NO_GAP:
             break
-        behind = job.groups[simulation.slowest]
-        if step == 0:
-            chosen = (hardest_first(job)[0],)
-        elif chosen != job.groups:
+        costs = worst_costs(chosen)
+        if chosen == job.groups:
+            costs, variants = nearby_costs(costs, variants), variants + 1
+        schedule = plan(costs, deadline_s=0.5 * total_s / _OTHERS, split=split).schedule
+        behind = _behind(schedule, best)
+        if behind is None:
+            simulation = simulate_job(schedule, job, progress=progress)
+            best = JobPlan(schedule=schedule, simulation=simulation, lower_bound=bound, made_for=chosen)
+            behind = job.groups[simulation.slowest]
+        if chosen != job.groups:
             chosen = job.groups if behind in chosen or len(chosen) == _FEW else (*chosen, behind)
-    assert best is not None
     return best
+
+
+def _behind(schedule: Schedule, best: JobPlan) -> ReplicaGroup | None:
+    """A replica with which `schedule` is no better than `best`; those that are slow there come first: found soon."""
+    job, slow_s = best.simulation.job, best.simulation.pipelines_s
+    order = sorted(range(len(slow_s)), key=lambda index: -slow_s[index])
+    limit_s = best.simulation.makespan_s * (1.0 - _NO_GAP)
+    return first_behind(fixed_order(schedule, job.base), job, [job.groups[index] for index in order], limit_s)
 
 
 def _plan_for_equals(job: JobCosts, deadline_s: float | None, split: bool, progress: Progress | None) -> JobPlan:

@@ -113,7 +113,7 @@ def iteration_s(finish_s: Iterable[Finish], gradient_sync_s: Sequence[float]) ->
 
 
 def for_groups(
-    work: Callable[[Costs], Result], groups: Sequence[ReplicaGroup], doing: str, progress: Progress | None
+    work: Callable[[Costs], Result], groups: Sequence[ReplicaGroup], doing: str = "", progress: Progress | None = None
 ) -> list[Result]:
     """`work` for the costs of each group, on every core: natives let go of the GIL."""
     results: list[Result] = []
@@ -123,6 +123,19 @@ def for_groups(
             if progress is not None:
                 progress(doing, len(results), len(groups))
     return results
+
+
+def first_behind(
+    run: Callable[[Costs], Finish], job: JobCosts, groups: Sequence[ReplicaGroup], limit_s: float
+) -> ReplicaGroup | None:
+    """The first of `groups` that ends its iteration after `limit_s`, None if none does. Simulates a few at a time."""
+    few = os.cpu_count() or 1
+    for first in range(0, len(groups), few):
+        some = groups[first : first + few]
+        for group, finish in zip(some, for_groups(run, some), strict=True):
+            if iteration_s([finish], job.gradient_sync_s) > limit_s:
+                return group
+    return None
 
 
 def find_cause(simulation: JobSimulation, run: Callable[[Costs], Finish]) -> Cause | None:
