@@ -4,17 +4,29 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Iterator
 
 import pytest
 
 from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.runtime.leader import PlanLeader
+from adaptra_megatron.runtime.measurements import StageMeasurement, stage_measurement
+from adaptra_megatron.runtime.memory import StageMemory
 from adaptra_megatron.runtime.plans import Layout, PlanBook, Replanner
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
+from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.simulator import peak_in_flight
 from adaptra_megatron.schedule.split import split_backward
+from adaptra_megatron.telemetry.events import RunStarted
+from adaptra_megatron.telemetry.records import ActionRecord
+from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
+from adaptra_megatron.telemetry.scalars import RankFigures, scalars
+from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
+from adaptra_megatron.transport.paths import Path
 
 FOUR = Layout(stages=4, chunks=1, group_size=None, can_split=True)
 INTERLEAVED = Layout(stages=4, chunks=2, group_size=None, can_split=True)
@@ -114,3 +126,63 @@ def test_a_larger_released_fraction_makes_planning_worth_while() -> None:
     _, made = replanner.decide(slow_link(released_at_backward_input=0.5), current)
     assert made is not None
     assert made.reason.startswith("input gradients release 0.5 of an activation instead of 0")
+
+
+@pytest.fixture
+def telemetry() -> Iterator[RunTelemetry]:
+    place = Place(run="", rank=0, local_rank=0, stage=0, leads=True)
+    telemetry = RunTelemetry(TelemetrySettings(), place, RunStarted(layout={}, versions={}, config={}))
+    yield telemetry
+    telemetry.close()
+
+
+def measured(iteration: int, rooms: dict[int, float]) -> list[StageMeasurement]:
+    """Every action takes a second, a message 1->2 takes six; `rooms`: what stages report, in activations."""
+    found = []
+    keys = [MessageKey(iteration, Direction.ACTIVATION, 0, number) for number in range(12)]
+    sent = [MessageTimes(key, 2, 1.0 + 4 * key.micro_batch, 1.0 + 4 * key.micro_batch, 8, Path.DEVICE) for key in keys]
+    came = [entry._replace(peer=1, posted_s=0.0, done_s=entry.done_s + 6.0) for entry in sent]
+    for stage in range(4):
+        records = [
+            ActionRecord(iteration, stage, kind, 0, number, 0.0, 4.0 * number + place, 4.0 * number + place + 1.0)
+            for number in range(12)
+            for place, kind in enumerate("FIW")
+        ]
+        times = (sent if stage == 1 else [], came if stage == 2 else [])
+        memory = StageMemory(rooms[stage], 1e8, 1e9, 0.6) if stage in rooms else None
+        found.append(stage_measurement(0, stage, 12, records, times, 0.0, memory=memory))
+    return found
+
+
+def test_the_leaders_decision_carries_the_caps_it_was_made_for(telemetry: RunTelemetry) -> None:
+    leader = PlanLeader(PlanBook(AdaptraConfig(), FOUR, measures_memory=True), telemetry)
+    follower = PlanBook(AdaptraConfig(), FOUR, measures_memory=True)
+    roomy = dict.fromkeys(range(4), 9.3)
+    for iteration, (rooms, caps, released) in enumerate(
+        [({}, (4, 3, 2, 1), 0.0), (roomy, (9, 9, 9, 9), 0.5), ({**roomy, 1: 5.9}, (9, 5, 9, 9), 0.5)]
+    ):
+        decision = leader.decide([measured(iteration, rooms)])
+        if decision.csv is None:
+            assert iteration == 0, "stock's order may be as good as any under its own caps"
+            continue
+        assert (decision.caps, decision.released_at_backward_input) == (caps, released)
+        schedule = schedule_from_csv(decision.csv, chunks=1)
+        follower.install(schedule, decision.number, decision.caps, decision.released_at_backward_input)
+        assert [follower.enforced_cap(12, stage) for stage in range(4)] == list(caps)
+        assert decision.job is not None
+        assert [decision.job.memory[stage].cap for stage in range(4)] == list(caps)
+        shown = scalars(RankFigures(iteration_s=1.0, peak_in_flight=4, plan_number=1), decision.job)
+        assert shown["adaptra/stage_1/activation_cap"] == caps[1]
+        assert (shown["adaptra/stage_1/activation_bytes"], shown["adaptra/stage_1/free_bytes"]) == (1e8, 1e9)
+    assert follower.number == decision.number >= 2
+
+
+def test_a_given_cap_beyond_the_memory_is_warned_of_once(
+    telemetry: RunTelemetry, caplog: pytest.LogCaptureFixture
+) -> None:
+    leader = PlanLeader(PlanBook(AdaptraConfig(max_in_flight=8), FOUR, measures_memory=True), telemetry)
+    with caplog.at_level(logging.WARNING):
+        for iteration in range(3):
+            leader.decide([measured(iteration, {2: 6.5})])
+    (said,) = [message for message in caplog.messages if "--adaptra-max-in-flight" in message]
+    assert said.startswith("adaptra: stage 2 may hold 8 activations of 100.0 MB, but has memory for 6; a lower")
