@@ -28,7 +28,7 @@ from adaptra_megatron.transport.messages import Direction, MessageKey, TensorSpe
 from adaptra_megatron.transport.nccl_pair_group import NcclPairGroup
 from adaptra_megatron.transport.note_mail import NoteMail
 from adaptra_megatron.transport.pair_group import PairEnds
-from adaptra_megatron.transport.paths import Path, PathSettings
+from adaptra_megatron.transport.paths import Path, PathSettings, ProbeTimes
 
 NBYTES = 100_000
 ANY = TensorSpecification(None, torch.uint8, torch.device("cpu"))
@@ -382,3 +382,27 @@ def test_stages_on_one_gpu_stay_on_the_host_path_and_say_so_once(
     told = [record for record in caplog.records if "both stages are on one GPU" in record.getMessage()]
     assert len(told) == 4, "each end of each direction says it once"
     assert {record.levelname for record in told} == {"INFO"}
+
+
+def test_either_path_is_measured_without_a_wait_of_computation(make_links: Callable[..., Links]) -> None:
+    """Though computation stands still: probes are on streams of their own, and made by none of it."""
+    links = make_links()
+    source, compute = links.ends[0], links.fabric.devices[0].compute
+    until(lambda: source.path_counters().path is Path.DEVICE)
+    probes: list[ProbeTimes] = []
+    seen = []
+    for number, path in enumerate((Path.HOST, Path.DEVICE)):
+        links.ends[1].post_receive(key(number))
+        links.send(number)
+        seen.append(links.receive(number))
+        source.measure()
+        compute.held = path is Path.DEVICE
+        until(lambda: bool(probes.extend(source.take_probes()) or probes))
+        compute.held = False
+        assert {(probe.path, probe.nbytes) for probe in probes} == {(path, NBYTES)}
+        probes.clear()
+        source.prefer(Path.HOST)
+        until(lambda: source.path_counters().path is Path.HOST)
+    links.fabric.devices[1].run()
+    for number, read in enumerate(seen):
+        assert torch.equal(read, numbers(number))
