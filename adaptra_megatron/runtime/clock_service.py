@@ -193,6 +193,10 @@ class RelatedClock:
         """Seconds to add to `local_s`, a moment of this rank's monotonic clock, to get the pipeline's."""
         return self._offset_s if self._follower is None else self._follower.line.offset_at(local_s)
 
+    def drifted(self, local_s: float) -> float | None:
+        """`offset_at(local_s)` where it changes over time; None where it does not."""
+        return None if self._follower is None else self.offset_at(local_s)
+
     def close(self) -> None:
         """End what keeps the relation. Safe to call twice."""
         if self._follower is not None:

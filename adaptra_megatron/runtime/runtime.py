@@ -150,7 +150,8 @@ class AdaptraRuntime:
             arrivals = arrival_records(call.stage, pipeline.transport.take_times()[1])
         if call.config.timers is not None:
             call.config.timers("forward-backward").stop()
-        pipeline.telemetry.traced(pipeline.iteration, report.records, arrivals)
+        offset_s = None if pipeline.membership is None else pipeline.membership.clock.drifted(time.monotonic())
+        pipeline.telemetry.traced(pipeline.iteration, report.records, arrivals, offset_s)
         if not call.forward_only:
             figures = rank_figures(pipeline.transport, report, pipeline.book.number, time.monotonic() - begun_s)
             pipeline.telemetry.trained(figures, *path_states(pipeline.transport))

@@ -116,12 +116,18 @@ class RunTelemetry:
         if event is not None and self._place.leads:
             self.log(event)
 
-    def traced(self, iteration: int, records: Sequence[ActionRecord], arrivals: Sequence[ArrivalRecord] = ()) -> None:
-        """What this rank did in `iteration`, training or evaluation."""
+    def traced(
+        self,
+        iteration: int,
+        records: Sequence[ActionRecord],
+        arrivals: Sequence[ArrivalRecord] = (),
+        clock_offset_s: float | None = None,
+    ) -> None:
+        """What this rank did in `iteration`, training or evaluation. `clock_offset_s`: as for TraceWriter.write."""
         if self._requested is not None:
-            self._requested.add(iteration, records, arrivals)
+            self._requested.add(iteration, records, arrivals, clock_offset_s)
         elif self._traces is not None:
-            self._traces.write(iteration, records, arrivals)
+            self._traces.write(iteration, records, arrivals, clock_offset_s)
 
     def trained(
         self,

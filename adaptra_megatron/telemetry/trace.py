@@ -59,9 +59,18 @@ class TraceWriter:
         """Whether recording has stopped because of an error (which was logged)."""
         return self._writer.failed
 
-    def write(self, iteration: int, records: Sequence[ActionRecord], arrivals: Sequence[ArrivalRecord] = ()) -> None:
-        """Hand over one iteration's records; returns at once. Does nothing after a failure or after `close`."""
-        self._writer.put(_Iteration(iteration, tuple(records), tuple(arrivals)))
+    def write(
+        self,
+        iteration: int,
+        records: Sequence[ActionRecord],
+        arrivals: Sequence[ArrivalRecord] = (),
+        clock_offset_s: float | None = None,
+    ) -> None:
+        """Hand over one iteration's records; returns at once. Does nothing after a failure or after `close`.
+
+        `clock_offset_s`: the offset of this iteration, where clocks drift apart; None: the file's.
+        """
+        self._writer.put(_Iteration(iteration, tuple(records), tuple(arrivals), clock_offset_s))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is queued, for at most `timeout_s`, and end the thread. May be called twice."""
@@ -74,9 +83,12 @@ class _Iteration(NamedTuple):
     iteration: int
     records: tuple[ActionRecord, ...]
     arrivals: tuple[ArrivalRecord, ...]
+    clock_offset_s: float | None
 
     def document(self) -> dict[str, Any]:
         document: dict[str, Any] = {"iteration": self.iteration, "records": [record[2:] for record in self.records]}
+        if self.clock_offset_s is not None:
+            document["clock_offset_s"] = self.clock_offset_s
         if self.arrivals:
             document["arrivals"] = [(arrival.source, *arrival[3:]) for arrival in self.arrivals]
         return document
@@ -137,13 +149,15 @@ def read_trace(path: Path | str) -> RankTrace:
     """
     path = Path(path)
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    rank, stage, offset_s = _header(path, lines[0] + "\n" if lines else "")
+    rank, stage, file_offset_s = _header(path, lines[0] + "\n" if lines else "")
     records: list[ActionRecord] = []
     arrivals: list[ArrivalRecord] = []
     for number, line in enumerate(lines[1:], start=2):
         try:
             document = json.loads(line)
-            for kind, chunk, micro_batch, *times_s in document["records"]:
+            rows = document["records"]
+            offset_s = document.get("clock_offset_s", file_offset_s)
+            for kind, chunk, micro_batch, *times_s in rows:
                 wait_start_s, start_s, end_s = (time_s + offset_s for time_s in times_s)
                 records.append(
                     ActionRecord(document["iteration"], stage, kind, chunk, micro_batch, wait_start_s, start_s, end_s)

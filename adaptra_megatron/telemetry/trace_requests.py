@@ -101,7 +101,9 @@ class RequestedTraces:
     def __init__(self, writer: TraceWriter, *, kept_iterations: int = KEPT_ITERATIONS) -> None:
         self._writer = writer
         self._kept = kept_iterations
-        self._recent: OrderedDict[int, tuple[Sequence[ActionRecord], Sequence[ArrivalRecord]]] = OrderedDict()
+        self._recent: OrderedDict[int, tuple[Sequence[ActionRecord], Sequence[ArrivalRecord], float | None]] = (
+            OrderedDict()
+        )
         self._wanted: list[Iterations] = []
 
     def request(self, requests: Iterable[Iterations]) -> None:
@@ -111,10 +113,16 @@ class RequestedTraces:
                 self._write(number)
             self._wanted.append(wanted)
 
-    def add(self, iteration: int, records: Sequence[ActionRecord], arrivals: Sequence[ArrivalRecord] = ()) -> None:
+    def add(
+        self,
+        iteration: int,
+        records: Sequence[ActionRecord],
+        arrivals: Sequence[ArrivalRecord] = (),
+        clock_offset_s: float | None = None,
+    ) -> None:
         """Hand over an iteration: it is written if it was asked for, and else forgotten after a while."""
         self._wanted = [wanted for wanted in self._wanted if wanted.last >= iteration]
-        self._recent[iteration] = records, arrivals
+        self._recent[iteration] = records, arrivals, clock_offset_s
         if any(wanted.first <= iteration for wanted in self._wanted):
             self._write(iteration)
         while len(self._recent) > self._kept:
@@ -126,5 +134,4 @@ class RequestedTraces:
 
     def _write(self, iteration: int) -> None:
         # Taken out, so that two requests for one iteration write it once.
-        records, arrivals = self._recent.pop(iteration)
-        self._writer.write(iteration, records, arrivals)
+        self._writer.write(iteration, *self._recent.pop(iteration))

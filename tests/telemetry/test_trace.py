@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from adaptra_megatron.telemetry import trace
-from adaptra_megatron.telemetry.records import ActionRecord
+from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
 from adaptra_megatron.telemetry.trace import TraceError, TraceWriter, read_trace, read_traces, trace_path
 
 RECORDS = [ActionRecord(4, 1, "F", 0, 2, 10.0, 10.25, 11.0), ActionRecord(4, 1, "W", 1, 0, 11.0, 11.0, 12.5)]
@@ -25,6 +25,18 @@ def test_what_was_written_is_read_back_on_the_common_clock(tmp_path: Path) -> No
         ActionRecord(4, 1, "W", 1, 0, 3.0, 3.0, 4.5),
     ]
     assert [record.iteration for record in read.records] == [4, 4, 5]
+
+
+def test_an_iteration_may_have_an_offset_of_its_own(tmp_path: Path) -> None:
+    """Clocks drift apart while a job runs."""
+    writer = TraceWriter(tmp_path, rank=3, stage=1, clock_offset_s=-8.0)
+    arrival = ArrivalRecord(4, 0, 1, "F", 0, 2, 10.5)
+    writer.write(4, RECORDS[:1], [arrival], -8.5)
+    writer.write(5, [RECORDS[0]._replace(iteration=5)])
+    writer.close()
+    read = read_trace(trace_path(tmp_path, 3))
+    assert [record.start_s for record in read.records] == [1.75, 2.25]
+    assert read.arrivals == (arrival._replace(arrived_s=2.0),)
 
 
 def test_ranks_are_read_in_order_and_an_old_file_is_replaced(tmp_path: Path) -> None:
