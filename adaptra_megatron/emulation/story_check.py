@@ -8,12 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from adaptra_megatron.emulation.link_story import FIRST_TURN, Direction, LinkStory, Turn, direction_of
-from adaptra_megatron.telemetry.events import LinkDetection, PlanMade, PlanSwitched, StageDetection, StampedEvent
+from adaptra_megatron.telemetry.events import (
+    LinkDetection,
+    PathChosen,
+    PlanMade,
+    PlanSwitched,
+    StageDetection,
+    StampedEvent,
+)
 
 FOUND_WITHIN = 3
 """Iterations from an onset to the latest in which it is said: two must agree on it where one does not overwhelm."""
 HEALED_WITHIN = 20
 """The same of a recovery: a link that keeps falling ill is believed ever later."""
+
+
+PATH_SHOWS = 8
+"""Iterations within which messages by a path that was just chosen show what they cost there."""
+DEVICE, HOST = "device", "host"
 
 
 @dataclass(frozen=True)
@@ -52,19 +64,36 @@ def check_story(story: LinkStory, events: Sequence[StampedEvent], busy: Collecti
 
 
 def unexplained_switches(events: Sequence[StampedEvent]) -> list[str]:
-    """Switches of plans, after the first ones, without a plan that gives a finding of the log as its reason."""
+    """Switches of plans, after the first ones, whose reason is no finding of the log, nor what one led to.
+
+    A plan may follow a finding, or a link's change of path, which has findings for reasons itself and lets costs show
+    that were not known before.
+    """
     findings = [entry.event for entry in events if isinstance(entry.event, (LinkDetection, StageDetection))]
-    adopted = {plan.number: plan for plan in _of(events, PlanMade) if plan.adopted}
     problems = []
     for entry in events:
-        if isinstance(entry.event, PlanSwitched) and entry.stamp.iteration >= FIRST_TURN:
-            plan = adopted.get(entry.event.number)
-            what = f"iteration {entry.stamp.iteration}: switch to plan {entry.event.number}"
-            if plan is None:
-                problems.append(f"{what}, which nobody made")
-            elif not any(finding.reason in plan.reason for finding in findings):
-                problems.append(f"{what} names no finding: {plan.reason}")
+        if not isinstance(entry.event, PlanSwitched) or entry.stamp.iteration < FIRST_TURN:
+            continue
+        reasons = _reasons(events, entry.event.number)
+        paths = [f"link {e.event.source}->{e.event.target}" for e in _paths_chosen_before(events, entry)]
+        what = f"iteration {entry.stamp.iteration}: switch to plan {entry.event.number}"
+        if not reasons:
+            problems.append(f"{what}, which nobody made")
+        elif not any(cause in reason for reason in reasons for cause in [*(f.reason for f in findings), *paths]):
+            problems.append(f"{what} names no finding: {'; '.join(reasons)}")
     return problems
+
+
+def _reasons(events: Iterable[StampedEvent], number: int) -> list[str]:
+    """Why there is a plan `number`: another order, or other paths."""
+    orders = [plan.reason for plan in _of(events, PlanMade) if plan.adopted and plan.number == number]
+    chosen = [choice for choice in _of(events, PathChosen) if choice.number == number]
+    return [*orders, *(f"link {choice.source}->{choice.target}: {choice.reason}" for choice in chosen)]
+
+
+def _paths_chosen_before(events: Iterable[StampedEvent], switch: StampedEvent) -> list[Any]:
+    latest = switch.stamp.iteration
+    return [e for e in events if isinstance(e.event, PathChosen) and 0 <= latest - e.stamp.iteration <= PATH_SHOWS]
 
 
 def check_agreement(plans: Sequence[Sequence[Sequence[Any]]], events: Sequence[StampedEvent]) -> list[str]:
@@ -86,12 +115,15 @@ def check_agreement(plans: Sequence[Sequence[Sequence[Any]]], events: Sequence[S
 
 
 def _missed(turn: Turn, story: LinkStory, said: Iterable[Said]) -> str | None:
-    """Why `turn` was not found, in words; None if it was, or if the run ended too soon."""
+    """Why `turn` was not found, in words; None if it was, or if the run ended too soon.
+
+    Every turn is one of the device path, which is always measured: by messages or, while these go another way, probes.
+    """
     limit = turn.iteration + (HEALED_WITHIN if turn.fault is None else FOUND_WITHIN)
     after = [other.iteration for other in story.turns() if other.direction == turn.direction]
     if limit >= min([story.iterations, *(other for other in after if other > turn.iteration)]):
         return None
-    about = [one for one in said if _same(one, turn.direction) and one.iteration <= limit]
+    about = [one for one in said if _same(one, turn.direction) and one.link.path != HOST and one.iteration <= limit]
     state = "healthy" if not about else about[-1].link.after
     if state == ("healthy" if turn.fault is None else "slow"):
         return None
@@ -99,12 +131,21 @@ def _missed(turn: Turn, story: LinkStory, said: Iterable[Said]) -> str | None:
 
 
 def _happened(said: Said, story: LinkStory) -> bool:
-    """Whether the link was as it is said to be from then on; a slow one must have turned in that very iteration."""
+    """Whether the path was as it is said to be from then on; one that is slow must have turned in that very iteration.
+
+    But for the host path, which is measured now and then: it may be found to be slow later.
+    """
     since = said.iteration if said.link.since_iteration is None else said.link.since_iteration
-    spells = [spell for spell in story.spells if _same(said, direction_of(spell))]
+    path = said.link.path or DEVICE
+    spells = [
+        spell
+        for spell in story.spells
+        if _same(said, direction_of(spell)) and path in (struck.value for struck in spell.paths)
+    ]
+    slow = any(spell.strikes(since) for spell in spells)
     if said.link.after == "healthy":
-        return not any(spell.strikes(since) for spell in spells)
-    begun = any(spell.from_iteration == since for spell in spells)
+        return not slow
+    begun = any(spell.from_iteration == since for spell in spells) or (path == HOST and slow)
     return begun or (said.link.before == "slow" and any(spell.until_iteration == since for spell in spells))
 
 

@@ -11,12 +11,14 @@ from adaptra_megatron.emulation.story_check import check_agreement, check_story
 from adaptra_megatron.telemetry.events import (
     Event,
     LinkDetection,
+    PathChosen,
     PlanMade,
     PlanSwitched,
     StageDetection,
     Stamp,
     StampedEvent,
 )
+from adaptra_megatron.transport.paths import Path
 
 STORY = LinkStory(
     iterations=60, spells=(LinkFault(source=1, target=2, latency_s=0.06, from_iteration=10, until_iteration=20),)
@@ -101,6 +103,25 @@ def test_an_alarm_while_the_machine_was_too_busy_is_excused() -> None:
 def test_a_switch_to_a_plan_that_was_turned_down() -> None:
     (problem,) = check_story(STORY, [*LOG, at(30, plan(4, SLOW.reason, adopted=False)), at(32, switch(4))])
     assert problem == "iteration 32: switch to plan 4, which nobody made"
+
+
+def test_plans_that_change_paths_are_explained_by_the_choice() -> None:
+    chosen = PathChosen(
+        number=4, source=1, target=2, before="device", after="host", reason="the device path is slow", message_s={}
+    )
+    costs = plan(5, "latency of link 1->2: 1.0 ms instead of 60.0 ms")
+    log = [*LOG, at(30, chosen), at(31, switch(4)), at(33, costs), at(34, switch(5))]
+    assert check_story(STORY, log) == []
+    (problem,) = check_story(STORY, [*LOG, at(30, chosen), at(31, switch(4)), at(53, costs), at(54, switch(5))])
+    assert problem.startswith("iteration 54: switch to plan 5 names no finding")
+
+
+def test_the_host_path_may_be_found_to_be_slow_later_if_it_was() -> None:
+    spell = replace(STORY.spells[0], paths=frozenset(Path))
+    story, later = replace(STORY, spells=(spell,)), at(15, replace(link(14, "slow"), path="host"))
+    assert check_story(story, LOG) == []
+    assert check_story(story, [*LOG, later]) == []
+    assert [line.split(":")[0] for line in check_story(STORY, [*LOG, later])] == ["false alarm"]
 
 
 def switch(number: int) -> PlanSwitched:
