@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which stages dispatch online in which iteration, what their peers follow, and what is done where nobody can see."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+
+from adaptra_megatron.config import AdaptraConfig, ConfigError
+from adaptra_megatron.runtime import dispatch
+from adaptra_megatron.runtime.dispatch import Dispatcher, count_moved
+from adaptra_megatron.runtime.inbox import Inbox
+from adaptra_megatron.runtime.program import Program, Step, compile_program
+from adaptra_megatron.schedule.actions import Kind
+from adaptra_megatron.schedule.classic import stock_order
+from adaptra_megatron.schedule.split import split_backward
+from adaptra_megatron.telemetry.records import ActionRecord
+from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
+from adaptra_megatron.transport.paths import Path
+
+STAGE, MICRO_BATCHES, CAP = 1, 4, 4
+CPU = torch.device("cpu")
+
+
+def program() -> Program:
+    return compile_program(split_backward(stock_order(3, MICRO_BATCHES), 0), STAGE)
+
+
+class Links:
+    """A transport whose messages arrive when the test says so, or, while somebody waits, the next that is to come."""
+
+    def __init__(self, *, came_by: dict[int, Path] | None = None, blind: Collection[int] = ()) -> None:
+        self.paths = came_by or {}
+        self.blind = set(blind)
+        self.here: set[MessageKey] = set()
+        self.to_come: deque[MessageKey] = deque()
+        self.posted: list[MessageKey] = []
+        self.waits: list[tuple[set[MessageKey], float]] = []
+        """What was waited for, and for how long at most."""
+
+    def sees_arrivals(self, peer: int) -> bool:
+        return peer not in self.blind
+
+    def came_by(self, peer: int) -> Path:
+        return self.paths.get(peer, Path.DEVICE)
+
+    def post_receive(self, key: MessageKey, peer: int) -> None:
+        self.posted.append(key)
+
+    def ready(self, key: MessageKey) -> bool:
+        assert key in self.posted
+        return key in self.here
+
+    def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
+        assert set(keys) <= set(self.posted)
+        patience_s = until_s - time.monotonic()
+        self.waits.append((set(keys), patience_s))
+        if not self.here.isdisjoint(keys):
+            return True
+        if patience_s < 1.0:
+            return False
+        while self.to_come:
+            self.here.add(self.to_come.popleft())
+            if not self.here.isdisjoint(keys):
+                return True
+        return False
+
+    def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
+        if key not in self.here:
+            raise TransportError(f"{key} never came")
+        return torch.zeros(1)
+
+
+class Team:
+    """Both ends of a team of two."""
+
+    def __init__(self, *, leads: bool, said: list[int] | None = None) -> None:
+        self.leads = leads
+        self.said = said or []
+        self.settled = 0
+
+    def publish(self, number: int) -> None:
+        self.said.append(number)
+
+    def follow(self) -> int:
+        return self.said.pop(0)
+
+    def settle(self) -> None:
+        self.settled += 1
+
+
+def key(name: str) -> MessageKey:
+    """F2: the activation that the forward of micro-batch 2 needs; B2: the gradient."""
+    direction = Direction.ACTIVATION if name[0] == "F" else Direction.GRADIENT
+    return MessageKey(0, direction, 0, int(name[1:]))
+
+
+def keys(text: str) -> list[MessageKey]:
+    return [key(name) for name in text.split()]
+
+
+def dispatcher(mode: str, links: Any, team: Any = None) -> Dispatcher:
+    return Dispatcher(mode, links, team, CPU, timeout_s=20.0)
+
+
+def run(made: Dispatcher, links: Any) -> list[Step]:
+    inbox = Inbox(links, program(), 0, lookahead=2, timeout_s=20.0)
+    inbox.open()
+    return list(made.steps(program(), CAP, 0.0)(inbox))
+
+
+def names(steps: list[Step]) -> str:
+    letters = {Kind.BACKWARD_INPUT: "B"}
+    return " ".join(f"{letters.get(step.action.kind, step.action.kind)}{step.action.micro_batch}" for step in steps)
+
+
+PLAN = "F0 F1 B0 W0 F2 B1 W1 F3 B2 W2 B3 W3"
+IN_PLANNED_ORDER = "F0 F1 B0 F2 B1 F3 B2 B3"
+GRADIENTS_LATE = "F0 F1 F2 F3 B0 B1 B2 B3"
+
+
+def links_with(order: str, **how: Any) -> Links:
+    links = Links(**how)
+    links.to_come.extend(keys(order))
+    return links
+
+
+HOST, DEVICE = Path.HOST, Path.DEVICE
+
+
+@pytest.mark.parametrize(
+    ("mode", "came_by", "blind", "online"),
+    [
+        ("planned", {0: HOST, 2: HOST}, (), False),
+        ("auto", {0: DEVICE, 2: DEVICE}, (), False),
+        ("auto", {0: HOST, 2: DEVICE}, (), True),
+        ("auto", {0: HOST, 2: HOST}, (), True),
+        ("auto", {0: HOST, 2: DEVICE}, (2,), False),
+        ("online", {0: DEVICE, 2: DEVICE}, (), True),
+        ("online", {0: DEVICE, 2: DEVICE}, (0,), False),
+    ],
+)
+def test_who_is_online(mode: str, came_by: dict[int, Path], blind: tuple[int, ...], online: bool) -> None:
+    links = links_with(GRADIENTS_LATE, came_by=came_by, blind=blind)
+    made = dispatcher(mode, links)
+    assert names(run(made, links)) == ("F0 F1 F2 F3 B0 W0 B1 W1 B2 W2 B3 W3" if online else PLAN)
+    assert made.online_iterations == online
+
+
+def test_while_nothing_is_late_the_plan_runs() -> None:
+    links = links_with(IN_PLANNED_ORDER)
+    links.here.update(links.to_come)
+    made = dispatcher("online", links)
+    steps = run(made, links)
+    assert names(steps) == PLAN
+    assert count_moved(steps) == 0
+
+
+def test_followers_run_what_the_leader_has_decided_and_the_plan_where_it_says_so() -> None:
+    for mode, online in (("online", True), ("auto", False)):
+        links, team = links_with(GRADIENTS_LATE), Team(leads=True)
+        leader = dispatcher(mode, links, team)
+        led = run(leader, links)
+        assert len(team.said) == (1 + len(led) if online else 1)
+        blind = Links(blind=(0, 2))
+        follower = dispatcher(mode, blind, Team(leads=False, said=team.said))
+        assert run(follower, blind) == led
+        assert follower.online_iterations == leader.online_iterations == online
+        for each in (leader, follower):
+            each.ran(led, records(1.0))
+        assert team.settled == 1
+        assert follower.moved_actions == leader.moved_actions == count_moved(led)
+        assert bool(leader.moved_actions) == online
+
+
+def test_where_arrivals_become_invisible_the_plan_says_what_to_wait_for() -> None:
+    links = links_with("F0")
+    made = dispatcher("online", links)
+    inbox = Inbox(links, program(), 0, lookahead=2, timeout_s=20.0)  # type: ignore[arg-type]
+    inbox.open()
+    steps = made.steps(program(), CAP, 0.0)(inbox)
+    assert names([next(steps)]) == "F0"
+    links.blind.update((0, 2))
+    assert names([next(steps) for _ in range(3)]) == "F1 B0 W0", "each but W0 is waited for by whoever runs it"
+    assert not any(key("F2") in waited for waited, _ in links.waits)
+
+
+def test_silence_is_an_error_that_names_the_message() -> None:
+    links = links_with("")
+    with pytest.raises(TransportError, match="activation of micro-batch 0 .* never came"):
+        run(dispatcher("online", links), links)
+
+
+def test_the_plan_is_left_only_after_a_part_of_an_action() -> None:
+    links = links_with(GRADIENTS_LATE)
+    made = dispatcher("online", links)
+    made.ran(run(made, links), records(0.2))
+    links = links_with(GRADIENTS_LATE)
+    run(made, links)
+    patience = [(waited, patience_s) for waited, patience_s in links.waits if patience_s < 1.0]
+    assert ({key("B0")}, pytest.approx(0.05 * 0.2, abs=1e-3)) in patience
+    assert all(len(waited) == 1 for waited, _ in patience)
+
+
+def records(seconds: float) -> list[ActionRecord]:
+    return [ActionRecord(0, STAGE, "F", 0, 0, 0.0, 0.0, seconds)]
+
+
+def test_a_gpu_is_given_one_action_more_than_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Event] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.queries_left = 2
+            made.append(self)
+
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            self.queries_left -= 1
+            return self.queries_left < 0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    pace = dispatch._GpuPace(timeout_s=20.0)
+    for _ in range(4):
+        pace.catch_up()
+        pace.launched()
+    assert [event.queries_left for event in made] == [-1, -1, 2, 2], "the last two may still run"
+
+
+def test_what_came_before_its_turn_is_counted() -> None:
+    steps = list(program().steps)
+    assert count_moved(steps) == 0
+    assert count_moved([steps[1], steps[0], *steps[2:]]) == 1
+    assert count_moved([steps[3], steps[2], steps[0], steps[1], *steps[4:]]) == 2
+    assert count_moved([]) == 0
+
+
+@pytest.mark.parametrize("policy", ["observe", "off"])
+def test_who_keeps_stocks_order_cannot_dispatch_online(policy: str) -> None:
+    with pytest.raises(ConfigError, match=f"--adaptra-dispatch online .* --adaptra-policy {policy}"):
+        AdaptraConfig(policy=policy, dispatch="online")
+
+
+def test_an_unknown_way_to_dispatch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--adaptra-dispatch is 'never'; it must be one of planned, auto, online"):
+        AdaptraConfig(dispatch="never")
