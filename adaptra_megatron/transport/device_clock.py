@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moments on a GPU's streams in seconds of the host's monotonic clock; to mark one is not to wait for it."""
+"""Moments on a GPU's stream in seconds of the host's monotonic clock; to mark one is not to wait for it."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 Mark = Any
 """Opaque: an event of the device."""
-Stream = Any
 
 
 class TimedEvents(Protocol):
@@ -21,12 +19,6 @@ class TimedEvents(Protocol):
 
     def new_event(self) -> Mark:
         """With `record()` (on the current stream), `synchronize()` and `elapsed_time(later)` in ms, as torch.cuda's."""
-
-    def new_stream(self) -> Stream:
-        """A stream of its own, which waits for no other."""
-
-    def use(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Within, `stream` is the calling thread's current one."""
 
 
 class CudaEvents:
@@ -36,16 +28,9 @@ class CudaEvents:
         # blocking: the thread that waits for one sleeps instead of spinning on a core that training needs.
         return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
 
-    def new_stream(self) -> Stream:
-        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def use(self, stream: Stream) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = torch.cuda.stream(stream)
-        return context
-
 
 class DeviceClock:
-    """Marks moments on streams and tells them afterwards, all those of an iteration at once.
+    """Marks moments on the current stream and tells them afterwards, all those of an iteration at once.
 
     Events are made once and used again. Not safe for threads: it belongs to the one that runs the pipeline.
     """
@@ -55,14 +40,6 @@ class DeviceClock:
         self._unused: deque[Mark] = deque()
         self._anchor = events.new_event()
         self._anchor_s = 0.0
-
-    def new_stream(self) -> Stream:
-        """For marks that wait for what no computation waits for yet."""
-        return self._events.new_stream()
-
-    def use(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Within, marks are made on `stream`."""
-        return self._events.use(stream)
 
     def mark(self) -> Mark:
         """When the current stream comes to this point."""

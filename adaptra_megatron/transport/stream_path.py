@@ -2,13 +2,16 @@
 """The device path on GPU tensors: torch.distributed with a backend that works on streams (NCCL).
 
 NCCL has no tags and matches by order, so every directed link has a process group of its own and receives are posted
-in the order in which the peer sends. A wait only makes the current stream wait: the CPU never sees an arrival, but a
-stream of its own per link that waits for nothing else can tell afterwards when it was.
+in the order in which the peer sends. A wait only makes the current stream wait: the CPU never sees an arrival. When it
+was is told afterwards: by the moment at which computation came to the post, and by how long the receive stood in its
+link's own stream from then on. (A stream that waits for each arrival could tell it directly, but streams share hardware
+queues: with CUDA_DEVICE_MAX_CONNECTIONS=1 such a wait would stand in front of the computation that it waits for.)
 """
 
 from __future__ import annotations
 
-import os
+import logging
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
@@ -18,19 +21,34 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.transport.device_clock import DeviceClock, Mark, Stream
+from adaptra_megatron.transport.device_clock import DeviceClock, Mark
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.paths import Path
 from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
+
+logger = logging.getLogger("adaptra_megatron.transport.stream_path")
 
 Link = tuple[int, int]
 
 
 class _Marks(NamedTuple):
-    """Of one receive."""
+    """When computation came to parts of a receive."""
 
     posted: Mark
-    arrived: Mark
+    """It was asked for,"""
+    begun: Mark
+    """and its body was: later where a header had to come first."""
+
+
+class _Timed(NamedTuple):
+    """A receive of this iteration."""
+
+    key: MessageKey
+    peer: int
+    nbytes: int
+    marks: _Marks
+    work: Any
+    """dist.Work; torch's own description of it leaves its duration out."""
 
 
 class _Receive(NamedTuple):
@@ -38,8 +56,6 @@ class _Receive(NamedTuple):
     buffer: torch.Tensor | None
     """None until its size is known."""
     work: dist.Work | None
-    marks: _Marks | None = None
-    """None where nobody can tell, or it has not begun."""
 
 
 class StreamTransport:
@@ -53,18 +69,16 @@ class StreamTransport:
         """
         self._rank = group.rank()
         self._ranks = [dist.get_global_rank(group, stage) for stage in range(group.size())]
-        self._links = self._make_groups(dist.get_backend(group), timeout_s)
+        self._links = self._make_groups(dist.get_backend(group), timeout_s, times_receives=clock is not None)
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
         self._receives: dict[MessageKey, _Receive] = {}
         self._announced: dict[int, deque[MessageKey]] = defaultdict(deque)
         self._sends: list[tuple[MessageKey, int, torch.Tensor, dist.Work | None]] = []
-        # A wait that blocks the thread would block it at the post.
-        self._clock = None if _waits_block() else clock
-        self._streams: dict[int, Stream] = {}
+        self._clock = clock
         self._sent: list[MessageTimes] = []
-        self._received: list[tuple[MessageKey, int, int, _Marks]] = []
+        self._received: list[_Timed] = []
 
-    def _make_groups(self, backend: str, timeout_s: float) -> dict[Link, dist.ProcessGroup]:
+    def _make_groups(self, backend: str, timeout_s: float, *, times_receives: bool) -> dict[Link, dist.ProcessGroup]:
         # Groups of all pipelines are made by all ranks in one order. Local synchronisation would need fewer calls, but
         # it names a group by how many groups its caller is in, which differs between first, middle and last stages.
         pipelines: list[Any] = [None] * dist.get_world_size()
@@ -80,6 +94,8 @@ class StreamTransport:
                 )
                 if list(ranks) == self._ranks and self._rank in (source, target):
                     groups[source, target] = group
+                    if times_receives and self._rank == target:
+                        group._enable_collectives_timing()
         return groups
 
     def describe(self, specification: TensorSpecification) -> None:
@@ -106,7 +122,7 @@ class StreamTransport:
             self._announced[peer].append(key)
             return
         buffer = torch.empty(specification.shape, dtype=specification.dtype, device=specification.device)
-        self._receives[key] = self._begin_receive(key, peer, buffer, self._mark())
+        self._receives[key] = self._begin_receive(key, peer, buffer)
 
     def ready(self, key: MessageKey) -> bool:
         work = self._receives[key].work
@@ -125,10 +141,8 @@ class StreamTransport:
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
         if self._receives[key].buffer is None:
             self._receive_through(key, deadline_s)
-        peer, buffer, work, marks = self._receives.pop(key)
+        peer, buffer, work = self._receives.pop(key)
         assert buffer is not None
-        if marks is not None:
-            self._received.append((key, peer, buffer.nbytes, marks))
         self._settle(work, buffer, key, f"{peer}->{self._rank}", deadline_s)
         return buffer
 
@@ -139,28 +153,20 @@ class StreamTransport:
         first = None
         while first != key:
             first = self._announced[peer].popleft()
-            posted = self._mark()
+            posted = None if self._clock is None else self._clock.mark()
             header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=specification.device)
             self._settle(self._irecv(header, peer, first), header, first, f"{peer}->{self._rank}", deadline_s)
             body = torch.empty(decode_shape(header.cpu()), dtype=specification.dtype, device=specification.device)
             self._receives[first] = self._begin_receive(first, peer, body, posted)
 
-    def _begin_receive(self, key: MessageKey, peer: int, buffer: torch.Tensor, posted: Mark | None) -> _Receive:
+    def _begin_receive(self, key: MessageKey, peer: int, buffer: torch.Tensor, posted: Mark | None = None) -> _Receive:
+        """`posted`: when it was asked for; None: now."""
+        begun = None if self._clock is None else self._clock.mark()
         work = self._irecv(buffer, peer, key)
-        if self._clock is None or work is None:
-            return _Receive(peer, buffer, work)
-        if peer not in self._streams:
-            self._streams[peer] = self._clock.new_stream()
-        with self._clock.use(self._streams[peer]):
-            try:
-                work.wait()
-            except RuntimeError as cause:
-                raise self._error(key, f"{peer}->{self._rank}", cause) from cause
-            arrived = self._clock.mark()
-        return _Receive(peer, buffer, work, _Marks(posted, arrived))
-
-    def _mark(self) -> Mark | None:
-        return None if self._clock is None else self._clock.mark()
+        if begun is not None and work is not None:
+            marks = _Marks(begun if posted is None else posted, begun)
+            self._received.append(_Timed(key, peer, buffer.nbytes, marks, work))
+        return _Receive(peer, buffer, work)
 
     def flush(self, deadline_s: float) -> None:
         sends, self._sends = self._sends, []
@@ -181,13 +187,25 @@ class StreamTransport:
             return (), ()
         sent, self._sent = self._sent, []
         received, self._received = self._received, []
-        marks = [mark for *_, of_one in received for mark in of_one]
-        seconds = iter(self._clock.seconds(marks))
-        self._clock.use_again(marks)
-        return sent, [
-            MessageTimes(key, peer, next(seconds), next(seconds), nbytes, Path.DEVICE)
-            for key, peer, nbytes, _ in received
-        ]
+        try:
+            return sent, self._times_of(self._clock, received)
+        except RuntimeError as cause:
+            self._clock = None
+            logger.warning("stage %d: arrivals from other GPUs are not timed any more: %s", self._rank, cause)
+            return (), ()
+
+    def _times_of(self, clock: DeviceClock, received: Sequence[_Timed]) -> list[MessageTimes]:
+        """In the order in which they were posted: a receive stands in its link's stream after the one before it."""
+        marks = {id(mark): mark for entry in received for mark in entry.marks}
+        seconds = dict(zip(marks, clock.seconds(marks.values()), strict=True))
+        clock.use_again(list(marks.values()))
+        arrived_s: dict[int, float] = {}
+        times = []
+        for key, peer, nbytes, (posted, begun), work in received:
+            begun_s = max(seconds[id(begun)], arrived_s.get(peer, -math.inf))
+            arrived_s[peer] = begun_s + work._get_duration() / 1e3
+            times.append(MessageTimes(key, peer, seconds[id(posted)], arrived_s[peer], nbytes, Path.DEVICE))
+        return times
 
     def close(self) -> None:
         for group in self._links.values():
@@ -229,12 +247,6 @@ class StreamTransport:
             return dist.irecv(tensor, self._ranks[peer], group=self._links[peer, self._rank])
         except RuntimeError as cause:
             raise self._error(key, f"{peer}->{self._rank}", cause) from cause
-
-
-def _waits_block() -> bool:
-    """Whether the user has asked for NCCL's waits to block the thread."""
-    names = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
-    return any(os.environ.get(name, "0").lower() not in ("", "0", "n", "no", "f", "false") for name in names)
 
 
 def _links(stages: int) -> list[Link]:

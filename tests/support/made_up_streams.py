@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams of a device whose time is made up: each is as late as what it was told to wait for."""
+"""The stream of a device whose time is made up: as late as what it was told to do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 
 class MadeUpStream:
@@ -62,12 +61,3 @@ class MadeUpStreams:
     def new_event(self) -> MadeUpEvent:
         self.events_made += 1
         return MadeUpEvent(self)
-
-    def new_stream(self) -> MadeUpStream:
-        return MadeUpStream()
-
-    @contextmanager
-    def use(self, stream: MadeUpStream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before

@@ -42,6 +42,9 @@ class Work:
     def is_completed(self) -> bool:
         return self.done
 
+    def _get_duration(self) -> float:
+        return 0.0
+
     def wait(self, timeout: timedelta | None = None) -> None:
         self.waited.append(timeout)
         if self.failure is not None:
@@ -49,9 +52,14 @@ class Work:
 
 
 class Group:
-    def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
+    def __init__(self, ranks: tuple[int, ...], rank: int, timed: list[Group] | None = None) -> None:
         self.ranks = ranks
         self._rank = rank
+        self._timed = timed
+
+    def _enable_collectives_timing(self) -> None:
+        assert self._timed is not None
+        self._timed.append(self)
 
     def rank(self) -> int:
         return self.ranks.index(self._rank)
@@ -66,6 +74,7 @@ class RecordedDistributed:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.made: list[tuple[int, ...]] = []
+        self.timed: list[Group] = []
         self.destroyed: list[Group] = []
         self.transfers: list[tuple[str, int, tuple[int, ...], torch.Tensor, Work]] = []
         self.inbox: dict[int, list[torch.Tensor]] = {}
@@ -74,7 +83,7 @@ class RecordedDistributed:
     def new_group(self, ranks: list[int], timeout: timedelta, backend: str, group_desc: str) -> Group | None:
         assert (timeout, backend) == (timedelta(seconds=5), "nccl")
         self.made.append(tuple(ranks))
-        return Group(tuple(ranks), self.rank) if self.rank in ranks else None
+        return Group(tuple(ranks), self.rank, self.timed) if self.rank in ranks else None
 
     def get_backend(self, group: Group) -> str:
         return "nccl"
@@ -299,15 +308,16 @@ def test_without_a_clock_nothing_is_timed(distributed: RecordedDistributed, tran
 
 
 class TimedWork(Work):
-    """A receive that arrives at a given moment: whatever stream waits for it stands still until then."""
+    """A receive that stands in its link's stream from when it can begin until a given moment, and tells how long."""
 
-    def __init__(self, streams: MadeUpStreams, arrives_s: float) -> None:
+    def __init__(self, streams: MadeUpStreams, link: dict[str, float], arrives_s: float) -> None:
         super().__init__()
-        self._streams, self._arrives_s = streams, arrives_s
+        begun_s = max(link.get("free_s", 0.0), streams.now_s(), streams.begun_s())
+        link["free_s"] = max(begun_s, arrives_s)
+        self._duration_s = link["free_s"] - begun_s
 
-    def wait(self, timeout: timedelta | None = None) -> None:
-        super().wait(timeout)
-        self._streams.current.stand_still_until(self._arrives_s)
+    def _get_duration(self) -> float:
+        return 1e3 * self._duration_s
 
 
 @pytest.mark.parametrize("specification", [FIXED, VARYING])
@@ -315,18 +325,19 @@ def test_receives_are_timed_where_the_device_can_tell(
     distributed: RecordedDistributed, specification: TensorSpecification, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message that has come early is told to have come then, though computation came to it much later."""
-    streams = MadeUpStreams(host_s=time.monotonic)
+    streams, link = MadeUpStreams(host_s=time.monotonic), dict[str, float]()
     clock = DeviceClock(streams)
     transport = StreamTransport(Group(PIPELINES[0], rank=2), 5.0, clock)  # type: ignore[arg-type]
-    arrivals_s = iter([7.0, 8.0] if specification is FIXED else [6.5, 7.0, 7.5, 8.0])
-    monkeypatch.setattr(distributed, "_transfer", lambda *_: TimedWork(streams, next(arrivals_s)))
+    assert [group.ranks for group in distributed.timed] == [(0, 2), (4, 2)], "the links on which it receives"
+    arrivals_s = iter([7.0, 6.0, 9.0] if specification is FIXED else [20.5, 20.7, 20.9, 21.2, 21.0, 23.0])
+    monkeypatch.setattr(distributed, "_transfer", lambda *_: TimedWork(streams, link, next(arrivals_s)))
     transport.describe(specification)
     streams.current.stand_still_until(5.0)
     if specification is VARYING:
-        distributed.inbox[0] = [part for _ in range(2) for part in (encode_shape((2, 3), CPU), torch.zeros(2, 3))]
-    for number in range(2):
+        distributed.inbox[0] = [part for _ in range(3) for part in (encode_shape((2, 3), CPU), torch.zeros(2, 3))]
+    for number in range(3):
         transport.post_receive(key(number), 0)
-    for number in range(2):
+    for number in (1, 0, 2):
         streams.current.stand_still_until(20.0 + number)
         transport.wait(key(number), time.monotonic() + 1.0)
     end_s = streams.now_s()
@@ -334,13 +345,38 @@ def test_receives_are_timed_where_the_device_can_tell(
     host_of_device_zero_s = time.monotonic() - end_s
     sent, received = transport.take_times()
     assert sent == []
-    assert [(times.key, times.peer, times.nbytes) for times in received] == [(key(0), 0, 24), (key(1), 0, 24)]
+    assert [(times.key, times.peer, times.nbytes) for times in received] == [(key(n), 0, 24) for n in range(3)]
     arrived_s = [times.done_s - host_of_device_zero_s for times in received]
-    assert arrived_s == pytest.approx([7.0, 8.0], abs=0.05)
     posted_s = [times.posted_s - host_of_device_zero_s for times in received]
-    expected_s = [5.0, 5.0] if specification is FIXED else [20.0, 21.0]
-    assert posted_s == pytest.approx(expected_s, abs=0.05), "nothing is received before computation comes to the post"
+    if specification is FIXED:
+        assert arrived_s == pytest.approx([7.0, 7.0, 9.0], abs=0.05), "none before the one that was sent before it"
+        assert posted_s == pytest.approx([5.0] * 3, abs=0.05), "when computation came to the post"
+    else:
+        # Asked for when the second of them was waited for: headers tell no sizes before.
+        assert arrived_s == pytest.approx([21.0, 21.2, 23.0], abs=0.05)
+        assert posted_s == pytest.approx([21.0, 21.0, 22.0], abs=0.05)
     assert transport.take_times() == ([], []), "once"
+
+
+def test_a_backend_that_tells_no_times_is_not_asked_again(
+    distributed: RecordedDistributed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(work: Work) -> float:
+        raise RuntimeError("getDuration only works if timing was enabled")
+
+    monkeypatch.setattr(Work, "_get_duration", refuse)
+    clock = DeviceClock(MadeUpStreams(host_s=time.monotonic))
+    transport = StreamTransport(Group(PIPELINES[0], rank=2), 5.0, clock)  # type: ignore[arg-type]
+    transport.describe(FIXED)
+    for number in range(2):
+        transport.post_receive(key(number), 0)
+        transport.wait(key(number), time.monotonic() + 1.0)
+        clock.relate(clock.mark())
+        assert transport.take_times() == ((), ())
+    (said,) = caplog.messages
+    assert (
+        said == "stage 1: arrivals from other GPUs are not timed any more: getDuration only works if timing was enabled"
+    )
 
 
 def test_sends_are_timed_by_the_post(distributed: RecordedDistributed) -> None:
@@ -376,18 +412,6 @@ def test_events_are_made_once_and_used_again(distributed: RecordedDistributed) -
         assert streams.synchronized == waits + 2
         made.append(streams.events_made)
     assert made == [made[0]] * 3
-
-
-def test_where_waits_block_the_thread_nothing_waits_at_the_post(
-    distributed: RecordedDistributed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
-    clock = DeviceClock(MadeUpStreams(host_s=time.monotonic))
-    transport = StreamTransport(Group(PIPELINES[0], rank=2), 5.0, clock)  # type: ignore[arg-type]
-    transport.describe(FIXED)
-    transport.post_receive(key(0), 0)
-    assert distributed.transfers[-1][-1].waited == []
-    assert transport.take_times() == ((), ())
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
