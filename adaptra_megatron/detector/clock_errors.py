@@ -24,7 +24,8 @@ def clock_corrections(links: Mapping[LinkId, LinkSample], min_messages: int) -> 
         delays_s = (messages.arrived_s - messages.sent_s)[messages.arrived & messages.awaited]
         if len(delays_s) >= min_messages:
             pair = link.pipeline, link.source, link.target
-            impossible_s[pair] = max(impossible_s.get(pair, 0.0), -float(np.median(delays_s)))
+            middle = len(delays_s) // 2
+            impossible_s[pair] = max(impossible_s.get(pair, 0.0), -float(np.partition(delays_s, middle)[middle]))
     corrections: dict[HostPair, float] = {}
     for (pipeline, source, target), seconds in impossible_s.items():
         if seconds > 0.0:

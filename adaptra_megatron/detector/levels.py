@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import statistics
 from collections import deque
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from adaptra_megatron.detector.link_model import Array
 
@@ -32,6 +33,12 @@ def quantiles(ordered: Array, *fractions: float) -> list[float]:
     return found
 
 
+@functools.lru_cache(maxsize=64)
+def _kept(count: int) -> npt.NDArray[np.intp]:
+    """Which of so many values are."""
+    return np.linspace(0, count - 1, _KEPT_VALUES).round().astype(np.intp)
+
+
 class Batch:
     """The values of one iteration."""
 
@@ -43,7 +50,7 @@ class Batch:
         self.low, lower, self.median, upper, self.high = quantiles(values, 0.1, 0.25, 0.5, 0.75, 0.9)
         self.spread = upper - lower
         if self.count > _KEPT_VALUES:
-            values = values[np.linspace(0, self.count - 1, _KEPT_VALUES).round().astype(int)]
+            values = values[_kept(self.count)]
         self.values = values
 
 
@@ -95,20 +102,21 @@ class Window:
     def level(self) -> Level:
         """Of all iterations in the window, at least one."""
         if self._level is None:
-            medians = sorted(batch.median for batch in self._batches)
-            (value,) = quantiles(np.array(medians), 0.5)
+            medians = np.sort(np.array([batch.median for batch in self._batches]))
+            (value,) = quantiles(medians, 0.5)
             low, lower, upper, high = quantiles(np.sort(self._values(len(self))), 0.1, 0.25, 0.75, 0.9)
             scatter = 0.0
             if len(medians) >= _ENOUGH_ITERATIONS:
-                scatter = _SCALE * statistics.median(abs(median - value) for median in medians)
+                scatter = _SCALE * quantiles(np.sort(np.abs(medians - value)), 0.5)[0]
             until = self._batches[-1].iteration
             self._level = Level(value, low, high, upper - lower, scatter, len(medians), until)
         return self._level
 
     def latest_quantile(self, fraction: float, iterations: int) -> float:
         """Of the values of the latest iterations: the smallest that at least `fraction` of them do not exceed."""
-        values = np.sort(self._values(iterations))
-        return float(values[max(0, math.ceil(fraction * len(values)) - 1)])
+        values = self._values(iterations)
+        place = max(0, math.ceil(fraction * len(values)) - 1)
+        return float(np.partition(values, place)[place])
 
     def _values(self, iterations: int) -> Array:
         return np.concatenate([batch.values for batch in list(self._batches)[-iterations:]])

@@ -80,7 +80,9 @@ def fit_link(messages: Messages, known_seconds_per_byte: float | None) -> LinkFi
         matters = scores[0] > _NEGLIGIBLE * rate * float(np.median(messages.nbytes))
         if rate > 0.0 and matters and score <= TELLING * scores[0]:
             return LinkFit(_latencies(messages, np.array([rate]))[0], float(rate), identified=True)
-    fallback = np.array([0.0, known_seconds_per_byte or 0.0])
+    if not known_seconds_per_byte:
+        return LinkFit(_latencies(messages, np.zeros(1))[0], 0.0, identified=False)
+    fallback = np.array([0.0, known_seconds_per_byte])
     without, with_known = _scores(messages, fallback)
     # A known bandwidth that makes latencies disagree is no longer true.
     chosen = 1 if with_known <= 1.05 * without else 0

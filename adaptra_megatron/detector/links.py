@@ -12,7 +12,7 @@ from adaptra_megatron.detector.damping import FlapDamper
 from adaptra_megatron.detector.findings import Finding, LinkEstimate, State
 from adaptra_megatron.detector.levels import Batch
 from adaptra_megatron.detector.link_model import Array, LinkFit, Messages, fit_link, least_held
-from adaptra_megatron.detector.samples import LinkId, LinkSample
+from adaptra_megatron.detector.samples import LinkId, LinkSample, MessageColumns
 from adaptra_megatron.detector.series import Change, Series
 from adaptra_megatron.detector.settings import DetectorSettings
 
@@ -170,10 +170,13 @@ class LinkTracker:
 def _messages(sample: LinkSample, clock_correction_s: float) -> Messages | None:
     """Those that arrived, in the order in which they were sent; None if there are none."""
     given = sample.messages
-    order = np.lexsort((given.nbytes, given.sent_s))
-    order = order[given.arrived[order]]
-    if not len(order):
+    arrived = given.arrived
+    if not (arrived.all() and (given.sent_s[1:] > given.sent_s[:-1]).all()):
+        order = np.lexsort((given.nbytes, given.sent_s))
+        order = order[arrived[order]]
+        given = MessageColumns(*(column[order] for column in given))
+    if not len(given.sent_s):
         return None
-    start_s = np.fmax(given.sent_s, given.posted_s)[order]
-    arrived_s = given.arrived_s[order] - clock_correction_s
-    return Messages(given.nbytes[order], start_s, arrived_s, given.awaited[order] & least_held(start_s, arrived_s))
+    start_s = np.fmax(given.sent_s, given.posted_s)
+    arrived_s = given.arrived_s - clock_correction_s
+    return Messages(given.nbytes, start_s, arrived_s, given.awaited & least_held(start_s, arrived_s))

@@ -103,7 +103,7 @@ class LinkSample:
 class StageSample:
     """What one stage computed in an iteration."""
 
-    durations_s: Mapping[tuple[str, int], Sequence[float]] = field(default_factory=dict)
+    durations_s: Mapping[tuple[str, int], Sequence[float] | Array] = field(default_factory=dict)
     """By (kind, chunk), kinds "F", "B", "I" and "W": seconds without waiting, one value per action, or their median."""
     lost: str | None = None
     """Why the stage is known to be gone; None while it is not."""

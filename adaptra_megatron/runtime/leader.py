@@ -13,7 +13,8 @@ from adaptra_megatron.detector.findings import Estimates, Finding, State
 from adaptra_megatron.detector.samples import LinkId
 from adaptra_megatron.runtime.cost_estimates import InUse, estimate_costs, link_figures, paths_in_use
 from adaptra_megatron.runtime.decisions import Decision
-from adaptra_megatron.runtime.measurements import StageMeasurement, iteration_s, iteration_sample, mean_idle_share
+from adaptra_megatron.runtime.joining import iteration_sample
+from adaptra_megatron.runtime.measurements import StageMeasurement, iteration_s, mean_idle_share
 from adaptra_megatron.runtime.memory_caps import MeasuredCaps
 from adaptra_megatron.runtime.path_choice import Choice
 from adaptra_megatron.runtime.path_leader import PathLeader, PathPolicy, reasons

@@ -1,26 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks measured in an iteration, small enough to travel, and put together for the detector."""
+"""What a rank measured in an iteration, small enough to travel."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from adaptra_megatron.detector.samples import (
-    IterationSample,
-    LinkId,
-    LinkSample,
-    MessageColumns,
-    StageId,
-    StageSample,
-)
 from adaptra_megatron.runtime.memory import StageMemory
 from adaptra_megatron.telemetry.metrics import iteration_span_s
 from adaptra_megatron.telemetry.records import ActionRecord
@@ -42,7 +33,10 @@ MESSAGE = np.dtype(
 """One message at one of its ends, moments since the start of the rank's iteration: single precision is microseconds."""
 
 Messages = npt.NDArray[np.void]
-"""Of dtype MESSAGE."""
+"""Of dtype MESSAGE, in order of `message_order`."""
+
+_CODE_BITS = 45
+"""One for the direction, 16 for the chunk, and what micro-batches need at most."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,79 +136,6 @@ def iteration_s(measurements: Sequence[StageMeasurement]) -> float:
     return max(1e-6, max(measurement.span_s[1] for measurement in measurements) - start_s)
 
 
-def iteration_sample(measurements: Sequence[StageMeasurement]) -> IterationSample:
-    """One iteration of all ranks as the detector takes it in.
-
-    A message that was sent on a path and did not arrive by it counts as lost there, if its receiver was heard.
-    """
-    received: dict[LinkId, _Arrivals] = {}
-    for measurement in measurements:
-        for source, path, messages in _by_peer_and_path(measurement.received):
-            link = LinkId(measurement.pipeline, source, measurement.stage, path.value)
-            received[link] = _Arrivals(messages, measurement.span_s[0])
-    heard = {(measurement.pipeline, measurement.stage) for measurement in measurements}
-    links = {}
-    for measurement in measurements:
-        for target, path, messages in _by_peer_and_path(measurement.sent):
-            if (measurement.pipeline, target) in heard:
-                link = LinkId(measurement.pipeline, measurement.stage, target, path.value)
-                arrivals = received.get(link) or _Arrivals(messages[:0], 0.0)
-                links[link] = LinkSample(arrivals.of(messages, measurement.span_s[0], path))
-    _add_probes(links, measurements)
-    stages = {
-        StageId(measurement.pipeline, measurement.stage): StageSample(
-            {key: values.astype(np.float64) for key, values in measurement.durations_s.items()}
-        )
-        for measurement in measurements
-    }
-    disturbances = (measurement.disturbance for measurement in measurements)
-    disturbance = next((what for what in disturbances if what is not None), None)
-    return IterationSample(measurements[0].iteration, links, stages, disturbance)
-
-
-def _add_probes(links: dict[LinkId, LinkSample], measurements: Sequence[StageMeasurement]) -> None:
-    """What was told of paths by other means than their messages."""
-    offset_s = {(measurement.pipeline, measurement.stage): measurement.clock_offset_s for measurement in measurements}
-    for measurement in measurements:
-        pipeline, stage, own_offset_s = measurement.pipeline, measurement.stage, measurement.clock_offset_s
-        for probe in measurement.probes:
-            if (pipeline, probe.peer) in offset_s:
-                link = LinkId(pipeline, stage, probe.peer, probe.path.value)
-                arrived_s = probe.arrived_s + offset_s[pipeline, probe.peer]
-                columns = probe.nbytes, probe.sent_s + own_offset_s, arrived_s, np.nan
-                before = links.get(link, LinkSample())
-                message = MessageColumns(*(np.array([value], dtype=np.float64) for value in columns))
-                links[link] = replace(before, messages=before.messages.and_also(message))
-        for peer, path, cause in measurement.broken:
-            link = LinkId(pipeline, stage, peer, path.value)
-            links[link] = replace(links.get(link, LinkSample()), broken=cause)
-
-
-class _Arrivals:
-    """What came over one link by one path, in order of key."""
-
-    def __init__(self, messages: Messages, start_s: float) -> None:
-        codes = _codes(messages)
-        order = np.argsort(codes)
-        self._codes = codes[order]
-        self._posted_s = messages["posted_s"][order] + np.float64(start_s)
-        self._arrived_s = messages["done_s"][order] + np.float64(start_s)
-
-    def of(self, sent: Messages, start_s: float, path: Path) -> MessageColumns:
-        """The messages that were sent, each with its arrival."""
-        codes = _codes(sent)
-        arrived_s = np.full(len(codes), np.nan)
-        posted_s = arrived_s.copy()
-        if len(self._codes):
-            places = np.searchsorted(self._codes, codes)
-            places[places == len(self._codes)] = 0
-            arrived_s = np.where(self._codes[places] == codes, self._arrived_s[places], np.nan)
-            if path is Path.DEVICE:  # what comes by the host path is seen whether or not anybody has asked for it
-                posted_s = self._posted_s[places]
-        sent_s = sent["done_s"] + np.float64(start_s)
-        return MessageColumns(sent["nbytes"].astype(np.float64), sent_s, arrived_s, posted_s)
-
-
 def _messages(times: Sequence[MessageTimes], start_s: float) -> Messages:
     rows = [
         (
@@ -229,22 +150,13 @@ def _messages(times: Sequence[MessageTimes], start_s: float) -> Messages:
         )
         for entry in times
     ]
-    return np.array(rows, dtype=MESSAGE)
+    messages = np.array(rows, dtype=MESSAGE)
+    groups, codes = message_order(messages)
+    return messages[np.argsort(groups << _CODE_BITS | codes)]
 
 
-def _by_peer_and_path(messages: Messages) -> Iterator[tuple[int, Path, Messages]]:
-    if not len(messages):
-        return
+def message_order(messages: Messages) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """By what messages are ordered: their peer and path (2 * peer, and 1 for the host path), and then their key."""
     groups = messages["peer"].astype(np.int64) << 1 | messages["host"]
-    order = np.argsort(groups, kind="stable")
-    groups = groups[order]
-    begins = np.concatenate([[0], np.flatnonzero(np.diff(groups)) + 1, [len(groups)]])
-    for begin, end in pairwise(begins.tolist()):
-        group = int(groups[begin])
-        yield group >> 1, Path.HOST if group & 1 else Path.DEVICE, messages[order[begin:end]]
-
-
-def _codes(messages: Messages) -> npt.NDArray[np.int64]:
-    """Keys of one iteration and link as numbers."""
-    chunk, gradient = messages["chunk"].astype(np.int64), messages["gradient"].astype(np.int64)
-    return messages["micro_batch"].astype(np.int64) << 17 | chunk << 1 | gradient
+    chunk, gradient = messages["chunk"].astype(np.int64), messages["gradient"]
+    return groups, messages["micro_batch"].astype(np.int64) << 17 | chunk << 1 | gradient

@@ -15,12 +15,8 @@ from adaptra_megatron.detector.findings import Estimates
 from adaptra_megatron.detector.samples import LinkId, StageId
 from adaptra_megatron.detector.settings import DetectorSettings
 from adaptra_megatron.runtime.cost_estimates import InUse, estimate_costs, link_figures, paths_in_use
-from adaptra_megatron.runtime.measurements import (
-    StageMeasurement,
-    iteration_sample,
-    mean_idle_share,
-    stage_measurement,
-)
+from adaptra_megatron.runtime.joining import iteration_sample
+from adaptra_megatron.runtime.measurements import StageMeasurement, mean_idle_share, stage_measurement
 from adaptra_megatron.runtime.program import message_key
 from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.schedule.classic import one_f_one_b, stock_order
