@@ -81,6 +81,13 @@ def test_a_cap_has_room_for_one_activation(cap: float) -> None:
     AdaptraConfig(max_in_flight=1.5)
 
 
+@pytest.mark.parametrize("fraction", [0.0, -0.5, 1.001, math.nan])
+def test_no_more_memory_is_used_than_there_is(fraction: float) -> None:
+    with pytest.raises(ConfigError, match=f"--adaptra-memory-fraction is {fraction}; it must be above 0 and at most 1"):
+        AdaptraConfig(memory_fraction=fraction)
+    AdaptraConfig(memory_fraction=1.0)
+
+
 @pytest.mark.parametrize("timeout_s", [0, -1.0, math.inf, math.nan])
 def test_timeouts_are_positive_and_end(timeout_s: float) -> None:
     with pytest.raises(ConfigError, match=f"--adaptra-timeout-s is {timeout_s}; it must be above 0"):
