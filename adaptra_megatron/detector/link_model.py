@@ -81,7 +81,8 @@ def fit_link(messages: Messages, known_seconds_per_byte: float | None) -> LinkFi
         if rate > 0.0 and matters and score <= TELLING * scores[0]:
             return LinkFit(_latencies(messages, np.array([rate]))[0], float(rate), identified=True)
     if not known_seconds_per_byte:
-        return LinkFit(_latencies(messages, np.zeros(1))[0], 0.0, identified=False)
+        left_s = np.maximum.accumulate(messages.start_s)
+        return LinkFit((messages.arrived_s - left_s)[messages.telling], 0.0, identified=False)
     fallback = np.array([0.0, known_seconds_per_byte])
     without, with_known = _scores(messages, fallback)
     # A known bandwidth that makes latencies disagree is no longer true.
@@ -117,8 +118,11 @@ def _candidates(messages: Messages) -> Array:
     """Seconds per byte worth a look, ascending from 0: spacings of arrivals, and slopes over sizes."""
     nbytes, start_s, arrived_s = (column[messages.telling] for column in messages[:3])
     waited = (start_s[1:] < arrived_s[:-1]) & (nbytes[1:] > 0)
+    sizes_differ = bool(nbytes.max() > _SIZES_DIFFER * nbytes.min())
+    if not sizes_differ and not waited.any():
+        return np.zeros(1)
     rates = [(np.diff(arrived_s)[waited]) / nbytes[1:][waited]]
-    if nbytes.max() > _SIZES_DIFFER * nbytes.min():
+    if sizes_differ:
         # Theil-Sen: slopes between messages half the list apart, in order of size, so that their sizes do differ.
         order = np.argsort(nbytes, kind="stable")
         sizes, delays_s = nbytes[order], (arrived_s - start_s)[order]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -103,7 +103,7 @@ class LinkSample:
 class StageSample:
     """What one stage computed in an iteration."""
 
-    durations_s: Mapping[tuple[str, int], Sequence[float] | Array] = field(default_factory=dict)
+    durations_s: Mapping[tuple[str, int], Sequence[float] | npt.NDArray[np.floating[Any]]] = field(default_factory=dict)
     """By (kind, chunk), kinds "F", "B", "I" and "W": seconds without waiting, one value per action, or their median."""
     lost: str | None = None
     """Why the stage is known to be gone; None while it is not."""

@@ -42,9 +42,7 @@ def iteration_sample(measurements: Sequence[StageMeasurement]) -> IterationSampl
                 links[link] = LinkSample(_joined(end, received.get(link), path))
     _add_probes(links, measurements)
     stages = {
-        StageId(measurement.pipeline, measurement.stage): StageSample(
-            {key: values.astype(np.float64) for key, values in measurement.durations_s.items()}
-        )
+        StageId(measurement.pipeline, measurement.stage): StageSample(measurement.durations_s)
         for measurement in measurements
     }
     disturbances = (measurement.disturbance for measurement in measurements)
