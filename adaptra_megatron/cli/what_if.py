@@ -15,7 +15,7 @@ from adaptra_megatron.schedule.job_costs import JobCosts, LinkChange, Override
 from adaptra_megatron.schedule.job_json import replica_numbers
 
 _EXAMPLES = """\
-what if:
+examples:
   --slow-link 3-4:latency=60ms           the link between stages 3 and 4, both ways
   --slow-link 3to4:occupancy=5ms         one way; each message keeps it busy for 5 ms
   --slow-link 3-4:bandwidth=10Gbit/s     needs message_bytes in the costs

@@ -14,9 +14,11 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import forward_only, stock_order
-from adaptra_megatron.schedule.costs import Costs, costs_from_json, costs_to_json, uniform_costs
+from adaptra_megatron.schedule.costs import Costs, costs_to_json, uniform_costs
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.job_costs import worst_costs
+from adaptra_megatron.schedule.job_json import job_costs_from_json
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import peak_in_flight, simulate
 from adaptra_megatron.schedule.split import split_backward
@@ -361,7 +363,8 @@ def _read_text(flag: str, path: Path) -> str:
 def _read_costs(path: Path, layout: Layout) -> Costs:
     text = _read_text("--adaptra-costs", path)
     try:
-        costs = costs_from_json(json.loads(text))
+        # All replicas run one plan here: the one for the slowest of every stage and link.
+        costs = worst_costs(job_costs_from_json(json.loads(text)).groups)
     except ValueError as error:
         raise PlanMismatchError(f"--adaptra-costs {path}: {error}") from error
     if (costs.stages, costs.chunks) != (layout.stages, layout.chunks):
