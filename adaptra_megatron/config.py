@@ -235,7 +235,7 @@ def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         choices=PATHS,
         default="device",
         help="The path that activations and gradients take while it is healthy: torch.distributed (device), or the "
-        "host path. The other takes over when it fails.",
+        "host path. The other takes over when it fails, and, unless the plan is fixed, while it is much better.",
     )
     group.add_argument(
         "--adaptra-dispatch",

@@ -14,7 +14,15 @@ import pytest
 from support.made_up_runs import Iteration, write_events, write_run
 
 from adaptra_megatron.cli.main import main
-from adaptra_megatron.telemetry.events import Fault, IterationsTimed, LinkDetection, PathChanged, PlanMade, PlanSwitched
+from adaptra_megatron.telemetry.events import (
+    Fault,
+    IterationsTimed,
+    LinkDetection,
+    PathChanged,
+    PathChosen,
+    PlanMade,
+    PlanSwitched,
+)
 from adaptra_megatron.telemetry.report.wording import duration, percent
 from adaptra_megatron.telemetry.trace import trace_path
 from adaptra_megatron.telemetry.trace_requests import RequestBox
@@ -64,12 +72,24 @@ def run_directory(tmp_path: Path) -> Path:
         [
             (detection, 4),
             (PlanMade(number=1, adopted=True, reason="costs changed", predicted_s=24.0, current_predicted_s=30.0), 5),
+            (CHOICE, 5),
             (PlanSwitched(number=1, before=0, predicted_s=24.0, before_predicted_s=30.0), 6),
             (PathChanged(source=0, target=1, before="device", after="host", cause="stalled", failover=True), 7),
             (Fault(what="delegate restarted", detail="it was killed", stage=1), 8),
         ],
     )
     return directory
+
+
+CHOICE = PathChosen(
+    number=1, source=2, target=3, before="device", after="host", reason="the device path is slow", gain_s=0.058
+)
+
+
+def test_choices_of_paths_are_told_with_what_they_gain(run_directory: Path) -> None:
+    page = report(run_directory)
+    assert "Plan 1 sends link 2→3 over the host path instead of the device path: 58.0 ms a message less" in page
+    assert "the device path is slow" in page
 
 
 def report(directory: Path, *options: str) -> str:
