@@ -23,8 +23,10 @@ HEALED_WITHIN = 20
 """The same of a recovery: a link that keeps falling ill is believed ever later."""
 
 
-PATH_SHOWS = 8
-"""Iterations within which messages by a path that was just chosen show what they cost there."""
+TOLD_PRECISELY_WITHIN = 8
+"""Iterations after a change within which estimates of the link still become more precise."""
+SAVES_MEMORY = "activations instead of"
+"""A plan that is as fast and holds much less is reason enough for itself."""
 DEVICE, HOST = "device", "host"
 
 
@@ -64,10 +66,10 @@ def check_story(story: LinkStory, events: Sequence[StampedEvent], busy: Collecti
 
 
 def unexplained_switches(events: Sequence[StampedEvent]) -> list[str]:
-    """Switches of plans, after the first ones, whose reason is no finding of the log, nor what one led to.
+    """Switches of plans, after the first ones, whose reason is no finding of the log, nor what followed from one.
 
-    A plan may follow a finding, or a link's change of path, which has findings for reasons itself and lets costs show
-    that were not known before.
+    A plan may follow a finding, or a link's change of path, which has findings for reasons itself. For some iterations
+    after either, messages tell more precisely what the link costs, which may be worth another plan.
     """
     findings = [entry.event for entry in events if isinstance(entry.event, (LinkDetection, StageDetection))]
     problems = []
@@ -75,11 +77,12 @@ def unexplained_switches(events: Sequence[StampedEvent]) -> list[str]:
         if not isinstance(entry.event, PlanSwitched) or entry.stamp.iteration < FIRST_TURN:
             continue
         reasons = _reasons(events, entry.event.number)
-        paths = [f"link {e.event.source}->{e.event.target}" for e in _paths_chosen_before(events, entry)]
+        causes = [finding.reason for finding in findings]
+        causes += [*_links_in_question(events, entry.stamp.iteration), SAVES_MEMORY]
         what = f"iteration {entry.stamp.iteration}: switch to plan {entry.event.number}"
         if not reasons:
             problems.append(f"{what}, which nobody made")
-        elif not any(cause in reason for reason in reasons for cause in [*(f.reason for f in findings), *paths]):
+        elif not any(cause in reason for reason in reasons for cause in causes):
             problems.append(f"{what} names no finding: {'; '.join(reasons)}")
     return problems
 
@@ -91,9 +94,14 @@ def _reasons(events: Iterable[StampedEvent], number: int) -> list[str]:
     return [*orders, *(f"link {choice.source}->{choice.target}: {choice.reason}" for choice in chosen)]
 
 
-def _paths_chosen_before(events: Iterable[StampedEvent], switch: StampedEvent) -> list[Any]:
-    latest = switch.stamp.iteration
-    return [e for e in events if isinstance(e.event, PathChosen) and 0 <= latest - e.stamp.iteration <= PATH_SHOWS]
+def _links_in_question(events: Iterable[StampedEvent], iteration: int) -> set[str]:
+    """Those of which something was found, or which took another path, in the iterations before."""
+    return {
+        f"link {entry.event.source}->{entry.event.target}"
+        for entry in events
+        if isinstance(entry.event, (LinkDetection, PathChosen))
+        and 0 <= iteration - entry.stamp.iteration <= TOLD_PRECISELY_WITHIN
+    }
 
 
 def check_agreement(plans: Sequence[Sequence[Sequence[Any]]], events: Sequence[StampedEvent]) -> list[str]:

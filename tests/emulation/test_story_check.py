@@ -116,6 +116,18 @@ def test_plans_that_change_paths_are_explained_by_the_choice() -> None:
     assert problem.startswith("iteration 54: switch to plan 5 names no finding")
 
 
+def test_a_plan_may_follow_a_link_that_is_known_more_precisely() -> None:
+    def refined(iteration: int) -> list[StampedEvent]:
+        return [
+            *LOG,
+            at(iteration, plan(4, "latency of link 1->2: 58.0 ms instead of 60.0 ms")),
+            at(iteration, switch(4)),
+        ]
+
+    assert check_story(STORY, refined(27)) == []
+    assert len(check_story(STORY, refined(33))) == 1
+
+
 def test_the_host_path_may_be_found_to_be_slow_later_if_it_was() -> None:
     spell = replace(STORY.spells[0], paths=frozenset(Path))
     story, later = replace(STORY, spells=(spell,)), at(15, replace(link(14, "slow"), path="host"))

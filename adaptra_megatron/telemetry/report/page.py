@@ -21,6 +21,7 @@ from adaptra_megatron.telemetry.events import (
     RunStarted,
     StageDetection,
     Stamp,
+    StampedEvent,
 )
 from adaptra_megatron.telemetry.report.charts import Mark, iteration_chart
 from adaptra_megatron.telemetry.report.findings import SLOW_SHARE, PartFinding, Use, find, saved_seconds
@@ -189,12 +190,7 @@ def _events_section(run: RunRecord, findings: Sequence[PartFinding], marks: Sequ
     numbers = iter(marks)
     effects = _effects(findings)
     rows = []
-    ends = (RunStarted, RunEnded)
-    told = [
-        found
-        for found in run.events
-        if not isinstance(found.event, IterationsTimed) and (not isinstance(found.event, ends) or found.stamp.rank == 0)
-    ]
+    told = [found for found in run.events if _worth_a_row(found)]
     for found in told:
         mark = next(numbers) if _tone(found.event) is not None else None
         badge = f'<span class="badge {mark.tone}">{mark.number}</span>' if mark is not None else ""
@@ -204,12 +200,26 @@ def _events_section(run: RunRecord, findings: Sequence[PartFinding], marks: Sequ
         rows.append(
             f'<tr><td>{badge}</td><td class="number">{iteration}</td>'
             f'<td class="number">{_clock(found.stamp.monotonic_s - start_s)}</td>'
-            f'<td>{escape(what)}</td><td>{escape(why)}</td><td class="number">{escape(effect)}</td></tr>'
+            f'<td class="what">{escape(what)}</td><td>{escape(why)}</td><td class="number">{escape(effect)}</td></tr>'
         )
-    left_out = len(rows) - MOST_EVENTS
-    note = f'<p class="note">The first {MOST_EVENTS}; {left_out} more are in the log.</p>' if left_out > 0 else ""
+    notes = []
+    if (left_out := len(rows) - MOST_EVENTS) > 0:
+        notes.append(f"The first {MOST_EVENTS}; {left_out} more are in the log.")
+    if kept := sum(isinstance(found.event, PlanMade) and not _worth_a_row(found) for found in run.events):
+        notes.append(f"{kept} times costs had moved a little, and no other plan was worth a switch.")
+    note = f'<p class="note">{" ".join(notes)}</p>' if notes else ""
     headings = ("", "#iteration", "#time", "what", "why", "#an iteration took")
     return f"<section><h2>What happened</h2>{table(headings, rows[:MOST_EVENTS])}{note}</section>"
+
+
+def _worth_a_row(found: StampedEvent) -> bool:
+    """Whether an event is news: a plan that was not adopted is only where something had been found."""
+    event = found.event
+    if isinstance(event, PlanMade):
+        return event.adopted or "since iteration" in event.reason
+    if isinstance(event, (RunStarted, RunEnded)):
+        return found.stamp.rank == 0
+    return not isinstance(event, IterationsTimed)
 
 
 def _effects(findings: Sequence[PartFinding]) -> dict[Stamp, str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import median
@@ -29,6 +30,8 @@ from adaptra_megatron.telemetry.waiting import Cause, CauseKind
 WORTH_SAYING = 0.03
 """Share of an iteration's time below which a difference is no news."""
 MOST_SENTENCES = 8
+_SINCE = re.compile(r"^((?:link|stage) .*since iteration \d+),.*")
+"""What was found, and in what words why."""
 
 
 def duration(seconds: float) -> str:
@@ -109,10 +112,10 @@ def headline(findings: Sequence[PartFinding]) -> str:
     last = findings[-1]
     settled = [finding for finding in findings if finding is _settled(findings) or finding.part.first > 0]
     worst = max(settled, key=lambda finding: finding.seconds)
-    before = [finding for finding in settled if finding.part.first < worst.part.first]
-    if not before or worst.seconds <= (1.0 + WORTH_SAYING) * before[-1].seconds:
+    before_s = [finding.seconds for finding in settled if finding.part.first < worst.part.first]
+    if not before_s or worst.seconds <= (1.0 + WORTH_SAYING) * min(before_s):
         return f"Steady: {duration(last.seconds)} an iteration"
-    slowed = f"Slowed from {duration(before[-1].seconds)} to {duration(worst.seconds)} an iteration"
+    slowed = f"Slowed from {duration(min(before_s))} to {duration(worst.seconds)} an iteration"
     return slowed if last is worst else f"{slowed}; at the end {duration(last.seconds)}"
 
 
@@ -183,19 +186,21 @@ def _change(before: PartFinding, after: PartFinding, best_s: float, matters: set
 
 
 def _changed_links(before: PartFinding, after: PartFinding, matters: set[Link]) -> str:
-    """ "messages of links 3→4 and 4→3 took 81 ms instead of 0.7 ms", if there are such links."""
-    changed = []
-    for link, found in after.links.items():
-        earlier = before.links.get(link)
-        pair = min(link), max(link)
-        if earlier is not None and pair in matters and found.slow is not earlier.slow:
-            changed.append((link, found.median_s, earlier.median_s))
-    if not changed:
-        return _said_of_links(after)
-    names = link_names(link for link, _now_s, _before_s in changed)
-    now_s = max(now_s for _link, now_s, _before_s in changed)
-    before_s = max(before_s for _link, _now_s, before_s in changed)
-    return f"messages of {names} took {duration(now_s)} instead of {duration(before_s)}"
+    """ "messages of links 3→4 and 4→3 took 81 ms instead of 0.7 ms", if there are such; first those that slowed."""
+    phrases: list[str] = []
+    for slow in (True, False):
+        changed = {
+            link: (found.median_s, before.links[link].median_s)
+            for link, found in after.links.items()
+            if link in before.links
+            and (min(link), max(link)) in matters
+            and (found.slow, before.links[link].slow) == (slow, not slow)
+        }
+        if changed:
+            now_s, before_s = (max(column) for column in zip(*changed.values(), strict=True))
+            text = f"{link_names(changed)} took {duration(now_s)} instead of {duration(before_s)}"
+            phrases.append(f"{'those' if phrases else 'messages'} of {text}")
+    return ", ".join(phrases) if phrases else _said_of_links(after)
 
 
 def _said_of_links(after: PartFinding) -> str:
@@ -232,11 +237,11 @@ def _where_time_goes(finding: PartFinding, when: str, matters: set[Link]) -> str
 def event_text(event: Event) -> tuple[str, str]:
     """What happened, and why."""
     if isinstance(event, LinkDetection):
-        return f"Link {event.source}→{event.target} is {event.after} (was {event.before})", event.reason
+        return f"Link {event.source}→{event.target} is {_state(event)}", event.reason
     if isinstance(event, StageDetection):
-        return f"Stage {event.stage} is {event.after} (was {event.before})", event.reason
+        return f"Stage {event.stage} is {_state(event)}", event.reason
     if isinstance(event, PlanMade):
-        return _plan_text(event), event.reason
+        return _plan_text(event), _short(event.reason)
     if isinstance(event, PathChosen):
         gain_s = event.gain_s or 0.0
         gain = f": {duration(gain_s)} a message less, as predicted" if gain_s > 0.0 else ""
@@ -264,6 +269,16 @@ def event_text(event: Event) -> tuple[str, str]:
         return "The run ended", event.reason
     assert isinstance(event, RunStarted)
     return "The run started", event.host
+
+
+def _state(event: LinkDetection | StageDetection) -> str:
+    return f"{event.after} (was {event.before})" if event.after != event.before else f"still {event.after}, but changed"
+
+
+def _short(reason: str) -> str:
+    """Without the numbers behind findings, which stand beside the findings themselves."""
+    parts = [part for part in reason.split("; ") if not part.startswith(("told by", "the link carries"))]
+    return "; ".join(_SINCE.sub(r"\1", part) for part in parts)
 
 
 def _plan_name(number: int) -> str:
