@@ -53,7 +53,8 @@ def test_a_link_whose_device_path_is_slow_takes_the_host_path_until_it_heals(
         assert "the device path is slow" in event.reason
         assert event.gain_s > 0.5 * LATENCY_MS / 1e3
     for event in back:
-        assert HEALED + DELAY <= switched[event.number] <= HEALED + DELAY + 2
+        # One more than it takes, and two for probes of less than a millisecond on a machine that does other things.
+        assert HEALED + DELAY <= switched[event.number] <= HEALED + DELAY + 4
         assert "the device path is healthy" in event.reason
     seconds = ours.pipeline_seconds
     healthy, struck = median(seconds[4:ONSET]), median(seconds[ONSET : ONSET + DELAY])
