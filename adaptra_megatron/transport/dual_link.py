@@ -30,7 +30,7 @@ from adaptra_megatron.transport.note_mail import OVERDUE_S, NoteMail
 from adaptra_megatron.transport.notes import FromSender, HostProbed, Note, Open, Received, decode_note
 from adaptra_megatron.transport.outlet import Outlet, OutletEffects, Posted
 from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings, ProbeTimes
-from adaptra_megatron.transport.probes import Burst
+from adaptra_megatron.transport.probes import HostProber
 from adaptra_megatron.transport.tagged_json import packed
 
 logger = logging.getLogger("adaptra_megatron.transport.dual_link")
@@ -67,9 +67,8 @@ class DualLink(HostLink):
         self._fetch_wanted = False
         self._told_ended = {True: False, False: False}
         self._usual_nbytes = 0
-        self._host_burst: tuple[Burst, Computed] | None = None
-        self._host_probes = 0
         self._measured: list[ProbeTimes] = []
+        self._host_probes = HostProber(peer, paths.measuring_probes, self._send_host_probe)
         limits = {"meeting_s": paths.probe_limit_s, "timeout_s": settings.timeout_s}
         self._device = DevicePath(make_group, self, **limits)
         super().__init__(stage, peer, settings, device, bell)
@@ -92,11 +91,9 @@ class DualLink(HostLink):
         with self._lock:
             if self._outlet.path is Path.HOST:
                 self._outlet.measure(self._usual_nbytes)
-            elif self._host_burst is None and self._session is not None:
+            elif not self._host_probes.under_way and self._session is not None:
                 nothing = torch.empty(self._usual_nbytes, dtype=torch.uint8, device=self._copies.device)
-                burst = Burst(Path.HOST, self._usual_nbytes, self._paths.measuring_probes)
-                self._host_burst = burst, self._copies.computed(nothing)
-                self._send_host_probe(time.monotonic())
+                self._host_probes.begin(self._copies.computed(nothing), time.monotonic())
             work = self._due_here()
         self._do(work)
 
@@ -169,7 +166,7 @@ class DualLink(HostLink):
         super().connected(outbound, inbound)
         with self._lock:
             self._inlet.confirm_again()
-            self._host_burst = None  # what was under way tells how long the link was down
+            self._host_probes.drop()  # what was under way tells how long the link was down
             self._settle_effects()
             self._to_keep.notify()
 
@@ -196,7 +193,7 @@ class DualLink(HostLink):
             if isinstance(note, FromSender):
                 self._inlet.heard(note, now_s)
             elif isinstance(note, HostProbed):
-                self._host_probed(note, now_s)
+                self._measured += self._host_probes.answered(note.number, note.arrived_s, now_s)
             elif isinstance(note, Received):
                 self._confirmed(note.session, note.count)
             else:
@@ -207,30 +204,12 @@ class DualLink(HostLink):
     def _probed(self, number: int, arrived_s: float) -> None:
         self._say(HostProbed(number, arrived_s), time.monotonic())
 
-    def _host_probed(self, note: HostProbed, now_s: float) -> None:
-        if self._host_burst is None:
-            return
-        burst = self._host_burst[0]
-        if not burst.answered(note.number, note.arrived_s):
-            return
-        if burst.over:
-            self._measured += burst.times(self._peer)
-            self._host_burst = None
-        else:
-            self._send_host_probe(now_s)
-
-    def _send_host_probe(self, now_s: float) -> None:
-        """The next one of the burst. The caller holds the lock."""
-        assert self._host_burst is not None
-        burst, nothing = self._host_burst
+    def _send_host_probe(self, nothing: Computed, number: int, now_s: float) -> None:
+        """The caller holds the lock."""
         try:
-            payload = self._copies.stage(nothing)
+            self._enqueue(None, self._copies.stage(nothing), number, now_s, probe=True)
         except TransportError as cause:
             self._health.fail(str(cause))
-            return
-        burst.sent(self._host_probes, now_s)
-        self._enqueue(None, payload, self._host_probes, now_s, probe=True)
-        self._host_probes += 1
 
     def _all_sent(self) -> bool:
         return not len(self._outbox) and not self._outlet.retained
