@@ -300,12 +300,23 @@ def _ms(*seconds: float) -> str:
 
 
 SECTIONS = {"changes": changes, "bandwidth": bandwidth, "healthy": healthy, "observe": observe}
+HEAD = """\
+# The closed loop, measured
+
+Real processes on two cores, over gloo, compute emulated: `python benchmarks/closed_loop.py`.
+"""
+TITLES = {
+    "changes": "A link turns slow, and heals",
+    "bandwidth": "A link loses nine tenths of its bandwidth, one way",
+    "healthy": "What it costs while links are healthy",
+    "observe": "What observing costs",
+}
 
 
-def replaced(text: str, name: str, section: str) -> str:
-    """`text` of a result file with the section `name` replaced, or added at the end."""
-    whole = f"## {name}\n\n{section}\n"
-    pattern = re.compile(rf"^## {name}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+def replaced(text: str, title: str, section: str) -> str:
+    """`text` of a result file with the section of that title replaced, or added at the end."""
+    whole = f"## {title}\n\n{section}\n"
+    pattern = re.compile(rf"^## {re.escape(title)}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
     if pattern.search(text):
         return pattern.sub(lambda _: f"{whole}\n", text).rstrip() + "\n"
     return f"{text.rstrip()}\n\n{whole}".lstrip()
@@ -320,10 +331,10 @@ def main() -> None:
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as directory, ForkServer() as server:
             section = SECTIONS[name](server, Path(directory))
-        print(f"## {name} [{time.monotonic() - started:.0f} s]\n\n{section}\n", flush=True)
+        print(f"## {TITLES[name]} [{time.monotonic() - started:.0f} s]\n\n{section}\n", flush=True)
         if arguments.output is not None:
-            text = arguments.output.read_text() if arguments.output.exists() else "# The closed loop\n"
-            arguments.output.write_text(replaced(text, name, section))
+            text = arguments.output.read_text() if arguments.output.exists() else HEAD
+            arguments.output.write_text(replaced(text, TITLES[name], section))
 
 
 if __name__ == "__main__":

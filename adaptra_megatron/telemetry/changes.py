@@ -130,7 +130,7 @@ class PathWatch:
             elif now.path == before.path:
                 cause = f"{now.switches - before.switches} changes since the iteration before"
             else:
-                cause = "the path is healthy again, or preferred from now on"
+                cause = "no failure: a plan chose it, or it is preferred and healthy again"
             found.append(
                 PathChanged(
                     source=self._stage, target=peer, before=before.path, after=now.path, cause=cause, failover=failover

@@ -30,8 +30,10 @@ from adaptra_megatron.telemetry.waiting import Cause, CauseKind
 WORTH_SAYING = 0.03
 """Share of an iteration's time below which a difference is no news."""
 MOST_SENTENCES = 8
-_SINCE = re.compile(r"^((?:link|stage) .*since iteration \d+),.*")
-"""What was found, and in what words why."""
+_WHAT = re.compile(r"^((?:link|stage) .*since iteration \d+|link .* takes the \w+ path)\b.*")
+"""Of a reason: what was found or chosen, and in what words why."""
+_BEHIND = ("told by", "the link carries", "a message costs")
+"""How further parts of such a reason begin."""
 
 
 def duration(seconds: float) -> str:
@@ -206,10 +208,10 @@ def _changed_links(before: PartFinding, after: PartFinding, matters: set[Link]) 
 def _said_of_links(after: PartFinding) -> str:
     """ "links 3→4 and 4→3 were slow", in the detector's words, where no trace says more."""
     said = [found.event for found in after.part.beginning if isinstance(found.event, LinkDetection)]
-    states = {event.after for event in said}
+    states = {(event.source, event.target): event.after for event in said}  # the last word on each
     parts = []
-    for state in sorted(states):
-        links = {(event.source, event.target) for event in said if event.after == state}
+    for state in sorted(set(states.values())):
+        links = {link for link, said_of_it in states.items() if said_of_it == state}
         parts.append(f"{link_names(links)} {'was' if len(links) == 1 else 'were'} {state}")
     return listed(parts) if parts else ""
 
@@ -237,7 +239,8 @@ def _where_time_goes(finding: PartFinding, when: str, matters: set[Link]) -> str
 def event_text(event: Event) -> tuple[str, str]:
     """What happened, and why."""
     if isinstance(event, LinkDetection):
-        return f"Link {event.source}→{event.target} is {_state(event)}", event.reason
+        path = ", host path," if event.path == "host" else ""
+        return f"Link {event.source}→{event.target}{path} is {_state(event)}", event.reason
     if isinstance(event, StageDetection):
         return f"Stage {event.stage} is {_state(event)}", event.reason
     if isinstance(event, PlanMade):
@@ -277,8 +280,8 @@ def _state(event: LinkDetection | StageDetection) -> str:
 
 def _short(reason: str) -> str:
     """Without the numbers behind findings, which stand beside the findings themselves."""
-    parts = [part for part in reason.split("; ") if not part.startswith(("told by", "the link carries"))]
-    return "; ".join(_SINCE.sub(r"\1", part) for part in parts)
+    parts = [part for part in reason.split("; ") if not part.startswith(_BEHIND)]
+    return "; ".join(_WHAT.sub(r"\1", part) for part in parts)
 
 
 def _plan_name(number: int) -> str:
