@@ -107,6 +107,8 @@ class DualLink(HostLink):
         """For reports and tests."""
         with self._lock:
             by_path = self._outlet.by_path
+            down_since_s = self._health.down_since_s
+            down = down_since_s is not None and time.monotonic() - down_since_s > self._paths.host_patience_s
             return PathCounters(
                 path=self._outlet.path,
                 sent_by_device=by_path[Path.DEVICE],
@@ -114,7 +116,7 @@ class DualLink(HostLink):
                 switches=self._outlet.switches,
                 sessions_lost=self._outlet.failures + self._inlet.deaths,
                 device_down=self._outlet.given_up,
-                host_down=None if self._health.down_since_s is None else self._health.cause,
+                host_down=self._health.cause if down else None,
             )
 
     def post_send(self, key: MessageKey, tensor: torch.Tensor) -> MessageTimes:

@@ -68,7 +68,7 @@ class PathCounters:
     """Why what this stage sends cannot take the device path, once that has been given up; None while it can, or has
     not come up yet for the first time."""
     host_down: str | None = None
-    """Why it cannot take the host path at present."""
+    """Why it cannot take the host path, once that has been down for longer than anybody waits for it."""
 
 
 class ProbeTimes(NamedTuple):
