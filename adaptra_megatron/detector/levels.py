@@ -99,10 +99,15 @@ class Window:
         self._batches.append(batch)
         self._level = None
 
+    @property
+    def value(self) -> float:
+        """That of the level, without the rest of it: of most iterations nobody asks for more."""
+        return self._level.value if self._level is not None else quantiles(self._medians(), 0.5)[0]
+
     def level(self) -> Level:
         """Of all iterations in the window, at least one."""
         if self._level is None:
-            medians = np.sort(np.array([batch.median for batch in self._batches]))
+            medians = self._medians()
             (value,) = quantiles(medians, 0.5)
             low, lower, upper, high = quantiles(np.sort(self._values(len(self))), 0.1, 0.25, 0.75, 0.9)
             scatter = 0.0
@@ -117,6 +122,9 @@ class Window:
         values = self._values(iterations)
         place = max(0, math.ceil(fraction * len(values)) - 1)
         return float(np.partition(values, place)[place])
+
+    def _medians(self) -> Array:
+        return np.sort(np.array([batch.median for batch in self._batches]))
 
     def _values(self, iterations: int) -> Array:
         return np.concatenate([batch.values for batch in list(self._batches)[-iterations:]])

@@ -102,7 +102,10 @@ class Series:
         self._recent.clear()
 
     def _judge(self, batch: Batch, action_s: float) -> _Verdict:
-        changes, level = self._changes, self.window.level()
+        changes, value_s = self._changes, self.window.value
+        if self.state is State.HEALTHY and abs(batch.median - value_s) < changes.material_s(value_s, action_s):
+            return _SAME
+        level = self.window.level()
         margin_s = max(changes.material_s(level.value, action_s), changes.sigmas * level.noise(batch.count))
         shift_s = batch.median - level.value
         if self.state is State.SLOW and batch.median <= self._healthy_limit(batch, action_s):
@@ -181,6 +184,10 @@ class Series:
         """A level that rises too slowly for any iteration to stand out is held against the lowest there was."""
         if self.state is not State.HEALTHY or len(self.window) < self._settings.baseline_iterations // 2:
             return None
+        if self._lowest is not None:
+            rise_s = self.window.value - self._lowest.value
+            if 0.0 <= rise_s <= 2.0 * self._changes.material_s(self._lowest.value, action_s):
+                return None
         level = self.window.level()
         if self._lowest is None or level.value < self._lowest.value:
             self._lowest = level
