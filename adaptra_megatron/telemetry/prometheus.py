@@ -97,6 +97,18 @@ class PrometheusEndpoint:
         yield gauge("adaptra_link_bandwidth_bytes_per_second", "Estimated bandwidth.", known, ("from", "to"))
         states: _Values = {(*pair, link.state): 1.0 for pair, link in ends.items()}
         yield gauge("adaptra_link_state", "1 for the state a link is in.", states, ("from", "to", "state"))
+        yield from self._memory(job)
+
+    def _memory(self, job: JobFigures) -> Iterator[Metric]:
+        """Of stages where it is measured."""
+        figures = (
+            ("adaptra_activation_bytes", "What one activation takes.", "activation_nbytes"),
+            ("adaptra_free_bytes", "Left when the stage held most.", "free_nbytes"),
+            ("adaptra_activation_cap", "Activations a stage may hold.", "cap"),
+        )
+        for name, help_text, field in figures:
+            values: _Values = {(str(stage),): getattr(memory, field) for stage, memory in sorted(job.memory.items())}
+            yield self._gauge(name, help_text, values, ("of_stage",))
 
     def _gauge(self, name: str, help_text: str, values: _Values, labels: tuple[str, ...] = ()) -> Metric:
         from prometheus_client.core import GaugeMetricFamily

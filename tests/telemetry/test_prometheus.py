@@ -8,12 +8,16 @@ from collections.abc import Iterator
 import pytest
 
 from adaptra_megatron.telemetry.prometheus import PrometheusEndpoint, PrometheusError
-from adaptra_megatron.telemetry.scalars import JobFigures, LinkFigures, RankFigures
+from adaptra_megatron.telemetry.scalars import JobFigures, LinkFigures, MemoryFigures, RankFigures
 
 RANK = RankFigures(
     iteration_s=1.5, peak_in_flight=6.0, plan_number=2, messages_by_path={"device": 90, "host": 6}, failovers=1
 )
-JOB = JobFigures(bubble_fraction=0.25, links={(3, 4): LinkFigures(latency_s=0.08, bandwidth_bytes_s=2e9, state="slow")})
+JOB = JobFigures(
+    bubble_fraction=0.25,
+    links={(3, 4): LinkFigures(latency_s=0.08, bandwidth_bytes_s=2e9, state="slow")},
+    memory={3: MemoryFigures(activation_nbytes=7.0, free_nbytes=50.0, cap=6.0)},
+)
 
 
 @pytest.fixture
@@ -52,6 +56,9 @@ def test_what_is_shown_is_served(endpoint: PrometheusEndpoint) -> None:
         "adaptra_link_latency_seconds from=3 rank=5 to=4": 0.08,
         "adaptra_link_bandwidth_bytes_per_second from=3 rank=5 to=4": 2e9,
         "adaptra_link_state from=3 rank=5 state=slow to=4": 1,
+        "adaptra_activation_bytes of_stage=3 rank=5": 7,
+        "adaptra_free_bytes of_stage=3 rank=5": 50,
+        "adaptra_activation_cap of_stage=3 rank=5": 6,
     }
     endpoint.show(11, RANK)
     assert fetched(endpoint)["adaptra_iterations_total rank=5"] == 11
