@@ -39,8 +39,6 @@ class JobPlan:
     schedule: Schedule
     simulation: JobSimulation
     lower_bound: LowerBound
-    made_for: tuple[ReplicaGroup, ...]
-    """The replicas whose slowest stages and links the schedule was planned for."""
 
     @property
     def gap(self) -> float:
@@ -64,7 +62,7 @@ def plan_job(
     bound = job_bound(job, progress=progress)
     schedule = plan(worst_costs(job.groups), deadline_s=0.5 * total_s, split=split).schedule
     simulation = simulate_job(schedule, job, progress=progress)
-    best = JobPlan(schedule=schedule, simulation=simulation, lower_bound=bound, made_for=job.groups)
+    best = JobPlan(schedule=schedule, simulation=simulation, lower_bound=bound)
     chosen: tuple[ReplicaGroup, ...] = (hardest_first(job)[0],)
     variants = 0
     for number in range(_OTHERS):
@@ -79,7 +77,7 @@ def plan_job(
         behind = _behind(schedule, best)
         if behind is None:
             simulation = simulate_job(schedule, job, progress=progress)
-            best = JobPlan(schedule=schedule, simulation=simulation, lower_bound=bound, made_for=chosen)
+            best = JobPlan(schedule=schedule, simulation=simulation, lower_bound=bound)
             behind = job.groups[simulation.slowest]
         if chosen != job.groups:
             chosen = job.groups if behind in chosen or len(chosen) == _FEW else (*chosen, behind)
@@ -97,4 +95,4 @@ def _behind(schedule: Schedule, best: JobPlan) -> ReplicaGroup | None:
 def _plan_for_equals(job: JobCosts, deadline_s: float | None, split: bool, progress: Progress | None) -> JobPlan:
     schedule = plan(job.groups[0].costs, deadline_s=deadline_s, split=split, progress=progress).schedule
     simulation = simulate_job(schedule, job)
-    return JobPlan(schedule=schedule, simulation=simulation, lower_bound=job_bound(job), made_for=job.groups)
+    return JobPlan(schedule=schedule, simulation=simulation, lower_bound=job_bound(job))
