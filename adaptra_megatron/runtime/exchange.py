@@ -22,14 +22,13 @@ from typing import Any
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from adaptra_megatron.runtime.decision_writer import DELAY, DecisionWriter
 from adaptra_megatron.runtime.decisions import Decision
 from adaptra_megatron.runtime.measurements import StageMeasurement
 from adaptra_megatron.runtime.membership import Membership, exchange_error
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 
-DELAY = 2
-"""Iterations from a measurement to the first iteration that its decision can change."""
 _LOOK_UP_S = 1.0
 """How often the leader's thread looks whether it is to end, while ranks take their time."""
 _MISSED_S = 30.0
@@ -74,12 +73,13 @@ class PlanExchange:
 
     def decision(self, iteration: int) -> Decision:
         """What `iteration` (from DELAY on) runs: the same on every rank. To be asked for in ascending order."""
+        assert iteration >= DELAY, "nothing has been measured that the first iterations could follow from"
         found = self.early_decision(iteration) if self._leader is None else None
         if found is not None:
             return found
         try:
             if self._leader is not None:
-                return self._leader.needed(iteration)
+                return self._leader.decisions.needed(iteration)
             self._known = iteration, _unpack(self._store.get(_key(iteration)))
             return self._known[1]
         except RuntimeError as cause:
@@ -89,7 +89,7 @@ class PlanExchange:
     def early_decision(self, iteration: int) -> Decision | None:
         """The same if it has been made already; never waits. None, too, while the store does not answer."""
         if self._leader is not None:
-            return self._leader.published(iteration)
+            return self._leader.decisions.published(iteration)
         if self._known is None or self._known[0] != iteration:
             try:
                 if not self._store.check([_key(iteration)]):
@@ -126,7 +126,7 @@ class PlanExchange:
 
 
 class _Leader:
-    """Collects, has `decide` called, and writes decisions: three threads' work, the third being the training's."""
+    """Collects measurements and has `decide` called, in a thread each; decisions are written by whoever comes first."""
 
     def __init__(self, membership: Membership, decide: Decide, collecting: Any, writing: Any) -> None:
         """`collecting`, `writing`: clients of the store, of which one waits and the other never does."""
@@ -134,32 +134,13 @@ class _Leader:
         self._collecting, self._writing = collecting, writing
         self._closed = threading.Event()
         self._rounds: queue.SimpleQueue[tuple[int, Round] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        """Held for a decision to be written: by whoever comes first."""
-        self._next = DELAY
-        """The first iteration that nothing has been written for."""
-        self._latest = Decision(0, None)
-        self._waiting: Decision | None = None
-        """Made, but too late for any iteration so far."""
-        self._recent: dict[int, Decision] = {}
+        self.decisions = DecisionWriter(self._write)
         self._threads = [
             threading.Thread(target=work, name=f"adaptra-{work.__name__.strip('_')}", daemon=True)
             for work in (self._collect, self._plan)
         ]
         for thread in self._threads:
             thread.start()
-
-    def needed(self, iteration: int) -> Decision:
-        """The training is about to run `iteration`: what is not decided by now comes later. Raises RuntimeError."""
-        with self._lock:
-            while self._next <= iteration:
-                self._write()
-            return self._recent[iteration]
-
-    def published(self, iteration: int) -> Decision | None:
-        """The decision of `iteration`, if there is one."""
-        with self._lock:
-            return self._recent.get(iteration)
 
     def close(self) -> None:
         """End the threads."""
@@ -168,21 +149,8 @@ class _Leader:
         for thread in self._threads:
             thread.join(timeout=2 * _LOOK_UP_S)
 
-    def _write(self) -> None:
-        """The decision of the next iteration. The caller holds the lock."""
-        decision = self._latest.kept() if self._waiting is None else self._waiting
-        self._writing.set(_key(self._next), pickle.dumps(tuple(decision)))
-        self._waiting, self._latest = None, decision
-        self._recent[self._next] = decision
-        self._recent.pop(self._next - 2 * DELAY, None)
-        self._next += 1
-
-    def _decided(self, iteration: int, decision: Decision) -> None:
-        """`decision` is what follows from all that was measured up to `iteration`."""
-        with self._lock:
-            self._waiting = decision if self._waiting is None else self._waiting.then(decision)
-            while self._next <= iteration + DELAY:
-                self._write()
+    def _write(self, iteration: int, decision: Decision) -> None:
+        self._writing.set(_key(iteration), pickle.dumps(tuple(decision)))
 
     def _plan(self) -> None:
         while (item := self._rounds.get()) is not None:
@@ -194,13 +162,12 @@ class _Leader:
             try:
                 decision = self._decide(rounds)
             except Exception:  # a failure of ours must not stop the training
-                with self._lock:
-                    decision = (self._waiting or self._latest).kept()
+                decision = self.decisions.in_force
                 logger.exception("adaptra: planning failed, plan %d stays", decision.number)
             if len(rounds) > 1:
                 logger.debug("adaptra: caught up with %d iterations at once", len(rounds))
             try:
-                self._decided(iteration, decision)
+                self.decisions.decided(iteration, decision)
             except RuntimeError as error:
                 _say_lost(self._membership.rank, error)
                 return
@@ -232,7 +199,7 @@ class _Leader:
         logger.warning(
             "adaptra: for %g s there is nothing of what ranks %s measured in iteration %d; until it comes, plan %d "
             "stays. They are late, hang, or have lost the job's store",
-            *(_MISSED_S, ", ".join(map(str, ranks)), iteration, self._latest.number),
+            *(_MISSED_S, ", ".join(map(str, ranks)), iteration, self.decisions.in_force.number),
         )
 
 
