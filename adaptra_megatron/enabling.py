@@ -64,20 +64,22 @@ class Enabling:
         """Patch Megatron as `arguments` say, or leave it; parsing the same again changes nothing."""
         self._decided = True
         try:
-            config = config_from_arguments(arguments)
-            if is_turned_off():
-                logger.warning("adaptra: turned off by %s; Megatron is left as it is", OFF_VARIABLE)
-                return
             if not arguments.adaptra:
                 _refuse_flags_without_effect(parser, arguments)
                 return
-            from adaptra_megatron.patches import PatchError, enable
-            from adaptra_megatron.runtime.refusals import UnsupportedFeatureError, refuse_arguments
+            config = config_from_arguments(arguments)
         except ConfigError as error:
             parser.error(str(error))
+        if is_turned_off():
+            logger.warning("adaptra: turned off by %s; Megatron is left as it is", OFF_VARIABLE)
+            return
+        if config.policy == "off":
+            return
+        from adaptra_megatron.patches import PatchError, enable
+        from adaptra_megatron.runtime.refusals import UnsupportedFeatureError, refuse_arguments
+
         try:
-            if config.policy != "off":
-                refuse_arguments(arguments)
+            refuse_arguments(arguments)
             enable(config)
         except (PatchError, UnsupportedFeatureError) as error:
             parser.error(str(error))

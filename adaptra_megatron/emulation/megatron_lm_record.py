@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -68,7 +69,7 @@ class _Record:
         result.parameters = model_tensors(self._model)
         result.optimizer_state = optimizer_tensors(self._optimizer)
         path = save_result(result, directory, rank=dist.get_rank(), world_size=dist.get_world_size())
-        path.with_suffix(".summary").write_text(_what_ran())
+        path.with_suffix(".json").write_text(json.dumps(_what_ran()))
 
 
 def _values(losses: Mapping[str, Any]) -> list[float]:
@@ -76,10 +77,10 @@ def _values(losses: Mapping[str, Any]) -> list[float]:
     return [float(value) for _, value in sorted(losses.items()) if isinstance(value, torch.Tensor | float)]
 
 
-def _what_ran() -> str:
-    """The schedule that this package ran last; empty where Megatron's own ran."""
+def _what_ran() -> dict[str, Any]:
+    """The modules of this package that were imported, and the runtime's summary, None where Megatron's own code ran."""
+    modules = sorted(name for name in sys.modules if name.partition(".")[0] == "adaptra_megatron")
     patches = sys.modules.get("adaptra_megatron.patches")
     applied = None if patches is None else patches.in_force()
-    if applied is None or applied.runtime is None:
-        return ""
-    return str(applied.runtime.summary()["schedule_csv"] or "")
+    runtime = None if applied is None else applied.runtime
+    return {"modules": modules, "adaptra": None if runtime is None else runtime.summary()}

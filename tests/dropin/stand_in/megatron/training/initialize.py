@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""As in Megatron-LM, the parser is bound here by name."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.training.arguments import parse_args
+
+
+def initialize_megatron() -> argparse.Namespace:
+    return parse_args()

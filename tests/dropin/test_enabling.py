@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a parsed command line to patches in force, within one process."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+from adaptra_megatron.patches import PATCHES, application, enable, in_force
+
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.enabling import Enabling
+
+
+@pytest.fixture(autouse=True)
+def undone() -> Iterator[None]:
+    yield
+    applied = in_force()
+    if applied is not None:
+        applied.undo()
+
+
+def parser_of(enabling: Enabling) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="script", allow_abbrev=False)
+    parser.add_argument("--inprocess-restart", action="store_true")
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=2)
+    return enabling.extend(parser)
+
+
+def test_parsing_twice_patches_once() -> None:
+    """As Megatron does for in-job and in-process restarts: unknown arguments are ignored the first time."""
+    enabling = Enabling(requested=False)
+    parser_of(enabling).parse_known_args(["--adaptra", "--more"])
+    first = in_force()
+    assert first is not None
+    parser_of(enabling).parse_args(["--adaptra"])
+    assert in_force() is first
+
+
+def test_patches_that_cannot_be_applied_are_an_error_of_the_parser(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(application, "PATCHES", [dataclasses.replace(PATCHES[0], versions=">=99")])
+    with pytest.raises(SystemExit) as exit_:
+        parser_of(Enabling(requested=True)).parse_args([])
+    assert exit_.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("script: error: patch schedule-1f1b is written for megatron-core >=99, but")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--inprocess-restart"], "--adaptra does not run with in-process restarts (--inprocess-restart)"),
+        (["--pipeline-model-parallel-size", "1"], "--adaptra re-orders the work of pipeline stages, but this pipeline"),
+    ],
+)
+def test_features_that_arguments_show_are_refused_at_once(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parser_of(Enabling(requested=True)).parse_args(flags)
+    assert f"script: error: {said}" in capsys.readouterr().err
+    assert in_force() is None
+
+
+class TestWithoutMegatronsParser:
+    def test_flags_are_found_among_others(self) -> None:
+        Enabling(requested=True).decide_without_parser(["train", "--lr", "1", "--adaptra-policy", "observe", "--x=2"])
+        applied = in_force()
+        assert applied is not None
+        assert applied.config == AdaptraConfig(policy="observe")
+
+    def test_a_program_that_patched_by_itself_is_left_alone(self) -> None:
+        own = enable(AdaptraConfig(max_in_flight=3))
+        Enabling(requested=True).decide_without_parser(["--adaptra-policy", "observe"])
+        assert in_force() is own
+
+    def test_it_is_decided_once(self) -> None:
+        enabling = Enabling(requested=True)
+        parser_of(enabling).parse_args(["--adaptra-policy", "off"])
+        enabling.decide_without_parser([])
+        assert in_force() is None
