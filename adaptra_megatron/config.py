@@ -131,7 +131,9 @@ class AdaptraConfig:
 
 
 def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the --adaptra flags in a group of their own, in Megatron's style."""
+    """Add the --adaptra flags in a group of their own, in Megatron's style; a parser that has them keeps them."""
+    if "--adaptra" in parser._option_string_actions:
+        return parser
     group = parser.add_argument_group(title="adaptra")
     group.add_argument(
         "--adaptra", action="store_true", help="Keep pipeline-parallel training at full speed when links turn slow."
