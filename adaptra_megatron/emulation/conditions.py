@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,18 +84,8 @@ class Conditions:
 
     def _emulate_links(self, faults: list[LinkFault], world_size: int, stack: contextlib.ExitStack) -> SlowLinks | None:
         stages = self._stages
-        for fault in faults:
-            if max(fault.source, fault.target) >= stages:
-                raise TrainingArgumentsError(
-                    f"a slow link goes from stage {fault.source} to {fault.target}; there are stages 0 to {stages - 1}"
-                )
-            if fault.pipeline is not None and not 0 <= fault.pipeline < world_size // stages:
-                raise TrainingArgumentsError(
-                    f"link {fault.source}>{fault.target} is to be slow in pipeline {fault.pipeline}; pipelines are "
-                    f"named by their first global ranks, here 0 to {world_size // stages - 1}"
-                )
         pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())[0]
-        ours = [fault for fault in faults if fault.pipeline in (None, pipeline)]
+        ours = faults_of_pipeline(faults, pipeline, stages=stages, pipelines=world_size // stages)
         if not ours:
             return None
         return stack.enter_context(
@@ -108,6 +98,23 @@ class Conditions:
         from adaptra_megatron.emulation.soak_rank import SoakRank
 
         return stack.enter_context(SoakRank(Path(directory), self._stage, self._stages))
+
+
+def faults_of_pipeline(faults: Sequence[LinkFault], pipeline: int, *, stages: int, pipelines: int) -> list[LinkFault]:
+    """Those that strike `pipeline`, named by its first global rank.
+
+    Raises TrainingArgumentsError if any of `faults` is of a stage or a pipeline that there is not.
+    """
+    for fault in faults:
+        link = f"link {fault.source}>{fault.target}"
+        if max(fault.source, fault.target) >= stages:
+            raise TrainingArgumentsError(f"{link} is to be slow, but there are stages 0 to {stages - 1}")
+        if fault.pipeline is not None and not 0 <= fault.pipeline < pipelines:
+            raise TrainingArgumentsError(
+                f"{link} is to be slow in pipeline {fault.pipeline}; pipelines are named by their first global ranks, "
+                f"here 0 to {pipelines - 1}"
+            )
+    return [fault for fault in faults if fault.pipeline in (None, pipeline)]
 
 
 @contextlib.contextmanager

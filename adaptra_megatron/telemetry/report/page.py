@@ -7,30 +7,22 @@ import json
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
-from itertools import pairwise
 
 from adaptra_megatron.telemetry.events import (
-    Event,
-    Fault,
-    IterationsTimed,
     LinkDetection,
-    PathChanged,
     PlanMade,
     PlanSwitched,
     RunEnded,
     RunStarted,
-    StageDetection,
-    Stamp,
-    StampedEvent,
 )
 from adaptra_megatron.telemetry.report.charts import Mark, iteration_chart
+from adaptra_megatron.telemetry.report.events_section import events_section, marks_of
 from adaptra_megatron.telemetry.report.findings import SLOW_SHARE, PartFinding, Use, find, saved_seconds
-from adaptra_megatron.telemetry.report.tables import cause_table, link_table, stacked_bars, stage_bars, table, use_class
+from adaptra_megatron.telemetry.report.tables import cause_table, link_table, stacked_bars, stage_bars, use_class
 from adaptra_megatron.telemetry.report.timelines import Timeline, slow_threshold_s
 from adaptra_megatron.telemetry.report.wording import (
     USE_NAMES,
     duration,
-    event_text,
     headline,
     mattering_pairs,
     percent,
@@ -42,7 +34,6 @@ from adaptra_megatron.telemetry.run_record import Part, RunIteration, RunRecord,
 MOST_TIMELINES = 8
 MOST_PARTS = 40
 """In bars and tables; of more, those whose iterations took longest and the last."""
-MOST_EVENTS = 300
 
 
 class MissingIterationError(ValueError):
@@ -56,13 +47,13 @@ def report_page(run: RunRecord, *, iterations: Sequence[int] | None = None, titl
     """
     findings = find(run)
     shown = _shown_parts(findings)
-    marks = _marks(run)
+    marks = marks_of(run)
     name = title or run.directory.resolve().name
     sections = [
         _header(run, findings, name),
         _summary_section(run, findings),
         _chart_section(run, findings, marks),
-        _events_section(run, findings, marks),
+        events_section(run, findings, marks),
         *_traced_sections(run, [finding for finding in shown if finding.traced], iterations),
         _facts_section(run),
     ]
@@ -156,85 +147,6 @@ def _slow_links(run: RunRecord, finding: PartFinding) -> list[tuple[int, int]]:
         if isinstance(found.event, LinkDetection) and began_at(found) <= finding.part.last:
             states[found.event.source, found.event.target] = found.event.after
     return [link for link, state in states.items() if state != "healthy"]
-
-
-def _marks(run: RunRecord) -> list[Mark]:
-    """What the chart and the table of events show, numbered."""
-    marks: list[Mark] = []
-    for found in run.events:
-        event = found.event
-        tone = _tone(event)
-        if tone is None:
-            continue
-        what, why = event_text(event)
-        text = f"{what}: {why}" if why else what
-        marks.append(Mark(number=len(marks) + 1, iteration=began_at(found), tone=tone, text=text))
-    return marks
-
-
-def _tone(event: Event) -> str | None:
-    """The colour of an event's flag; None: it has no flag."""
-    if isinstance(event, (LinkDetection, StageDetection)):
-        return "good" if event.after == "healthy" else "bad"
-    if isinstance(event, PlanSwitched):
-        return "good"
-    if isinstance(event, PathChanged):
-        return "bad" if event.failover else "plain"
-    return "bad" if isinstance(event, Fault) else None
-
-
-def _events_section(run: RunRecord, findings: Sequence[PartFinding], marks: Sequence[Mark]) -> str:
-    if not run.events:
-        return ""
-    start_s = run.events[0].stamp.monotonic_s
-    numbers = iter(marks)
-    effects = _effects(findings)
-    rows = []
-    told = [found for found in run.events if _worth_a_row(found)]
-    for found in told:
-        mark = next(numbers) if _tone(found.event) is not None else None
-        badge = f'<span class="badge {mark.tone}">{mark.number}</span>' if mark is not None else ""
-        what, why = event_text(found.event)
-        effect = effects.get(found.stamp, "")
-        iteration = str(found.stamp.iteration) if found.stamp.iteration >= 0 else ""
-        rows.append(
-            f'<tr><td>{badge}</td><td class="number">{iteration}</td>'
-            f'<td class="number">{_clock(found.stamp.monotonic_s - start_s)}</td>'
-            f'<td class="what">{escape(what)}</td><td>{escape(why)}</td><td class="number">{escape(effect)}</td></tr>'
-        )
-    notes = []
-    if (left_out := len(rows) - MOST_EVENTS) > 0:
-        notes.append(f"The first {MOST_EVENTS}; {left_out} more are in the log.")
-    if kept := sum(isinstance(found.event, PlanMade) and not _worth_a_row(found) for found in run.events):
-        notes.append(f"{kept} times costs had moved a little, and no other plan was worth a switch.")
-    note = f'<p class="note">{" ".join(notes)}</p>' if notes else ""
-    headings = ("", "#iteration", "#time", "what", "why", "#an iteration took")
-    return f"<section><h2>What happened</h2>{table(headings, rows[:MOST_EVENTS])}{note}</section>"
-
-
-def _worth_a_row(found: StampedEvent) -> bool:
-    """Whether an event is news: a plan that was not adopted is only where something had been found."""
-    event = found.event
-    if isinstance(event, PlanMade):
-        return event.adopted or "since iteration" in event.reason
-    if isinstance(event, (RunStarted, RunEnded)):
-        return found.stamp.rank == 0
-    return not isinstance(event, IterationsTimed)
-
-
-def _effects(findings: Sequence[PartFinding]) -> dict[Stamp, str]:
-    """Iteration times before and after each event that began a part of the run."""
-    return {
-        found.stamp: f"{duration(before.seconds)} → {duration(after.seconds)}"
-        for before, after in pairwise(findings)
-        for found in after.part.beginning
-    }
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(max(seconds, 0.0), 60)
-    hours, minutes = divmod(int(minutes), 60)
-    return f"{hours}:{minutes:02}:{rest:04.1f}" if hours else f"{minutes}:{rest:04.1f}"
 
 
 def _shown_parts(findings: Sequence[PartFinding]) -> list[PartFinding]:

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events in plain words: what happened, and why. Text only: whoever puts it on a page escapes it."""
+
+from __future__ import annotations
+
+import re
+from statistics import median
+
+from adaptra_megatron.telemetry.events import (
+    Event,
+    Fault,
+    IterationsTimed,
+    LinkDetection,
+    PathChanged,
+    PathChosen,
+    PlanMade,
+    PlanSwitched,
+    RunEnded,
+    RunStarted,
+    StageDetection,
+    SwitchMeasured,
+)
+from adaptra_megatron.telemetry.report.wording import duration
+
+_WHAT = re.compile(r"^((?:link|stage) .*since iteration \d+|link .* takes the \w+ path)\b.*")
+"""Of a reason: what was found or chosen, and in what words why."""
+_BEHIND = ("told by", "the link carries", "a message costs")
+"""How further parts of such a reason begin."""
+
+
+def event_text(event: Event) -> tuple[str, str]:
+    """What happened, and why."""
+    if isinstance(event, LinkDetection):
+        path = ", host path," if event.path == "host" else ""
+        return f"Link {event.source}→{event.target}{path} is {_state(event)}", event.reason
+    if isinstance(event, StageDetection):
+        return f"Stage {event.stage} is {_state(event)}", event.reason
+    if isinstance(event, PlanMade):
+        return _plan_text(event), _short(event.reason)
+    if isinstance(event, PathChosen):
+        gain_s = event.gain_s or 0.0
+        gain = f": {duration(gain_s)} a message less, as predicted" if gain_s > 0.0 else ""
+        what = f"Plan {event.number} sends link {event.source}→{event.target} over the {event.after} path"
+        return f"{what} instead of the {event.before} path{gain}", event.reason
+    if isinstance(event, PlanSwitched):
+        return f"Plan {event.number} runs instead of {_plan_name(event.before)}", _switch_reason(event)
+    if isinstance(event, SwitchMeasured):
+        numbers = f"{duration(event.before_measured_s)} → {duration(event.after_measured_s)} an iteration"
+        return f"Plan {event.number} turned out: {numbers}", f"median of {event.iterations} iterations"
+    if isinstance(event, IterationsTimed):
+        last = event.first + len(event.seconds) - 1
+        return f"Iterations {event.first} to {last} took {duration(median(event.seconds))} each, by the median", ""
+    if isinstance(event, PathChanged):
+        what = "failed over" if event.failover else "moved"
+        return (
+            f"Link {event.source}→{event.target} {what} from the {event.before} to the {event.after} path",
+            event.cause,
+        )
+    if isinstance(event, Fault):
+        place = f" at stage {event.stage}" if event.stage is not None else ""
+        place += f", link to stage {event.peer}" if event.peer is not None else ""
+        return f"Fault{place}: {event.what}", event.detail
+    if isinstance(event, RunEnded):
+        return "The run ended", event.reason
+    assert isinstance(event, RunStarted)
+    return "The run started", event.host
+
+
+def _state(event: LinkDetection | StageDetection) -> str:
+    return f"{event.after} (was {event.before})" if event.after != event.before else f"still {event.after}, but changed"
+
+
+def _short(reason: str) -> str:
+    """Without the numbers behind findings, which stand beside the findings themselves."""
+    parts = [part for part in reason.split("; ") if not part.startswith(_BEHIND)]
+    return "; ".join(_WHAT.sub(r"\1", part) for part in parts)
+
+
+def _plan_name(number: int) -> str:
+    return f"plan {number}" if number else "the first order"
+
+
+def _plan_text(event: PlanMade) -> str:
+    text = f"Plan {event.number} made" if event.adopted else f"{_plan_name(event.number).capitalize()} kept"
+    text += f": {duration(event.predicted_s)} predicted"
+    if event.adopted and event.current_predicted_s is not None:
+        text += f", {duration(event.current_predicted_s)} with the present order"
+    return text
+
+
+def _switch_reason(event: PlanSwitched) -> str:
+    if event.predicted_s is None or event.before_predicted_s is None:
+        return ""
+    return f"predicted: {duration(event.before_predicted_s)} → {duration(event.predicted_s)} an iteration"
