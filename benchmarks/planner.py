@@ -122,6 +122,29 @@ def time_table(repeats: int) -> list[str]:
     return [*lines, ""]
 
 
+def deadline_table(repeats: int) -> list[str]:
+    """How long a plan takes that the runtime asks for: it allows 0.2 s, or a tenth of an iteration."""
+    lines = [
+        "## Deadlines",
+        "",
+        f"Wall time of `plan(deadline_s=...)`, median of {repeats}, one core, and the gap. The cases are those above.",
+        "",
+        "| stages | micro-batches | 0.02 s | 0.05 s | 0.2 s | 1 s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for stages, micro_batches in ((8, 32), (16, 128), (64, 64), (64, 256), (64, 1024)):
+        costs, cells = timed_case(stages, micro_batches), []
+        for deadline_s in (0.02, 0.05, 0.2, 1.0):
+            wall = []
+            for _ in range(repeats):
+                start = time.perf_counter()
+                planned = plan(costs, deadline_s=deadline_s)
+                wall.append(time.perf_counter() - start)
+            cells.append(f"{statistics.median(wall):.3f} s, {100 * planned.gap:.2f}%")
+        lines.append(f"| {stages} | {micro_batches} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
 def emulated_table(long_deadline_s: float) -> list[str]:
     lines = [
         "## The emulated cases",
@@ -183,6 +206,7 @@ def main() -> None:
     lines = ["# Planner", "", "Written by `python benchmarks/planner.py`.", ""]
     for table in (
         time_table(arguments.repeats),
+        deadline_table(3),
         roomy_table(arguments.roomy),
         emulated_table(0.2),
         tight_table(arguments.tight, arguments.limit),
