@@ -52,7 +52,7 @@ class AdaptraConfig:
     """Which path messages take while it is healthy: device (torch.distributed) or host."""
     dispatch: str = "auto"
     """Who orders a stage's actions. planned: the plan. online: the stage, as messages arrive, where it sees that. auto:
-    the stage, while messages of a neighbour come by the host path."""
+    the stage, while messages of a neighbour come by the host path and at random."""
     rnics: tuple[str, ...] = ()
     """RDMA devices that verbs uses; none for those nearest to the rank's GPU, or else to its CPUs."""
     receive_lookahead: int = 8
@@ -245,7 +245,7 @@ def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
         default="auto",
         help="Who orders the actions of a stage: the plan (planned); the stage itself, which leaves the plan when its "
         "next message is late and another is here (online); or the stage while a neighbour's messages come by the "
-        "host path (auto).",
+        "host path and at random (auto).",
     )
     return parser
 

@@ -2,15 +2,16 @@
 """Who decides what a stage runs next, and when: the plan beforehand, or the stage while it runs.
 
 A stage dispatches online (see online_order.py) where it sees what has arrived. With `auto` it does so only while some
-neighbour's messages come by the host path: they do because that link is slow or its device path is dead, and what is
-slow is seldom steady. Stages decide on their own, and any of them may be online while others run the plan; the ranks
-of one stage that share collectives follow one of them, the leader (see stage_leader.py).
+neighbour's messages come by the host path, and at other moments in each iteration (see steadiness.py): what is slow but
+steady is what plans are for. Stages decide on their own, and any of them may be online while others run the plan; the
+ranks of one stage that share collectives follow one of them, the leader (see stage_leader.py).
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,8 +25,10 @@ from adaptra_megatron.runtime.megatron_call import PipelineCall
 from adaptra_megatron.runtime.online_order import OnlineOrder
 from adaptra_megatron.runtime.program import Program, Step
 from adaptra_megatron.runtime.stage_leader import StageTeam, form_team
+from adaptra_megatron.runtime.steadiness import Steadiness
+from adaptra_megatron.schedule.routing import Message
 from adaptra_megatron.schedule.simulator import peak_in_flight
-from adaptra_megatron.telemetry.records import ActionRecord
+from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
 from adaptra_megatron.transport.messages import Transport
 from adaptra_megatron.transport.paths import Path
 
@@ -33,7 +36,8 @@ _PLANNED, _ONLINE = 0, 1
 _PATIENCE = 0.05
 """How long the plan's next message is waited for before the plan is left, in mean actions. Without it, what is a
 microsecond late would make room for a whole action that comes too early."""
-_POLL_S = 50e-6
+_LOOK_AGAIN_S = 100e-6
+"""How often it is looked whether a GPU is done: no event wakes a thread at a deadline as well."""
 
 
 class Dispatcher:
@@ -53,8 +57,11 @@ class Dispatcher:
         self.moved_actions = 0
         """How many actions ran before one that the plan had before them."""
         self._mode, self._transport, self._team = mode, transport, team
-        self._pace = _GpuPace(timeout_s) if device.type == "cuda" else _Pace()
+        self._timeout_s = timeout_s
+        self._pace = _GpuPace() if device.type == "cuda" else _Pace()
         self._patience_s = 0.0
+        self._steadiness: dict[int, Steadiness] = defaultdict(Steadiness)
+        """By neighbour."""
 
     def steps(self, program: Program, cap: float | None, released_at_backward_input: float) -> Steps:
         """The steps of the next training iteration. `cap`: activations that the stage may hold at once; None: as many
@@ -73,9 +80,12 @@ class Dispatcher:
         order = OnlineOrder(program, cap, released_at_backward_input)
         return lambda inbox: self._lead(_ONLINE, self._decide(order, inbox), team)
 
-    def ran(self, steps: Sequence[Step], records: Sequence[ActionRecord]) -> None:
-        """Call after each training iteration with what it ran."""
-        self._patience_s = _PATIENCE * statistics.fmean(record.compute_s for record in records)
+    def ran(self, steps: Sequence[Step], records: Sequence[ActionRecord], arrivals: Sequence[ArrivalRecord]) -> None:
+        """Call after each training iteration with what it ran, and with what came and when."""
+        action_s = statistics.fmean(record.compute_s for record in records)
+        self._patience_s = _PATIENCE * action_s
+        for source in {arrival.source for arrival in arrivals}:
+            self._steadiness[source].observe((each for each in arrivals if each.source == source), action_s)
         self.moved_actions += count_moved(steps)
         if self._team is not None and self._team.leads:
             self._team.settle()
@@ -84,11 +94,13 @@ class Dispatcher:
         peers = [peer for peer, messages in program.expected.items() if messages]
         if not all(map(self._transport.sees_arrivals, peers)):
             return False
-        return self._mode == "online" or any(self._transport.came_by(peer) is Path.HOST for peer in peers)
+        return self._mode == "online" or any(
+            self._transport.came_by(peer) is Path.HOST and self._steadiness[peer].unsteady for peer in peers
+        )
 
     def _decide(self, order: OnlineOrder, inbox: Inbox) -> Iterator[Step]:
         while not order.finished:
-            self._pace.catch_up()
+            self._pace.catch_up(time.monotonic() + self._timeout_s)
             step = self._next(order, inbox)
             order.take(step)
             yield step
@@ -98,13 +110,21 @@ class Dispatcher:
         """What can run now, or as soon as something has arrived."""
         planned = order.planned()
         if planned.receive is not None and planned in order.candidates() and inbox.sees_arrivals([planned.receive]):
-            inbox.wait_any([planned.receive], self._patience_s)
+            self._wait_a_little(planned.receive, inbox)
         while (step := order.next(inbox.has)) is None:
             awaited = [candidate.receive for candidate in order.candidates() if candidate.receive is not None]
             if not inbox.sees_arrivals(awaited):
                 return order.planned()  # and wait for its message, whose arrival nobody sees
             inbox.wait_any(awaited)
         return step
+
+    def _wait_a_little(self, message: Message, inbox: Inbox) -> None:
+        """For what the plan has next: while the device has work anyway, and then for the patience."""
+        deadline_s = time.monotonic() + self._timeout_s
+        while self._pace.busy and time.monotonic() < deadline_s:
+            if inbox.wait_any([message], _LOOK_AGAIN_S):
+                return
+        inbox.wait_any([message], self._patience_s)
 
     def _lead(self, mode: int, steps: Iterator[Step], team: StageTeam | None) -> Iterator[Step]:
         if team is None:
@@ -149,7 +169,10 @@ def count_moved(steps: Sequence[Step]) -> int:
 class _Pace:
     """Computation blocks the CPU: when it decides, everything before has been computed."""
 
-    def catch_up(self) -> None:
+    busy = False
+    """Whether the device has work left."""
+
+    def catch_up(self, deadline_s: float) -> None:
         """Wait until it is time to decide what comes next."""
 
     def launched(self) -> None:
@@ -157,20 +180,23 @@ class _Pace:
 
 
 class _GpuPace(_Pace):
-    """A GPU computes behind the CPU: decisions wait until it begins the last action that it was given, so that it is
-    never out of work and they are early by one action at most."""
+    """A GPU computes behind the CPU. Decisions wait until it begins the last action that it was given: if the plan's
+    next message is here by then, the GPU is never out of work; if it is not, there is time for it to come."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._ends: list[Any] = []
+    def __init__(self) -> None:
+        self._ends: deque[Any] = deque()
+        """Of actions that may still run."""
 
-    def catch_up(self) -> None:
-        deadline_s = time.monotonic() + self._timeout_s
+    @property
+    def busy(self) -> bool:  # type: ignore[override]
+        return bool(self._ends) and not self._ends[-1].query()
+
+    def catch_up(self, deadline_s: float) -> None:
         while len(self._ends) > 1:
             # Not synchronize(), which has no deadline. What hangs on a GPU ends with the watchdog's error.
             while not self._ends[0].query() and time.monotonic() < deadline_s:
-                time.sleep(_POLL_S)
-            self._ends.pop(0)
+                time.sleep(_LOOK_AGAIN_S)
+            self._ends.popleft()
 
     def launched(self) -> None:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -138,9 +138,9 @@ class AdaptraRuntime:
             steps=self._steps(pipeline, call, program),
         )
         if not call.forward_only:
-            pipeline.dispatcher.ran(report.steps, report.records)
             self._finalize_gradients(call, computation, embedding)
             arrivals = self._hand_in(pipeline, call, report, disturbance)
+            pipeline.dispatcher.ran(report.steps, report.records, arrivals)
             pipeline.disturbances.ended(time.monotonic())
             pipeline.training_iterations += 1
             self.peak_in_flight = max(self.peak_in_flight, report.peak_in_flight)

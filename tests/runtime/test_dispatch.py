@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from adaptra_megatron.config import AdaptraConfig, ConfigError
-from adaptra_megatron.runtime import dispatch
 from adaptra_megatron.runtime.dispatch import Dispatcher, count_moved
 from adaptra_megatron.runtime.inbox import Inbox
 from adaptra_megatron.runtime.program import Program, Step, compile_program
 from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.schedule.split import split_backward
-from adaptra_megatron.telemetry.records import ActionRecord
+from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
 from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
 from adaptra_megatron.transport.paths import Path
 
@@ -134,20 +133,30 @@ HOST, DEVICE = Path.HOST, Path.DEVICE
 
 
 @pytest.mark.parametrize(
-    ("mode", "came_by", "blind", "online"),
+    ("mode", "came_by", "blind", "unsteady", "online"),
     [
-        ("planned", {0: HOST, 2: HOST}, (), False),
-        ("auto", {0: DEVICE, 2: DEVICE}, (), False),
-        ("auto", {0: HOST, 2: DEVICE}, (), True),
-        ("auto", {0: HOST, 2: HOST}, (), True),
-        ("auto", {0: HOST, 2: DEVICE}, (2,), False),
-        ("online", {0: DEVICE, 2: DEVICE}, (), True),
-        ("online", {0: DEVICE, 2: DEVICE}, (0,), False),
+        ("planned", {0: HOST, 2: HOST}, (), (0, 2), False),
+        ("auto", {0: DEVICE, 2: DEVICE}, (), (0, 2), False),
+        ("auto", {0: HOST, 2: DEVICE}, (), (0,), True),
+        ("auto", {0: HOST, 2: DEVICE}, (), (2,), False),
+        ("auto", {0: HOST, 2: HOST}, (), (), False),
+        ("auto", {0: HOST, 2: DEVICE}, (2,), (0,), False),
+        ("online", {0: DEVICE, 2: DEVICE}, (), (), True),
+        ("online", {0: DEVICE, 2: DEVICE}, (0,), (), False),
     ],
 )
-def test_who_is_online(mode: str, came_by: dict[int, Path], blind: tuple[int, ...], online: bool) -> None:
+def test_who_is_online(
+    mode: str, came_by: dict[int, Path], blind: tuple[int, ...], unsteady: tuple[int, ...], online: bool
+) -> None:
     links = links_with(GRADIENTS_LATE, came_by=came_by, blind=blind)
     made = dispatcher(mode, links)
+    for moment in range(4):
+        arrivals = [
+            ArrivalRecord(moment, source, STAGE, "F", 0, number, number + number * moment * (source in unsteady))
+            for source in (0, 2)
+            for number in range(MICRO_BATCHES)
+        ]
+        made.ran(program().steps, records(1.0), arrivals)
     assert names(run(made, links)) == ("F0 F1 F2 F3 B0 W0 B1 W1 B2 W2 B3 W3" if online else PLAN)
     assert made.online_iterations == online
 
@@ -172,7 +181,7 @@ def test_followers_run_what_the_leader_has_decided_and_the_plan_where_it_says_so
         assert run(follower, blind) == led
         assert follower.online_iterations == leader.online_iterations == online
         for each in (leader, follower):
-            each.ran(led, records(1.0))
+            each.ran(led, records(1.0), [])
         assert team.settled == 1
         assert follower.moved_actions == leader.moved_actions == count_moved(led)
         assert bool(leader.moved_actions) == online
@@ -199,7 +208,7 @@ def test_silence_is_an_error_that_names_the_message() -> None:
 def test_the_plan_is_left_only_after_a_part_of_an_action() -> None:
     links = links_with(GRADIENTS_LATE)
     made = dispatcher("online", links)
-    made.ran(run(made, links), records(0.2))
+    made.ran(run(made, links), records(0.2), [])
     links = links_with(GRADIENTS_LATE)
     run(made, links)
     patience = [(waited, patience_s) for waited, patience_s in links.waits if patience_s < 1.0]
@@ -211,27 +220,59 @@ def records(seconds: float) -> list[ActionRecord]:
     return [ActionRecord(0, STAGE, "F", 0, 0, 0.0, 0.0, seconds)]
 
 
-def test_a_gpu_is_given_one_action_more_than_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Event] = []
+class Gpu:
+    """One action after the other takes some looks at it."""
 
-    class Event:
-        def __init__(self) -> None:
-            self.queries_left = 2
-            made.append(self)
+    LOOKS = 3
 
-        def record(self) -> None:
-            pass
+    def __init__(self) -> None:
+        self.given = self.done = 0
+        self.looks = 0
+        self.idle_looks = 0
 
-        def query(self) -> bool:
-            self.queries_left -= 1
-            return self.queries_left < 0
+    def event(self) -> Event:
+        self.given += 1
+        return Event(self, self.given)
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    pace = dispatch._GpuPace(timeout_s=20.0)
-    for _ in range(4):
-        pace.catch_up()
-        pace.launched()
-    assert [event.queries_left for event in made] == [-1, -1, 2, 2], "the last two may still run"
+
+class Event:
+    def __init__(self, gpu: Gpu, number: int) -> None:
+        self.gpu, self.number = gpu, number
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        gpu = self.gpu
+        gpu.looks += 1
+        if gpu.done < gpu.given and gpu.looks % gpu.LOOKS == 0:
+            gpu.done += 1
+        return gpu.done >= self.number
+
+
+def test_a_gpu_is_given_one_action_more_than_it_runs_and_time_to_leave_no_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, ahead = Gpu(), []
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    links = links_with(IN_PLANNED_ORDER)
+    arrives_after = {key: looks for looks, key in enumerate(links.to_come)}
+
+    def wait_any(keys: Collection[MessageKey], until_s: float) -> bool:
+        """Messages come while the GPU computes: each just before it would be out of work."""
+        links.here.update(key for key in keys if gpu.looks >= gpu.LOOKS * arrives_after[key])
+        return not links.here.isdisjoint(keys)
+
+    monkeypatch.setattr(links, "wait_any", wait_any)
+    made = Dispatcher("online", links, None, torch.device("cuda"), timeout_s=20.0)  # type: ignore[arg-type]
+    inbox = Inbox(links, program(), 0, lookahead=2, timeout_s=20.0)  # type: ignore[arg-type]
+    inbox.open()
+    steps = []
+    for step in made.steps(program(), CAP, 0.0)(inbox):
+        steps.append(step)
+        ahead.append(gpu.given - gpu.done)
+    assert names(steps) == PLAN
+    assert max(ahead) == 1, "beside the action that is handed over"
 
 
 def test_what_came_before_its_turn_is_counted() -> None:

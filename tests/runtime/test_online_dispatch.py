@@ -18,9 +18,9 @@ from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.split import split_backward
 
-ITERATIONS = 8
+ITERATIONS = 10
 MICRO_BATCHES = 8
-MODEL = "--mock-data --no-gradient-accumulation-fusion --eval-iters 1 --eval-interval 4"
+MODEL = "--mock-data --no-gradient-accumulation-fusion --eval-iters 1 --eval-interval 5"
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ WAYS = {
     "host path": "--adaptra-host-transport shm --adaptra-path host",
     "paths at random": "--adaptra-host-transport shm --emulate-path-flaps 7",
 }
+AUTO = "--adaptra --adaptra-max-in-flight 16 --adaptra-host-transport shm --adaptra-path host"
 JITTER = "0-1:exponential_ms=8,path=both"
 
 
@@ -67,11 +68,15 @@ def test_bitwise_equal_to_stock_in_whatever_order(name: str, tmp_path: Path, for
     variants = [Variant("stock", layout.arguments())]
     for way, flags in WAYS.items():
         variants.append(Variant(way, (*layout.arguments(), *online.split(), *flags.split()), like="stock"))
+    jitter = ("--emulate-slow-link", JITTER)
+    variants.append(Variant("auto", (*layout.arguments(), *AUTO.split(), *jitter), like="stock"))
     world_size = layout.stages * layout.tensor * layout.data
     reports = run_variants(world_size, variants, timeout_s=110, server=fork_server, directory=tmp_path / "run")
     check_equal(reports)
-    for report in reports[1:]:
+    for report in reports[1:-1]:
         check_order_differed(report)
+    online_iterations = sum(rank["online_iterations"] for rank in reports[-1].adaptra)
+    assert 0 < online_iterations < ITERATIONS * world_size, "those that saw messages come at random, then"
 
 
 def check_order_differed(report: VariantReport) -> None:
