@@ -122,12 +122,21 @@ class ClockFollower:
         self.rounds = 0
         self._said_lost = False
         self._closing = threading.Event()
+        self._connection: socket.socket | None = None
         self._thread = threading.Thread(target=self._follow, name="adaptra-clock", daemon=True)
         self._thread.start()
+
+    @property
+    def connected(self) -> bool:
+        """Whether somebody has let it connect so far; it may be anybody."""
+        return self._connection is not None
 
     def close(self) -> None:
         """End the thread and the connection. Safe to call twice."""
         self._closing.set()
+        if (connection := self._connection) is not None:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                connection.shutdown(socket.SHUT_RDWR)
         self._thread.join(2 * _ANSWER_S)
 
     def _follow(self) -> None:
@@ -145,6 +154,7 @@ class ClockFollower:
 
     def _ask_until_lost(self) -> None:
         with socket.create_connection(self._address, _ANSWER_S) as connection:
+            self._connection = connection
             tune_connection(connection)
             connection.setblocking(False)
             asyncio.run(connect(connection, self._secret, _PURPOSE, _ANSWER_S))
@@ -183,10 +193,16 @@ class RelatedClock:
     """This rank's clock as related to its pipeline's, and what keeps it so."""
 
     def __init__(
-        self, offset_s: float, *, server: ClockServer | None = None, follower: ClockFollower | None = None
+        self,
+        offset_s: float,
+        to_job_s: float = 0.0,
+        *,
+        server: ClockServer | None = None,
+        follower: ClockFollower | None = None,
     ) -> None:
-        """`offset_s`: the relation where nothing keeps it. `server`, `follower`: this rank's, closed with this."""
-        self._offset_s = offset_s
+        """`offset_s`: the relation where nothing keeps it. `to_job_s`: what leads from the pipeline's clock to the
+        job's. `server`, `follower`: this rank's, closed with this."""
+        self._offset_s, self._to_job_s = offset_s, to_job_s
         self._server, self._follower = server, follower
 
     def offset_at(self, local_s: float) -> float:
@@ -194,8 +210,8 @@ class RelatedClock:
         return self._offset_s if self._follower is None else self._follower.line.offset_at(local_s)
 
     def drifted(self, local_s: float) -> float | None:
-        """`offset_at(local_s)` where it changes over time; None where it does not."""
-        return None if self._follower is None else self.offset_at(local_s)
+        """Seconds to add to `local_s` to get the job's clock, where they change over time; None where they do not."""
+        return None if self._follower is None else self.offset_at(local_s) + self._to_job_s
 
     def close(self) -> None:
         """End what keeps the relation. Safe to call twice."""

@@ -41,7 +41,7 @@ _CODE_BITS = 45
 
 @dataclass(frozen=True, eq=False)
 class StageMeasurement:
-    """One rank's iteration. All moments are on the job's common clock, in seconds."""
+    """One rank's iteration. All moments are on its pipeline's common clock, in seconds."""
 
     pipeline: int
     """Which of the job's parallel pipelines (the first global rank of its pipeline group)."""
@@ -121,19 +121,28 @@ def stage_measurement(
 
 
 def mean_idle_share(measurements: Sequence[StageMeasurement]) -> float:
-    """Fraction of the iteration, 0..1, in which a rank did not compute: the mean over all ranks."""
-    start_s = min(measurement.span_s[0] for measurement in measurements)
-    end_s = max(measurement.span_s[1] for measurement in measurements)
-    busy_s = statistics.fmean(
-        float(sum(values.sum() for values in measurement.durations_s.values())) for measurement in measurements
+    """Fraction of its pipeline's iteration, 0..1, in which a rank did not compute: the mean over all ranks."""
+    spans_s = _spans_s(measurements)
+    return statistics.fmean(
+        1.0 - float(sum(values.sum() for values in measurement.durations_s.values())) / spans_s[measurement.pipeline]
+        for measurement in measurements
     )
-    return 1.0 - busy_s / (end_s - start_s)
 
 
 def iteration_s(measurements: Sequence[StageMeasurement]) -> float:
-    """From the first action of any rank to the last one, in seconds; never 0."""
-    start_s = min(measurement.span_s[0] for measurement in measurements)
-    return max(1e-6, max(measurement.span_s[1] for measurement in measurements) - start_s)
+    """Of the pipeline that took longest: from its first action to its last one, in seconds; never 0."""
+    return max(_spans_s(measurements).values())
+
+
+def _spans_s(measurements: Sequence[StageMeasurement]) -> dict[int, float]:
+    """By pipeline, for each has a clock of its own."""
+    of_pipeline: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for measurement in measurements:
+        of_pipeline[measurement.pipeline].append(measurement.span_s)
+    return {
+        pipeline: max(1e-6, max(end_s for _, end_s in spans_s) - min(start_s for start_s, _ in spans_s))
+        for pipeline, spans_s in of_pipeline.items()
+    }
 
 
 def _messages(times: Sequence[MessageTimes], start_s: float) -> Messages:

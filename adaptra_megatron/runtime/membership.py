@@ -42,11 +42,11 @@ class Membership:
     pipeline: int
     """First global rank of this rank's pipeline: tells parallel pipelines apart."""
     clock_offset_s: float
-    """Seconds to add to this rank's monotonic clock to get the clock of its pipeline's first stage, when it joined."""
+    """Seconds to add to this rank's monotonic clock to get the job's, which is rank 0's as a rule, when it joined."""
     token: str
     """Same on all ranks, new each time: keeps the keys of two exchanges apart."""
     clock: RelatedClock = field(default_factory=lambda: RelatedClock(0.0), compare=False)
-    """The same at any time; to be closed when the job ends."""
+    """What to add at any time to get the clock of its pipeline's first stage; to be closed when the job ends."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,20 @@ def join(pipeline_group: dist.ProcessGroup, timeout_s: float, clocks: ClockSetti
         mine = _Introduction(pipeline, pipeline_group.rank(), boot_identity(), uuid.uuid4().hex)
         introductions: list[Any] = [None] * world_size
         dist.all_gather_object(introductions, mine, group=group)
-        offset_s, clock = _relate_clocks(group, rank, introductions, clocks or ClockSettings())
+        to_job_s, clock = _relate_clocks(group, rank, introductions, clocks or ClockSettings())
         dist.destroy_process_group(group)
     except RuntimeError as cause:
         raise exchange_error(rank, "join the other ranks for planning", timeout_s, cause) from cause
-    return Membership(rank, world_size, pipeline, offset_s, introductions[0].token, clock)
+    return Membership(rank, world_size, pipeline, to_job_s, introductions[0].token, clock)
 
 
 def _relate_clocks(
     group: dist.ProcessGroup, rank: int, introductions: list[_Introduction], settings: ClockSettings
 ) -> tuple[float, RelatedClock]:
-    """Seconds to add to this rank's clock to get the clock of its pipeline's first stage, and what keeps them right."""
+    """Seconds to add to this rank's clock to get the job's, and the clock as related to its pipeline's.
+
+    The job's clock is that of the first of all first stages. What happens on a link is compared on the pipeline's.
+    """
     mine = introductions[rank]
     ranks = {other.stage: number for number, other in enumerate(introductions) if other.pipeline == mine.pipeline}
     to_previous = 0.0
@@ -99,14 +102,15 @@ def _relate_clocks(
         to_previous = offset_to(group, ranks[mine.stage - 1])
     if mine.stage + 1 < len(ranks) and introductions[ranks[mine.stage + 1]].boot != mine.boot:
         serve_clock(group, ranks[mine.stage + 1])
+    to_job_s = _relate_pipelines(group, rank, introductions)
     strangers = any(introductions[other].boot != introductions[ranks[0]].boot for other in ranks.values())
     server, address = _serve(settings) if mine.stage == 0 and strangers else (None, None)
     told: list[Any] = [None] * len(introductions)
-    dist.all_gather_object(told, (to_previous, address), group=group)
+    dist.all_gather_object(told, (to_previous, to_job_s, address), group=group)
     offset_s = float(sum(told[ranks[stage]][0] for stage in range(1, mine.stage + 1)))
-    address = told[ranks[0]][1]
+    _, to_job_s, address = told[ranks[0]]
     if address is None or introductions[ranks[0]].boot == mine.boot:
-        return offset_s, RelatedClock(offset_s, server=server)
+        return offset_s + to_job_s, RelatedClock(offset_s, to_job_s, server=server)
     follower = ClockFollower(
         address,
         job_secret(_get_default_store()),
@@ -115,7 +119,20 @@ def _relate_clocks(
         clock=now_s,
         interval_s=settings.interval_s,
     )
-    return offset_s, RelatedClock(offset_s, follower=follower)
+    return offset_s + to_job_s, RelatedClock(offset_s, to_job_s, follower=follower)
+
+
+def _relate_pipelines(group: dist.ProcessGroup, rank: int, introductions: list[_Introduction]) -> float:
+    """On a first stage: seconds to add to its clock to get that of the first of all first stages; 0 elsewhere."""
+    reference, *others = sorted({other.pipeline for other in introductions})
+    for first in others:
+        if introductions[first].boot == introductions[reference].boot:
+            continue
+        if rank == first:
+            return offset_to(group, reference)
+        if rank == reference:
+            serve_clock(group, first)
+    return 0.0
 
 
 def _serve(settings: ClockSettings) -> tuple[ClockServer | None, Address | None]:

@@ -39,6 +39,12 @@ def relate_clocks() -> None:
     joined = join(dist.group.WORLD, TIMEOUT_S)
     assert abs(joined.clock_offset_s - (SKEWS_S[0] - SKEWS_S[rank])) < 0.2, joined.clock_offset_s
     assert joined.clock_offset_s != 0.0 or rank == 0
+    # Two pipelines of one and two stages: links are timed on the pipeline's own clock, all else on the job's.
+    pipelines = [dist.new_group([0]), dist.new_group([1, 2])]
+    joined = join(pipelines[min(rank, 1)], TIMEOUT_S)
+    assert abs(joined.clock_offset_s - (SKEWS_S[0] - SKEWS_S[rank])) < 0.2, joined.clock_offset_s
+    within_s = joined.clock.offset_at(clocks.now_s())
+    assert abs(within_s - (SKEWS_S[min(rank, 1)] - SKEWS_S[rank])) < 0.2, within_s
     # The first two on one host: what their clocks say then makes no difference.
     set_clock("host 0" if rank < 2 else "host 2", SKEWS_S[rank])
     joined = join(dist.group.WORLD, TIMEOUT_S)

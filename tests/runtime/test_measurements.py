@@ -16,7 +16,7 @@ from adaptra_megatron.detector.samples import LinkId, StageId
 from adaptra_megatron.detector.settings import DetectorSettings
 from adaptra_megatron.runtime.cost_estimates import InUse, estimate_costs, link_figures, paths_in_use
 from adaptra_megatron.runtime.joining import iteration_sample
-from adaptra_megatron.runtime.measurements import StageMeasurement, mean_idle_share, stage_measurement
+from adaptra_megatron.runtime.measurements import StageMeasurement, iteration_s, mean_idle_share, stage_measurement
 from adaptra_megatron.runtime.program import message_key
 from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.schedule.classic import one_f_one_b, stock_order
@@ -253,6 +253,10 @@ def test_the_share_of_idle_time_is_the_mean_over_ranks() -> None:
     ]
     measurements = [stage_measurement(0, stage, 1, rows, ([], []), 5.0) for stage, rows in enumerate(records)]
     assert mean_idle_share(measurements) == pytest.approx(1.0 - (0.8 + 0.2) / 2)
+    # Another pipeline, with a clock of its own, does not make them idle for longer.
+    elsewhere = [stage_measurement(7, stage, 1, rows, ([], []), -1e6) for stage, rows in enumerate(records)]
+    assert mean_idle_share([*measurements, *elsewhere]) == pytest.approx(1.0 - (0.8 + 0.2) / 2)
+    assert iteration_s([*measurements, *elsewhere]) == pytest.approx(10.0)
 
 
 def test_an_iteration_of_256_micro_batches_is_some_kilobytes() -> None:
