@@ -18,10 +18,11 @@ from megatron.core.pipeline_parallel import schedules
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.activations import ActivationAccount
 from adaptra_megatron.runtime.computation import MegatronComputation, StageComputation
+from adaptra_megatron.runtime.decision_writer import DELAY
 from adaptra_megatron.runtime.device import current_device, pci_bus_id
 from adaptra_megatron.runtime.dispatch import Dispatcher, make_dispatcher
 from adaptra_megatron.runtime.disturbances import DisturbanceWatch
-from adaptra_megatron.runtime.exchange import DELAY, PlanExchange
+from adaptra_megatron.runtime.exchange import PlanExchange
 from adaptra_megatron.runtime.executor import IterationReport, PipelineExecutor, Steps, planned_steps
 from adaptra_megatron.runtime.leader import PlanLeader
 from adaptra_megatron.runtime.measurements import stage_measurement

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from adaptra_megatron.runtime.exchange import DELAY
+from adaptra_megatron.runtime.decision_writer import DELAY
 
 PROGRAM = str(Path(__file__).parents[1] / "support" / "programs" / "made_up_memory.py")
 STAGES, MICRO_BATCHES, ITERATIONS, COMPUTE_MS, LATENCY_MS = 4, 12, 16, 5, 40
