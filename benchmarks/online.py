@@ -4,10 +4,11 @@
     python benchmarks/online.py [--mean-ms 20,40,60,120] [--constant-ms 0,60,120] [--every-link] [--output FILE]
 
 Every row is one job in which the same model is trained with one order after the other on the same processes: compute is
-emulated (F, B and W last 20 ms each), and each message of the slow link, by the host path, takes an exponentially
-distributed time of the given mean, the same sequence of times for every order. Fixed orders are planned for that mean,
-and for the time that 95 percent of messages stay below; online dispatch starts from the plan for the mean. Caps are the
-same, and so are losses, to the bit. Times are means over iterations of the forward_backward function alone.
+emulated (F, B and W last 20 ms each), and each message of the slow link takes an exponentially distributed time of the
+given mean, the same sequence of times for every order. Fixed orders are planned for that mean, and for the time that 95
+percent of messages stay below; online dispatch starts from either plan. Caps are the same, and so are losses, to the
+bit. Messages go by torch.distributed (gloo, whose arrivals the CPU sees) or, with --host-path, by the host path, whose
+delegates are as many processes again. Times are means over iterations of the forward_backward function alone.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Case:
     cap: int
     delay_ms: float
     random: bool
+    host_path: bool
     iterations: int
     """That are timed, after one that is not."""
 
@@ -73,11 +75,13 @@ class Case:
             f"--pipeline-model-parallel-size {STAGES} --num-layers {STAGES} --global-batch-size {MICRO_BATCHES}",
             f"--train-iters {1 + self.iterations} --mock-data --no-gradient-accumulation-fusion",
             f"--hidden-size 32 --seq-length 16 --emulate-compute-ms {ACTION_MS:g},{ACTION_MS:g},{ACTION_MS:g}",
-            f"--adaptra --adaptra-max-in-flight {self.cap} --adaptra-host-transport shm --adaptra-path host",
+            f"--adaptra --adaptra-max-in-flight {self.cap}",
         ]
+        if self.host_path:
+            words.append("--adaptra-host-transport shm --adaptra-path host")
         if self.delay_ms:
             words += [
-                f"--emulate-slow-link {a}-{b}:{kind}={self.delay_ms:g},path=host,seed={SEED}" for a, b in self.links
+                f"--emulate-slow-link {a}-{b}:{kind}={self.delay_ms:g},path=both,seed={SEED}" for a, b in self.links
             ]
         return tuple(" ".join(words).split())
 
@@ -167,6 +171,7 @@ def main() -> None:
     parser.add_argument("--mean-ms", type=numbers, default=[20.0, 40.0, 60.0, 120.0])
     parser.add_argument("--constant-ms", type=numbers, default=[0.0, 60.0, 120.0])
     parser.add_argument("--every-link", action="store_true", help="all links are slow, and caps are 16")
+    parser.add_argument("--host-path", action="store_true", help="messages go by the host path")
     parser.add_argument("--iterations", type=int, default=8, help="timed iterations of each order")
     parser.add_argument("--output", type=Path, default=None, help="also append the tables to this file")
     arguments = parser.parse_args()
@@ -180,7 +185,9 @@ def main() -> None:
         ):
             lines += [head] if delays else []
             for delay_ms in delays:
-                lines.append(row(Case(links, cap, delay_ms, is_random, arguments.iterations), server))
+                lines.append(
+                    row(Case(links, cap, delay_ms, is_random, arguments.host_path, arguments.iterations), server)
+                )
                 sys.stdout.write(f"[{time.monotonic() - started:4.0f} s] {lines[-1]}\n")
                 sys.stdout.flush()
     text = "\n".join(lines) + "\n"

@@ -82,6 +82,8 @@ class Dispatcher:
 
     def ran(self, steps: Sequence[Step], records: Sequence[ActionRecord], arrivals: Sequence[ArrivalRecord]) -> None:
         """Call after each training iteration with what it ran, and with what came and when."""
+        if self._mode == "planned":
+            return
         action_s = statistics.fmean(record.compute_s for record in records)
         self._patience_s = _PATIENCE * action_s
         for source in {arrival.source for arrival in arrivals}:

@@ -127,11 +127,16 @@ def team_of(rank: int, peers: Sequence[Iterable[int]]) -> list[int]:
 
 def _peers(call: PipelineCall) -> Collection[int]:
     """Ranks that this one meets in collectives inside F, B and W."""
-    groups = [call.groups.tp, call.groups.cp]
+    groups = _known(call, ("tp", "cp"))
     if getattr(call.config, "num_moe_experts", None):
-        given = [getattr(call.groups, name, None) for name in ("ep", "expt_tp", "tp_ep")]
-        groups += [group for group in given if group is not None] or [
+        groups += _known(call, ("ep", "expt_tp", "tp_ep")) or [
             parallel_state.get_expert_model_parallel_group(),
             parallel_state.get_expert_tensor_parallel_group(),
         ]
-    return {member for group in groups for member in dist.get_process_group_ranks(group)}
+    return {dist.get_rank(), *(member for group in groups for member in dist.get_process_group_ranks(group))}
+
+
+def _known(call: PipelineCall, names: Iterable[str]) -> list[Any]:
+    """Of the groups that the model was built with, those of these names that it has."""
+    groups = (getattr(call.groups, name, None) for name in names)
+    return [group for group in groups if group is not None]
