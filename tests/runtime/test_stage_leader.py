@@ -6,12 +6,16 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support.processes import RankResult
 
+from adaptra_megatron.runtime import stage_leader
 from adaptra_megatron.runtime.stage_leader import team_of
 
 RANKS = str(Path(__file__).with_name("stage_team_ranks.py"))
@@ -47,6 +51,17 @@ def test_experts_spread_over_replicas_join_the_teams_of_these() -> None:
     assert [team_of(rank, peers) for rank in range(8)] == [
         [0, 1, 4, 5] if rank in (0, 1, 4, 5) else [rank - rank % 2, rank - rank % 2 + 1] for rank in range(8)
     ]
+
+
+@pytest.mark.parametrize(("experts", "expected"), [(None, {4, 5, 6}), (8, {4, 5, 6, 12})])
+def test_peers_are_those_of_the_groups_that_the_model_was_built_with(
+    monkeypatch: pytest.MonkeyPatch, experts: int | None, expected: set[int]
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 4)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group)
+    groups = SimpleNamespace(tp=[4, 5], cp=[4, 6], dp_cp=[4, 6, 12, 14], ep=[4, 12])
+    call: Any = SimpleNamespace(groups=groups, config=SimpleNamespace(num_moe_experts=experts))
+    assert stage_leader._peers(call) == expected
 
 
 @given(
