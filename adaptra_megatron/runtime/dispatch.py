@@ -9,6 +9,7 @@ ranks of one stage that share collectives follow one of them, the leader (see st
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections import defaultdict, deque
@@ -31,6 +32,8 @@ from adaptra_megatron.schedule.simulator import peak_in_flight
 from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
 from adaptra_megatron.transport.messages import Transport
 from adaptra_megatron.transport.paths import Path
+
+logger = logging.getLogger("adaptra_megatron.runtime")
 
 _PLANNED, _ONLINE = 0, 1
 _PATIENCE = 0.05
@@ -60,6 +63,8 @@ class Dispatcher:
         self._timeout_s = timeout_s
         self._pace = _GpuPace() if device.type == "cuda" else _Pace()
         self._patience_s = 0.0
+        self._online_for: str | None = None
+        """Why the latest iteration was dispatched online."""
         self._steadiness: dict[int, Steadiness] = defaultdict(Steadiness)
         """By neighbour."""
 
@@ -71,12 +76,13 @@ class Dispatcher:
             return lambda inbox: iter(program.steps)
         if team is not None and not team.leads:
             return lambda inbox: self._follow(program, team)
-        online = self._is_online(program)
-        self.online_iterations += online
-        if not online:
+        reason = self._reason_to_leave_the_plan(program)
+        self._tell(program.stage, reason)
+        if reason is None:
             return lambda inbox: self._lead(_PLANNED, iter(program.steps), team)
         if cap is None:
             cap = peak_in_flight(program.schedule, released_at_backward_input)[program.stage]
+        self.online_iterations += 1
         order = OnlineOrder(program, cap, released_at_backward_input)
         return lambda inbox: self._lead(_ONLINE, self._decide(order, inbox), team)
 
@@ -92,13 +98,26 @@ class Dispatcher:
         if self._team is not None and self._team.leads:
             self._team.settle()
 
-    def _is_online(self, program: Program) -> bool:
+    def _reason_to_leave_the_plan(self, program: Program) -> str | None:
+        """Why the next iteration is dispatched online, in words; None if it is not."""
         peers = [peer for peer, messages in program.expected.items() if messages]
         if not all(map(self._transport.sees_arrivals, peers)):
-            return False
-        return self._mode == "online" or any(
-            self._transport.came_by(peer) is Path.HOST and self._steadiness[peer].unsteady for peer in peers
-        )
+            return None
+        if self._mode == "online":
+            return "--adaptra-dispatch online"
+        unsteady = [
+            str(peer)
+            for peer in peers
+            if self._transport.came_by(peer) is Path.HOST and self._steadiness[peer].unsteady
+        ]
+        return f"messages of stage {' and '.join(unsteady)} come at random" if unsteady else None
+
+    def _tell(self, stage: int, reason: str | None) -> None:
+        if reason is not None and self._online_for is None:
+            logger.info("adaptra: stage %d leaves its plan when messages are late: %s", stage, reason)
+        elif reason is None and self._online_for is not None:
+            logger.info("adaptra: stage %d runs its plan again", stage)
+        self._online_for = reason
 
     def _decide(self, order: OnlineOrder, inbox: Inbox) -> Iterator[Step]:
         while not order.finished:

@@ -161,6 +161,23 @@ def test_who_is_online(
     assert made.online_iterations == online
 
 
+def test_the_log_says_when_a_stage_leaves_its_plan_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="adaptra_megatron.runtime")
+    links = links_with("", came_by={0: HOST, 2: HOST})
+    made = dispatcher("auto", links)
+    for moment in [0] * 2 + list(range(6)) + [0] * 6:
+        made.steps(program(), CAP, 0.0)
+        arrivals = [
+            ArrivalRecord(moment, 2, STAGE, "B", 0, number, number * (1.0 + moment)) for number in range(MICRO_BATCHES)
+        ]
+        made.ran(program().steps, records(1.0), arrivals)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "adaptra: stage 1 leaves its plan when messages are late: messages of stage 2 come at random",
+        "adaptra: stage 1 runs its plan again",
+    ]
+
+
 def test_while_nothing_is_late_the_plan_runs() -> None:
     links = links_with(IN_PLANNED_ORDER)
     links.here.update(links.to_come)

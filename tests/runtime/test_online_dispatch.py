@@ -18,9 +18,9 @@ from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.split import split_backward
 
-ITERATIONS = 10
+ITERATIONS = 8
 MICRO_BATCHES = 8
-MODEL = "--mock-data --no-gradient-accumulation-fusion --eval-iters 1 --eval-interval 5"
+MODEL = "--mock-data --no-gradient-accumulation-fusion --eval-iters 1 --eval-interval 4"
 
 
 @dataclass(frozen=True)
