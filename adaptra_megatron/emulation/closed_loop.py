@@ -26,7 +26,7 @@ from adaptra_megatron.emulation.variants import Variant, VariantReport, run_vari
 from adaptra_megatron.telemetry.event_log import read_events
 from adaptra_megatron.telemetry.events import LinkDetection, PlanSwitched, StampedEvent
 
-BUSY_ACTIONS = 0.5
+BUSY_ACTIONS = 0.25
 """An operation that ended so much of its time too late says that the machine was too busy."""
 
 

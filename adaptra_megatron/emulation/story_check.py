@@ -151,6 +151,8 @@ def _happened(said: Said, story: LinkStory) -> bool:
         if _same(said, direction_of(spell)) and path in (struck.value for struck in spell.paths)
     ]
     slow = any(spell.strikes(since) for spell in spells)
+    if any(burst.strikes(since) and _same(said, direction_of(burst)) for burst in story.bursts):
+        return True  # by chance all messages of a burst may be late alike
     if said.link.after == "healthy":
         return not slow
     begun = any(spell.from_iteration == since for spell in spells) or (path == HOST and slow)

@@ -37,6 +37,8 @@ class Variant:
     name: str
     argv: tuple[str, ...]
     like: str | None = None
+    plan_to: str | None = None
+    """The file that gets the schedule of its last iteration, for a later variant to run."""
 
 
 @dataclass
@@ -169,6 +171,9 @@ def _main(argv: Sequence[str]) -> None:
         mine = {"result": result.figures(), "differences": found[:SHOWN_DIFFERENCES], "elements": elements}
         dist.all_gather_object(parts, mine)
         reports.append(_merge(variant, parts))
+        if variant.plan_to is not None and dist.get_rank() == 0:
+            Path(variant.plan_to).write_text(reports[-1].adaptra[0]["schedule_csv"])
+        dist.barrier()
         if any(later.like == variant.name for later in variants[index + 1 :]):
             kept[variant.name] = tensors
     if dist.get_rank() == 0:
