@@ -21,14 +21,16 @@ from adaptra_megatron.transport.paths import Path
 FAR_WORSE = 4.0
 """A path that costs so many times what the other one does is left though nothing says that it was ever better."""
 FAR_PER_ACTION = 0.5
-"""If it is worse by so much of the mean action, too: what is quick anyhow is left to the user's preference."""
+LEAST_FAR_S = 5e-3
+"""If it is worse by so much of the mean action, and by this, too: what is quick anyhow is left to the user."""
 NO_LONGER_FAR = 0.5
 """Of both: below, such a path is taken again."""
 GAIN_SHARE = 0.2
 """Of a message's cost: less is not worth a change."""
 GAIN_PER_ACTION = 0.25
 """Of the mean action: neither is less than this, which hardly any schedule notices."""
-LEAST_GAIN_S = 0.5e-3
+LEAST_GAIN_S = 2e-3
+"""Nor than this, by which the links of a busy host come and go."""
 _NEVER = math.inf
 """What a message costs on a dead path."""
 
@@ -113,7 +115,7 @@ def _good_enough(
     if estimates[preferred].state is not State.HEALTHY:
         return False
     scale = 1.0 if before is preferred else NO_LONGER_FAR
-    least_s = max(LEAST_GAIN_S, FAR_PER_ACTION * setting.action_s)
+    least_s = max(LEAST_FAR_S, FAR_PER_ACTION * setting.action_s)
     cost_s, other_s = costs_s[preferred], costs_s[preferred.other]
     return cost_s < scale * FAR_WORSE * other_s or cost_s - other_s < scale * least_s
 
