@@ -49,8 +49,8 @@ def nothing_measured() -> Iterator[None]:
     with Replaced(
         [
             Replacement(runtime, "make_timer", lambda clock: NoTimer(), reason),
-            Replacement(executor.PipelineExecutor, "_records", lambda self, run, ran, marks: [], reason),
-            Replacement(dispatch.Dispatcher, "ran", lambda self, steps, records: None, reason),
+            Replacement(executor.PipelineExecutor, "_records", lambda *values: [], reason),
+            Replacement(dispatch.Dispatcher, "ran", lambda *values: None, reason),
             Replacement(runtime, "arrival_records", lambda stage, received: [], reason),
             Replacement(torch_path, "MessageTimes", lambda *values: None, reason),
         ]
