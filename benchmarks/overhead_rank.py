@@ -28,7 +28,7 @@ from adaptra_megatron.emulation.arguments import parse_arguments  # noqa: E402
 from adaptra_megatron.emulation.process_groups import leave_job  # noqa: E402
 from adaptra_megatron.emulation.replacing import Replaced, Replacement  # noqa: E402
 from adaptra_megatron.emulation.training import train  # noqa: E402
-from adaptra_megatron.runtime import dispatch, exchange, executor, leader, runtime, timers  # noqa: E402
+from adaptra_megatron.runtime import dispatch, exchange, executor, leader, pipeline, timers  # noqa: E402
 from adaptra_megatron.transport import torch_path  # noqa: E402
 
 MODES = ("nothing", "everything")
@@ -48,10 +48,10 @@ def nothing_measured() -> Iterator[None]:
     reason = "benchmark: nothing is measured"
     with Replaced(
         [
-            Replacement(runtime, "make_timer", lambda clock: NoTimer(), reason),
+            Replacement(pipeline, "make_timer", lambda clock: NoTimer(), reason),
             Replacement(executor.PipelineExecutor, "_records", lambda *values: [], reason),
             Replacement(dispatch.Dispatcher, "ran", lambda *values: None, reason),
-            Replacement(runtime, "arrival_records", lambda stage, received: [], reason),
+            Replacement(pipeline, "arrival_records", lambda stage, received: [], reason),
             Replacement(torch_path, "MessageTimes", lambda *values: None, reason),
         ]
     ):
@@ -91,7 +91,7 @@ def everything_measured(deciding: Spent, training: Spent) -> Iterator[None]:
         [
             deciding.timed(leader.PlanLeader, "decide"),
             training.timed(executor.PipelineExecutor, "_records"),
-            training.timed(runtime.AdaptraRuntime, "_hand_in"),
+            training.timed(pipeline.Pipeline, "_hand_in"),
             training.timed(exchange.PlanExchange, "decision"),
         ]
     ):

@@ -26,7 +26,7 @@ from adaptra_megatron.emulation.arguments import parse_arguments  # noqa: E402
 from adaptra_megatron.emulation.process_groups import leave_job  # noqa: E402
 from adaptra_megatron.emulation.replacing import Replaced, Replacement  # noqa: E402
 from adaptra_megatron.emulation.training import train  # noqa: E402
-from adaptra_megatron.runtime import runtime  # noqa: E402
+from adaptra_megatron.runtime import pipeline, runtime  # noqa: E402
 from adaptra_megatron.schedule.actions import Kind  # noqa: E402
 
 MB = 1_000_000
@@ -94,7 +94,7 @@ class Rank:
 def main(story: dict[str, Any], arguments: list[str]) -> None:
     rank = Rank(story)
     stand_ins = [
-        Replacement(runtime, "memory_of", lambda device: rank.memory, "made-up memory"),
+        Replacement(pipeline, "memory_of", lambda device: rank.memory, "made-up memory"),
         Replacement(runtime, "MegatronComputation", rank.begin_iteration, "made-up memory"),
     ]
     with Replaced(stand_ins):
