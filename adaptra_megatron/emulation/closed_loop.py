@@ -40,7 +40,7 @@ class Campaign:
     data_parallel: int = 1
     micro_batches: int = 16
     iterations: int = 200
-    action_ms: float = 10.0
+    action_ms: float = 20.0
     """F, input gradient and W of every stage, emulated."""
     cap: float = 12.0
     """Activations a stage may hold."""

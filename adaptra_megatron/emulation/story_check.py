@@ -132,9 +132,11 @@ def _missed(turn: Turn, story: LinkStory, said: Iterable[Said]) -> str | None:
     if limit >= min([story.iterations, *(other for other in after if other > turn.iteration)]):
         return None
     about = [one for one in said if _same(one, turn.direction) and one.link.path != HOST and one.iteration <= limit]
-    state = "healthy" if not about else about[-1].link.after
-    if state == ("healthy" if turn.fault is None else "slow"):
+    before = [one.link.after for one in about if one.iteration < turn.iteration][-1:]
+    states = [*(before or ["healthy"]), *(one.link.after for one in about if one.iteration >= turn.iteration)]
+    if ("healthy" if turn.fault is None else "slow") in states:
         return None
+    state = states[-1]
     return f"missed: {turn}; by iteration {limit} the link is said to be {state}"
 
 
