@@ -45,6 +45,8 @@ def measure(cases: Sequence[Case], directory: Path, *, again: bool) -> None:
     """Run those that have not been run, or all of them `again`."""
     directory.mkdir(parents=True, exist_ok=True)
     due = [case for case in cases if again or not _file(case, directory).exists()]
+    if not due:
+        return
     started_s = time.monotonic()
     with ForkServer() as server:
         for case in due:
