@@ -55,7 +55,7 @@ demo: $(INSTALLED)
 	$(BIN)/python -m adaptra_megatron.emulation.demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m 'not slow'
+	$(BIN)/python -m pytest -q -m 'not slow' --durations=30
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m slow

@@ -147,12 +147,22 @@ def check_ran(reports: list[VariantReport], case: Case) -> None:
 # gloo's own worker thread died of a corrupt heap in 2 of some 30 runs of this case, on an overloaded machine; 50
 # trainings of stock alone did not show it. Not understood: run by hand until it is.
 UNSETTLED = {"pp2-vpp2-dp2-distributed-overlap"}
+COVERED = {
+    "pp4",
+    "pp2-vpp2",
+    "pp4-vpp2",
+    "pp2-dp2",
+    "pp2-dp2-overlap",
+    "pp2-dp2-distributed",
+    "pp2-tp2-bf16",
+}
+"""Each is part of another case, or of the same layout's dispatched online: they tell where to look when that fails."""
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.slow if case.name in UNSETTLED else ()) for case in CASES],
+    [pytest.param(case, marks=pytest.mark.slow if case.name in UNSETTLED | COVERED else ()) for case in CASES],
     ids=lambda case: case.name,
 )
 def test_bitwise_equal_to_stock(case: Case, tmp_path: Path, fork_server: ForkServer) -> None:
