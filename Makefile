@@ -9,6 +9,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
 MEGATRON := megatron-core==0.16.1
 
+# Megatron-LM's sources, for its own scripts; and what those import besides torch. MEGATRON_LM_SOURCE names a mirror.
+MEGATRON_LM ?= build/megatron-lm
+MEGATRON_LM_TAG ?= core_v0.16.1
+MEGATRON_LM_NEEDS := six regex pyyaml pydantic psutil
+
 # One stamp per step: a step is done again only if its list of requirements has changed.
 CREATED := $(VENV)/.adaptra-created
 FOUNDATION := $(VENV)/.adaptra-$(subst ==,-,$(TORCH)-$(MEGATRON))
@@ -17,7 +22,7 @@ LINT := $(VENV)/.adaptra-lint
 NATIVE := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-rdma bench-rdma soak closed-loop lint
+.PHONY: help install demo megatron test test-slow test-dropin test-versions docs test-rdma bench-rdma soak closed-loop lint
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +34,10 @@ help:
 	@echo 'make soak     fault campaign: real training while paths, delegates and ranks fail (SOAK=--rounds=5 for more)'
 	@echo 'make closed-loop  200 iterations while links turn slow, move and heal at random (CLOSED_LOOP=--seed=7 for another)'
 	@echo 'make bench-rdma  its throughput there, beside that of ib_write_bw'
+	@echo 'make megatron  the sources of Megatron-LM $(MEGATRON_LM_TAG), into $(MEGATRON_LM)'
+	@echo 'make test-dropin  its own pretrain_gpt.py with and without --adaptra (minutes)'
+	@echo 'make test-versions  the same for every supported release (an hour; needs Python 3.11 and 3.12)'
+	@echo 'make docs     the pages of docs/ that are made from the code'
 	@echo 'make lint     ruff and mypy'
 
 install: $(INSTALLED)
@@ -55,10 +64,26 @@ demo: $(INSTALLED)
 	$(BIN)/python -m adaptra_megatron.emulation.demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m 'not slow' --durations=30
+	$(BIN)/python -m pytest -q -m 'not slow and not megatron_lm' --durations=30
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m slow
+
+megatron: $(INSTALLED)
+	$(PIP) install --quiet $(MEGATRON_LM_NEEDS)
+	scripts/fetch_megatron_lm.sh $(MEGATRON_LM_TAG) $(MEGATRON_LM) $(abspath $(BIN))/python
+
+test-dropin: megatron
+	MEGATRON_LM=$(abspath $(MEGATRON_LM)) $(BIN)/python -m pytest -q -m megatron_lm
+
+# Each release in an environment with the Python that it asks for.
+test-versions:
+	$(MAKE) megatron VENV=.venv PYTHON=python3.11
+	$(MAKE) megatron VENV=.venv312 PYTHON=python3.12 MEGATRON_LM=build/megatron-lm-core_v0.19.0 MEGATRON_LM_TAG=core_v0.19.0
+	$(BIN)/python scripts/try_releases.py --python 3.11=.venv/bin/python --python 3.12=.venv312/bin/python
+
+docs: $(INSTALLED)
+	$(BIN)/python scripts/write_docs.py
 
 test-rdma: $(INSTALLED)
 	$(BIN)/python scripts/softroce_vm.py test

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from adaptra_megatron.patches.table import Patch
+from adaptra_megatron.patches.table import SUPPORTED, Patch
 
 if TYPE_CHECKING:
     from adaptra_megatron.runtime.runtime import AdaptraRuntime
@@ -29,10 +29,8 @@ _PARAMETERS = (
     "collect_non_loss_data",
     "first_val_step",
     "adjust_tensor_shapes_fn",
-    "p2p_communicator",
-    "pg_collection",
-    "force_all_reduce",
 )
+"""What every release has; what came later is asked for by `runtime.compat`."""
 
 
 def _run(stock: Callable[..., Any], runtime: AdaptraRuntime, *, interleaved: bool) -> Callable[..., Any]:
@@ -57,23 +55,23 @@ PATCHES = (
     Patch(
         identity="schedule-1f1b",
         target=f"{_MODULE}:forward_backward_pipelining_without_interleaving",
-        versions=">=0.16.1,<0.17",
-        parameters=_PARAMETERS,
+        versions=SUPPORTED,
+        parameters=(*_PARAMETERS, "p2p_communicator"),
         reason="runs the planned order of forward, input-gradient and weight-gradient actions instead of 1F1B",
         replace=functools.partial(_run, interleaved=False),
     ),
     Patch(
         identity="schedule-interleaved",
         target=f"{_MODULE}:forward_backward_pipelining_with_interleaving",
-        versions=">=0.16.1,<0.17",
-        parameters=_PARAMETERS,
+        versions=SUPPORTED,
+        parameters=(*_PARAMETERS, "p2p_communicator"),
         reason="runs the planned order instead of interleaved 1F1B",
         replace=functools.partial(_run, interleaved=True),
     ),
     Patch(
         identity="schedule-none",
         target=f"{_MODULE}:forward_backward_no_pipelining",
-        versions=">=0.16.1,<0.17",
+        versions=SUPPORTED,
         parameters=_PARAMETERS,
         reason="says that a pipeline of one stage has nothing to adapt, instead of silently doing nothing",
         replace=_refuse,

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from adaptra_megatron.runtime.runtime import AdaptraRuntime
 
 
+SUPPORTED = ">=0.14,<0.20"
+"""Releases of megatron-core (PEP 440) with which this package is tested: docs/versions.md."""
+
+
 class PatchError(RuntimeError):
     """Megatron cannot be patched as intended; names the target, what was found, and the remedy. Nothing is changed."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from adaptra_megatron.patches.table import Patch
+from adaptra_megatron.patches.table import SUPPORTED, Patch
 
 if TYPE_CHECKING:
     from adaptra_megatron.runtime.runtime import AdaptraRuntime
@@ -22,7 +22,7 @@ PATCHES = (
     Patch(
         identity="linear-backward",
         target="megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward",
-        versions=">=0.16.1,<0.17",
+        versions=SUPPORTED,
         parameters=("ctx", "grad_output"),
         reason="leaves the weight gradient for a later action while a split backward runs; else stock's code runs",
         replace=_split,

@@ -77,6 +77,17 @@ def used_files(interpreter: Path, directory: Path) -> list[Path]:
     return [Path(line) for line in run(interpreter, "-c", USE, directory=directory).splitlines()]
 
 
+def check_the_flag_until_uninstalled(interpreter: Path, directory: Path) -> None:
+    """--adaptra on the command line brings the hooks in, no other start does, and all goes with the package."""
+    code = "import sys; print(any(name.startswith('adaptra_megatron') for name in sys.modules))"
+    told = [run(interpreter, "-c", code, *flags, directory=directory).strip() for flags in ((), ("--adaptra",))]
+    assert told == ["False", "True"]
+    pip = (sys.executable, "-m", "pip", "--python", interpreter, "uninstall", "--quiet", "--yes")
+    run(*pip, "adaptra-megatron", directory=directory)
+    assert not list((directory / "environment").rglob("adaptra_megatron*"))
+    assert run(interpreter, "-c", code, "--adaptra", directory=directory).strip() == "False"
+
+
 def test_the_source_distribution_is_complete(source: Path, distributions: tuple[Path, Path]) -> None:
     with tarfile.open(distributions[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -88,7 +99,8 @@ def test_the_source_distribution_is_complete(source: Path, distributions: tuple[
         }
         assert expected
         assert expected <= names
-    assert {"LICENSE", "Makefile", "README.md", "pyproject.toml", "setup.py", ".ci/run"} <= names
+    assert {"LICENSE", "README.md", "Makefile", ".ci/run"} <= names
+    assert {"pyproject.toml", "setup.py", "adaptra_megatron.pth"} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
 
 
@@ -104,7 +116,7 @@ def test_the_wheel_carries_patches_and_the_extension(source: Path, distributions
     assert all(name.startswith(("adaptra_megatron/", "adaptra_megatron-", "adaptra_megatron.pth")) for name in names)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     required = {line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist")}
-    assert {"torch>=2.8", "megatron-core<0.17,>=0.16.1"} <= required
+    assert {"torch>=2.8", "megatron-core<0.20,>=0.14"} <= required
 
 
 def test_an_installed_wheel_works(distributions: tuple[Path, Path], tmp_path: Path) -> None:
@@ -113,6 +125,7 @@ def test_an_installed_wheel_works(distributions: tuple[Path, Path], tmp_path: Pa
     for file in used_files(interpreter, tmp_path):
         assert file.is_relative_to(tmp_path / "environment")
     assert "adaptra 0." in run(interpreter.parent / "adaptra", "--version", directory=tmp_path)
+    check_the_flag_until_uninstalled(interpreter, tmp_path)
 
 
 def test_an_editable_install_works(source: Path, tmp_path: Path) -> None:
@@ -123,6 +136,7 @@ def test_an_editable_install_works(source: Path, tmp_path: Path) -> None:
     assert patches == source / "patches" / "__init__.py"
     assert native == source / EXTENSION
     assert "adaptra 0." in run(interpreter.parent / "adaptra", "--version", directory=tmp_path)
+    check_the_flag_until_uninstalled(interpreter, tmp_path)
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.pipeline_parallel import schedules
 
+from adaptra_megatron.runtime.compat import backward_step
 from adaptra_megatron.runtime.megatron_call import PipelineCall
 from adaptra_megatron.runtime.split_backward import LinearWeightGradient, WeightGradientQueue
 
@@ -79,14 +80,11 @@ class MegatronComputation:
         *,
         split: bool,
     ) -> torch.Tensor | None:
-        model_type = schedules.get_model_type(self._call.model_chunks[chunk])
-        arguments = (input_tensor, output_tensor, output_gradient, model_type, self._call.config)
-        input_gradient: torch.Tensor | None
+        model, config = self._call.model_chunks[chunk], self._call.config
         if not split:
-            input_gradient = schedules.backward_step(*arguments)
-            return input_gradient
+            return backward_step(model, input_tensor, output_tensor, output_gradient, config)
         with self._queue.collect() as left:
-            input_gradient = schedules.backward_step(*arguments)
+            input_gradient = backward_step(model, input_tensor, output_tensor, output_gradient, config)
         self._left[chunk, micro_batch] = left
         return input_gradient
 

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.process_groups_config import ProcessGroupCollection
 
+from adaptra_megatron.runtime.compat import default_groups, groups_keyword
 from adaptra_megatron.runtime.refusals import UnsupportedFeatureError, refuse_single_stage, refuse_unsupported
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCall:
-    """Arguments of `forward_backward_pipelining_with(out)_interleaving` (megatron-core 0.16), one entry per chunk."""
+    """Arguments of `forward_backward_pipelining_with(out)_interleaving`, of any release, one entry per chunk."""
 
     config: Any
     """Megatron's ModelParallelConfig / TransformerConfig."""
@@ -34,7 +33,8 @@ class PipelineCall:
     first_val_step: bool | None
     force_all_reduce: bool
     pipeline_group: torch.distributed.ProcessGroup
-    groups: ProcessGroupCollection
+    groups: Any
+    """Megatron's collection of process groups: see compat.default_groups."""
 
     @property
     def stage(self) -> int:
@@ -94,13 +94,12 @@ def pipeline_call(arguments: Mapping[str, Any], *, interleaved: bool) -> Pipelin
     )
 
 
-def _process_groups(
-    arguments: Mapping[str, Any],
-) -> tuple[torch.distributed.ProcessGroup, ProcessGroupCollection]:
+def _process_groups(arguments: Mapping[str, Any]) -> tuple[torch.distributed.ProcessGroup, Any]:
     """The pipeline's group and the collection that finalize_model_grads gets, as stock builds them."""
-    communicator, groups = arguments.get("p2p_communicator"), arguments.get("pg_collection")
+    keyword = groups_keyword()
+    communicator, groups = arguments.get("p2p_communicator"), arguments.get(keyword)
     if (communicator is None) != (groups is None):
-        raise ValueError("pass p2p_communicator and pg_collection together, or neither")
+        raise ValueError(f"pass p2p_communicator and {keyword} together, or neither")
     if communicator is not None and groups is not None:
         if not isinstance(communicator, P2PCommunicator):
             raise UnsupportedFeatureError(
@@ -108,17 +107,11 @@ def _process_groups(
                 f"a {type(communicator).__name__} joins several models. Drop --adaptra for this model"
             )
         return communicator.pp_group, groups
-    groups = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    groups = default_groups()
     return groups.pp, groups
 
 
-def _message_shape(arguments: Mapping[str, Any], config: Any, groups: ProcessGroupCollection) -> tuple[int, ...] | None:
+def _message_shape(arguments: Mapping[str, Any], config: Any, groups: Any) -> tuple[int, ...] | None:
     if config.variable_seq_lengths:
         return None
     shapes = schedules.get_tensor_shapes(

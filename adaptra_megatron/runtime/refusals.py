@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.enums import ModelType
-from megatron.core.pipeline_parallel import schedules
+
+from adaptra_megatron.runtime.compat import is_encoder_decoder
 
 
 class UnsupportedFeatureError(RuntimeError):
@@ -69,6 +69,11 @@ REFUSALS = (
         "it counts micro-batches in flight by the stock schedule",
     ),
     Refusal(
+        "paged stashing of experts' activations (--moe-paged-stash)",
+        _setting("moe_paged_stash"),
+        "it counts forwards and backwards by the stock schedule",
+    ),
+    Refusal(
         "multi-token prediction (--mtp-num-layers)",
         lambda config: bool(getattr(config, "mtp_num_layers", None)),
         "its shared output layer has not been compared with stock under re-ordered weight gradients",
@@ -102,7 +107,7 @@ def refuse_unsupported(config: Any, model_chunks: Sequence[torch.nn.Module], arg
             "tensors per micro-batch are not carried. Drop one of the two"
         )
     for model in model_chunks:
-        if schedules.get_model_type(model) == ModelType.encoder_and_decoder:
+        if is_encoder_decoder(model):
             raise UnsupportedFeatureError(
                 "--adaptra does not run encoder-decoder models: it schedules a single chain of stages. Drop --adaptra"
             )

@@ -7,11 +7,13 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 
+import megatron.core
+import torch
 import torch.distributed as dist
 
+from adaptra_megatron import __version__
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.exchange import PlanExchange
 from adaptra_megatron.runtime.executor import IterationReport
@@ -27,6 +29,15 @@ from adaptra_megatron.transport.messages import Direction, MessageTimes, Transpo
 from adaptra_megatron.transport.paths import PathCounters
 
 _KINDS = {Direction.ACTIVATION: "F", Direction.GRADIENT: "B"}
+
+
+def running_versions() -> dict[str, str]:
+    """What runs, which need not be what is installed: Megatron is often used from its sources."""
+    return {
+        "adaptra-megatron": __version__,
+        "megatron-core": megatron.core.__version__,
+        "torch": torch.__version__,
+    }
 
 
 def make_telemetry(call: PipelineCall, config: AdaptraConfig, membership: Membership | None) -> RunTelemetry:
@@ -47,7 +58,7 @@ def make_telemetry(call: PipelineCall, config: AdaptraConfig, membership: Member
     )
     start = RunStarted(
         layout={"stages": call.stages, "chunks": call.chunks, "world_size": dist.get_world_size()},
-        versions={name: version(name) for name in ("adaptra-megatron", "megatron-core", "torch")},
+        versions=running_versions(),
         config={name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()},
         host=platform.node(),
     )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
 from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.runtime.compat import finalize_gradients
 from adaptra_megatron.runtime.computation import MegatronComputation, StageComputation
 from adaptra_megatron.runtime.megatron_call import PipelineCall, pipeline_call
 from adaptra_megatron.runtime.memory import MemorySource
@@ -148,12 +149,8 @@ def _finalize_gradients(call: PipelineCall, computation: MegatronComputation, em
     if config.finalize_model_grads_func is None:
         return
     schedules.finish_embedding_wgrad_compute(config, embedding, call.holds_last_stage, call.groups.tp)
-    config.finalize_model_grads_func(
-        call.model_chunks,
-        computation.tokens if config.calculate_per_token_loss else None,
-        pg_collection=call.groups,
-        force_all_reduce=call.force_all_reduce,
-    )
+    tokens = computation.tokens if config.calculate_per_token_loss else None
+    finalize_gradients(config, call.model_chunks, tokens, call.groups, force=call.force_all_reduce)
 
 
 def _warn_of_dropout(call: PipelineCall) -> None:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from adaptra_megatron.runtime.compat import has_sharded_weight
+
 
 @dataclass
 class LinearWeightGradient:
@@ -166,4 +168,5 @@ def _can_split(ctx: Any) -> bool:
         ctx.grad_output_buffer is None  # defer_embedding_wgrad_compute has a queue of its own
         and weight.requires_grad
         and not hasattr(weight, "__fsdp_param__")
+        and not has_sharded_weight(ctx)
     )

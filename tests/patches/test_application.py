@@ -121,16 +121,16 @@ class TestEnabling:
         assert (applied.runtime, applied.identities) == (None, ())
         applied.undo()
 
-    @pytest.mark.parametrize("version", ["0.15.3", "0.16.0", "0.17.0", "0.17.0rc0", "1.0"])
+    @pytest.mark.parametrize("version", ["0.13.1", "0.14.0rc0", "0.20.0", "0.20.0rc0", "1.0"])
     def test_versions_outside_the_window_are_refused(
         self, monkeypatch: pytest.MonkeyPatch, stock: list[Any], version: str
     ) -> None:
         monkeypatch.setattr(megatron.core, "__version__", version)
-        with pytest.raises(PatchError, match=f"{FIRST.identity}.*>=0.16.1,<0.17, but {version} is installed"):
+        with pytest.raises(PatchError, match=f"{FIRST.identity}.*>=0.14,<0.20, but {version} is installed"):
             enable(AdaptraConfig())
         assert all(one is other for one, other in zip(stock, in_place(), strict=True))
 
-    @pytest.mark.parametrize("version", ["0.16.1", "0.16.2rc1", "0.16.5+local"])
+    @pytest.mark.parametrize("version", ["0.14.0", "0.16.1", "0.16.2rc1", "0.16.5+local", "0.17.0rc0", "0.19.2"])
     def test_versions_inside_the_window_are_accepted(self, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
         monkeypatch.setattr(megatron.core, "__version__", version)
         check_versions(PATCHES)

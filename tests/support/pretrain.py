@@ -37,18 +37,21 @@ MOCK_DATA = ("--mock-data", "--split", "90,10,0")
 NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 
 
-def command(dump: Path, *arguments: str) -> list[str]:
+def command(dump: Path, *arguments: str, training: tuple[str, ...] = TRAINING) -> list[str]:
     """What comes after `python`; of arguments given twice Megatron takes the later."""
     script = str(CHECKOUT / "pretrain_gpt.py")
-    return [*LAUNCHER, "--dump-state", str(dump), script, *CPU_ARGUMENTS, *MODEL, *TRAINING, *arguments]
+    return [*LAUNCHER, "--dump-state", str(dump), script, *CPU_ARGUMENTS, *MODEL, *training, *arguments]
 
 
-def pretrain(ranks: int, dump: Path, *arguments: str, timeout_s: float = 150.0) -> list[RankResult]:
+def pretrain(
+    ranks: int, dump: Path, *arguments: str, training: tuple[str, ...] = TRAINING, timeout_s: float = 150.0
+) -> list[RankResult]:
     """Train with `arguments` on plain Python processes; `dump` gets what each rank came to."""
     check_start_up_line()
     logs = dump.with_name(f"{dump.name}-logs")
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    return run_ranks(ranks, command(dump, *arguments), timeout_s=timeout_s, log_directory=logs, env=env)
+    argv = command(dump, *arguments, training=training)
+    return run_ranks(ranks, argv, timeout_s=timeout_s, log_directory=logs, env=env)
 
 
 def compare_with_stock(ranks: int, directory: Path, *arguments: str, adaptra: tuple[str, ...] = ("--adaptra",)) -> None:

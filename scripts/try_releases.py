@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Runs tests/dropin on each supported release of Megatron-LM and writes what came of it into docs/versions.md.
+
+    scripts/try_releases.py --python 3.11=.venv/bin/python --python 3.12=.venv312/bin/python
+
+Sources are fetched into build/. What is not run, for want of an interpreter or because others were asked for, keeps its
+place in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "versions.md"
+RECORD = ROOT / "docs" / "versions.json"
+BEGIN, END = "<!-- made by scripts/try_releases.py -->\n", "<!-- until here -->\n"
+
+RELEASES = {
+    "core_v0.14.0": "3.11",
+    "core_v0.15.3": "3.11",
+    "core_v0.16.1": "3.11",
+    "core_v0.17.1": "3.12",
+    "core_v0.18.2": "3.12",
+    "core_v0.19.0": "3.12",
+    "main": "3.12",
+}
+"""With the Python that each is tried on: Megatron-LM asks for 3.12 from 0.17 on."""
+
+TESTS = ("tests/dropin/test_pretrain_gpt.py", "tests/dropin/test_pretrain_features.py")
+REASON_LENGTH = 100
+
+Outcomes = dict[str, str]
+"""By test: "passed", or why not."""
+
+
+def fetch(release: str, interpreter: Path) -> Path:
+    """The release's sources."""
+    directory = ROOT / "build" / f"megatron-lm-{release}"
+    subprocess.run([ROOT / "scripts" / "fetch_megatron_lm.sh", release, directory, interpreter], check=True)
+    return directory
+
+
+def outcomes(checkout: Path, interpreter: Path, chosen: str) -> Outcomes:
+    """What each test came to; of those that pytest's -k `chosen` chooses."""
+    report = checkout.parent / f"{checkout.name}.xml"
+    environment = {**os.environ, "MEGATRON_LM": str(checkout), "PATH": f"{interpreter.parent}:{os.environ['PATH']}"}
+    subprocess.run(
+        [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "-k", chosen, *TESTS],
+        cwd=ROOT,
+        env=environment,
+        check=False,  # tests that fail are what is to be found out
+    )
+    found: Outcomes = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        problems = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        found[case.attrib["name"]] = _reason(problems[0]) if problems else "passed"
+    return found
+
+
+def _reason(problem: ElementTree.Element) -> str:
+    """The last error that the ranks' logs show, or else the test's own message."""
+    errors = re.findall(r"\[rank\d+\]: (\S*(?:Error|Exception)\b.*)", problem.text or "")
+    text = errors[0] if errors else problem.attrib.get("message", problem.tag)
+    return " ".join(text.split())[:REASON_LENGTH]
+
+
+def table(record: Mapping[str, Outcomes]) -> str:
+    """One row per test, one column per release; reasons below."""
+    releases = [release for release in RELEASES if release in record]
+    tests = list(dict.fromkeys(test for release in releases for test in record[release]))
+    lines = [["", *(release.removeprefix("core_v") for release in releases)], ["---"] * (len(releases) + 1)]
+    notes: list[str] = []
+    for test in tests:
+        cells = []
+        for release in releases:
+            outcome = record[release].get(test, "not run")
+            if outcome not in ("passed", "not run"):
+                if outcome not in notes:
+                    notes.append(outcome)
+                outcome = f"no ({notes.index(outcome) + 1})"
+            cells.append("equal" if outcome == "passed" else outcome)
+        lines.append([test.removeprefix("test_").replace("_", " "), *cells])
+    rows = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([*rows, "", *(f"{number}. `{note}`" for number, note in enumerate(notes, 1))]) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", action="append", default=[], metavar="VERSION=INTERPRETER", help="3.11=...")
+    parser.add_argument("--release", action="append", choices=list(RELEASES), help="only these")
+    parser.add_argument("-k", default="", metavar="EXPRESSION", help="only these tests, as for pytest")
+    options = parser.parse_args()
+    given = (one.partition("=") for one in options.python)
+    interpreters = {version: Path(path).absolute() for version, _, path in given}
+    record: dict[str, Outcomes] = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
+    for release, version in RELEASES.items():
+        if version not in interpreters or (options.release and release not in options.release):
+            continue
+        print(f"== {release}, Python {version}", flush=True)
+        interpreter = interpreters[version]
+        record.setdefault(release, {}).update(outcomes(fetch(release, interpreter), interpreter, options.k))
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n" + table(record) + "\n" + END + rest.partition(END)[2])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

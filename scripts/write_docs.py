@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the pages of docs/ that are made from the code: docs/patches.md and docs/flags.md.
+
+scripts/write_docs.py           writes them
+scripts/write_docs.py --check   exit status 1, and the names of those that are out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from adaptra_megatron.bootstrap import HOOKS
+from adaptra_megatron.config import add_adaptra_arguments
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+PATCHES_HEAD = """# What is changed in Megatron
+
+All of it, made from the tables in the code by `scripts/write_docs.py`. Nothing of Megatron's files is edited. Without
+`--adaptra` none of this happens; `.undo()` of what `adaptra_megatron.patches.enable` returns puts everything back.
+"""
+
+
+def patches_page() -> str:
+    """docs/patches.md. Imports Megatron."""
+    from adaptra_megatron.patches import PATCHES
+
+    from adaptra_megatron.runtime.compat import DIFFERENCES
+
+    hooks = _table(("replaced", "why"), [(f"`{target}`", why) for target, why in HOOKS.items()])
+    patches = _table(
+        ("patch", "replaced", "megatron-core", "why"),
+        [(patch.identity, f"`{patch.target}`", f"`{patch.versions}`", patch.reason) for patch in PATCHES],
+    )
+    differences = _table(
+        ("since", "what differs", "seen by"), [(one.since, one.what, one.seen_by) for one in DIFFERENCES]
+    )
+    return f"""{PATCHES_HEAD}
+## To get in
+When its module is imported, and only in processes that were asked to ([how](enabling.md)):
+
+{hooks}
+
+## To run
+Together or not at all, once the command line has been read. Each is refused unless the function has the parameters that
+its replacement relies on:
+
+{patches}
+
+## What differs between releases
+Told apart by what is there, in one module (`adaptra_megatron/runtime/compat.py`), never by the version:
+
+{differences}
+"""
+
+
+def flags_page() -> str:
+    """docs/flags.md."""
+    parser = add_adaptra_arguments(argparse.ArgumentParser(add_help=False))
+    rows = []
+    for action in parser._actions:
+        values = f"{{{','.join(action.choices)}}}" if action.choices else action.metavar
+        takes_none = action.nargs == 0
+        flag = f"`{action.option_strings[0]}{'' if takes_none else f' {values or action.dest.upper()}'}`"
+        default = "off" if takes_none else "" if action.default in (None, ()) else f"`{action.default}`"
+        rows.append((flag, default, " ".join(str(action.help).split())))
+    return f"""# Flags
+
+As `pretrain_gpt.py --adaptra --help` shows them under `adaptra`. Made from the parser by `scripts/write_docs.py`.
+
+{_table(("flag", "default", "meaning"), rows)}
+
+`ADAPTRA_DISABLE=1` in the environment leaves Megatron as it is, whatever the flags ([turning it off](enabling.md)).
+"""
+
+
+PAGES = {"patches.md": patches_page, "flags.md": flags_page}
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, say which pages are out of date")
+    check = parser.parse_args().check
+    stale = []
+    for name, page in PAGES.items():
+        path, text = DOCS / name, page()
+        if not path.is_file() or path.read_text() != text:
+            stale.append(name)
+            if not check:
+                path.write_text(text)
+    for name in stale:
+        print(f"docs/{name} {'is out of date: run scripts/write_docs.py' if check else 'written'}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
