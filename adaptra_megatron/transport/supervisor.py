@@ -13,19 +13,14 @@ import contextlib
 import logging
 import os
 import selectors
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
-import adaptra_megatron
 from adaptra_megatron.transport import control
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.control import (
@@ -41,19 +36,14 @@ from adaptra_megatron.transport.control import (
     Stop,
     Up,
 )
-from adaptra_megatron.transport.heartbeat import PATIENCE_S, Heartbeat
+from adaptra_megatron.transport.delegate_process import DelegateProcess
+from adaptra_megatron.transport.heartbeat import PATIENCE_S
 
 logger = logging.getLogger("adaptra_megatron.transport.supervisor")
 
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
 DRAIN_S = 2.0
-_DELEGATE = (
-    "import sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; import adaptra_megatron; del sys.path[0]; "
-    "from adaptra_megatron.transport.delegate import main; main(sys.argv[2:])"
-)
-"""This very package, but nothing else of its directory, nor of the working directory: they may hold modules that go by
-the names of Python's own."""
 
 
 class LinkEnd(Protocol):
@@ -88,38 +78,6 @@ class Link:
     """What carried its last session; None before the first."""
 
 
-class Delegate:
-    """One running delegate process."""
-
-    def __init__(self, start: Start, listeners: Sequence[socket.socket]) -> None:
-        """Starts it. The calling thread must live as long as it: the kernel ties its life to that thread's.
-
-        Raises OSError if this host has no room for a process.
-        """
-        self.heartbeat = Heartbeat(time.monotonic())
-        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        root = str(Path(adaptra_megatron.__file__).parents[1])
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _DELEGATE, root, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
-        self.channel.settimeout(5.0)
-        with contextlib.suppress(ControlEndedError):  # seen where the channel is read
-            control.send(self.channel, start, [listener.fileno() for listener in listeners])
-
-    def end(self, patience_s: float) -> str:
-        """Wait for it to end by itself, then see to it. Returns how it ended."""
-        try:
-            status = self.process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            status = self.process.wait()
-        self.channel.close()
-        return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-
-
 @dataclass
 class _Question:
     number: int
@@ -150,7 +108,7 @@ class Supervisor:
         """Delegates started so far."""
         self._start, self._listeners = start, listeners
         self._links = {link.request.peer: link for link in links}
-        self._delegate: Delegate | None = None
+        self._delegate: DelegateProcess | None = None
         self._restart_s = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._first_patience_s = self._patience_s = patience_s
@@ -237,7 +195,7 @@ class Supervisor:
 
     def _begin(self) -> None:
         try:
-            self._delegate = Delegate(self._start, self._listeners)
+            self._delegate = DelegateProcess(self._start, self._listeners)
         except OSError as cause:  # no process, no memory, no descriptor: there may be one in a moment
             self._replace(f"cannot be started: {cause}")
             self._restart_s = time.monotonic() + self._pause_s

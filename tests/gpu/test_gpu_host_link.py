@@ -33,7 +33,7 @@ def connect(links: Links) -> None:
     """A new session."""
     there, back = (Ring.create(SETTINGS.slots, SETTINGS.slot_nbytes) for _ in range(2))
     for link, (outbound, inbound) in zip(links, ((there, back), (back, there)), strict=True):
-        old = link._session
+        old = link._state.session
         if old is not None:
             old.outbound.close()
         link.connected(outbound, inbound)

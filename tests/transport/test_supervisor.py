@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import adaptra_megatron
-from adaptra_megatron.transport import supervisor
+from adaptra_megatron.transport import delegate_process, supervisor
 from adaptra_megatron.transport._ring import Inbox, Ring
 from adaptra_megatron.transport.control import Open, Start
 from adaptra_megatron.transport.handshake import PIPELINE_NBYTES, SECRET_NBYTES
@@ -112,8 +112,8 @@ class Scarce:
 def test_a_host_without_room_for_a_process_is_asked_again(
     start: Callable[[], tuple[End, End]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scarce = Scarce(supervisor.subprocess.Popen, BlockingIOError(11, "Resource temporarily unavailable"), 3)
-    monkeypatch.setattr(supervisor.subprocess, "Popen", scarce)
+    scarce = Scarce(delegate_process.subprocess.Popen, BlockingIOError(11, "Resource temporarily unavailable"), 3)
+    monkeypatch.setattr(delegate_process.subprocess, "Popen", scarce)
     one, other = start()
     joined(one, other)
     assert scarce.refused == 3
