@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from adaptra_megatron.runtime.compat import backward_step
 from adaptra_megatron.runtime.megatron_call import PipelineCall
-from adaptra_megatron.runtime.split_backward import LinearWeightGradient, WeightGradientQueue
+from adaptra_megatron.runtime.split_backward import DelayedGradient, WeightGradientQueue
 
 
 class StageComputation(Protocol):
@@ -44,7 +44,7 @@ class MegatronComputation:
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
         self._call = call
         self._queue = queue
-        self._left: dict[tuple[int, int], list[LinearWeightGradient]] = {}
+        self._left: dict[tuple[int, int], list[DelayedGradient]] = {}
 
     def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
         call = self._call

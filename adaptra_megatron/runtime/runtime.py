@@ -20,6 +20,7 @@ from adaptra_megatron.runtime.megatron_call import PipelineCall, pipeline_call
 from adaptra_megatron.runtime.memory import MemorySource
 from adaptra_megatron.runtime.pipeline import Pipeline
 from adaptra_megatron.runtime.split_backward import WeightGradientQueue
+from adaptra_megatron.runtime.transformer_engine_layers import EngineLayers
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs import costs_to_json
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
@@ -50,6 +51,7 @@ class AdaptraRuntime:
         """What the last training iteration ran."""
         self._config = config
         self.weight_gradients = queue
+        self._engine_layers = EngineLayers(queue)
         self._decorate = decorate
         self._memory = memory
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
@@ -121,6 +123,7 @@ class AdaptraRuntime:
     def close(self) -> None:
         """Release transports, threads and trace files; happens by itself when the process ends."""
         atexit.unregister(self.close)
+        self._engine_layers.restore()
         for pipeline in self._pipelines.values():
             pipeline.close()
         self._pipelines.clear()
@@ -129,6 +132,7 @@ class AdaptraRuntime:
         identity = (*dist.get_process_group_ranks(call.pipeline_group), call.chunks)
         if identity not in self._pipelines:
             self._pipelines[identity] = Pipeline(call, self._config, self._memory)
+            self._engine_layers.split(call.model_chunks, call.config)
             _warn_of_dropout(call)
         return self._pipelines[identity]
 

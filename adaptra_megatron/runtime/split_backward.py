@@ -4,7 +4,7 @@
 Source: `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron/core/tensor_parallel/layers.py. What is
 split: its weight gradients, fused accumulation included. What stays in the input gradient: embeddings, norms, biases
 and routers, whose gradients autograd accumulates on the way. The arithmetic and its order per parameter are stock's,
-so the accumulated gradients are bitwise the same.
+so the accumulated gradients are bitwise the same. Transformer Engine's layers: transformer_engine_layers.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,19 @@ import torch.distributed as dist
 from adaptra_megatron.runtime.compat import has_sharded_weight
 
 
+class DelayedGradient(Protocol):
+    """What one layer owes its parameters for one micro-batch."""
+
+    def compute(self) -> None:
+        """Compute and accumulate it, once."""
+
+
 @dataclass
 class LinearWeightGradient:
-    """The weight gradient of one linear layer for one micro-batch, not computed yet."""
+    """The weight gradient of one native linear layer for one micro-batch, not computed yet."""
 
+    layers: ModuleType
+    """megatron.core.tensor_parallel.layers, with its kernels and buffers."""
     input: torch.Tensor
     """[sequence (/ tensor-parallel size with sequence parallelism), batch, input features]."""
     weight: torch.nn.Parameter
@@ -37,9 +46,9 @@ class LinearWeightGradient:
     gather_group: dist.ProcessGroup | None
     """Tensor-parallel group the input is scattered over; None without sequence parallelism."""
 
-    def compute(self, layers: ModuleType) -> None:
+    def compute(self) -> None:
         """Compute and accumulate. With sequence parallelism, collective over `gather_group`."""
-        total_input = self.input
+        layers, total_input = self.layers, self.input
         if self.gather_group is not None:
             size = [self.input.size(0) * self.gather_group.size(), *self.input.size()[1:]]
             total_input = layers.get_global_memory_buffer().get_tensor(size, self.input.dtype, "mpu")
@@ -48,9 +57,8 @@ class LinearWeightGradient:
         weight: Any = self.weight
         if self.fused_main_grad is not None:
             weight.main_grad = self.fused_main_grad
-            wide = self.fused_main_grad.dtype == torch.float32
-            kernel = "wgrad_gemm_accum_fp32" if wide else "wgrad_gemm_accum_fp16"
-            getattr(layers.fused_weight_gradient_mlp_cuda, kernel)(total_input, grad_output, self.fused_main_grad)
+            kernel = getattr(layers.fused_weight_gradient_mlp_cuda, _fused_kernel(self.fused_main_grad.dtype))
+            kernel(total_input, grad_output, self.fused_main_grad)
             return
         gradient = grad_output.t().matmul(total_input)
         if hasattr(weight, "main_grad"):
@@ -71,16 +79,22 @@ class WeightGradientQueue:
     def __init__(self, layers: ModuleType) -> None:
         """`layers`: megatron.core.tensor_parallel.layers."""
         self._layers = layers
-        self._collected: list[LinearWeightGradient] | None = None
+        self._collected: list[DelayedGradient] | None = None
         self._flags: list[tuple[torch.nn.Parameter, bool]] = []
+        self._stand_ins: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         self.computed = 0
         """Weight gradients computed so far: shows that splitting took place at all."""
 
+    @property
+    def collects(self) -> bool:
+        """Whether a split backward is running."""
+        return self._collected is not None
+
     @contextmanager
-    def collect(self) -> Iterator[list[LinearWeightGradient]]:
+    def collect(self) -> Iterator[list[DelayedGradient]]:
         """While open, split linears append to the list that is yielded instead of computing weight gradients."""
         assert self._collected is None, "input gradients do not nest"
-        collected: list[LinearWeightGradient] = []
+        collected: list[DelayedGradient] = []
         self._collected = collected
         try:
             yield collected
@@ -91,12 +105,34 @@ class WeightGradientQueue:
             for weight, previous in reversed(self._flags):
                 weight.grad_added_to_main_grad = previous  # type: ignore[attr-defined]
             self._flags.clear()
+            for parameter, stand_in in self._stand_ins:
+                if parameter.grad is stand_in:  # autograd did not come by
+                    parameter.grad = None
+            self._stand_ins.clear()
 
-    def compute(self, gradients: list[LinearWeightGradient]) -> None:
+    def add(self, gradient: DelayedGradient) -> None:
+        """Leave `gradient` for later; only in a split backward."""
+        assert self._collected is not None, "a gradient was left outside of a split backward"
+        self._collected.append(gradient)
+
+    def expect_none(self, parameter: torch.nn.Parameter) -> None:
+        """Prepare DistributedDataParallel's hook for autograd having no gradient for `parameter` this time.
+
+        The hook runs all the same, and with overlapped reduction asserts that a gradient is there: it finds zeros that
+        take no memory, and drops them.
+        """
+        if not hasattr(parameter, "grad_added_to_main_grad"):
+            return
+        self._flags.append((parameter, parameter.grad_added_to_main_grad))
+        parameter.grad_added_to_main_grad = True
+        parameter.grad = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        self._stand_ins.append((parameter, parameter.grad))
+
+    def compute(self, gradients: list[DelayedGradient]) -> None:
         """Compute in the order in which autograd left them, and let go of the tensors they held."""
         with torch.no_grad():
             for gradient in gradients:
-                gradient.compute(self._layers)
+                gradient.compute()
         self.computed += len(gradients)
         gradients.clear()
 
@@ -131,9 +167,9 @@ class WeightGradientQueue:
             handle = self._layers.dist_reduce_scatter_func(scattered, grad_input, group=ctx.tp_group, async_op=True)
             grad_input = scattered
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
-        assert self._collected is not None
-        self._collected.append(
+        self.add(
             LinearWeightGradient(
+                layers=self._layers,
                 input=layer_input,
                 weight=weight,
                 grad_output=grad_output,
@@ -158,8 +194,25 @@ class WeightGradientQueue:
             self._flags.append((weight, weight.grad_added_to_main_grad))
         weight.grad_added_to_main_grad = True
         # `zero_out_wgrad` makes the hook add the stand-in after all (shared embeddings), so it must be zero there.
-        make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+        zero = bool(getattr(weight, "zero_out_wgrad", False))
+        shared = getattr(self._layers, "get_dummy_wgrad", None)  # Transformer Engine's: one buffer per shape
+        if fused and shared is not None:
+            buffer: torch.Tensor = shared(list(weight.shape), dtype, zero=zero)
+            return buffer
+        make = torch.zeros if zero else torch.empty
         return make(weight.shape, dtype=dtype, device=weight.device)
+
+
+def _fused_kernel(main_dtype: torch.dtype) -> str:
+    """Name of apex's kernel for gradients of `main_dtype`; stock's choice."""
+    if main_dtype == torch.float32:
+        return "wgrad_gemm_accum_fp32"
+    if main_dtype in (torch.float16, torch.bfloat16):
+        return "wgrad_gemm_accum_fp16"
+    raise RuntimeError(
+        f"gradient accumulation fusion has no kernel for main gradients of {main_dtype}, only of float32, float16 and "
+        "bfloat16: give --no-gradient-accumulation-fusion"
+    )
 
 
 def _can_split(ctx: Any) -> bool:
@@ -169,4 +222,5 @@ def _can_split(ctx: Any) -> bool:
         and weight.requires_grad
         and not hasattr(weight, "__fsdp_param__")
         and not has_sharded_weight(ctx)
+        and (ctx.main_grad is not None or not ctx.gradient_accumulation_fusion)  # what is missing, stock says
     )

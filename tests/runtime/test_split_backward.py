@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from adaptra_megatron.runtime.split_backward import LinearWeightGradient, WeightGradientQueue
+from adaptra_megatron.runtime.split_backward import DelayedGradient, LinearWeightGradient, WeightGradientQueue
 
 LINEAR = layers.LinearWithGradAccumulationAndAsyncCommunication
 SEQUENCE, BATCH, WIDTH, MICRO_BATCHES = 5, 3, 8, 4
@@ -106,6 +106,11 @@ class Model:
         return [p.main_grad if hasattr(p, "main_grad") else p.grad for p in self.parameters]
 
 
+def native(gradient: DelayedGradient) -> LinearWeightGradient:
+    assert isinstance(gradient, LinearWeightGradient)
+    return gradient
+
+
 def backward(output: torch.Tensor, micro_batch: int) -> None:
     generator = torch.Generator().manual_seed(100 + micro_batch)
     output.backward(torch.randn(output.shape, generator=generator).to(output.dtype))
@@ -114,7 +119,7 @@ def backward(output: torch.Tensor, micro_batch: int) -> None:
 def train(model: Model, order: str, queue: WeightGradientQueue) -> list[torch.Tensor]:
     """Run all forwards, then `order`; gradients of the inputs, then of the parameters."""
     runs = [model.forward(micro_batch) for micro_batch in range(MICRO_BATCHES)]
-    left: dict[int, list[LinearWeightGradient]] = {}
+    left: dict[int, list[DelayedGradient]] = {}
     for kind, number in ((action[0], int(action[1:])) for action in order.split()):
         if kind == "B":
             backward(runs[number][1], number)
@@ -168,6 +173,42 @@ def test_fused_accumulation_is_kept(
     assert all(weight.grad_added_to_main_grad for weight in model.weights), "stock leaves the flag set, too"
 
 
+def test_fused_accumulation_refuses_what_apex_has_no_kernel_for(queue: WeightGradientQueue) -> None:
+    model = Model(bias=False, fused=True, main_dtype=torch.float64)
+    _given, output = model.forward(0)
+    with queue.collect() as left:
+        backward(output, 0)
+    with pytest.raises(RuntimeError, match=r"no kernel for main gradients of torch.float64.*--no-gradient-accum"):
+        queue.compute(left)
+
+
+def test_fusion_without_main_gradients_fails_as_stock_does(queue: WeightGradientQueue) -> None:
+    model = Model(bias=False, fused=True, hooked=False)
+    _given, output = model.forward(0)
+    with queue.collect(), pytest.raises(AttributeError, match="dtype"):
+        backward(output, 0)
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_stand_ins_of_fused_weights_are_transformer_engines_where_it_is(
+    queue: WeightGradientQueue, monkeypatch: pytest.MonkeyPatch, zero: bool
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+        asked.append((shape, dtype, zero))
+        return torch.zeros(shape, dtype=dtype)
+
+    monkeypatch.setattr(layers, "get_dummy_wgrad", get_dummy_wgrad, raising=False)
+    model = Model(bias=False, fused=True, dtype=torch.bfloat16)
+    for weight in model.weights:
+        weight.zero_out_wgrad = zero  # type: ignore[attr-defined]
+    _given, output = model.forward(0)
+    with queue.collect():
+        backward(output, 0)
+    assert asked == [([WIDTH, WIDTH], torch.bfloat16, zero)] * 2
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_zero_out_wgrad_adds_zeros_and_the_rest_adds_nothing(
     queue: WeightGradientQueue, monkeypatch: pytest.MonkeyPatch, fused: bool
@@ -190,7 +231,7 @@ def test_a_frozen_weight_is_not_queued(queue: WeightGradientQueue) -> None:
     given, output = model.forward(0)
     with queue.collect() as left:
         backward(output, 0)
-    assert [gradient.weight for gradient in left] == [model.weights[1]]
+    assert [native(gradient).weight for gradient in left] == [model.weights[1]]
     queue.compute(left)
     assert given.grad is not None
     assert [weight.grad is None for weight in model.weights] == [True, False]
@@ -260,7 +301,7 @@ def test_tensors_are_held_until_the_weight_gradient_and_no_longer(queue: WeightG
     with queue.collect() as left:
         backward(output, 0)
     del given, output
-    held = [weakref.ref(tensor) for gradient in left for tensor in (gradient.input, gradient.grad_output)]
+    held = [weakref.ref(tensor) for gradient in map(native, left) for tensor in (gradient.input, gradient.grad_output)]
     assert all(reference() is not None for reference in held)
     queue.compute(left)
     assert left == []
