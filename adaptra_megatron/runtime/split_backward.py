@@ -222,5 +222,5 @@ def _can_split(ctx: Any) -> bool:
         and weight.requires_grad
         and not hasattr(weight, "__fsdp_param__")
         and not has_sharded_weight(ctx)
-        and (ctx.main_grad is not None or not ctx.gradient_accumulation_fusion)  # what is missing, stock says
+        and (not ctx.gradient_accumulation_fusion or ctx.main_grad is not None)  # what is missing, stock says
     )
