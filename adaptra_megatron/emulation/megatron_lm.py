@@ -16,9 +16,9 @@ import functools
 import importlib
 import importlib.util
 import os
-import runpy
 import sys
 import warnings
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -53,7 +53,13 @@ def main() -> None:
             from adaptra_megatron.emulation.megatron_lm_record import recorded
 
             stack.enter_context(recorded(ours.dump_state))
-        runpy.run_path(ours.script, run_name="__main__")
+        _run(ours.script)
+
+
+def _run(script: str) -> None:
+    # In this module, whose file stays the main program's: processes that Megatron's writer of checkpoints spawns import
+    # the main program again, and would not get through the script's imports without what was prepared here.
+    exec(compile(Path(script).read_bytes(), script, "exec"), vars(sys.modules["__main__"]))
 
 
 def _prepare() -> None:
