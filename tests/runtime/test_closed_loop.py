@@ -84,9 +84,11 @@ def _found(report: CampaignReport) -> list[Any]:
 def test_pipelines_with_slow_links_of_their_own_agree(
     campaign: Campaign, fork_server: ForkServer, tmp_path: Path
 ) -> None:
-    """Eight processes share the machine's cores: what is found beside the story may well be true, and is not judged."""
+    """Eight processes share the cores: what is found beside the story, or planned for, may well be true, and is
+    not judged."""
     report = run_campaign(campaign, tmp_path, fork_server, timeout_s=150)
-    problems = [problem for problem in report.problems if not problem.startswith("false alarm")]
+    beside = re.compile("false alarm|iteration .* names no finding")
+    problems = [problem for problem in report.problems if not beside.match(problem)]
     assert not problems, "\n".join([*problems, report.summary()])
     assert {fault.pipeline for fault in report.story.spells} == {0, 1}, "each pipeline has slow links of its own"
     assert {detection.pipeline for detection in _found(report)} == {0, 1}

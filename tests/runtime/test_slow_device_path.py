@@ -85,8 +85,9 @@ def test_a_cable_that_slows_both_paths_is_planned_around(tmp_path: Path, fork_se
 
 
 def _switches(events: list[StampedEvent]) -> dict[int, int]:
-    """By plan: the iteration from which it ran."""
-    return {entry.event.number: entry.stamp.iteration for entry in events if isinstance(entry.event, PlanSwitched)}
+    """By plan: the iteration from which it was in force, itself or as part of a later one that overtook it."""
+    ran = {entry.event.number: entry.stamp.iteration for entry in events if isinstance(entry.event, PlanSwitched)}
+    return {made: min(at for number, at in ran.items() if number >= made) for made in range(1, max(ran) + 1)}
 
 
 def _choices(events: list[StampedEvent], path: str) -> list[Any]:

@@ -310,9 +310,9 @@ def held_until_acknowledged(make: Make) -> None:
     transport, refs = make(), []
     post = Outbox.post
 
-    def watched(self: Outbox, key: MessageKey, payload: Payload, number: int, now_s: float) -> Any:
+    def watched(self: Outbox, key: MessageKey, payload: Payload, number: int, now_s: float, **options: Any) -> Any:
         refs.append(weakref.ref(payload.computed().tensor))
-        return post(self, key, payload, number, now_s)
+        return post(self, key, payload, number, now_s, **options)
 
     shape = (MEBIBYTE,)
     if dist.get_rank() == 0:
