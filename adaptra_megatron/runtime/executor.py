@@ -98,11 +98,15 @@ class PipelineExecutor:
         account: ActivationAccount,
         steps: Steps | None = None,
     ) -> IterationReport:
-        """Run every step of `program`; gradients are complete (not yet finalized) when this returns.
+        """Run every step of `program`; gradients are complete (not yet finalized) when this returns. What was sent last
+        may still be on its way: the next run waits for it, or whoever closes the transport.
 
         `steps`: those of `program` in another order; None: in its own. Raises TransportError when a peer fails or stays
         silent for longer than the timeout, and what `steps` raises.
         """
+        # Of the iteration before, by whose end the last message would not have been acknowledged: over a slow link that
+        # takes as long again as the message itself.
+        self._transport.flush(time.monotonic() + self._timeout_s)
         self._transport.describe(TensorSpecification(call.message_shape, call.config.pipeline_dtype, current_device()))
         training = not call.forward_only
         run = _Run(
@@ -117,7 +121,6 @@ class PipelineExecutor:
         run.inbox.open()
         ran, marks = self._run_steps(run, (steps or planned_steps(program))(run.inbox))
         assert len(ran) == len(program.steps), f"stage {call.stage} ran {len(ran)} of {len(program.steps)} steps"
-        self._transport.flush(time.monotonic() + self._timeout_s)
         if run.gradients is not None:
             run.gradients.finish()
         return IterationReport(self._records(run, ran, marks), account.peak, ran)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -31,10 +32,15 @@ from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.telemetry.records import ArrivalRecord
 from adaptra_megatron.transport.device_clock import CudaEvents, DeviceClock
 from adaptra_megatron.transport.host_path import HostTransport
-from adaptra_megatron.transport.messages import MessageTimes
+from adaptra_megatron.transport.messages import MessageTimes, TransportError
 from adaptra_megatron.transport.paths import Path
 
+logger = logging.getLogger("adaptra_megatron.runtime.pipeline")
+
 SentAndReceived = tuple[Sequence[MessageTimes], Sequence[MessageTimes]]
+
+LAST_MESSAGES_S = 5.0
+"""How long closing waits until the peers have what was sent last."""
 
 
 class Pipeline:
@@ -57,6 +63,8 @@ class Pipeline:
         self.book = PlanBook(config, layout, measures_memory=memory is not None)
         clock = DeviceClock(CudaEvents()) if device.type == "cuda" else None
         self.transport = make_transport(call, config, clock)
+        self._sent_all = False
+        """Whether the last iteration came to its end."""
         told = self.book.measures or config.trace_dir is not None
         clocks = ClockSettings(interface=config.interface)
         self.membership = join(call.pipeline_group, config.timeout_s, clocks) if told else None
@@ -102,6 +110,7 @@ class Pipeline:
     def run(self, call: PipelineCall, schedule: Schedule, computation: StageComputation) -> IterationReport:
         """All actions of this rank. Raises TransportError when a peer fails."""
         program = self._compiled(schedule, call.stage)
+        self._sent_all = False
         if self._meter is not None and not call.forward_only:
             self._meter.begin(self.book.number)
         return self._executor.run(
@@ -126,9 +135,15 @@ class Pipeline:
             self.training_iterations += 1
         self._tell(call, report, arrivals)
         self.iterations += 1
+        self._sent_all = True
 
     def close(self) -> None:
-        """Release transport, threads and trace files."""
+        """Release transport, threads and trace files, once the peers have what the last iteration sent."""
+        if self._sent_all:
+            try:
+                self.transport.flush(time.monotonic() + LAST_MESSAGES_S)
+            except TransportError as cause:
+                logger.warning("closing although not everything sent has been received: %s", cause)
         self.transport.close()
         if self.exchange is not None:
             self.exchange.close()
