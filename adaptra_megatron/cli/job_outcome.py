@@ -7,7 +7,7 @@ import json
 import statistics
 from dataclasses import dataclass
 
-from adaptra_megatron.cli.outcome import print_cap_warnings
+from adaptra_megatron.cli.outcome import main_figures, print_cap_warnings
 from adaptra_megatron.cli.tables import print_table
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import LowerBound
@@ -37,8 +37,7 @@ class JobOutcome:
     @property
     def gap(self) -> float:
         """How much longer than the lower bound: 0.02 is 2%. Below 0 only if a cap is passed."""
-        bound_s = self.lower_bound.seconds
-        return self.simulation.makespan_s / bound_s - 1.0 if bound_s > 0.0 else 0.0
+        return self.lower_bound.gap_of(self.simulation.makespan_s)
 
     def show(self, *, as_json: bool) -> None:
         """Print it."""
@@ -49,12 +48,7 @@ def _print_json(outcome: JobOutcome) -> None:
     """One JSON object on one line: the keys of a single pipeline, and what is known of the replicas."""
     simulation, job = outcome.simulation, outcome.simulation.job
     fastest_s, median_s, slowest_s = _spread(simulation)
-    document: dict[str, object] = {
-        "makespan_s": simulation.makespan_s,
-        "lower_bound_s": outcome.lower_bound.seconds,
-        "gap": outcome.gap,
-        "peak_in_flight": list(simulation.peak_in_flight),
-    }
+    document = main_figures(simulation, outcome.lower_bound)
     if outcome.planning_s is not None:
         document["planning_s"] = outcome.planning_s
         document["online_makespan_s"] = outcome.online_makespan_s

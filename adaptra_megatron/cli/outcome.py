@@ -12,10 +12,10 @@ from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import LowerBound
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.schedule.job_simulation import JobSimulation
 from adaptra_megatron.schedule.simulator import Simulation
 
 _HEADINGS = ("stage", "in flight", "cap", "idle")
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,40 +33,35 @@ class Outcome:
     @property
     def gap(self) -> float:
         """How much longer than the lower bound: 0.02 is 2%. Below 0 only if a cap is passed."""
-        bound_s = self.lower_bound.seconds
-        return self.simulation.makespan_s / bound_s - 1.0 if bound_s > 0.0 else 0.0
+        return self.lower_bound.gap_of(self.simulation.makespan_s)
 
     def show(self, *, as_json: bool) -> None:
         """Print it."""
         (_print_json if as_json else _print_text)(self)
 
 
-def stages_over_cap(costs: Costs, peaks: Sequence[float]) -> list[int]:
-    """Stages that hold more activations than their cap."""
-    return [
-        stage
-        for stage, (peak, cap) in enumerate(zip(peaks, costs.max_in_flight, strict=True))
-        if cap is not None and peak > cap + _ROUNDING
-    ]
-
-
 def print_cap_warnings(costs: Costs, peaks: Sequence[float]) -> None:
     """A line for each cap that is passed."""
-    for stage in stages_over_cap(costs, peaks):
+    for stage in costs.stages_over_cap(peaks):
         print(
             f"warning: stage {stage} holds {peaks[stage]:g} activations, its cap is {costs.max_in_flight[stage]:g}: "
             "this schedule would not fit; `adaptra plan` finds one that does"
         )
 
 
-def _print_json(outcome: Outcome) -> None:
-    """One JSON object on one line. Its keys are an interface: add, never rename."""
-    document: dict[str, object] = {
-        "makespan_s": outcome.simulation.makespan_s,
-        "lower_bound_s": outcome.lower_bound.seconds,
-        "gap": outcome.gap,
-        "peak_in_flight": list(outcome.simulation.peak_in_flight),
+def main_figures(simulation: Simulation | JobSimulation, bound: LowerBound) -> dict[str, object]:
+    """What every JSON output begins with. Its keys are an interface: add, never rename."""
+    return {
+        "makespan_s": simulation.makespan_s,
+        "lower_bound_s": bound.seconds,
+        "gap": bound.gap_of(simulation.makespan_s),
+        "peak_in_flight": list(simulation.peak_in_flight),
     }
+
+
+def _print_json(outcome: Outcome) -> None:
+    """One JSON object on one line."""
+    document = main_figures(outcome.simulation, outcome.lower_bound)
     if outcome.planning_s is not None:
         document["planning_s"] = outcome.planning_s
     if outcome.schedule is not None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from adaptra_megatron.cli.inputs import fixed_schedule
-from adaptra_megatron.cli.outcome import stages_over_cap
 from adaptra_megatron.cli.tables import print_table
 from adaptra_megatron.cli.what_if import Change, Swept, changed_job
 from adaptra_megatron.schedule.classic import stock_order
@@ -99,7 +98,7 @@ def sweep(
                 progress("sweep", number * len(timed) + done, len(values) * len(timed))
             found = run(at)
             makespan_s[name].append(None if found is None else found.makespan_s)
-            if found is not None and stages_over_cap(at.base, found.peak_in_flight):
+            if found is not None and at.base.stages_over_cap(found.peak_in_flight):
                 over_cap.add(name)
         bounds_s.append(job_bound(at).seconds)
     in_order = tuple(name for name in timed if name in over_cap)

@@ -84,7 +84,8 @@ class PlanBook:
         self._plans: dict[int, _Installed] = {}
         """By number of micro-batches."""
         self._stock: dict[int, Schedule] = {}
-        self._stock_peaks: dict[int, Sequence[float]] = {}
+        self._peaks: dict[int, Sequence[float]] = {}
+        """Of stock's order, by number of micro-batches."""
         self._evaluation: dict[int, Schedule] = {}
         self._given_costs = _read_costs(config.costs_json, layout) if config.costs_json is not None else None
         if config.plan_csv is not None:
@@ -109,10 +110,7 @@ class PlanBook:
         layout = self.layout
         if self._config.max_in_flight is not None:
             return (self._config.max_in_flight,) * layout.stages
-        if micro_batches not in self._stock_peaks:
-            stock_schedule = self._stock_schedule(micro_batches)
-            self._stock_peaks[micro_batches] = peak_in_flight(stock_schedule, RELEASED_AT_BACKWARD_INPUT)
-        stock = self._stock_peaks[micro_batches]
+        stock = self._stock_peaks(micro_batches)
         if not self.measures_memory:
             return (max(stock),) * layout.stages
         most = micro_batches * layout.chunks
@@ -173,12 +171,16 @@ class PlanBook:
             self._stock[micro_batches] = stock_order(layout.stages, micro_batches, layout.chunks, layout.group_size)
         return self._stock[micro_batches]
 
+    def _stock_peaks(self, micro_batches: int) -> Sequence[float]:
+        if micro_batches not in self._peaks:
+            self._peaks[micro_batches] = peak_in_flight(self._stock_schedule(micro_batches), RELEASED_AT_BACKWARD_INPUT)
+        return self._peaks[micro_batches]
+
     def calibration_schedule(self, micro_batches: int) -> Schedule:
         """What runs until costs are known: stock's order with W right after I, if that is within the caps."""
         layout, caps = self.layout, self.caps(micro_batches)
         stock = self._stock_schedule(micro_batches)
-        peaks = peak_in_flight(stock, RELEASED_AT_BACKWARD_INPUT)
-        if all(cap is None or peak <= cap for peak, cap in zip(peaks, caps, strict=True)):
+        if all(cap is None or peak <= cap for peak, cap in zip(self._stock_peaks(micro_batches), caps, strict=True)):
             return split_backward(stock, 0) if layout.can_split else stock
         equal = uniform_costs(
             layout.stages,
@@ -249,10 +251,11 @@ class Replanner:
         deadline_s = min(PLANNING_S, PLANNING_SHARE * now_s)
         begun_s = time.perf_counter()
         candidate = plan(costs, deadline_s=deadline_s, split=self._layout.can_split)
-        over = _over_cap(current, costs)
+        held = peak_in_flight(current, costs.released_at_backward_input)
+        over = _over_cap(held, costs)
         saved = None
         if candidate.makespan_s <= (1.0 + AS_FAST) * now_s and current.micro_batches == costs.micro_batches:
-            saved = _saved_memory(current, candidate.peak_in_flight, costs)
+            saved = _saved_memory(held, candidate.peak_in_flight)
         adopted = over is not None or saved is not None or candidate.makespan_s <= (1.0 - WORTH_A_SWITCH) * now_s
         reason = "; ".join(part for part in (reason, over or saved) if part is not None)
         made = PlanMade(
@@ -320,24 +323,21 @@ def _change_of_memory(before: Costs, after: Costs) -> str:
     return f"input gradients release {new_released:g} of an activation instead of {old_released:g}"
 
 
-def _over_cap(schedule: Schedule, costs: Costs) -> str | None:
-    """The stage that would hold more than it may, in words."""
-    peaks = peak_in_flight(schedule, costs.released_at_backward_input)
-    for stage, (peak, cap) in enumerate(zip(peaks, costs.max_in_flight, strict=True)):
-        if cap is not None and peak > cap + _ROUNDING:
-            return f"stage {stage} would hold {peak:g} activations, but has memory for {cap:g}"
+def _over_cap(held: Sequence[float], costs: Costs) -> str | None:
+    """The first stage that would hold more than it may, in words. `held`: activations of each."""
+    for stage in costs.stages_over_cap(held):
+        cap = costs.max_in_flight[stage]
+        return f"stage {stage} would hold {held[stage]:g} activations, but has memory for {cap:g}"
     return None
 
 
-def _saved_memory(schedule: Schedule, peaks: Sequence[float], costs: Costs) -> str | None:
-    """How much less a plan holds than `schedule` does, in words, if it is worth a switch."""
-    now = sum(peak_in_flight(schedule, costs.released_at_backward_input))
-    if sum(peaks) > now - WORTH_SAVING * costs.stages:
+def _saved_memory(held: Sequence[float], planned: Sequence[float]) -> str | None:
+    """How much less stages hold under a plan than now, in words, if it is worth a switch."""
+    if sum(planned) > sum(held) - WORTH_SAVING * len(held):
         return None
-    return f"it holds {sum(peaks):g} activations instead of {now:g}"
+    return f"it holds {sum(planned):g} activations instead of {sum(held):g}"
 
 
-_ROUNDING = 1e-9
 _TABLES = {"forward_s": "F", "backward_input_s": "input gradient", "backward_weight_s": "weight gradient"}
 
 

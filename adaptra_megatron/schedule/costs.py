@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+_ROUNDING = 1e-9
+"""Released fractions of an activation are not exact in binary."""
+
 
 class CostError(ValueError):
     """Costs that cannot be: the message names the field, the stage or link, and the value."""
@@ -73,6 +76,14 @@ class Costs:
     def link(self, source: int, target: int) -> LinkCost:
         """Cost of the directed link; free when not listed."""
         return self.links.get((source, target), NO_COST)
+
+    def stages_over_cap(self, peaks: Sequence[float]) -> list[int]:
+        """Stages that hold more activations than their cap. `peaks`: the most of each stage."""
+        return [
+            stage
+            for stage, (peak, cap) in enumerate(zip(peaks, self.max_in_flight, strict=True))
+            if cap is not None and peak > cap + _ROUNDING
+        ]
 
     @property
     def backward_s(self) -> PerChunk:

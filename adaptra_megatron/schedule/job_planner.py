@@ -43,8 +43,7 @@ class JobPlan:
     @property
     def gap(self) -> float:
         """How much longer than the lower bound: 0.02 is 2%."""
-        bound_s = self.lower_bound.seconds
-        return self.simulation.makespan_s / bound_s - 1.0 if bound_s > 0.0 else 0.0
+        return self.lower_bound.gap_of(self.simulation.makespan_s)
 
 
 def plan_job(

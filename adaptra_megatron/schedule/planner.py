@@ -47,7 +47,7 @@ class Plan:
     @property
     def gap(self) -> float:
         """How much longer than the lower bound: 0.02 is 2%."""
-        return self.makespan_s / self.lower_bound.seconds - 1.0 if self.lower_bound.seconds > 0.0 else 0.0
+        return self.lower_bound.gap_of(self.makespan_s)
 
 
 def default_deadline_s(costs: Costs, *, split: bool = True) -> float:

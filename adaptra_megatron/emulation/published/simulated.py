@@ -68,11 +68,6 @@ class SimulatedCase:
     planning_s: float
     """Of FULL."""
 
-    @property
-    def full_to_healthy(self) -> float:
-        """FULL over the best order found without delay in the same memory."""
-        return self.slow_s[System.FULL] / self.healthy_s[System.FULL]
-
 
 def simulate_case(case: Case) -> SimulatedCase:
     """Simulate all systems in one case. Takes tens of milliseconds, most of it planning."""
