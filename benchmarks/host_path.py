@@ -69,7 +69,7 @@ def name_of(path: str, round_number: int) -> str:
 
 
 def measure(case: Case, rounds: int, server: ForkServer) -> list[VariantReport]:
-    """All variants of all rounds. Raises AssertionError unless every one has the numbers of the first."""
+    """All variants of all rounds. Raises ResultsDifferError unless every one has the numbers of the first."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         plan = directory / "plan.csv"

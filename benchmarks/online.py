@@ -96,7 +96,7 @@ class Order:
 
 
 def measure(case: Case, orders: Sequence[Order], server: ForkServer) -> dict[str, VariantReport]:
-    """Train with each order. Raises AssertionError if losses or parameters differ, or nothing was left to chance."""
+    """Train with each order. Raises ResultsDifferError if numbers differ, AssertionError if nothing came by chance."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         variants: list[Variant] = []

@@ -21,8 +21,9 @@ FOUND_WITHIN = 3
 """Iterations from an onset to the latest in which it is said: two must agree on it where one does not overwhelm."""
 HEALED_WITHIN = 20
 """The same of a recovery: a link that keeps falling ill is believed ever later."""
-
-
+DATED_WITHIN = 1
+"""Iterations that a finding may be off when it says since when: an iteration in which the machine was busy looks like
+the beginning, and a path that only probes measure tells of it with the next of them."""
 TOLD_PRECISELY_WITHIN = 8
 """Iterations after a change within which estimates of the link still become more precise."""
 SAVES_MEMORY = "activations instead of"
@@ -141,10 +142,14 @@ def _missed(turn: Turn, story: LinkStory, said: Iterable[Said]) -> str | None:
 
 
 def _happened(said: Said, story: LinkStory) -> bool:
-    """Whether the path was as it is said to be from then on; one that is slow must have turned in that very iteration.
+    """Whether the path was as it is said to be from about then on; one that is slow must have turned about then.
 
     But for the host path, which is measured now and then: it may be found to be slow later.
     """
+
+    def about_then(turn: int | None) -> bool:
+        return turn is not None and abs(turn - since) <= DATED_WITHIN and turn <= said.iteration
+
     since = said.iteration if said.link.since_iteration is None else said.link.since_iteration
     path = said.link.path or DEVICE
     spells = [
@@ -155,10 +160,11 @@ def _happened(said: Said, story: LinkStory) -> bool:
     slow = any(spell.strikes(since) for spell in spells)
     if any(burst.strikes(since) and _same(said, direction_of(burst)) for burst in story.bursts):
         return True  # by chance all messages of a burst may be late alike
+    healed = any(about_then(spell.until_iteration) for spell in spells)
     if said.link.after == "healthy":
-        return not slow
-    begun = any(spell.from_iteration == since for spell in spells) or (path == HOST and slow)
-    return begun or (said.link.before == "slow" and any(spell.until_iteration == since for spell in spells))
+        return not slow or healed
+    begun = any(about_then(spell.from_iteration) for spell in spells) or (path == HOST and slow)
+    return begun or (said.link.before == "slow" and healed)
 
 
 def _was_busy(since: int | None, until: int, busy: Collection[int]) -> bool:

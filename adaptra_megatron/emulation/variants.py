@@ -121,18 +121,20 @@ def check_equal(reports: Sequence[VariantReport]) -> None:
     """Fail unless every variant that must be like another was compared and is.
 
     Raises:
-        AssertionError: naming the variants and the first differences, or that nothing was compared.
+        ResultsDifferError: naming the variants and the first differences, or that nothing was compared.
     """
+    from adaptra_megatron.emulation.results import ResultsDifferError
+
     compared = [report for report in reports if report.like is not None]
     if not compared:
-        raise AssertionError("no variant names another that it must be like: nothing was compared")
+        raise ResultsDifferError("no variant names another that it must be like: nothing was compared")
     problems = []
     for report in compared:
         if not report.elements_compared:
             problems.append(f"{report.name}: nothing was compared with {report.like}")
         problems += [f"{report.name} is not {report.like}: {line}" for line in report.differences]
     if problems:
-        raise AssertionError("\n".join(problems))
+        raise ResultsDifferError("\n".join(problems))
 
 
 def _main(argv: Sequence[str]) -> None:

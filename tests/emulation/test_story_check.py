@@ -89,6 +89,10 @@ def test_alarms_without_cause() -> None:
         assert any(line.startswith("false alarm") for line in check_story(STORY, [*LOG, at(41, wrong)]))
     half_way = replace(link(20, "slow"), before="slow")
     assert check_story(STORY, sorted([*LOG, at(21, half_way)], key=lambda entry: entry.stamp.iteration)) == []
+    nearly, before_its_time = at(11, link(9, "slow")), at(9, link(9, "slow"))
+    assert check_story(STORY, [*LOG[:2], nearly, *LOG[2:]]) == []
+    for off in (before_its_time, at(11, link(8, "slow")), at(12, link(12, "slow"))):
+        assert len(check_story(STORY, [*LOG[:2], off, *LOG[2:]])) == 1
     stage = StageDetection(stage=1, before="healthy", after="slow", reason="F takes long")
     assert [line.split(":")[0] for line in check_story(STORY, [*LOG, at(30, stage)])] == ["false alarm"]
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.timing import judged_by_the_clock
 
 from adaptra_megatron.emulation.closed_loop import Campaign, CampaignReport, run_campaign
 from adaptra_megatron.emulation.fork_server import ForkServer
 from adaptra_megatron.emulation.link_story import FIRST_TURN
+from adaptra_megatron.emulation.story_check import check_agreement
 from adaptra_megatron.emulation.variants import Variant, check_equal, run_variants
 from adaptra_megatron.runtime.exchange import DELAY
 from adaptra_megatron.schedule.classic import stock_order
@@ -28,12 +30,21 @@ TWO_PATHS = replace(STORY, seed=55, host_transport="shm")
 LONG = Campaign(iterations=200, stages=8)
 
 
+def _hold(report: CampaignReport, problems: list[str]) -> None:
+    """Fail with `problems`; of numbers and agreement a busy machine excuses nothing."""
+    check_equal([report.stock, report.ours])
+    if disagreement := check_agreement(report.ours.plans, report.events):
+        pytest.fail("\n".join(disagreement))
+    assert not problems, "\n".join([*problems, report.summary()])
+
+
+@judged_by_the_clock
 @pytest.mark.timeout(180)
 def test_every_turn_of_a_story_is_found_planned_for_and_explained(fork_server: ForkServer, tmp_path: Path) -> None:
     """Whether all of it was is judged by the campaign itself; this shows that it took place, and that plans were in
     force in time."""
     report = run_campaign(STORY, tmp_path, fork_server, timeout_s=150)
-    assert not report.problems, "\n".join([*report.problems, report.summary()])
+    _hold(report, report.problems)
     assert sum(turn.fault is not None for turn in report.story.turns()) >= 4
     assert {rank["peak_in_flight"] <= STORY.cap for rank in report.ours.adaptra} == {True}
     assert report.ours.elements_compared > 100_000
@@ -51,6 +62,7 @@ def test_every_turn_of_a_story_is_found_planned_for_and_explained(fork_server: F
     assert any("healthy since iteration" in reason for reason in reasons)
 
 
+@judged_by_the_clock
 @pytest.mark.timeout(180)
 def test_links_with_two_paths_take_the_better_one_and_stages_order_themselves(
     fork_server: ForkServer, tmp_path: Path
@@ -58,7 +70,7 @@ def test_links_with_two_paths_take_the_better_one_and_stages_order_themselves(
     """Some spells strike the device path alone: messages go round them by the host path, where arrivals are seen and
     stages need no order; others strike both."""
     report = run_campaign(TWO_PATHS, tmp_path, fork_server, timeout_s=150)
-    assert not report.problems, "\n".join([*report.problems, report.summary()])
+    _hold(report, report.problems)
     struck = {len(fault.paths): (fault.source, fault.target) for fault in report.story.spells}
     chosen = [entry.event for entry in report.events if isinstance(entry.event, PathChosen)]
     assert struck[1] in {(choice.source, choice.target) for choice in chosen if choice.after == "host"}
@@ -79,6 +91,7 @@ def _found(report: CampaignReport) -> list[Any]:
     return [entry.event for entry in report.events if isinstance(entry.event, LinkDetection)]
 
 
+@judged_by_the_clock
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("campaign", [REPLICAS, TENSOR_PARALLEL], ids=["dp2-pp4", "tp2-pp4"])
 def test_pipelines_with_slow_links_of_their_own_agree(
@@ -89,13 +102,14 @@ def test_pipelines_with_slow_links_of_their_own_agree(
     report = run_campaign(campaign, tmp_path, fork_server, timeout_s=150)
     beside = re.compile("false alarm|iteration .* names no finding")
     problems = [problem for problem in report.problems if not beside.match(problem)]
-    assert not problems, "\n".join([*problems, report.summary()])
+    _hold(report, problems)
     assert {fault.pipeline for fault in report.story.spells} == {0, 1}, "each pipeline has slow links of its own"
     assert {detection.pipeline for detection in _found(report)} == {0, 1}
     assert len(report.ours.plans) == campaign.world_size
     assert report.ours.elements_compared > 100_000
 
 
+@judged_by_the_clock
 @pytest.mark.timeout(120)
 def test_observing_changes_no_bit_and_no_order_but_says_what_it_sees(fork_server: ForkServer, tmp_path: Path) -> None:
     stages, micro_batches, iterations = 3, 6, 12
@@ -132,4 +146,4 @@ def test_observing_changes_no_bit_and_no_order_but_says_what_it_sees(fork_server
 @pytest.mark.timeout(1500)
 def test_a_long_story_on_eight_stages(fork_server: ForkServer, tmp_path: Path) -> None:
     report = run_campaign(LONG, tmp_path, fork_server, timeout_s=1400)
-    assert not report.problems, "\n".join([*report.problems, report.summary()])
+    _hold(report, report.problems)

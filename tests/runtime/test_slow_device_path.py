@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+from support.timing import judged_by_the_clock
 
 from adaptra_megatron.emulation.fork_server import ForkServer
 from adaptra_megatron.emulation.variants import Variant, VariantReport, check_equal, run_variants
@@ -39,6 +40,7 @@ def train(directory: Path, server: ForkServer, fault: str) -> tuple[VariantRepor
     return reports[1], read_events(directory / "run")
 
 
+@judged_by_the_clock
 @pytest.mark.timeout(120)
 def test_a_link_whose_device_path_is_slow_takes_the_host_path_until_it_heals(
     tmp_path: Path, fork_server: ForkServer
@@ -63,6 +65,7 @@ def test_a_link_whose_device_path_is_slow_takes_the_host_path_until_it_heals(
 
 
 @pytest.mark.slow
+@judged_by_the_clock
 @pytest.mark.timeout(120)
 def test_a_cable_that_slows_both_paths_is_planned_around(tmp_path: Path, fork_server: ForkServer) -> None:
     fault = f"1-2:latency_ms={LATENCY_MS},from={ONSET},until={HEALED},path=both"

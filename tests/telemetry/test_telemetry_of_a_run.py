@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.timing import judged_by_the_clock
 
 from adaptra_megatron.cli.main import main as adaptra
 from adaptra_megatron.emulation.fork_server import ForkServer
@@ -25,6 +26,7 @@ STAGES, MICRO_BATCHES, ITERATIONS, ONSET, LATENCY_S = 3, 6, 60, 12, 0.04
 PROGRAM = Path(__file__).parents[1] / "support" / "programs" / "telemetry_ranks.py"
 
 
+@judged_by_the_clock
 @pytest.mark.timeout(150)
 def test_a_run_tells_what_it_does_while_it_runs(fork_server: ForkServer, tmp_path: Path) -> None:
     port, run, scalars = free_port(), tmp_path / "run", tmp_path / "scalars.json"

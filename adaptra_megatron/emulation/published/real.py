@@ -90,8 +90,8 @@ class RealCase:
 def run_case(case: Case, server: ForkServer, *, timeout_s: float = TIMEOUT_S) -> RealCase:
     """Run one case in as many processes as it has stages: about a minute.
 
-    Raises LaunchError if a rank fails or time runs out, AssertionError if any number differs from stock's or no message
-    was delayed.
+    Raises LaunchError if a rank fails or time runs out, ResultsDifferError if any number differs from stock's,
+    AssertionError if no message was delayed.
     """
     with tempfile.TemporaryDirectory(prefix="adaptra-published-") as name:
         directory = Path(name)
