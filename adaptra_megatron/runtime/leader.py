@@ -18,7 +18,8 @@ from adaptra_megatron.runtime.measurements import StageMeasurement, iteration_s,
 from adaptra_megatron.runtime.memory_caps import MeasuredCaps
 from adaptra_megatron.runtime.path_choice import Choice
 from adaptra_megatron.runtime.path_leader import PathLeader, PathPolicy, reasons
-from adaptra_megatron.runtime.plans import Caps, PlanBook, Replanner, describe
+from adaptra_megatron.runtime.plans import Caps, PlanBook
+from adaptra_megatron.runtime.replanner import Replanner, describe
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv

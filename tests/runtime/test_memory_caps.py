@@ -13,7 +13,8 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.leader import PlanLeader
 from adaptra_megatron.runtime.measurements import StageMeasurement, stage_measurement
 from adaptra_megatron.runtime.memory import StageMemory
-from adaptra_megatron.runtime.plans import Layout, PlanBook, Replanner
+from adaptra_megatron.runtime.plans import Layout, PlanBook
+from adaptra_megatron.runtime.replanner import Replanner
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
