@@ -94,6 +94,19 @@ def table(record: Mapping[str, Outcomes]) -> str:
     return "\n".join([*rows, "", *(f"{number}. `{note}`" for number, note in enumerate(notes, 1))]) + "\n"
 
 
+def kept() -> dict[str, Outcomes]:
+    """By release, all that has ever been found out."""
+    record: dict[str, Outcomes] = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
+    return record
+
+
+def keep(release: str, found: Outcomes) -> None:
+    """Add to what is kept, which another such run may have written to meanwhile."""
+    record = kept()
+    record.setdefault(release, {}).update(found)
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", action="append", default=[], metavar="VERSION=INTERPRETER", help="3.11=...")
@@ -102,16 +115,14 @@ def main() -> int:
     options = parser.parse_args()
     given = (one.partition("=") for one in options.python)
     interpreters = {version: Path(path).absolute() for version, _, path in given}
-    record: dict[str, Outcomes] = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
     for release, version in RELEASES.items():
         if version not in interpreters or (options.release and release not in options.release):
             continue
         print(f"== {release}, Python {version}", flush=True)
         interpreter = interpreters[version]
-        record.setdefault(release, {}).update(outcomes(fetch(release, interpreter), interpreter, options.k))
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        keep(release, outcomes(fetch(release, interpreter), interpreter, options.k))
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n" + table(record) + "\n" + END + rest.partition(END)[2])
+    PAGE.write_text(before + BEGIN + "\n" + table(kept()) + "\n" + END + rest.partition(END)[2])
     return 0
 
 

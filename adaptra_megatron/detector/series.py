@@ -33,6 +33,8 @@ class _Verdict(NamedTuple):
 
 
 _SAME = _Verdict(0)
+_FAR_ABOVE = 4.0
+"""Of the shifts that count."""
 
 
 class Series:
@@ -115,10 +117,15 @@ class Series:
         return _Verdict(1 if shift_s > 0 else -1, self._overwhelming(batch, level, shift_s))
 
     def _healthy_limit(self, batch: Batch, action_s: float) -> float:
-        """Half-way to what would be called slow: a level in between stays what it is."""
+        """Half-way to what would be called slow: a level in between stays what it is.
+
+        But for one that was far above: what falls from there to where it would not be called slow does not hover.
+        """
         baseline, changes = self.baseline, self._changes
         noise_s = 0.75 * changes.sigmas * baseline.noise(batch.count)
-        return baseline.value + max(0.5 * changes.material_s(baseline.value, action_s), noise_s)
+        material_s = changes.material_s(baseline.value, action_s)
+        far_above = self.window.value - baseline.value > _FAR_ABOVE * material_s
+        return baseline.value + max((0.9 if far_above else 0.5) * material_s, noise_s)
 
     def _overwhelming(self, batch: Batch, level: Level, shift_s: float) -> bool:
         """Nearly all values beyond nearly all known ones, and shifted alike, as no pause or burst of load does it."""

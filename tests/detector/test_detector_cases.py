@@ -75,11 +75,13 @@ class Watched:
         ([OK] * 10 + [LOST] * 3 + [SLOW] * 3, [(10, D), (14, S)]),
         ([OK] * 10 + [BROKEN, OK, BROKEN, OK, OK, OK, OK, OK], [(10, D), (14, H)]),
         ([SLOW] * 10 + [OK] * 10, [(10, H)]),
+        ([OK] * 10 + [SLOW] * 5 + [messages(2.4)] * 3, [(10, S), (15, H)]),
+        ([OK] * 10 + [messages(4.0)] * 5 + [messages(2.4)] * 3, [(10, S), (15, S)]),
     ],
     ids=[
         "steady", "onset", "recovery", "one-message", "pause", "onset-half-way", "half-an-iteration-once",
         "few-messages", "too-few-messages", "silence", "immaterial", "worse", "broken", "lost",
-        "broken-again", "better-than-ever",
+        "broken-again", "better-than-ever", "nearly-as-before", "hovering",
     ],
 )  # fmt: skip
 def test_a_link(samples: list[LinkSample], said: list[tuple[int, str]]) -> None:
