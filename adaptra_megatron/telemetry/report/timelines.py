@@ -32,8 +32,9 @@ MOST_LOOKED_UP = 12_000
 class Timeline:
     """The drawing of one iteration and what is looked up in it."""
 
-    def __init__(self, iteration: RunIteration, slow_s: float) -> None:
-        """`slow_s`: messages that take longer are drawn as slow."""
+    def __init__(self, iteration: RunIteration, slow_s: float, *, axis_s: float | None = None) -> None:
+        """`slow_s`: messages that take longer are drawn as slow. `axis_s`: what the time axis spans; None: the
+        iteration. Iterations that are to be compared by eye need the same."""
         self._analysis = IterationAnalysis(iteration.records, iteration.arrivals)
         self._iteration = iteration
         self._flights: dict[int, list[Flight]] = defaultdict(list)
@@ -42,14 +43,16 @@ class Timeline:
             if abs(flight.source - flight.target) == 1:
                 self._flights[min(flight.source, flight.target)].append(flight)
         self._slow_s = slow_s
+        self._axis_s = self._analysis.seconds if axis_s is None else axis_s
         self._idle = self._analysis.idle_periods()
         self._row_tops = self._layout()
-        self._height = self._row_tops[-1] + _ROW + _BOTTOM
+        self.height = self._row_tops[-1] + _ROW + _BOTTOM
+        """In units of the drawing, of which it is WIDTH wide."""
 
     def svg(self) -> str:
         """An <svg> that needs the page's style."""
         parts = [
-            f'<svg class="timeline" viewBox="0 0 {WIDTH} {self._height}" role="img" '
+            f'<svg class="timeline" viewBox="0 0 {WIDTH} {self.height}" role="img" '
             f'aria-label="What each stage did in iteration {self._iteration.number}">'
         ]
         for stage, top in enumerate(self._row_tops):
@@ -81,7 +84,7 @@ class Timeline:
             "left": _LEFT,
             "scale": self._scale / 1e6,
             "width": WIDTH,
-            "height": self._height,
+            "height": self.height,
             "row": _ROW,
             "tops": self._row_tops,
             "texts": list(texts),
@@ -91,7 +94,7 @@ class Timeline:
     @property
     def _scale(self) -> float:
         """Units of the drawing per second."""
-        return (WIDTH - _LEFT - _RIGHT) / self._analysis.seconds
+        return (WIDTH - _LEFT - _RIGHT) / self._axis_s
 
     def _x(self, moment_s: float) -> float:
         return _LEFT + (moment_s - self._analysis.start_s) * self._scale
@@ -155,7 +158,7 @@ class Timeline:
         bottom = self._row_tops[-1] + _ROW
         parts = [f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{bottom + 6}" y2="{bottom + 6}"/>']
         for tenth in range(0, 11, 2):
-            seconds = self._analysis.seconds * tenth / 10
+            seconds = self._axis_s * tenth / 10
             anchor = "start" if tenth == 0 else "end" if tenth == 10 else "middle"
             x = self._x(self._analysis.start_s + seconds)
             label = duration(seconds) if tenth else "0"
