@@ -37,7 +37,7 @@ help:
 	@echo 'make megatron  the sources of Megatron-LM $(MEGATRON_LM_TAG), into $(MEGATRON_LM)'
 	@echo 'make test-dropin  its own pretrain_gpt.py with and without --adaptra (minutes)'
 	@echo 'make test-versions  the same for every supported release (an hour; needs Python 3.11 and 3.12)'
-	@echo 'make docs     the pages of docs/ that are made from the code'
+	@echo 'make docs     the pages and pictures of docs/ that are made from the code'
 	@echo 'make lint     ruff and mypy'
 
 install: $(INSTALLED)
@@ -84,6 +84,7 @@ test-versions:
 
 docs: $(INSTALLED)
 	$(BIN)/python scripts/write_docs.py
+	$(BIN)/python scripts/draw_pictures.py
 
 test-rdma: $(INSTALLED)
 	$(BIN)/python scripts/softroce_vm.py test
