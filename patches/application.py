@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from adaptra_megatron.patches.pipeline_schedules import PATCHES as SCHEDULE_PATCHES
 from adaptra_megatron.patches.table import Patch, PatchError
 from adaptra_megatron.patches.tensor_parallel_layers import PATCHES as LINEAR_PATCHES
+from adaptra_megatron.patches.timers import PATCHES as TIMER_PATCHES
 
 from adaptra_megatron.config import AdaptraConfig
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("adaptra_megatron.patches")
 
-PATCHES: tuple[Patch, ...] = SCHEDULE_PATCHES + LINEAR_PATCHES
+PATCHES: tuple[Patch, ...] = SCHEDULE_PATCHES + LINEAR_PATCHES + TIMER_PATCHES
 """Everything that is changed in Megatron, in the order in which it is applied."""
 
 _MARK = "adaptra_applied"

@@ -80,7 +80,7 @@ REFUSALS = (
     ),
 )
 
-_SEEN_IN_ARGUMENTS = (
+SEEN_IN_ARGUMENTS = (
     Refusal(
         "FSDP (--use-megatron-fsdp, --use-torch-fsdp2)",
         lambda arguments: any(
@@ -123,7 +123,7 @@ def refuse_arguments(arguments: Any) -> None:
 
     `refuse_unsupported` looks again at what came of them, in the first iteration.
     """
-    for refusal in (*REFUSALS, *_SEEN_IN_ARGUMENTS):
+    for refusal in (*REFUSALS, *SEEN_IN_ARGUMENTS):
         if refusal.is_on(arguments):
             raise _refused(refusal)
     # Megatron may take the size of the pipeline from a checkpoint instead.

@@ -17,6 +17,7 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.compat import finalize_gradients
 from adaptra_megatron.runtime.computation import MegatronComputation, StageComputation
 from adaptra_megatron.runtime.megatron_call import PipelineCall, pipeline_call
+from adaptra_megatron.runtime.megatron_timers import add_times
 from adaptra_megatron.runtime.memory import MemorySource
 from adaptra_megatron.runtime.pipeline import Pipeline
 from adaptra_megatron.runtime.split_backward import WeightGradientQueue
@@ -49,6 +50,8 @@ class AdaptraRuntime:
         """Most activations held at once in any training iteration so far."""
         self.last_schedule: Schedule | None = None
         """What the last training iteration ran."""
+        self.runs_actions = False
+        """Whether actions of an iteration run at this moment."""
         self._config = config
         self.weight_gradients = queue
         self._engine_layers = EngineLayers(queue)
@@ -71,13 +74,18 @@ class AdaptraRuntime:
         computation = MegatronComputation(call, self.weight_gradients)
         decorated = self._decorate(computation, call.stage) if self._decorate is not None else computation
         embedding = _start_stock_bookkeeping(call)
-        report = pipeline.run(call, schedule, decorated)
+        self.runs_actions = True
+        try:
+            report = pipeline.run(call, schedule, decorated)
+        finally:
+            self.runs_actions = False
         if not call.forward_only:
             _finalize_gradients(call, computation, embedding)
             self.peak_in_flight = max(self.peak_in_flight, report.peak_in_flight)
             self.last_schedule = schedule
         pipeline.end(call, report)
         if call.config.timers is not None:
+            add_times(call.config.timers, report)
             call.config.timers("forward-backward").stop()
         return computation.losses
 

@@ -17,7 +17,9 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.megatron_call import pipeline_call
 from adaptra_megatron.runtime.refusals import (
     REFUSALS,
+    SEEN_IN_ARGUMENTS,
     UnsupportedFeatureError,
+    refuse_arguments,
     refuse_single_stage,
     refuse_unsupported,
 )
@@ -40,6 +42,13 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "moe_paged_stash": (True, "--moe-paged-stash"),
     "mtp_num_layers": (1, "--mtp-num-layers"),
 }
+ARGUMENTS = {
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_custom_fsdp": "--use-megatron-fsdp",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "inprocess_restart": "--inprocess-restart",
+}
+"""What shows in Megatron's parsed arguments alone."""
 OF_LATER_RELEASES = {"moe_paged_stash": "0.19"}
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
 
@@ -101,6 +110,29 @@ def test_every_refusal_is_tried_and_says_why() -> None:
     assert fired == {refusal.feature for refusal in REFUSALS}
     assert len(fired) == len(REFUSALS)
     assert all(len(refusal.reason) > 20 for refusal in REFUSALS)
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *ARGUMENTS])
+def test_parsed_arguments_are_refused_before_anything_else_is_done(name: str) -> None:
+    value, flag = SETTINGS[name] if name in SETTINGS else (True, ARGUMENTS[name])
+    parsed = {"pipeline_model_parallel_size": 2, **dict.fromkeys(ARGUMENTS, False)}
+    refuse_arguments(SimpleNamespace(**parsed))
+    with pytest.raises(UnsupportedFeatureError, match="Drop one of the two") as error:
+        refuse_arguments(SimpleNamespace(**{**parsed, name: value}))
+    assert flag in str(error.value)
+
+
+def test_every_refusal_of_arguments_is_tried() -> None:
+    fired = {one.feature for one in SEEN_IN_ARGUMENTS for name in ARGUMENTS if one.is_on(SimpleNamespace(**{name: 1}))}
+    assert fired == {one.feature for one in SEEN_IN_ARGUMENTS}
+    assert len(fired) == len(SEEN_IN_ARGUMENTS)
+
+
+@pytest.mark.parametrize("flag", ["use_checkpoint_args", "use_mp_args_from_checkpoint_args"])
+def test_a_single_stage_is_refused_in_arguments_unless_a_checkpoint_may_have_more(flag: str) -> None:
+    with pytest.raises(UnsupportedFeatureError, match="PP 1"):
+        refuse_arguments(SimpleNamespace(pipeline_model_parallel_size=1, **{flag: False}))
+    refuse_arguments(SimpleNamespace(pipeline_model_parallel_size=1, **{flag: True}))
 
 
 def test_megatrons_own_settings_switch_cuda_graphs_on_in_a_way_that_is_seen() -> None:

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches of megatron.core.timers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from adaptra_megatron.patches.table import SUPPORTED, Patch
+
+if TYPE_CHECKING:
+    from adaptra_megatron.runtime.runtime import AdaptraRuntime
+
+
+def _wait_for_computation_alone(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    from adaptra_megatron.runtime.megatron_timers import waiting_for_computation_alone
+
+    @functools.wraps(stock)
+    def start_or_stop(timer: Any, barrier: bool = False) -> None:
+        if not runtime.runs_actions:
+            return stock(timer, barrier)
+        with waiting_for_computation_alone():
+            return stock(timer, barrier)
+
+    return start_or_stop
+
+
+_REASON = (
+    "between the actions of an iteration it waits for computation, not for the whole GPU: receives under way there end "
+    "only when the rank goes on"
+)
+
+PATCHES = (
+    Patch(
+        identity="timer-start",
+        target="megatron.core.timers:Timer.start",
+        versions=SUPPORTED,
+        parameters=("self", "barrier"),
+        reason=_REASON,
+        replace=_wait_for_computation_alone,
+    ),
+    Patch(
+        identity="timer-stop",
+        target="megatron.core.timers:Timer.stop",
+        versions=SUPPORTED,
+        parameters=("self", "barrier"),
+        reason=_REASON,
+        replace=_wait_for_computation_alone,
+    ),
+)
