@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 
 
@@ -33,6 +34,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def _add_parallelism(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tensor-model-parallel-size", type=int, default=1)
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    group.add_argument("--context-parallel-size", type=int, default=1)
     chunks = group.add_mutually_exclusive_group()
     chunks.add_argument("--num-layers-per-virtual-pipeline-stage", type=int, default=None)
     chunks.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=None)
@@ -152,11 +154,17 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     Raises:
         TrainingArgumentsError: with the rule, the numbers and the remedy.
     """
-    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    layout = (args.tensor_model_parallel_size, args.context_parallel_size, args.pipeline_model_parallel_size)
+    model_parallel = math.prod(layout)
     if world_size % model_parallel:
         raise TrainingArgumentsError(
-            f"{world_size} processes cannot hold tensor x pipeline = {args.tensor_model_parallel_size} x "
-            f"{args.pipeline_model_parallel_size}: start a multiple of {model_parallel}"
+            f"{world_size} processes cannot hold tensor x context x pipeline = {' x '.join(map(str, layout))}: start a "
+            f"multiple of {model_parallel}"
+        )
+    parts = 2 * args.context_parallel_size
+    if args.context_parallel_size > 1 and args.seq_length % parts:
+        raise TrainingArgumentsError(
+            f"--seq-length {args.seq_length} is no multiple of 2 x --context-parallel-size = {parts}"
         )
     args.data_parallel_size = world_size // model_parallel
     args.virtual_pipeline_model_parallel_size = _virtual_size(args)

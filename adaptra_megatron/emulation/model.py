@@ -20,6 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
+from adaptra_megatron.emulation.context_parallel import GatheringAttention
 from adaptra_megatron.emulation.corpus import VOCABULARY
 from adaptra_megatron.emulation.megatron_on_cpu import FUSED_WEIGHT_GRADIENT_MODULE
 
@@ -67,6 +68,7 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         pipeline_dtype=dtype,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         microbatch_group_size_per_vp_stage=args.microbatch_group_size_per_virtual_pipeline_stage,
         sequence_parallel=args.sequence_parallel,
@@ -120,6 +122,8 @@ def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[Dis
 def _build_chunk(args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
     layer = get_gpt_layer_local_spec(num_experts=args.num_experts, normalization=config.normalization)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
+    if config.context_parallel_size > 1:
+        layer.submodules.self_attention.submodules.core_attention = GatheringAttention
     layers = [layer] * get_num_layers_to_build(config, vp_stage)
     chunk = GPTModel(
         config=config,

@@ -31,12 +31,13 @@ def join_job(args: argparse.Namespace) -> int:
 
 def set_up_groups(args: argparse.Namespace) -> None:
     """Megatron's process groups for the layout in `args`, replacing those of another layout. Collective."""
-    layout = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    layout = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
     chunks = args.virtual_pipeline_model_parallel_size
     if parallel_state.model_parallel_is_initialized():
         present = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
         )
         if present == layout and parallel_state.get_virtual_pipeline_model_parallel_world_size() == chunks:
             return
@@ -45,6 +46,7 @@ def set_up_groups(args: argparse.Namespace) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout[0],
         pipeline_model_parallel_size=layout[1],
+        context_parallel_size=layout[2],
         virtual_pipeline_model_parallel_size=chunks,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         # With gloo as the job's backend these groups would only be there twice.

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from adaptra_megatron.emulation.arguments import check_arguments
 from adaptra_megatron.emulation.checkpointing import check_can_save, load_checkpoint, save_checkpoint
@@ -152,7 +153,7 @@ class Trainer:
     def _forward_step(
         self, iterator: Iterator[Batch], chunk: DistributedDataParallel
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        batch = next(iterator)
+        batch = get_batch_on_this_cp_rank(next(iterator))
         output = chunk(batch["tokens"], batch["position_ids"], self._attention_mask, labels=batch["labels"])
 
         def loss_function(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -186,9 +187,9 @@ class Trainer:
         self.result.losses.append(self._mean_loss(sums))
 
     def _mean_loss(self, sums: torch.Tensor) -> float:
-        """Mean loss of a token over the data-parallel group. `sums`: [micro-batches, 2], loss and tokens."""
+        """Mean loss of a token over data- and context-parallel ranks. `sums`: [micro-batches, 2], loss and tokens."""
         total = sums.sum(dim=0)
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return float(total[0] / total[1])
 
     @contextlib.contextmanager
