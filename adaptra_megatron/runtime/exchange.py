@@ -22,6 +22,7 @@ from typing import Any
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from adaptra_megatron.runtime.decision_reader import LOOK_UP_S, DecisionReader, decision_key, packed
 from adaptra_megatron.runtime.decision_writer import DELAY, DecisionWriter
 from adaptra_megatron.runtime.decisions import Decision
 from adaptra_megatron.runtime.measurements import StageMeasurement
@@ -29,8 +30,6 @@ from adaptra_megatron.runtime.membership import Membership, exchange_error
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 
-_LOOK_UP_S = 1.0
-"""How often the leader's thread looks whether it is to end, while ranks take their time."""
 _MISSED_S = 30.0
 """How long a rank may be behind the first one with what it measured before the leader says so."""
 
@@ -54,35 +53,36 @@ class PlanExchange:
         self._membership = membership
         self._timeout_s = timeout_s
         self._outbox: queue.SimpleQueue[tuple[int, StageMeasurement] | None] = queue.SimpleQueue()
-        self._known: tuple[int, Decision] | None = None
-        """The latest iteration whose decision has been read."""
-        self._store = self._new_client()
-        self._store.set_timeout(timedelta(seconds=timeout_s))
         self._poster = threading.Thread(
             target=self._post_all, args=(self._new_client(),), name="adaptra-exchange", daemon=True
         )
         self._poster.start()
         self._leader: _Leader | None = None
+        self._reader: DecisionReader | None = None
         if membership.rank == self.LEADER:
             clients = self._new_client(), self._new_client()
             self._leader = _Leader(membership, decide, *clients)
+        else:
+            self._reader = DecisionReader(self._new_client())
 
     def post(self, iteration: int, measurement: StageMeasurement) -> None:
         """Hand in what was measured; returns at once. Every rank must do so for every iteration from 0 on."""
         self._outbox.put((iteration, measurement))
+        if self._reader is not None:
+            self._reader.expect(iteration + DELAY)
 
     def decision(self, iteration: int) -> Decision:
-        """What `iteration` (from DELAY on) runs: the same on every rank. To be asked for in ascending order."""
+        """What `iteration` (from DELAY on) runs: the same on every rank.
+
+        To be asked for in ascending order, each after what was measured DELAY iterations before has been handed in.
+        """
         assert iteration >= DELAY, "nothing has been measured that the first iterations could follow from"
-        found = self.early_decision(iteration) if self._leader is None else None
-        if found is not None:
-            return found
         try:
             if self._leader is not None:
                 return self._leader.decisions.needed(iteration)
-            self._known = iteration, _unpack(self._store.get(_key(iteration)))
-            return self._known[1]
-        except RuntimeError as cause:
+            assert self._reader is not None
+            return self._reader.needed(iteration, self._timeout_s)
+        except (RuntimeError, TimeoutError) as cause:
             what = f"learn the plan of iteration {iteration}"
             raise exchange_error(self._membership.rank, what, self._timeout_s, cause) from cause
 
@@ -90,22 +90,16 @@ class PlanExchange:
         """The same if it has been made already; never waits. None, too, while the store does not answer."""
         if self._leader is not None:
             return self._leader.decisions.published(iteration)
-        if self._known is None or self._known[0] != iteration:
-            try:
-                if not self._store.check([_key(iteration)]):
-                    return None
-                self._known = iteration, _unpack(self._store.get(_key(iteration)))
-            except RuntimeError as cause:
-                logger.debug("rank %d cannot look ahead: %s", self._membership.rank, cause)
-                return None
-        return self._known[1]
+        assert self._reader is not None
+        return self._reader.known(iteration)
 
     def close(self) -> None:
         """End the threads; what is under way is dropped. A planner that hangs is left to itself."""
         self._outbox.put(None)
-        if self._leader is not None:
-            self._leader.close()
-        self._poster.join(timeout=2 * _LOOK_UP_S)
+        for part in (self._leader, self._reader):
+            if part is not None:
+                part.close()
+        self._poster.join(timeout=2 * LOOK_UP_S)
 
     def _new_client(self) -> Any:
         # A store client answers one request at a time, and some of them wait: one client per thread.
@@ -147,10 +141,10 @@ class _Leader:
         self._closed.set()
         self._rounds.put(None)
         for thread in self._threads:
-            thread.join(timeout=2 * _LOOK_UP_S)
+            thread.join(timeout=2 * LOOK_UP_S)
 
     def _write(self, iteration: int, decision: Decision) -> None:
-        self._writing.set(_key(iteration), pickle.dumps(tuple(decision)))
+        self._writing.set(decision_key(iteration), packed(decision))
 
     def _plan(self) -> None:
         while (item := self._rounds.get()) is not None:
@@ -188,7 +182,7 @@ class _Leader:
                     continue
                 self._rounds.put((iteration, [pickle.loads(entry) for entry in store.multi_get(keys)]))
                 # Whoever has handed in its measurement of an iteration has read what that was to run.
-                for key in (*keys, f"count/{iteration}", f"complete/{iteration}", _key(iteration)):
+                for key in (*keys, f"count/{iteration}", f"complete/{iteration}", decision_key(iteration)):
                     store.delete_key(key)
             except RuntimeError as error:
                 _say_lost(self._membership.rank, error)
@@ -203,17 +197,9 @@ class _Leader:
         )
 
 
-def _key(iteration: int) -> str:
-    return f"decision/{iteration}"
-
-
-def _unpack(packet: bytes) -> Decision:
-    return Decision(*pickle.loads(packet))
-
-
 def _arrived(store: Any, key: str) -> bool:
     try:
-        store.wait([key], timedelta(seconds=_LOOK_UP_S))
+        store.wait([key], timedelta(seconds=LOOK_UP_S))
     except DistStoreError:
         return False
     return True
