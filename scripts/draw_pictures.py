@@ -214,7 +214,7 @@ def memory_picture() -> str:
         return f'<path class="line {look}" d="M{points}"/>'
 
     parts = [
-        f'<text class="title" x="8" y="22">Milliseconds of an iteration over the delay of the link'
+        f'<text class="title" x="8" y="22">Milliseconds of an iteration over the delay of link'
         f" {LINK[0]}-{LINK[1]}</text>",
         f'<text class="tick" x="{left + (WIDTH - left - right) / 2}" y="{height - 8}" text-anchor="middle">'
         "delay of each message, both ways, ms</text>",
