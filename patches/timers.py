@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,8 @@ def _wait_for_computation_alone(stock: Callable[..., Any], runtime: AdaptraRunti
 
     @functools.wraps(stock)
     def start_or_stop(timer: Any, barrier: bool = False) -> None:
-        if not runtime.runs_actions:
-            return stock(timer, barrier)
-        with waiting_for_computation_alone():
-            return stock(timer, barrier)
+        with waiting_for_computation_alone() if runtime.runs_actions else contextlib.nullcontext():
+            stock(timer, barrier)
 
     return start_or_stop
 

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 
-class GatheringAttention(DotProductAttention):
+class GatheringAttention(DotProductAttention):  # type: ignore[misc]
     """Causal attention with context parallelism.
 
     Forward gathers keys and values over the context-parallel group, backward reduces and scatters their gradients: both

@@ -8,7 +8,7 @@ weight gradients as part of 'backward-compute'. Nobody waits for sends, so there
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +24,7 @@ _LEVEL = 2
 
 def add_times(timers: Any, report: IterationReport) -> None:
     """Add what one training iteration spent to `timers` (megatron.core.timers.Timers), where they log such detail."""
-    spent_s: Counter[str] = Counter()
+    spent_s: dict[str, float] = defaultdict(float)
     for step, record in zip(report.steps, report.records, strict=True):
         kind = step.action.kind
         if step.receive is not None:
