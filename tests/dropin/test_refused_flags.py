@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What --adaptra does not run with is an error of Megatron-LM's own command line, by the names that this has for it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from support.pretrain import CHECKOUT, LAUNCHER, needs_megatron_lm
+from support.processes import REPOSITORY, run_ranks
+from support.start_up import check_start_up_line
+
+pytestmark = needs_megatron_lm
+
+REFUSED = {
+    ("--cuda-graph-impl", "local"): "CUDA graphs (--cuda-graph-impl)",
+    ("--enable-cuda-graph",): "CUDA graphs (--cuda-graph-impl)",
+    ("--external-cuda-graph",): "CUDA graphs (--cuda-graph-impl)",
+    ("--overlap-moe-expert-parallel-comm",): "combined 1F1B (--overlap-moe-expert-parallel-comm)",
+    ("--delay-wgrad-compute",): "delayed weight gradients (--delay-wgrad-compute)",
+    ("--hybrid-context-parallel",): "hybrid context parallelism (--hybrid-context-parallel)",
+    ("--fine-grained-activation-offloading",): "fine-grained activation offloading",
+    ("--mtp-num-layers", "1"): "multi-token prediction (--mtp-num-layers)",
+    ("--use-megatron-fsdp",): "FSDP (--use-megatron-fsdp, --use-torch-fsdp2)",
+    ("--use-torch-fsdp2",): "FSDP (--use-megatron-fsdp, --use-torch-fsdp2)",
+    ("--inprocess-restart",): "in-process restarts (--inprocess-restart)",
+}
+ACCEPTED = [
+    (),
+    ("--context-parallel-size", "2"),
+    ("--sequence-parallel",),
+    ("--log-straggler",),
+    ("--timing-log-level", "2"),
+    ("--recompute-granularity", "selective"),
+]
+
+
+def line(*flags: str) -> tuple[str, ...]:
+    return ("--adaptra", "--pipeline-model-parallel-size", "2", *flags)
+
+
+def test_refused_and_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_start_up_line()
+    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT), prepend=os.pathsep)
+    lines = [line(*flags) for flags in (*REFUSED, *ACCEPTED)]
+    lines.append(("--adaptra", "--pipeline-model-parallel-size", "1"))
+    asked, answered = tmp_path / "lines.json", tmp_path / "told.json"
+    asked.write_text(json.dumps(lines))
+    script = REPOSITORY / "tests" / "support" / "programs" / "refused_flags.py"
+    run_ranks(
+        1,
+        [*LAUNCHER, str(script), str(asked), str(answered), "--adaptra"],
+        timeout_s=100,
+        log_directory=tmp_path / "logs",
+    )
+    told = dict(zip(lines, json.loads(answered.read_text()), strict=True))
+    for flags, feature in REFUSED.items():
+        answer = told[line(*flags)]
+        assert answer["status"] == 2, flags
+        assert f"error: --adaptra does not run with {feature}" in answer["said"], flags
+        assert answer["said"].endswith("Drop one of the two"), flags
+    for flags in ACCEPTED:
+        assert told[line(*flags)]["status"] == 0, flags
+    alone = told[lines[-1]]
+    assert alone["status"] == 2
+    assert "1 stage (PP 1)" in alone["said"]
