@@ -12,7 +12,7 @@ MEGATRON := megatron-core==0.16.1
 # Megatron-LM's sources, for its own scripts; and what those import besides torch. MEGATRON_LM_SOURCE names a mirror.
 MEGATRON_LM ?= build/megatron-lm
 MEGATRON_LM_TAG ?= core_v0.16.1
-MEGATRON_LM_NEEDS := six regex pyyaml pydantic psutil
+MEGATRON_LM_NEEDS := six regex pyyaml pydantic psutil tensorboard
 
 # One stamp per step: a step is done again only if its list of requirements has changed.
 CREATED := $(VENV)/.adaptra-created

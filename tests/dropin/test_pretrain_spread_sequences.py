@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.pretrain import MOCK_DATA, compare_with_stock, needs_megatron_lm
+from support.pretrain import MOCK_DATA, compare_with_stock, needs_megatron_lm, what_ran
 
 pytestmark = needs_megatron_lm
 
@@ -34,3 +34,4 @@ def test_online_dispatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """One rank of each stage decides for all that have part of its sequences."""
     monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
     compare_with_stock(4, tmp_path, *LAYERS, *MOCK_DATA, *SPREAD["context-parallel"], adaptra=ONLINE)
+    assert [what_ran(tmp_path / "ours", rank)["adaptra"]["online_iterations"] for rank in range(4)] == [4] * 4

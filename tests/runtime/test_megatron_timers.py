@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adaptra_megatron.patches import enable
 from megatron.core.timers import Timer, Timers
+from support.processes import RankResult
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.executor import IterationReport
 from adaptra_megatron.runtime.megatron_timers import add_times
 from adaptra_megatron.runtime.program import compile_program
 from adaptra_megatron.schedule.classic import stock_order
+from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.split import split_backward
 from adaptra_megatron.telemetry.records import ActionRecord
 
@@ -82,6 +85,17 @@ def test_less_detail_is_left_alone(level: int) -> None:
     timers = Timers(level, "max")
     add_times(timers, report_of(0))
     assert not timers._timers
+
+
+def test_a_pipeline_is_timed_without_waiting_for_the_device(
+    tmp_path: Path, start_ranks: Callable[..., list[RankResult]]
+) -> None:
+    """What is checked stands in timer_ranks.py."""
+    plan = tmp_path / "plan.csv"
+    plan.write_text(schedule_to_csv(split_backward(stock_order(2, MICRO_BATCHES), None)))
+    script = str(Path(__file__).with_name("timer_ranks.py"))
+    training = f"--pipeline-model-parallel-size 2 --num-layers 2 --train-iters 3 --global-batch-size {MICRO_BATCHES}"
+    start_ranks(2, [script, *training.split(), "--mock-data", "--adaptra-plan-csv", str(plan)], timeout_s=60)
 
 
 class TestWaiting:
