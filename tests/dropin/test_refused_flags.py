@@ -27,6 +27,8 @@ REFUSED = {
     ("--use-torch-fsdp2",): "FSDP (--use-megatron-fsdp, --use-torch-fsdp2)",
     ("--inprocess-restart",): "in-process restarts (--inprocess-restart)",
 }
+MOST_ABSENT = 4
+"""Flags that a release may lack, because they came later or went; 0.16.1 has all of them."""
 ACCEPTED = [
     (),
     ("--context-parallel-size", "2"),
@@ -56,13 +58,18 @@ def test_refused_and_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         log_directory=tmp_path / "logs",
     )
     told = dict(zip(lines, json.loads(answered.read_text()), strict=True))
+    absent = 0
     for flags, feature in REFUSED.items():
         answer = told[line(*flags)]
         assert answer["status"] == 2, flags
+        if "unrecognized arguments" in answer["said"]:
+            absent += 1
+            continue
         assert f"error: --adaptra does not run with {feature}" in answer["said"], flags
         assert answer["said"].endswith("Drop one of the two"), flags
     for flags in ACCEPTED:
         assert told[line(*flags)]["status"] == 0, flags
+    assert absent <= MOST_ABSENT
     alone = told[lines[-1]]
     assert alone["status"] == 2
     assert "1 stage (PP 1)" in alone["said"]
