@@ -36,7 +36,8 @@ RELEASES = {
 }
 """With the Python that each is tried on: Megatron-LM asks for 3.12 from 0.17 on."""
 
-TESTS = ("tests/dropin/test_pretrain_gpt.py", "tests/dropin/test_pretrain_features.py")
+TESTS = ("gpt", "features", "layouts", "logging", "spread_sequences")
+"""Files tests/dropin/test_pretrain_*.py."""
 REASON_LENGTH = 100
 
 Outcomes = dict[str, str]
@@ -53,9 +54,10 @@ def fetch(release: str, interpreter: Path) -> Path:
 def outcomes(checkout: Path, interpreter: Path, chosen: str) -> Outcomes:
     """What each test came to; of those that pytest's -k `chosen` chooses."""
     report = checkout.parent / f"{checkout.name}.xml"
-    environment = {**os.environ, "MEGATRON_LM": str(checkout), "PATH": f"{interpreter.parent}:{os.environ['PATH']}"}
+    environment = {**os.environ, "MEGATRON_LM": str(checkout)}
+    files = [f"tests/dropin/test_pretrain_{name}.py" for name in TESTS]
     subprocess.run(
-        [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "-k", chosen, *TESTS],
+        [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "-k", chosen, *files],
         cwd=ROOT,
         env=environment,
         check=False,  # tests that fail are what is to be found out

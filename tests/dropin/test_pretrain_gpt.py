@@ -77,7 +77,7 @@ def test_the_three_ways_in_are_one(tmp_path: Path) -> None:
 
 VARYING = re.compile(
     r"\[?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?\]?|\d+\.\d+ (seconds|s)\b|(?<=s\): )\d+\.\d+|\(\d+\.\d+, \d+\.\d+\)"
-    r"|: \d+\.\d+$|(?<=port )\d+|\d{2,}\.\d{2,}|0x[0-9a-f]+"
+    r"|^[IWE]\d{4} [\d:.]+ \d+ (?=\S+\.py:\d+\])|: \d+\.\d+$|(?<=port )\d+|\d{2,}\.\d{2,}|0x[0-9a-f]+"
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ def pretrain(
     """Train with `arguments` on plain Python processes; `dump` gets what each rank came to."""
     check_start_up_line()
     logs = dump.with_name(f"{dump.name}-logs")
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    # At its start Megatron calls make, and that the python3 which it finds.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PATH": path}
     argv = command(dump, *arguments, training=training)
     return run_ranks(ranks, argv, timeout_s=timeout_s, log_directory=logs, env=env)
 
