@@ -70,7 +70,10 @@ def outcomes(checkout: Path, interpreter: Path, chosen: str) -> Outcomes:
 
 
 def _reason(problem: ElementTree.Element) -> str:
-    """The last error that the ranks' logs show, or else the test's own message."""
+    """A refusal or the first error that the ranks' logs show, or else the test's own message."""
+    refusals = re.findall(r"pretrain_gpt\.py: error: (.*?)(?:; |$)", problem.text or "", re.MULTILINE)
+    if refusals:
+        return f"refused: {refusals[0]}"
     errors = re.findall(r"\[rank\d+\]: (\S*(?:Error|Exception)\b.*)", problem.text or "")
     text = errors[0] if errors else problem.attrib.get("message", problem.tag)
     return " ".join(text.split())[:REASON_LENGTH]
@@ -89,7 +92,7 @@ def table(record: Mapping[str, Outcomes]) -> str:
             if outcome not in ("passed", "not run"):
                 if outcome not in notes:
                     notes.append(outcome)
-                outcome = f"no ({notes.index(outcome) + 1})"
+                outcome = f"{'refused' if outcome.startswith('refused') else 'no'} ({notes.index(outcome) + 1})"
             cells.append("equal" if outcome == "passed" else outcome)
         lines.append([test.removeprefix("test_").replace("_", " "), *cells])
     rows = ["| " + " | ".join(line) + " |" for line in lines]

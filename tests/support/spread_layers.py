@@ -7,7 +7,6 @@ Engine's.
 
 from __future__ import annotations
 
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -16,8 +15,7 @@ from adaptra_megatron.emulation.model import TorchNorm
 
 _layer = get_gpt_layer_local_spec()
 _layer.submodules.input_layernorm = _layer.submodules.pre_mlp_layernorm = TorchNorm
-if parallel_state.get_context_parallel_world_size() > 1:
-    _layer.submodules.self_attention.submodules.core_attention = GatheringAttention
+_layer.submodules.self_attention.submodules.core_attention = GatheringAttention
 
 two_layers = TransformerBlockSubmodules(layer_specs=[_layer] * 2, layer_norm=TorchNorm)
 """Of a stage with two layers."""
