@@ -136,7 +136,8 @@ def random_row(case: Case, server: ForkServer) -> str:
     where = "one" if case.links == MIDDLE else "all"
     return (
         f"| {where}, {case.cap} | {case.delay_ms:g} | {shown} | {mean / online:.2f} | "
-        f"{min(mean, high) / min(online, online_high):.2f} | {100 * moved / actions:.0f} % |"
+        f"{mean / min(online, online_high):.2f} | {min(mean, high) / min(online, online_high):.2f} | "
+        f"{100 * moved / actions:.0f} % |"
     )
 
 
@@ -153,8 +154,9 @@ def constant_row(case: Case, server: ForkServer) -> str:
 
 RANDOM_HEAD = (
     "| slow links, cap | mean delay ms | planned for the mean ms | planned for 95 % ms | online ms | "
-    "online, from the plan for 95 % ms | planned for the mean / online | best planned / best online | actions moved |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "online, from the plan for 95 % ms | planned for the mean / online | planned for the mean / best online | "
+    "best planned / best online | actions moved |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
 )
 CONSTANT_HEAD = (
     "| constant delay ms | lower bound ms | planned for it ms | online ms | online / bound | online / planned |\n"
