@@ -88,7 +88,7 @@ def table(record: Mapping[str, Outcomes]) -> str:
     for test in tests:
         cells = []
         for release in releases:
-            outcome = record[release].get(test, "not run")
+            outcome = record[release].get(test, _whatever_the_test(record[release]))
             if outcome not in ("passed", "not run"):
                 if outcome not in notes:
                     notes.append(outcome)
@@ -97,6 +97,13 @@ def table(record: Mapping[str, Outcomes]) -> str:
         lines.append([test.removeprefix("test_").replace("_", " "), *cells])
     rows = ["| " + " | ".join(line) + " |" for line in lines]
     return "\n".join([*rows, "", *(f"{number}. `{note}`" for number, note in enumerate(notes, 1))]) + "\n"
+
+
+def _whatever_the_test(found: Outcomes) -> str:
+    """What a test that was not run came to: a release that is refused at start is refused with any arguments."""
+    outcomes = set(found.values())
+    only = outcomes.pop() if len(outcomes) == 1 else ""
+    return only if only.startswith("refused") else "not run"
 
 
 def kept() -> dict[str, Outcomes]:
