@@ -30,21 +30,14 @@ _REASON = (
     "only when the rank goes on"
 )
 
-PATCHES = (
+PATCHES = tuple(
     Patch(
-        identity="timer-start",
-        target="megatron.core.timers:Timer.start",
+        identity=f"timer-{action}",
+        target=f"megatron.core.timers:Timer.{action}",
         versions=SUPPORTED,
         parameters=("self", "barrier"),
         reason=_REASON,
         replace=_wait_for_computation_alone,
-    ),
-    Patch(
-        identity="timer-stop",
-        target="megatron.core.timers:Timer.stop",
-        versions=SUPPORTED,
-        parameters=("self", "barrier"),
-        reason=_REASON,
-        replace=_wait_for_computation_alone,
-    ),
+    )
+    for action in ("start", "stop")
 )

@@ -30,8 +30,10 @@ def packed(decision: Decision) -> bytes:
 class DecisionReader:
     """Of a rank that follows: a thread that waits for each decision as soon as there can be one."""
 
-    def __init__(self, store: Any) -> None:
-        """`store`: a client of its own, because it answers one request at a time, and these wait."""
+    def __init__(self, store: Any, timeout_s: float) -> None:
+        """`store`: a client of its own, because it answers one request at a time, and these wait. `timeout_s`: how long
+        a decision may be waited for."""
+        self._timeout_s = timeout_s
         store.set_timeout(timedelta(seconds=LOOK_UP_S))
         self._store = store
         self._expected: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -46,18 +48,18 @@ class DecisionReader:
         """The decision of `iteration` is to be read next; returns at once."""
         self._expected.put(iteration)
 
-    def known(self, iteration: int) -> Decision | None:
+    def published(self, iteration: int) -> Decision | None:
         """The decision of an expected iteration, if it is here; never waits."""
         with self._news:
             return self._decisions.get(iteration)
 
-    def needed(self, iteration: int, timeout_s: float) -> Decision:
+    def needed(self, iteration: int) -> Decision:
         """The decision of an expected iteration; earlier ones are forgotten.
 
-        Raises RuntimeError if the store has failed, TimeoutError if it holds no decision for so long.
+        Raises RuntimeError if the store has failed, TimeoutError if it holds no decision until the timeout.
         """
         with self._news:
-            self._news.wait_for(lambda: iteration in self._decisions or self._failure is not None, timeout_s)
+            self._news.wait_for(lambda: iteration in self._decisions or self._failure is not None, self._timeout_s)
             for earlier in [known for known in self._decisions if known < iteration]:
                 del self._decisions[earlier]
             if iteration in self._decisions:

@@ -59,11 +59,13 @@ class PlanExchange:
         self._poster.start()
         self._leader: _Leader | None = None
         self._reader: DecisionReader | None = None
+        self._decisions: DecisionWriter | DecisionReader
         if membership.rank == self.LEADER:
             clients = self._new_client(), self._new_client()
             self._leader = _Leader(membership, decide, *clients)
+            self._decisions = self._leader.decisions
         else:
-            self._reader = DecisionReader(self._new_client())
+            self._decisions = self._reader = DecisionReader(self._new_client(), timeout_s)
 
     def post(self, iteration: int, measurement: StageMeasurement) -> None:
         """Hand in what was measured; returns at once. Every rank must do so for every iteration from 0 on."""
@@ -78,20 +80,14 @@ class PlanExchange:
         """
         assert iteration >= DELAY, "nothing has been measured that the first iterations could follow from"
         try:
-            if self._leader is not None:
-                return self._leader.decisions.needed(iteration)
-            assert self._reader is not None
-            return self._reader.needed(iteration, self._timeout_s)
+            return self._decisions.needed(iteration)
         except (RuntimeError, TimeoutError) as cause:
             what = f"learn the plan of iteration {iteration}"
             raise exchange_error(self._membership.rank, what, self._timeout_s, cause) from cause
 
     def early_decision(self, iteration: int) -> Decision | None:
         """The same if it has been made already; never waits. None, too, while the store does not answer."""
-        if self._leader is not None:
-            return self._leader.decisions.published(iteration)
-        assert self._reader is not None
-        return self._reader.known(iteration)
+        return self._decisions.published(iteration)
 
     def close(self) -> None:
         """End the threads; what is under way is dropped. A planner that hangs is left to itself."""

@@ -24,6 +24,8 @@ _LEVEL = 2
 
 def add_times(timers: Any, report: IterationReport) -> None:
     """Add what one training iteration spent to `timers` (megatron.core.timers.Timers), where they log such detail."""
+    if not hasattr(timers("backward-compute", log_level=_LEVEL), "_elapsed"):
+        return  # the one that stands for all that are not logged
     spent_s: dict[str, float] = defaultdict(float)
     for step, record in zip(report.steps, report.records, strict=True):
         kind = step.action.kind
@@ -33,9 +35,8 @@ def add_times(timers: Any, report: IterationReport) -> None:
             spent_s["backward-compute"] += record.compute_s
     for name, seconds in spent_s.items():
         timer = timers(name, log_level=_LEVEL)
-        if hasattr(timer, "_elapsed"):  # not the one that stands for all that are not logged
-            timer._elapsed += seconds
-            timer._active_time += seconds
+        timer._elapsed += seconds
+        timer._active_time += seconds
 
 
 @contextmanager

@@ -10,21 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.four_stages import FOUR, WHOLE, costs
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.plans import Layout, PlanBook, PlanMismatchError
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import forward_only, gpipe, one_f_one_b, stock_order
-from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.planner import PlanError, plan
 from adaptra_megatron.schedule.simulator import peak_in_flight
 from adaptra_megatron.schedule.split import split_backward
 
-FOUR = Layout(stages=4, chunks=1, group_size=None, can_split=True)
-WHOLE = dataclasses.replace(FOUR, can_split=False)
 INTERLEAVED = Layout(stages=4, chunks=2, group_size=None, can_split=True)
 COSTS: dict[str, Any] = {
     "stages": 4,
@@ -33,19 +31,6 @@ COSTS: dict[str, Any] = {
     "backward_input_s": 1.0,
     "backward_weight_s": 1.0,
 }
-
-
-def costs(micro_batches: int = 12, *, slow_s: float = 0.0, cap: float | None = 4.0, forward_s: float = 1.0) -> Costs:
-    links = {(1, 2): LinkCost(slow_s), (2, 1): LinkCost(slow_s)}
-    return uniform_costs(
-        4,
-        micro_batches,
-        forward_s=forward_s,
-        backward_input_s=1.0,
-        backward_weight_s=1.0,
-        links=links,
-        max_in_flight=cap,
-    )
 
 
 @pytest.fixture

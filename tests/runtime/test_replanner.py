@@ -7,31 +7,15 @@ import dataclasses
 import logging
 
 import pytest
+from support.four_stages import FOUR, WHOLE, costs
 
-from adaptra_megatron.runtime.plans import Layout
 from adaptra_megatron.runtime.replanner import Replanner, material_change
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import one_f_one_b
-from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
+from adaptra_megatron.schedule.costs import Costs, LinkCost
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.schedule.split import split_backward
-
-FOUR = Layout(stages=4, chunks=1, group_size=None, can_split=True)
-WHOLE = dataclasses.replace(FOUR, can_split=False)
-
-
-def costs(micro_batches: int = 12, *, slow_s: float = 0.0, cap: float | None = 4.0, forward_s: float = 1.0) -> Costs:
-    links = {(1, 2): LinkCost(slow_s), (2, 1): LinkCost(slow_s)}
-    return uniform_costs(
-        4,
-        micro_batches,
-        forward_s=forward_s,
-        backward_input_s=1.0,
-        backward_weight_s=1.0,
-        links=links,
-        max_in_flight=cap,
-    )
 
 
 class TestReplanning:
