@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import picture_diagrams
 import simulated_tables
+from markdown_table import markdown_table
 
 from adaptra_megatron.schedule.actions import Kind, placement, virtual_stage
 from adaptra_megatron.schedule.bounds import lower_bound
@@ -261,7 +262,7 @@ def orders_table() -> str:
         times = _ms(healthy.makespan_s), _ms(slow.makespan_s)
         rows.append((name, messages, f"{most:g}", *times, f"{paid:.1f}"))
     head = ("order", "messages", "activations", "healthy", "slow link", "delays paid")
-    return simulated_tables.markdown(head, rows)
+    return markdown_table(head, rows)
 
 
 def _compared() -> Iterator[tuple[str, str, Simulation, Simulation]]:
@@ -302,7 +303,7 @@ def _with_tables(page: str) -> str:
         before, begin, rest = text.partition(BEGIN.format(name=name))
         if not begin:
             raise ValueError(f"docs/{page} has no line {BEGIN.format(name=name)!r} for its table to go behind")
-        text = f"{before}{begin}\n{table()}\n{END}{rest.partition(END)[2]}"
+        text = f"{before}{begin}\n{table()}\n\n{END}{rest.partition(END)[2]}"
     return text
 
 

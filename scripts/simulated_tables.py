@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from markdown_table import markdown_table
 
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.classic import one_f_one_b
@@ -51,7 +51,7 @@ def memory_table() -> str:
         "per stage of the pipeline",
         "stock / planned, with these",
     )
-    return markdown(head, rows)
+    return markdown_table(head, rows)
 
 
 def micro_batches_table() -> str:
@@ -71,17 +71,7 @@ def micro_batches_table() -> str:
             )
         )
     head = ("micro-batches", "idle, healthy", "idle, slow link", "slow link / healthy", "stock / planned, slow link")
-    return markdown(head, rows)
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
-
-    def lines() -> Iterator[str]:
-        for cells in (head, ["---"] * len(head), *rows):
-            yield f"| {' | '.join(cells)} |"
-
-    return "\n".join(lines()) + "\n"
+    return markdown_table(head, rows)
 
 
 def _stock_s(delay: float, micro_batches: int) -> float:

@@ -20,6 +20,8 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from pathlib import Path
 
+from markdown_table import markdown_table
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "versions.md"
 RECORD = ROOT / "docs" / "versions.json"
@@ -83,7 +85,8 @@ def table(record: Mapping[str, Outcomes]) -> str:
     """One row per test, one column per release; reasons below."""
     releases = [release for release in RELEASES if release in record]
     tests = list(dict.fromkeys(test for release in releases for test in record[release]))
-    lines = [["", *(release.removeprefix("core_v") for release in releases)], ["---"] * (len(releases) + 1)]
+    head = ["", *(release.removeprefix("core_v") for release in releases)]
+    rows = []
     notes: list[str] = []
     for test in tests:
         cells = []
@@ -94,9 +97,9 @@ def table(record: Mapping[str, Outcomes]) -> str:
                     notes.append(outcome)
                 outcome = f"{'refused' if outcome.startswith('refused') else 'no'} ({notes.index(outcome) + 1})"
             cells.append("equal" if outcome == "passed" else outcome)
-        lines.append([test.removeprefix("test_").replace("_", " "), *cells])
-    rows = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([*rows, "", *(f"{number}. `{note}`" for number, note in enumerate(notes, 1))]) + "\n"
+        rows.append([test.removeprefix("test_").replace("_", " "), *cells])
+    numbered = [f"{number}. `{note}`" for number, note in enumerate(notes, 1)]
+    return "\n".join([markdown_table(head, rows), "", *numbered]) + "\n"
 
 
 def _whatever_the_test(found: Outcomes) -> str:

@@ -12,6 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from markdown_table import markdown_table
+
 from adaptra_megatron.bootstrap import HOOKS
 from adaptra_megatron.config import add_adaptra_arguments
 
@@ -30,12 +32,12 @@ def patches_page() -> str:
 
     from adaptra_megatron.runtime.compat import DIFFERENCES
 
-    hooks = _table(("replaced", "why"), [(f"`{target}`", why) for target, why in HOOKS.items()])
-    patches = _table(
+    hooks = markdown_table(("replaced", "why"), [(f"`{target}`", why) for target, why in HOOKS.items()])
+    patches = markdown_table(
         ("patch", "replaced", "megatron-core", "why"),
         [(patch.identity, f"`{patch.target}`", f"`{patch.versions}`", patch.reason) for patch in PATCHES],
     )
-    differences = _table(
+    differences = markdown_table(
         ("since", "what differs", "seen by"), [(one.since, one.what, one.seen_by) for one in DIFFERENCES]
     )
     return f"""{PATCHES_HEAD}
@@ -71,18 +73,13 @@ def flags_page() -> str:
 
 As `pretrain_gpt.py --adaptra --help` shows them under `adaptra`. Made from the parser by `scripts/write_docs.py`.
 
-{_table(("flag", "default", "meaning"), rows)}
+{markdown_table(("flag", "default", "meaning"), rows)}
 
 `ADAPTRA_DISABLE=1` in the environment leaves Megatron as it is, whatever the flags ([turning it off](enabling.md)).
 """
 
 
 PAGES = {"patches.md": patches_page, "flags.md": flags_page}
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def main() -> int:

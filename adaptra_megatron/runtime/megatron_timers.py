@@ -23,9 +23,9 @@ _LEVEL = 2
 
 
 def add_times(timers: Any, report: IterationReport) -> None:
-    """Add what one training iteration spent to `timers` (megatron.core.timers.Timers), where they log such detail."""
-    if not hasattr(timers("backward-compute", log_level=_LEVEL), "_elapsed"):
-        return  # the one that stands for all that are not logged
+    """Add what one iteration spent to `timers` (megatron.core.timers.Timers), where they log such detail."""
+    if timers._log_level < _LEVEL:
+        return  # what it would hand out stands for all that are not logged
     spent_s: dict[str, float] = defaultdict(float)
     for step, record in zip(report.steps, report.records, strict=True):
         kind = step.action.kind
