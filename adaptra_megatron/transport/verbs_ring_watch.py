@@ -18,6 +18,8 @@ from adaptra_megatron.transport._ring import FrameError, Ring, RingError
 Item = TypeVar("Item")
 _LOOK_S = 60.0
 """How long the thread sleeps when nobody wakes it."""
+_JOIN_S = 1.0
+"""How long the event loop stands still at most for a thread that has nothing left to do."""
 
 
 class RingWatch(Generic[Item]):
@@ -34,7 +36,8 @@ class RingWatch(Generic[Item]):
         self._waiting = False
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        threading.Thread(target=self._run, name=f"verbs-{get.__name__}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"verbs-{get.__name__}", daemon=True)
+        self._thread.start()
 
     def pull(self) -> list[Item]:
         """All that is there now. Raises RingError, FrameError: the training process spoilt its ring."""
@@ -59,6 +62,7 @@ class RingWatch(Generic[Item]):
         """Returns when the thread has ended. The ring is closed already, or the thread would go on waiting."""
         self._orders.put(False)
         await asyncio.wait([self._ended])  # which, unlike a bare await, leaves the future alone when it is cancelled
+        self._thread.join(_JOIN_S)  # it has said its last word, and has only to return
 
     def _arrived(self, item: Item | None, error: RingError | FrameError | None) -> None:
         self._waiting, self._error = False, error
