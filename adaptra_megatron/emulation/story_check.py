@@ -26,6 +26,8 @@ DATED_WITHIN = 1
 the beginning, and a path that only probes measure tells of it with the next of them."""
 TOLD_PRECISELY_WITHIN = 8
 """Iterations after a change within which estimates of the link still become more precise."""
+PLANNED_WITHIN = 4
+"""Iterations from the measurements that a plan was made of to the switch."""
 SAVES_MEMORY = "activations instead of"
 """A plan that is as fast and holds much less is reason enough for itself."""
 DEVICE, HOST = "device", "host"
@@ -63,14 +65,15 @@ def check_story(story: LinkStory, events: Sequence[StampedEvent], busy: Collecti
         stage = entry.event
         if isinstance(stage, StageDetection) and not _was_busy(stage.since_iteration, entry.stamp.iteration, busy):
             problems.append(f"false alarm: iteration {entry.stamp.iteration}: {stage}")
-    return problems + unexplained_switches(events)
+    return problems + _unexplained_switches(events, busy)
 
 
-def unexplained_switches(events: Sequence[StampedEvent]) -> list[str]:
+def _unexplained_switches(events: Sequence[StampedEvent], busy: Collection[int]) -> list[str]:
     """Switches of plans, after the first ones, whose reason is no finding of the log, nor what followed from one.
 
     A plan may follow a finding, or a link's change of path, which has findings for reasons itself. For some iterations
-    after either, messages tell more precisely what the link costs, which may be worth another plan.
+    after either, messages tell more precisely what the link costs, which may be worth another plan. And on a machine
+    that is too busy all costs drift, without anything to be found.
     """
     findings = [entry.event for entry in events if isinstance(entry.event, (LinkDetection, StageDetection))]
     problems = []
@@ -83,7 +86,9 @@ def unexplained_switches(events: Sequence[StampedEvent]) -> list[str]:
         what = f"iteration {entry.stamp.iteration}: switch to plan {entry.event.number}"
         if not reasons:
             problems.append(f"{what}, which nobody made")
-        elif not any(cause in reason for reason in reasons for cause in causes):
+        elif not any(cause in reason for reason in reasons for cause in causes) and not _was_busy(
+            entry.stamp.iteration - PLANNED_WITHIN, entry.stamp.iteration, busy
+        ):
             problems.append(f"{what} names no finding: {'; '.join(reasons)}")
     return problems
 

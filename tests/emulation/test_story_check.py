@@ -104,6 +104,15 @@ def test_an_alarm_while_the_machine_was_too_busy_is_excused() -> None:
     assert len(check_story(STORY, log, busy=[39, 42, 43])) == 1
 
 
+def test_so_is_a_plan_for_what_was_measured_then() -> None:
+    drifted = plan(4, "F of stage 2, chunk 0: 14.0 ms instead of 11.0 ms")
+    log = [*LOG, at(40, drifted), at(42, switch(4))]
+    assert len(check_story(STORY, log)) == 1
+    assert check_story(STORY, log, busy=[39]) == []
+    assert len(check_story(STORY, log, busy=[37, 43])) == 1
+    assert len(check_story(STORY, [*LOG, at(42, switch(4))], busy=[42])) == 1, "nobody made it"
+
+
 def test_a_switch_to_a_plan_that_was_turned_down() -> None:
     (problem,) = check_story(STORY, [*LOG, at(30, plan(4, SLOW.reason, adopted=False)), at(32, switch(4))])
     assert problem == "iteration 32: switch to plan 4, which nobody made"
