@@ -28,3 +28,10 @@ def fork_server() -> Iterator[ForkServer]:
 def start_ranks(fork_server: ForkServer, tmp_path: object) -> Callable[..., list[RankResult]]:
     """`launch.run_ranks` with ranks forked from the session's server and logs in the test's directory."""
     return partial(run_ranks, server=fork_server, log_directory=f"{tmp_path}/logs")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say why a test that is judged by the clock had to run again: nothing else would."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"ran again: {report.nodeid}")
+        terminalreporter.line(report.longrepr.reprcrash.message)
