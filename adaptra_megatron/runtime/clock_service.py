@@ -147,7 +147,8 @@ class ClockFollower:
             try:
                 self._ask_until_lost()
             except (OSError, HandshakeError) as cause:
-                if self.rounds == before:  # not the first failure: at the end of a job, the first stage may go first
+                # Not while closing, nor at the first failure: at the end of a job, the first stage may go first.
+                if self.rounds == before and not self._closing.is_set():
                     self._say_lost(cause)
             rest_s = shortest_s if self.rounds > before else min(2 * rest_s, longest_s)
             self._closing.wait(rest_s)

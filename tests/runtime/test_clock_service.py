@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.timing import judged_by_the_clock
 
 from adaptra_megatron.runtime.clock_fit import MAX_DRIFT, ClockLine
 from adaptra_megatron.runtime.clock_service import ClockFollower, ClockServer, RelatedClock
@@ -108,7 +109,8 @@ def test_a_lost_server_leaves_the_latest_relation_and_is_found_again() -> None:
     server.close()
 
 
-def test_closing_is_prompt_whatever_the_state() -> None:
+@judged_by_the_clock
+def test_closing_is_prompt_whatever_the_state(caplog: pytest.LogCaptureFixture) -> None:
     listener, address = listening()  # accepts nobody
     follower = ClockFollower(address, SECRET, UNKNOWN, interval_s=60.0)
     wait_for(lambda: follower.connected)
@@ -118,6 +120,7 @@ def test_closing_is_prompt_whatever_the_state() -> None:
         clock.close()
         clock.close()
     assert time.monotonic() - begun_s < 1.5
+    assert not caplog.messages, "whoever closes has lost nobody"
     listener.close()
     assert RelatedClock(3.0).offset_at(1e9) == 3.0
 

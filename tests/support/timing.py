@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For tests of what several real processes do in time, on a machine whose cores they share with anything."""
+"""For tests of what several real threads or processes do in time, on a machine that does other work."""
 
 from __future__ import annotations
 

@@ -22,8 +22,9 @@ LATENCY_S = 0.15
 OCCUPANCY_S = 0.05
 SLOW = "0>1:latency_ms=150,occupancy_ms=50,until=2,path="
 TOLERANCE_S = 0.14
-EARLY_S = 0.002
 MESSAGES = 3
+ROUNDS = 3
+"""The quickest counts: in the others the machine may have had something else to do."""
 SHAPE = (300_000,)
 """More than a slot of the ring."""
 
@@ -44,22 +45,47 @@ def start(transport_name: str, *, both_paths: bool = False, preferred: Path = Pa
 
 
 def arrivals_s(transport: HostTransport, source: int, iteration: int) -> list[float]:
-    """Three messages at once: how long after they were posted each arrives at the other rank; the sender gets []."""
-    peer = 1 - dist.get_rank()
+    """Three messages at once: how long after they were posted each arrives at the other rank, at the earliest of some
+    rounds; the sender gets []."""
+    rounds = []
+    for first in range(0, ROUNDS * MESSAGES, MESSAGES):
+        started_s = together(source)
+        measure = posting_s if dist.get_rank() == source else receiving_s
+        rounds.append(measure(transport, iteration, first, started_s))
+    best = [min(found) for found in zip(*rounds, strict=True)]
+    if dist.get_rank() != source:
+        return best
+    assert best[0] < LATENCY_S, "sending must not wait"
+    return []
+
+
+def together(source: int) -> float:
+    """When `source` begins, in seconds of the clock that both ranks have; the other is told at once."""
     dist.barrier()
-    started_s = time.monotonic()
-    if dist.get_rank() == source:
-        for number in range(MESSAGES):
-            tensor = content(number)
-            transport.post_send(key(iteration, number), peer, tensor)
-            tensor.data = torch.empty(1)
-        assert time.monotonic() - started_s < LATENCY_S, "sending must not wait"
-        transport.flush(started_s + 10.0)
-        return []
-    for number in range(MESSAGES):
+    started_s = torch.tensor([time.monotonic()], dtype=torch.float64)
+    dist.broadcast(started_s, source)
+    return started_s.item()
+
+
+def posting_s(transport: HostTransport, iteration: int, first: int, started_s: float) -> list[float]:
+    """How long it takes to post three messages from number `first` on."""
+    peer = 1 - dist.get_rank()
+    for number in range(first, first + MESSAGES):
+        tensor = content(number)
+        transport.post_send(key(iteration, number), peer, tensor)
+        tensor.data = torch.empty(1)
+    took_s = time.monotonic() - started_s
+    transport.flush(started_s + 10.0)
+    return [took_s]
+
+
+def receiving_s(transport: HostTransport, iteration: int, first: int, started_s: float) -> list[float]:
+    """How long it takes until each of three messages is there."""
+    peer = 1 - dist.get_rank()
+    for number in range(first, first + MESSAGES):
         transport.post_receive(key(iteration, number), peer)
     found = []
-    for number in range(MESSAGES):
+    for number in range(first, first + MESSAGES):
         while not transport.ready(key(iteration, number)):
             assert time.monotonic() < started_s + 10.0
             time.sleep(0.002)
@@ -71,7 +97,7 @@ def arrivals_s(transport: HostTransport, source: int, iteration: int) -> list[fl
 def check_late(found: list[float]) -> None:
     for number, late_s in enumerate(found):
         expected_s = LATENCY_S + (number + 1) * OCCUPANCY_S
-        assert expected_s - EARLY_S < late_s < expected_s + TOLERANCE_S, found
+        assert expected_s <= late_s < expected_s + TOLERANCE_S, found
 
 
 def host_path_alone(transport_name: str) -> None:
@@ -79,7 +105,7 @@ def host_path_alone(transport_name: str) -> None:
         transport = start(transport_name)
         check_late(arrivals_s(transport, 0, 0))
         rank = dist.get_rank()
-        assert links.struck_on_host == ({(0, 1): MESSAGES} if rank == 0 else {})
+        assert links.struck_on_host == ({(0, 1): ROUNDS * MESSAGES} if rank == 0 else {})
         assert not links.struck
         back = arrivals_s(transport, 1, 1)
         assert max(back, default=0.0) < TOLERANCE_S, "the other direction is not slow"
@@ -102,7 +128,7 @@ def both_paths(transport_name: str) -> None:
         found = arrivals_s(transport, 0, 0)
         if dist.get_rank() == 0:
             assert probes >= PathSettings().probes
-            assert links.struck[0, 1] == probes + MESSAGES
+            assert links.struck[0, 1] == probes + ROUNDS * MESSAGES
             assert links.struck_on_host[0, 1] >= 2, "its notes went by the host path"
         else:
             check_late(found)

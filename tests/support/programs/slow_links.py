@@ -16,33 +16,60 @@ from adaptra_megatron.emulation.links import DelayedWork, SlowLinks, SlowLinkTim
 
 LATENCY_S = 0.15
 OCCUPANCY_S = 0.05
+ROUNDS = 3
+"""The quickest counts: in the others the machine may have had something else to do."""
 
 
 def messages_arrive_late_in_order_and_intact(rank: int, links: SlowLinks) -> None:
     """Three messages at once: each occupies the link, then travels; the caller frees its tensors meanwhile."""
-    dist.barrier()
-    started = time.monotonic()
     if rank == 0:
-        works = []
-        for number in range(3):
-            tensor = torch.full((1000,), float(number))
-            works.append(dist.isend(tensor, 1, tag=number))
-            tensor.data = torch.empty(1)
-        assert time.monotonic() - started < LATENCY_S, "isend must not block"
-        assert not works[0].is_completed()
-        for number, work in enumerate(works):
-            work.wait()
-            assert time.monotonic() - started >= LATENCY_S + (number + 1) * OCCUPANCY_S
-            assert work.is_success()
+        posted_s = [three_messages_sent() for _ in range(ROUNDS)]
+        assert min(posted_s) < LATENCY_S, "isend must not block"
     else:
-        received = [torch.empty(1000) for _ in range(3)]
-        works = [dist.irecv(received[number], 0, tag=number) for number in (2, 1, 0)]
-        for number in (0, 1, 2):
-            works[2 - number].wait()
-            late_s = time.monotonic() - started - LATENCY_S - (number + 1) * OCCUPANCY_S
-            assert -0.03 < late_s < 0.1, late_s
-            assert torch.equal(received[number], torch.full((1000,), float(number)))
-    assert links.struck == ({(0, 1): 3} if rank == 0 else {})
+        rounds = [three_messages_received() for _ in range(ROUNDS)]
+        for number, found_s in enumerate(zip(*rounds, strict=True)):
+            late_s = min(found_s) - LATENCY_S - (number + 1) * OCCUPANCY_S
+            assert 0.0 <= late_s < 0.1, rounds
+    assert links.struck == ({(0, 1): 3 * ROUNDS} if rank == 0 else {})
+
+
+def together() -> float:
+    """When rank 0 begins, in seconds of the clock that both ranks have; rank 1 is told at once."""
+    dist.barrier()
+    started = torch.tensor([time.monotonic()], dtype=torch.float64)
+    dist.broadcast(started, 0)
+    return started.item()
+
+
+def three_messages_sent() -> float:
+    """How long it takes to post them, in seconds."""
+    started = together()
+    works = []
+    for number in range(3):
+        tensor = torch.full((1000,), float(number))
+        works.append(dist.isend(tensor, 1, tag=number))
+        tensor.data = torch.empty(1)
+    completed = works[0].is_completed()
+    posted_s = time.monotonic() - started
+    assert not completed or posted_s > LATENCY_S
+    for number, work in enumerate(works):
+        work.wait()
+        assert time.monotonic() - started >= LATENCY_S + (number + 1) * OCCUPANCY_S
+        assert work.is_success()
+    return posted_s
+
+
+def three_messages_received() -> list[float]:
+    """When each arrives, in seconds from the beginning."""
+    started = together()
+    received = [torch.empty(1000) for _ in range(3)]
+    works = [dist.irecv(received[number], 0, tag=number) for number in (2, 1, 0)]
+    arrived_s = []
+    for number in (0, 1, 2):
+        works[2 - number].wait()
+        arrived_s.append(time.monotonic() - started)
+        assert torch.equal(received[number], torch.full((1000,), float(number)))
+    return arrived_s
 
 
 def freed_output_arrives_whole(rank: int) -> None:
