@@ -6,7 +6,6 @@ The drift is decorated on; a relation of the beginning alone is off by milliseco
 
 from __future__ import annotations
 
-import statistics
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -31,22 +30,27 @@ def main() -> None:
     clocks.time = decorated
     membership.boot_identity = lambda: f"host {rank}"
     joined = join(dist.group.WORLD, 10.0, ClockSettings(bind="127.0.0.1", interval_s=0.1))
+    joined_s = real()
     time.sleep(SECONDS)
-    one_way_s = {True: [], False: []}
-    for related in one_way_s:
-        for _ in range(MESSAGES):
-            sent_s = pass_on(rank, joined, related)
-            if sent_s is not None:
-                now_s = decorated.monotonic()
-                one_way_s[related].append(now_s + offset_at(joined, now_s, related) - sent_s)
-            dist.barrier()
+    one_way_s: list[float] = []
+    beside_drift_s: list[float] = []
+    for related in [True] * MESSAGES + [False] * MESSAGES:
+        sent_s = pass_on(rank, joined, related)
+        if sent_s is not None:
+            now_s = decorated.monotonic()
+            took_s = now_s + offset_at(joined, now_s, related) - sent_s
+            drifted_s = (real() - joined_s) * (DRIFTS[rank] - DRIFTS[rank - 1])
+            if related:
+                one_way_s.append(took_s)
+            else:
+                beside_drift_s.append(took_s - drifted_s)
+        dist.barrier()
     joined.clock.close()
     if rank > 0:
-        latency_s = statistics.median(one_way_s[True])
-        assert abs(latency_s) < CLOSE_S, latency_s
-        stale_s = statistics.median(one_way_s[False])
-        drifted_s = SECONDS * (DRIFTS[rank - 1] - DRIFTS[rank])
-        assert abs(stale_s + drifted_s) < 0.5 * abs(drifted_s), "the drift was in force"
+        # Of one message to the next, waiting for a core may take milliseconds: the quickest tells of the clocks.
+        assert abs(min(one_way_s)) < CLOSE_S, one_way_s
+        least_s = SECONDS * abs(DRIFTS[rank] - DRIFTS[rank - 1])
+        assert abs(min(beside_drift_s)) < 0.5 * least_s, f"the drift was in force: {beside_drift_s}"
     dist.barrier()
     dist.destroy_process_group()
 
