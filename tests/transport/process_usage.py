@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What another process of this machine uses, as /proc has it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_SLEEPER = """
+import asyncio
+
+async def main():
+    while True:
+        await asyncio.sleep(0.25)
+
+asyncio.run(main())
+"""
+_WAKES = re.compile(r"^voluntary_ctxt_switches:\s*(\d+)$", re.MULTILINE)
+
+
+@contextlib.contextmanager
+def sleeper() -> Iterator[Path]:
+    """A process with an event loop that wakes four times a second for nothing; its directory in /proc."""
+    process = subprocess.Popen([sys.executable, "-c", _SLEEPER])
+    try:
+        yield Path(f"/proc/{process.pid}")
+    finally:
+        process.kill()
+        process.wait(10.0)
+
+
+def usage(seconds: float, process: Path, other: Path) -> tuple[float, float, float]:
+    """Share of a core that `process` uses meanwhile, how often it wakes per second, and what `other` uses."""
+    before_s, other_before_s, woken_before, start_s = _cpu_s(process), _cpu_s(other), _wakes(process), time.monotonic()
+    time.sleep(seconds)
+    took_s = time.monotonic() - start_s
+    wakes = _wakes(process) - woken_before
+    return (_cpu_s(process) - before_s) / took_s, wakes / took_s, (_cpu_s(other) - other_before_s) / took_s
+
+
+def _cpu_s(process: Path) -> float:
+    tasks = (process / "task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def _wakes(process: Path) -> int:
+    return sum(int(_WAKES.findall((task / "status").read_text())[0]) for task in (process / "task").iterdir())
