@@ -80,15 +80,15 @@ def _unexplained_switches(events: Sequence[StampedEvent], busy: Collection[int])
     for entry in events:
         if not isinstance(entry.event, PlanSwitched) or entry.stamp.iteration < FIRST_TURN:
             continue
+        iteration = entry.stamp.iteration
         reasons = _reasons(events, entry.event.number)
         causes = [finding.reason for finding in findings]
-        causes += [*_links_in_question(events, entry.stamp.iteration), SAVES_MEMORY]
-        what = f"iteration {entry.stamp.iteration}: switch to plan {entry.event.number}"
+        causes += [*_links_in_question(events, iteration), SAVES_MEMORY]
+        explained = any(cause in reason for reason in reasons for cause in causes)
+        what = f"iteration {iteration}: switch to plan {entry.event.number}"
         if not reasons:
             problems.append(f"{what}, which nobody made")
-        elif not any(cause in reason for reason in reasons for cause in causes) and not _was_busy(
-            entry.stamp.iteration - PLANNED_WITHIN, entry.stamp.iteration, busy
-        ):
+        elif not (explained or _was_busy(iteration - PLANNED_WITHIN, iteration, busy)):
             problems.append(f"{what} names no finding: {'; '.join(reasons)}")
     return problems
 

@@ -27,6 +27,7 @@ from transport_checks import CPU, MEBIBYTE, activation, content, expect, flush, 
 
 from adaptra_megatron.transport.device_copies import Payload
 from adaptra_megatron.transport.handshake import ANSWER_NBYTES, CHALLENGE_NBYTES
+from adaptra_megatron.transport.heartbeat import INTERVAL_S
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import MessageKey, TensorSpecification, TransportError
@@ -41,6 +42,7 @@ FAILOVER_S = 6.0
 may be busy with other things. `make soak` measures it."""
 
 MOST_WAKES_PER_S = 20.0
+"""Of a delegate that has only pings to answer: five times as many as there are."""
 
 Make = Callable[..., HostTransport]
 
@@ -398,7 +400,7 @@ def idle(make: Make) -> None:
     exchange(transport, 0)
     dist.barrier()
     process = Path(f"/proc/{transport.delegate_process_id}")
-    with sleeper() as other:
+    with sleeper(INTERVAL_S) as other:
         time.sleep(1.0)  # what the exchange left to do, and the other's beginning
         said = []
         for _ in range(6):

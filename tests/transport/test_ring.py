@@ -19,6 +19,7 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from process_usage import wakes_of
 from ring_producer import message, write
 
 from adaptra_megatron.transport import _ring
@@ -35,12 +36,6 @@ def inbox(*, most: int = 1 << 30) -> Inbox:
 
 def soon(seconds: float = 10.0) -> float:
     return time.monotonic() + seconds
-
-
-def wakes_of(thread: threading.Thread) -> int:
-    """How often `thread` has given up its core to wait."""
-    status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
-    return int(status.split("nonvoluntary", 1)[0].rsplit("voluntary_ctxt_switches:", 1)[1])
 
 
 def number_of(path: str) -> int:
@@ -324,7 +319,8 @@ def test_filled_slots_wake_only_the_thread_in_a_hurry_until_it_leaves() -> None:
     patient = threading.Thread(target=serve_patiently)
     patient.start()
     time.sleep(0.1)
-    before = wakes_of(patient)
+    task = Path(f"/proc/self/task/{patient.native_id}")
+    before = wakes_of(task)
 
     def write_some() -> None:
         for number in range(50):
@@ -338,7 +334,7 @@ def test_filled_slots_wake_only_the_thread_in_a_hurry_until_it_leaves() -> None:
         event = box.next(ring, time.monotonic() + 0.1, None, True)
         in_hurry += event is not None
     writer.join()
-    woken = wakes_of(patient) - before
+    woken = wakes_of(task) - before
     assert in_hurry > 25
     assert woken <= 2 * (50 - in_hurry) + 25, f"the patient thread woke {woken} times while another served {in_hurry}"
     write(ring, 50, numpy.zeros(SLOT, numpy.uint8))  # nobody is in a hurry any more

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from rounds import ROUNDS, together
 
 from adaptra_megatron.emulation.link_faults import LinkFault, parse_link_fault
 from adaptra_megatron.emulation.links import SlowLinks
@@ -23,8 +24,6 @@ OCCUPANCY_S = 0.05
 SLOW = "0>1:latency_ms=150,occupancy_ms=50,until=2,path="
 TOLERANCE_S = 0.14
 MESSAGES = 3
-ROUNDS = 3
-"""The quickest counts: in the others the machine may have had something else to do."""
 SHAPE = (300_000,)
 """More than a slot of the ring."""
 
@@ -47,27 +46,16 @@ def start(transport_name: str, *, both_paths: bool = False, preferred: Path = Pa
 def arrivals_s(transport: HostTransport, source: int, iteration: int) -> list[float]:
     """Three messages at once: how long after they were posted each arrives at the other rank, at the earliest of some
     rounds; the sender gets []."""
-    rounds = []
-    for first in range(0, ROUNDS * MESSAGES, MESSAGES):
-        started_s = together(source)
-        measure = posting_s if dist.get_rank() == source else receiving_s
-        rounds.append(measure(transport, iteration, first, started_s))
-    best = [min(found) for found in zip(*rounds, strict=True)]
-    if dist.get_rank() != source:
-        return best
-    assert best[0] < LATENCY_S, "sending must not wait"
-    return []
+    firsts = range(0, ROUNDS * MESSAGES, MESSAGES)
+    if dist.get_rank() == source:
+        posted_s = [posting_s(transport, iteration, first, together(source)) for first in firsts]
+        assert min(posted_s) < LATENCY_S, "sending must not wait"
+        return []
+    rounds = [receiving_s(transport, iteration, first, together(source)) for first in firsts]
+    return [min(found) for found in zip(*rounds, strict=True)]
 
 
-def together(source: int) -> float:
-    """When `source` begins, in seconds of the clock that both ranks have; the other is told at once."""
-    dist.barrier()
-    started_s = torch.tensor([time.monotonic()], dtype=torch.float64)
-    dist.broadcast(started_s, source)
-    return started_s.item()
-
-
-def posting_s(transport: HostTransport, iteration: int, first: int, started_s: float) -> list[float]:
+def posting_s(transport: HostTransport, iteration: int, first: int, started_s: float) -> float:
     """How long it takes to post three messages from number `first` on."""
     peer = 1 - dist.get_rank()
     for number in range(first, first + MESSAGES):
@@ -76,7 +64,7 @@ def posting_s(transport: HostTransport, iteration: int, first: int, started_s: f
         tensor.data = torch.empty(1)
     took_s = time.monotonic() - started_s
     transport.flush(started_s + 10.0)
-    return [took_s]
+    return took_s
 
 
 def receiving_s(transport: HostTransport, iteration: int, first: int, started_s: float) -> list[float]:

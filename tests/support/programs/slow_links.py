@@ -10,14 +10,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from rounds import ROUNDS, together
 
 from adaptra_megatron.emulation.link_faults import LinkFault
 from adaptra_megatron.emulation.links import DelayedWork, SlowLinks, SlowLinkTimeoutError
 
 LATENCY_S = 0.15
 OCCUPANCY_S = 0.05
-ROUNDS = 3
-"""The quickest counts: in the others the machine may have had something else to do."""
 
 
 def messages_arrive_late_in_order_and_intact(rank: int, links: SlowLinks) -> None:
@@ -33,17 +32,9 @@ def messages_arrive_late_in_order_and_intact(rank: int, links: SlowLinks) -> Non
     assert links.struck == ({(0, 1): 3 * ROUNDS} if rank == 0 else {})
 
 
-def together() -> float:
-    """When rank 0 begins, in seconds of the clock that both ranks have; rank 1 is told at once."""
-    dist.barrier()
-    started = torch.tensor([time.monotonic()], dtype=torch.float64)
-    dist.broadcast(started, 0)
-    return started.item()
-
-
 def three_messages_sent() -> float:
     """How long it takes to post them, in seconds."""
-    started = together()
+    started = together(0)
     works = []
     for number in range(3):
         tensor = torch.full((1000,), float(number))
@@ -61,7 +52,7 @@ def three_messages_sent() -> float:
 
 def three_messages_received() -> list[float]:
     """When each arrives, in seconds from the beginning."""
-    started = together()
+    started = together(0)
     received = [torch.empty(1000) for _ in range(3)]
     works = [dist.irecv(received[number], 0, tag=number) for number in (2, 1, 0)]
     arrived_s = []
