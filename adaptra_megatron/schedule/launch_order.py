@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One order of all actions of a pipeline, by which its stages launch work and post receives on GPUs.
+
+On a GPU a send ends only when its receive runs, a hardware queue starts operations in the order in which they were
+issued, and some calls of the host wait for the whole device. Receives that are posted at will then make stages wait for
+each other for ever. They cannot if all stages follow one order of the actions that respects what actions need of each
+other. A message has the rank of the action that produces it. Before a stage launches its action of rank r it has
+posted exactly the receives whose messages have a rank below r, in the order of their ranks over all links, and each
+send follows its action at once. Of all transfers that have not ended, consider the one of the lowest rank: nothing that
+both of its ends have issued before it is unfinished but computation, which ends by itself, and a host that still waits
+for its device waits for transfers of lower rank alone. So it ends, and by induction all do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.schedule.costs import Costs, PerChunk, uniform_costs
+from adaptra_megatron.schedule.routing import Message, produced
+from adaptra_megatron.schedule.simulator import simulate
+
+LaunchRanks = tuple[tuple[int, ...], ...]
+"""For each stage, the rank of each of its actions; ascending within a stage, different for all actions."""
+
+_SHORTEST = 1e-6
+"""Of the longest action: what takes no time at all would start together with what it needs."""
+
+
+def launch_ranks(schedule: Schedule, costs: Costs | None = None) -> LaunchRanks:
+    """Ranks of all actions by the moment at which they are expected to start; at equal moments, the lower stage first.
+
+    `costs`: what actions and links are expected to take; None: every F, I and W one unit, links nothing. Equal on every
+    rank that has the same arguments. Raises SimulationError where the orders wait on each other for ever.
+    """
+    started_s = simulate(schedule, _positive(costs if costs is not None else _unit_costs(schedule))).start_s
+    moments = sorted(
+        (start_s, stage, index) for stage, row in enumerate(started_s) for index, start_s in enumerate(row)
+    )
+    ranks = [[0] * len(row) for row in started_s]
+    for rank, (_start_s, stage, index) in enumerate(moments):
+        ranks[stage][index] = rank
+    return tuple(map(tuple, ranks))
+
+
+def receives_before(schedule: Schedule, stage: int, ranks: LaunchRanks) -> tuple[tuple[Message, ...], ...]:
+    """For each action of `stage`, the messages whose receives are posted right before it, in that order.
+
+    Every message that the stage needs of another stage is among them once, no later than before the action that needs
+    it.
+    """
+    stages, chunks = schedule.stages, schedule.chunks
+    arriving = sorted(
+        (ranks[source][index], message)
+        for source in {(stage - 1) % stages, (stage + 1) % stages} - {stage}
+        for index, action in enumerate(schedule.orders[source])
+        if (message := produced(action, stages, chunks)) is not None and message.target == stage
+    )
+    batches = []
+    posted = 0
+    for rank in ranks[stage]:
+        first = posted
+        while posted < len(arriving) and arriving[posted][0] < rank:
+            posted += 1
+        batches.append(tuple(message for _rank, message in arriving[first:posted]))
+    return tuple(batches)
+
+
+def _unit_costs(schedule: Schedule) -> Costs:
+    return uniform_costs(
+        schedule.stages,
+        schedule.micro_batches,
+        chunks=schedule.chunks,
+        forward_s=1.0,
+        backward_input_s=1.0,
+        backward_weight_s=1.0,
+    )
+
+
+def _positive(costs: Costs) -> Costs:
+    """`costs` with no action that takes no time."""
+    tables = (costs.forward_s, costs.backward_input_s, costs.backward_weight_s)
+    shortest_s = _SHORTEST * max(max(map(max, table)) for table in tables) or 1.0
+
+    def clamped(table: PerChunk) -> PerChunk:
+        return tuple(tuple(max(seconds, shortest_s) for seconds in row) for row in table)
+
+    forward_s, backward_input_s, backward_weight_s = map(clamped, tables)
+    return dataclasses.replace(
+        costs, forward_s=forward_s, backward_input_s=backward_input_s, backward_weight_s=backward_weight_s
+    )
