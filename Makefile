@@ -14,6 +14,9 @@ MEGATRON_LM ?= build/megatron-lm
 MEGATRON_LM_TAG ?= core_v0.16.1
 MEGATRON_LM_NEEDS := six regex pyyaml pydantic psutil tensorboard
 
+# What torch 2.8, 2.9 and 2.10, 2.11, and 2.12 come with, and the latest.
+NCCL := cu12==2.27.3 cu12==2.27.5 cu13==2.28.9 cu13==2.29.7 cu13==2.32.3
+
 # One stamp per step: a step is done again only if its list of requirements has changed.
 CREATED := $(VENV)/.adaptra-created
 FOUNDATION := $(VENV)/.adaptra-$(subst ==,-,$(TORCH)-$(MEGATRON))
@@ -22,7 +25,7 @@ LINT := $(VENV)/.adaptra-lint
 NATIVE := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo megatron test test-slow test-dropin test-versions docs test-rdma bench-rdma soak closed-loop lint
+.PHONY: help install demo megatron test test-slow test-dropin test-versions test-nccl docs test-rdma bench-rdma soak closed-loop lint
 .DELETE_ON_ERROR:
 
 help:
@@ -36,6 +39,7 @@ help:
 	@echo 'make bench-rdma  its throughput there, beside that of ib_write_bw'
 	@echo 'make megatron  the sources of Megatron-LM $(MEGATRON_LM_TAG), into $(MEGATRON_LM)'
 	@echo 'make test-dropin  its own pretrain_gpt.py with and without --adaptra (minutes)'
+	@echo 'make test-nccl  calls of NCCL against the libraries that torch comes with (fetches 1.5 GB)'
 	@echo 'make test-versions  the same for every supported release (an hour; needs Python 3.11 and 3.12)'
 	@echo 'make docs     the pages and pictures of docs/ that are made from the code'
 	@echo 'make lint     ruff and mypy'
@@ -75,6 +79,12 @@ megatron: $(INSTALLED)
 
 test-dropin: megatron
 	MEGATRON_LM=$(abspath $(MEGATRON_LM)) $(BIN)/python -m pytest -q -m megatron_lm
+
+test-nccl: $(INSTALLED)
+	for nccl in $(NCCL); do \
+	  $(PIP) install --quiet --no-deps --upgrade --target build/nccl/$$nccl nvidia-nccl-$$nccl && \
+	  NCCL_DIRECTORY=$(CURDIR)/build/nccl/$$nccl/nvidia/nccl $(BIN)/python -m pytest -q tests/transport/test_nccl_library.py || exit 1; \
+	done
 
 # Each release in an environment with the Python that it asks for.
 test-versions:

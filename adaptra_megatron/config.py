@@ -7,6 +7,9 @@ import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from adaptra_megatron.transport.nccl_library import CommunicatorConfig
 
 POLICIES = ("off", "observe", "adapt")
 HOST_TRANSPORTS = ("off", "auto", "shm", "tcp", "verbs")
@@ -41,10 +44,14 @@ class AdaptraConfig:
     prometheus_port: int | None = None
     """Where the figures of the first rank of a host are served, the next rank's at the next port; None: nowhere."""
     prometheus_address: str = "127.0.0.1"
-    timeout_s: float = 600.0
-    """Longest wait for any message or decision of another rank."""
-    host_transport: str = "off"
-    """Transport of the host path; off: there is none, messages travel by torch.distributed and no other way."""
+    timeout_s: float | None = None
+    """Longest wait for any message or decision of another rank; None: what torch.distributed was initialised with,
+    which is Megatron's --distributed-timeout-minutes."""
+    communicators: CommunicatorConfig = CommunicatorConfig()
+    """Of links between GPUs."""
+    host_transport: str = "auto"
+    """Transport of the host path; auto: whichever works, or none; off: none, messages travel by NCCL, or gloo on CPUs,
+    and no other way."""
     interface: str | None = None
     """Network interface, by name, that the host path uses between hosts; None: that of GLOO_SOCKET_IFNAME, or else the
     one of the way to the master."""
@@ -57,6 +64,12 @@ class AdaptraConfig:
     """RDMA devices that verbs uses; none for those nearest to the rank's GPU, or else to its CPUs."""
     receive_lookahead: int = 8
     """Receives posted ahead per neighbour; each holds one activation-sized buffer."""
+
+    @property
+    def needs_host_path(self) -> bool:
+        """Whether something was said of the host path that makes no sense without it."""
+        named = self.host_transport not in ("off", "auto")
+        return named or self.path == "host" or self.interface is not None or bool(self.rnics)
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -89,7 +102,7 @@ class AdaptraConfig:
             raise ConfigError(
                 f"--adaptra-prometheus-port is {self.prometheus_port}; it must be a port, or 0 for any free one"
             )
-        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+        if self.timeout_s is not None and not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise ConfigError(f"--adaptra-timeout-s is {self.timeout_s}; it must be above 0")
         if self.host_transport not in HOST_TRANSPORTS:
             raise ConfigError(
@@ -204,17 +217,20 @@ def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument(
         "--adaptra-timeout-s",
         type=float,
-        default=600.0,
+        default=None,
         metavar="SECONDS",
-        help="Longest wait for a message or a decision of another rank before the run stops with an error.",
+        help="Longest wait for a message or a decision of another rank before the run stops with an error. Default: "
+        "that of torch.distributed's default group, which is Megatron's --distributed-timeout-minutes.",
     )
     group.add_argument(
         "--adaptra-host-transport",
         choices=HOST_TRANSPORTS,
-        default="off",
+        default="auto",
         help="Give every link between stages a second path, through host memory and a delegate process, which takes "
         "over when torch.distributed fails: over shared memory (shm), TCP (tcp), RDMA (verbs; auto's choice where a "
-        "stage has none), or shared memory within a host, and RDMA or else TCP between hosts (auto).",
+        "stage has none), or shared memory within a host, and RDMA or else TCP between hosts (auto). With auto, a run "
+        "goes on without it, and says so, where it cannot be set up; with the others that is an error. off: links have "
+        "one path, torch.distributed's.",
     )
     group.add_argument(
         "--adaptra-rnics",
@@ -268,4 +284,29 @@ def config_from_arguments(arguments: argparse.Namespace) -> AdaptraConfig:
         rnics=arguments.adaptra_rnics,
         path=arguments.adaptra_path,
         dispatch=arguments.adaptra_dispatch,
+        communicators=_communicators(arguments),
+    )
+
+
+def _communicators(arguments: argparse.Namespace) -> CommunicatorConfig:
+    """What Megatron is told of the pipeline's communicators, if it is Megatron's command line. Raises ConfigError."""
+    path = getattr(arguments, "nccl_communicator_config_path", None)
+    if path is None:
+        return CommunicatorConfig()
+    try:
+        import yaml  # as Megatron does for the same file
+
+        with open(path) as file:
+            told: dict[str, Any] = yaml.safe_load(file).get("pp", {})
+    except Exception as cause:  # PyYAML's errors have no name where it is not installed
+        raise ConfigError(f"--nccl-communicator-config-path {path} cannot be read: {cause}") from cause
+    least = told.get("min_ctas", 1)
+    most = told.get("max_ctas", max(CommunicatorConfig.max_ctas, least))
+    if not 1 <= least <= most:
+        raise ConfigError(f"--nccl-communicator-config-path {path}: pp has min_ctas {least} and max_ctas {most}")
+    return CommunicatorConfig(
+        max_ctas=most,
+        min_ctas=told.get("min_ctas"),
+        cga_cluster_size=told.get("cga_cluster_size"),
+        net_name=told.get("net_name"),
     )

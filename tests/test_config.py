@@ -21,6 +21,7 @@ from adaptra_megatron.config import (
     add_adaptra_arguments,
     config_from_arguments,
 )
+from adaptra_megatron.transport.nccl_library import CommunicatorConfig
 
 
 @pytest.fixture
@@ -217,7 +218,50 @@ def test_an_interface_is_named_for_the_host_path(parser: argparse.ArgumentParser
     with pytest.raises(ConfigError, match="--adaptra-interface is empty"):
         AdaptraConfig(host_transport="tcp", interface="")
     with pytest.raises(ConfigError, match="--adaptra-interface eth1 is for the host path, but .* is off"):
-        AdaptraConfig(interface="eth1")
+        AdaptraConfig(host_transport="off", interface="eth1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ({}, False),
+        ({"host_transport": "auto"}, False),
+        ({"host_transport": "shm"}, True),
+        ({"path": "host"}, True),
+        ({"interface": "eth1"}, True),
+        ({"rnics": ("mlx5_0",)}, True),
+    ],
+)
+def test_who_says_something_of_the_host_path_needs_it(settings: dict[str, Any], needed: bool) -> None:
+    assert AdaptraConfig(**settings).needs_host_path is needed
+
+
+def test_the_host_path_cannot_be_preferred_where_there_is_none() -> None:
+    with pytest.raises(ConfigError, match="--adaptra-path host needs a host path, but .* is off"):
+        AdaptraConfig(host_transport="off", path="host")
+
+
+def test_communicators_are_configured_as_megatrons_are(tmp_path: Path) -> None:
+    """By the entry "pp" of --nccl-communicator-config-path, which Megatron's own process group would have."""
+    file = tmp_path / "nccl.yaml"
+
+    def told(text: str | None) -> CommunicatorConfig:
+        parser = add_adaptra_arguments(argparse.ArgumentParser())
+        arguments = parser.parse_args([])
+        if text is not None:
+            file.write_text(text)
+            arguments.nccl_communicator_config_path = str(file)
+        return config_from_arguments(arguments).communicators
+
+    assert told(None) == told("dp_cp:\n  max_ctas: 8\n") == CommunicatorConfig(max_ctas=2)
+    given = (
+        "pp:\n  max_ctas: 4\n  min_ctas: 3\n  cga_cluster_size: 1\n  net_name: IB\n  is_high_priority_stream: true\n"
+    )
+    assert told(given) == CommunicatorConfig(max_ctas=4, min_ctas=3, cga_cluster_size=1, net_name="IB")
+    assert told("pp:\n  min_ctas: 5\n").max_ctas == 5
+    for wrong in ("pp:\n  max_ctas: 0\n", "pp:\n  max_ctas: 1\n  min_ctas: 2\n", "- pp\n", "pp: {\n", ""):
+        with pytest.raises(ConfigError, match=f"--nccl-communicator-config-path {file}"):
+            told(wrong)
 
 
 def test_traces_are_of_all_iterations_or_of_those_asked_for(parser: argparse.ArgumentParser) -> None:

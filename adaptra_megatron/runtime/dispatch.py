@@ -166,7 +166,7 @@ class Dispatcher:
             yield program.steps[team.follow()]
 
 
-def make_dispatcher(call: PipelineCall, config: AdaptraConfig, transport: Transport) -> Dispatcher:
+def make_dispatcher(call: PipelineCall, config: AdaptraConfig, transport: Transport, timeout_s: float) -> Dispatcher:
     """This rank's. Collective over all ranks of the job where any stage may come to dispatch online.
 
     Raises StageTeamError when ranks of the stage do not meet.
@@ -174,8 +174,8 @@ def make_dispatcher(call: PipelineCall, config: AdaptraConfig, transport: Transp
     mode = config.dispatch
     if mode == "auto" and (config.policy != "adapt" or config.plan_csv is not None or config.host_transport == "off"):
         mode = "planned"  # an order that somebody asked for, or no host path
-    team = form_team(call, config.timeout_s) if mode != "planned" else None
-    return Dispatcher(mode, transport, team, current_device(), config.timeout_s)
+    team = form_team(call, timeout_s) if mode != "planned" else None
+    return Dispatcher(mode, transport, team, current_device(), timeout_s)
 
 
 def count_moved(steps: Sequence[Step]) -> int:

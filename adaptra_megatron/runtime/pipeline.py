@@ -26,14 +26,12 @@ from adaptra_megatron.runtime.program import Program, compile_program
 from adaptra_megatron.runtime.reporting import arrival_records, make_telemetry, path_states, rank_figures
 from adaptra_megatron.runtime.steering import LinkSteering
 from adaptra_megatron.runtime.timers import make_timer
-from adaptra_megatron.runtime.transports import make_transport, path_policy
+from adaptra_megatron.runtime.transports import make_transport, path_policy, timeout_s
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.telemetry.records import ArrivalRecord
 from adaptra_megatron.transport.device_clock import CudaEvents, DeviceClock
-from adaptra_megatron.transport.host_path import HostTransport
-from adaptra_megatron.transport.messages import MessageTimes, TransportError
-from adaptra_megatron.transport.paths import Path
+from adaptra_megatron.transport.messages import MessageTimes, TransportError, TwoPathTransport
 
 logger = logging.getLogger("adaptra_megatron.runtime.pipeline")
 
@@ -65,37 +63,48 @@ class Pipeline:
         self.transport = make_transport(call, config, clock)
         self._sent_all = False
         """Whether the last iteration came to its end."""
+        self._failure: BaseException | None = None
+        """What an iteration ended with: there can be no other."""
         told = self.book.measures or config.trace_dir is not None
         clocks = ClockSettings(interface=config.interface)
-        self.membership = join(call.pipeline_group, config.timeout_s, clocks) if told else None
+        limit_s = timeout_s(config)
+        self.membership = join(call.pipeline_group, limit_s, clocks) if told else None
         """None, as the exchange, where nobody wants to know what was measured."""
         self.telemetry = make_telemetry(call, config, self.membership)
-        self.leader = PlanLeader(self.book, self.telemetry, path_policy(config))
+        policy = path_policy(config, self.transport)
+        self.leader = PlanLeader(self.book, self.telemetry, policy)
         """Has something to say on the leading rank alone."""
         self.exchange: PlanExchange | None = None
         if self.membership is not None and self.book.measures:
-            self.exchange = PlanExchange(self.membership, self.leader.decide, config.timeout_s)
-        self.dispatcher = make_dispatcher(call, config, self.transport)
+            self.exchange = PlanExchange(self.membership, self.leader.decide, limit_s)
+        self.dispatcher = make_dispatcher(call, config, self.transport, limit_s)
         self.iterations = 0
         """How many have run, evaluations among them."""
         self.training_iterations = 0
         self._executor = PipelineExecutor(
-            self.transport, make_timer(clock), lookahead=config.receive_lookahead, timeout_s=config.timeout_s
+            self.transport, make_timer(clock), lookahead=config.receive_lookahead, timeout_s=limit_s
         )
         self._meter: MemoryMeter | None = None
         if memory is not None and self.exchange is not None:
             self._meter = make_meter(memory, config.memory_fraction, fp16=bool(call.config.fp16))
         self._steering: LinkSteering | None = None
         """None where links have one path, or nobody decides on theirs."""
-        if isinstance(self.transport, HostTransport) and self.membership is not None and self.book.adapts:
-            self._steering = LinkSteering(self.transport, self.membership.pipeline, Path(config.path))
+        transport, joined = self.transport, self.membership
+        if isinstance(transport, TwoPathTransport) and policy and joined is not None and self.book.adapts:
+            self._steering = LinkSteering(transport, joined.pipeline, policy.preferred)
         self._disturbances = DisturbanceWatch()
         self._disturbance: str | None = None
         self._programs: dict[int, Program] = {}
         self._begun_s = 0.0
 
     def begin(self, call: PipelineCall) -> Schedule:
-        """What the iteration runs. Raises ExchangeError where that cannot be learnt, or a plan's error."""
+        """What the iteration runs. Raises ExchangeError where that cannot be learnt, or a plan's error; TransportError
+        after an iteration that failed."""
+        if self._failure is not None:
+            raise TransportError(
+                f"stage {call.stage}: the links to other stages were ended when an earlier iteration failed: "
+                f"{self._failure}. Restart from the last checkpoint"
+            ) from self._failure
         self._begun_s = time.monotonic()
         if not call.forward_only:
             self._disturbance = self._disturbances.began(self._begun_s)
@@ -137,19 +146,28 @@ class Pipeline:
         self.iterations += 1
         self._sent_all = True
 
-    def close(self) -> None:
-        """Release transport, threads and trace files, once the peers have what the last iteration sent."""
+    def fail(self, cause: BaseException) -> None:
+        """An iteration has ended with an error. What is under way is aborted, which the peers hear of."""
+        self._sent_all, self._failure = False, cause
+        self.transport.close(drained=False)
+
+    def close(self) -> bool:
+        """Release transport, threads and trace files, once the peers have what the last iteration sent.
+
+        Returns False where the device still works on what cannot be ended: see `Transport.close`.
+        """
         if self._sent_all:
             try:
                 self.transport.flush(time.monotonic() + LAST_MESSAGES_S)
             except TransportError as cause:
                 logger.warning("closing although not everything sent has been received: %s", cause)
-        self.transport.close()
+        ended = self.transport.close(drained=self._sent_all)
         if self.exchange is not None:
             self.exchange.close()
         if self.membership is not None:
             self.membership.clock.close()
         self.telemetry.close()
+        return ended
 
     def _follow_decision(self, exchange: PlanExchange, chunks: int) -> None:
         decision = exchange.decision(self.training_iterations)

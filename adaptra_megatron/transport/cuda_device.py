@@ -71,8 +71,11 @@ class Device(Protocol):
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
         """Within, the calling thread computes on `stream`."""
 
-    def record(self, stream: Stream) -> Event:
-        """An event at the present end of `stream`."""
+    def handle(self, stream: Stream) -> int:
+        """The stream as a number, a cudaStream_t, for libraries."""
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        """An event at the present end of `stream`. `timed`: a DeviceClock can tell when it was."""
 
     def make_wait(self, stream: Stream, event: Event) -> None:
         """What is put on `stream` from now on runs after `event`. Returns at once."""
@@ -133,9 +136,12 @@ class CudaDevice:
         context: AbstractContextManager[Any] = _cuda.stream(stream)
         return context
 
-    def record(self, stream: Stream) -> Event:
+    def handle(self, stream: Stream) -> int:
+        return int(stream.cuda_stream)
+
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
         # blocking: a thread that synchronizes sleeps instead of spinning on a core that training needs.
-        event: Event = _cuda.Event(blocking=True)
+        event: Event = _cuda.Event(blocking=True, enable_timing=timed)
         event.record(stream)  # type: ignore[attr-defined]
         return event
 
@@ -193,5 +199,5 @@ def device_error(link: str, cause: Exception) -> TransportError:
     return TransportError(
         f"link {link}: copying between the device and host memory failed; the device reported: {cause}. Look for the "
         "first error of that device in this process's log; restart from the last checkpoint, with "
-        "CUDA_LAUNCH_BLOCKING=1 if the error does not say what caused it"
+        "CUDA_LAUNCH_BLOCKING=1 if the error does not say what caused it: messages then go by the host path alone"
     )

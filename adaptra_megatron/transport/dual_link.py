@@ -68,9 +68,14 @@ class DualLink(HostLink):
         self._host_side = HostSide(self._state, self._outbox, self._copies, self._writer, self._arrivals.due, mail)
         self._host_probes = HostProber(peer, paths.measuring_probes, self._host_side.send_probe)
         self._keeper = Keeper(self._state, mail, self._device_side, self)
-        self._keeper.start()
+        self._begun = False
 
     # What the training thread calls.
+
+    def begin(self) -> None:
+        """Bring up the device path too. Until then, all goes by the host path."""
+        self._begun = True
+        self._keeper.start()
 
     def prefer(self, path: Path) -> None:
         """Send by this path while it is healthy, from the next agreed message on."""
@@ -153,7 +158,8 @@ class DualLink(HostLink):
         super().close()  # says good-bye: what the peer then sees of the device path is no failure
         with self._lock:
             self._keeper.wake()
-        self._keeper.join(self._paths.probe_limit_s + 1.0)
+        if self._begun:
+            self._keeper.join(self._paths.probe_limit_s + 1.0)
         self._device.close()
 
     # What the supervisor calls.

@@ -26,11 +26,20 @@ from adaptra_megatron.transport.host_link_reader import HostLinkReader
 from adaptra_megatron.transport.host_link_state import HostLinkState, Session
 from adaptra_megatron.transport.host_link_writer import FAREWELL_S, HostLinkWriter
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
+from adaptra_megatron.transport.messages import (
+    Direction,
+    MessageKey,
+    MessageTimes,
+    TensorSpecification,
+    TransportError,
+)
 from adaptra_megatron.transport.outbox import Outbox
 from adaptra_megatron.transport.paths import Path
 
 logger = logging.getLogger("adaptra_megatron.transport.host_link")
+
+_GREETING = MessageKey(0, Direction.ACTIVATION, (1 << 16) - 1, 0)
+"""No model has as many chunks."""
 
 
 class HostLink:
@@ -77,6 +86,21 @@ class HostLink:
                 if left_s <= 0:
                     raise self._health.not_up_error()
                 self._state.news.wait(left_s)
+
+    def send_greeting(self, greeting: torch.Tensor) -> None:
+        """The first message over the link, which both ends know; before all others. Raises as `post_send`."""
+        HostLink.post_send(self, _GREETING, greeting)
+
+    def receive_greeting(self, greeting: torch.Tensor, deadline_s: float) -> None:
+        """Receive the peer's, and wait until it has this end's. Raises TransportError if it is not as this end's."""
+        HostLink.post_receive(self, _GREETING)
+        received, _times = HostLink.wait(self, _GREETING, deadline_s)
+        if not torch.equal(received, greeting):
+            raise TransportError(
+                f"stage {self._stage}, link {self._peer}->{self._stage}: what came over the host path is not what was "
+                f"sent, in a message of {greeting.nbytes} bytes"
+            )
+        HostLink.flush(self, deadline_s)
 
     def post_send(self, key: MessageKey, tensor: torch.Tensor) -> MessageTimes:
         """Returns when it was posted. Raises TransportError for what cannot travel and where the link is broken."""

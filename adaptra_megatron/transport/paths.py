@@ -71,6 +71,20 @@ class PathCounters:
     """Why it cannot take the host path, once that has been down for longer than anybody waits for it."""
 
 
+@dataclass(frozen=True)
+class LinkCounters:
+    """What one link with a host path has seen."""
+
+    transport: str
+    sessions: int
+    """How often it came up."""
+    doubles: int
+    """Messages that came again and were dropped."""
+    unacknowledged: int
+    paths: PathCounters | None
+    """None where there is the host path only."""
+
+
 class ProbeTimes(NamedTuple):
     """A probe that arrived, of a burst of which all did."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ import torch
 
 POISON = 0xA5
 PATIENCE_S = 5.0
+LOOK_S = 1e-3
 
 
 class SimulatedEvent:
@@ -24,7 +26,22 @@ class SimulatedEvent:
 
     def __init__(self, device: SimulatedDevice) -> None:
         self.done = False
+        self.done_s = 0.0
         self._device = device
+
+    def set(self) -> None:
+        """The device has reached it."""
+        self.done, self.done_s = True, time.monotonic()
+
+    def record(self) -> None:
+        """On the current stream, as a mark of a DeviceClock."""
+        self._device.put_event(self._device.current_stream(), self)
+
+    def elapsed_time(self, later: SimulatedEvent) -> float:
+        """Milliseconds."""
+        assert self.done, "an event that has not been reached tells nothing"
+        assert later.done, "an event that has not been reached tells nothing"
+        return 1e3 * (later.done_s - self.done_s)
 
     def query(self) -> bool:
         """Whether the device has reached it."""
@@ -66,6 +83,7 @@ class SimulatedDevice:
         self.failure: Exception | None = None
         """Raised by whatever asks the device from now on."""
         self.refuses_page_locks = False
+        self.patience_s = PATIENCE_S
         self.compute = SimulatedStream("compute")
         self.default = SimulatedStream("default")
         """Of threads that were told of no stream."""
@@ -106,11 +124,13 @@ class SimulatedDevice:
         self.streams.append(SimulatedStream(f"copy {len(self.streams)}"))
         return self.streams[-1]
 
-    def record(self, stream: SimulatedStream) -> SimulatedEvent:
+    def handle(self, stream: SimulatedStream) -> int:
+        """Its number among all streams."""
+        return self.streams.index(stream)
+
+    def record(self, stream: SimulatedStream, *, timed: bool = False) -> SimulatedEvent:
         """Put an event on `stream`."""
-        event = SimulatedEvent(self)
-        self._put(stream, (event,))
-        return event
+        return self.put_event(stream, SimulatedEvent(self))
 
     def make_wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         """Put a wait on `stream`."""
@@ -131,7 +151,12 @@ class SimulatedDevice:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype)
-        return self._allocate(nbytes, stream).view(dtype).view(tuple(shape))
+        memory = self._allocate(nbytes, stream).view(dtype).view(tuple(shape))
+        if stream is not self.memory_stream:
+            # What is on the stream already may still use memory that was freed there.
+            address = memory.data_ptr()
+            self._put(stream, lambda: ctypes.memset(address, POISON, nbytes))
+        return memory
 
     def keep_until_done_on(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
         """Memory that is freed is poisoned on that stream then."""
@@ -164,6 +189,10 @@ class SimulatedDevice:
 
     # What tests do.
 
+    def train_here(self) -> None:
+        """From now on, the compute stream is the calling thread's."""
+        self._training = threading.get_ident()
+
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
         """`values` computed on the compute stream: poison until that has run."""
         made = self.empty(values.shape, values.dtype, self.compute)
@@ -188,25 +217,37 @@ class SimulatedDevice:
         """Call a function in the order of a stream, as a kernel."""
         self._put(stream, operation)
 
+    def put_event(self, stream: SimulatedStream, event: SimulatedEvent) -> SimulatedEvent:
+        """Have `stream` set an event when it comes there."""
+        self._put(stream, (event,))
+        return event
+
     def let_go(self, stream: SimulatedStream) -> None:
         """It stands still no more."""
         with self._changed:
             stream.held = False
             self._changed.notify_all()
 
-    def run(self) -> None:
-        """Work until nothing can go on."""
+    def run(self) -> bool:
+        """Work until nothing can go on; returns whether anything could."""
         with self._changed:
+            worked = self._step()
             while self._step():
                 pass
+            return worked
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Work until `done`, waiting for streams that stand still. Raises the device's error."""
+        until_s = time.monotonic() + self.patience_s
         with self._changed:
             while not done():
                 self.check()
-                if not self._step() and not self._changed.wait(PATIENCE_S):
+                if self._step():
+                    until_s = time.monotonic() + self.patience_s
+                elif time.monotonic() >= until_s:
                     raise AssertionError("a stream stands still for ever")
+                else:
+                    self._changed.wait(LOOK_S)  # what it waits for may happen on another device
             self.check()
 
     def check(self) -> None:
@@ -222,7 +263,7 @@ class SimulatedDevice:
         stream = preferred[self._first] if self._first else self._random.choice(runnable)
         first = stream.operations.popleft()
         if isinstance(first, tuple):
-            first[0].done = True
+            first[0].set()
             self._changed.notify_all()
         elif not isinstance(first, SimulatedEvent):
             first()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import os
 import signal
 import socket
@@ -23,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_usage import sleeper, usage
-from transport_checks import CPU, MEBIBYTE, activation, content, expect, flush, gradient
+from transport_checks import CPU, MEBIBYTE, activation, content, expect, flush, gradient, host_transport
 
 from adaptra_megatron.transport.device_copies import Payload
 from adaptra_megatron.transport.handshake import ANSWER_NBYTES, CHALLENGE_NBYTES
@@ -454,11 +453,10 @@ SCENARIOS = (
 
 def main(path: str, names: list[str]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))
-    dist.isend = inspect.unwrap(dist.isend)
     settings = HostSettings(transport=path, timeout_s=30.0)
 
     def make(**changes: Any) -> HostTransport:
-        transport = HostTransport(dist.group.WORLD, 1, replace(settings, **changes))
+        transport = host_transport(replace(settings, **changes))
         transport.describe(ANY)
         return transport
 

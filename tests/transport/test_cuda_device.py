@@ -38,8 +38,8 @@ class RecordedCuda:
         self.calls.append(("create stream", flags, priority))
         return self.status
 
-    def Event(self, *, blocking: bool) -> Any:
-        self.calls.append(("event", blocking))
+    def Event(self, *, blocking: bool, enable_timing: bool) -> Any:
+        self.calls.append(("event", blocking, enable_timing))
         return self
 
     def record(self, stream: str) -> None:
@@ -107,7 +107,9 @@ def test_threads_sleep_on_events(cuda: RecordedCuda) -> None:
     cuda.calls.clear()
     event = device.record("a stream")
     assert event is cuda
-    assert cuda.calls == [("event", True), ("record", "a stream")]
+    assert cuda.calls == [("event", True, False), ("record", "a stream")]
+    device.record("a stream", timed=True)
+    assert cuda.calls[2] == ("event", True, True)
 
 
 def test_copies_are_asynchronous_and_on_their_stream(cuda: RecordedCuda) -> None:

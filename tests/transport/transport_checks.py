@@ -7,11 +7,30 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
+from adaptra_megatron.transport.host_path import HostTransport
+from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.link_setup import LinkMaker
 from adaptra_megatron.transport.messages import Direction, MessageKey, Transport
+from adaptra_megatron.transport.paths import PathSettings
+from adaptra_megatron.transport.rendezvous import Rendezvous
 
 CPU = torch.device("cpu")
 MEBIBYTE = 1 << 20
+
+
+def host_transport(settings: HostSettings, paths: PathSettings | None = None, *, chunks: int = 1) -> HostTransport:
+    """Between all ranks of the job; called by all of them. `paths`: None for links without a device path."""
+    rendezvous = Rendezvous.of(dist.group.WORLD, settings.timeout_s)
+    return HostTransport(rendezvous, chunks, settings, paths, None if paths is None else connected(rendezvous, chunks))
+
+
+def connected(rendezvous: Rendezvous, chunks: int) -> LinkMaker:
+    """Device paths over gloo."""
+    maker = LinkMaker(rendezvous, None)
+    maker.connect(wrap=chunks > 1)
+    return maker
 
 
 def activation(micro_batch: int, *, chunk: int = 0, iteration: int = 0) -> MessageKey:
