@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from adaptra_megatron.transport.cuda_device import Computed, CudaDevice, Device, device_error
+from adaptra_megatron.transport.cuda_device import Computed, Device, device_error
 from adaptra_megatron.transport.incoming_copies import IncomingCopies
 from adaptra_megatron.transport.outgoing_copies import OutgoingCopies
 
@@ -226,7 +226,7 @@ class DeviceCopies:
 
 
 def copies_for(
-    device: torch.device,
+    device: Device | None,
     *,
     link: str,
     window_nbytes: int,
@@ -234,11 +234,7 @@ def copies_for(
     unit_nbytes: int,
     on_ready: Callable[[], None],
 ) -> Copies:
-    """What a link whose tensors are on `device` uses. Raises ValueError for a device that is neither CPU nor GPU."""
-    if device.type == "cpu":
+    """What a link whose tensors are on `device`, or on the CPU (None), uses."""
+    if device is None:
         return NoCopies(pooled_nbytes)
-    if device.type != "cuda":
-        raise ValueError(f"the host path carries tensors of CPUs and GPUs, not of {device}")
-    return DeviceCopies(
-        CudaDevice(device), link=link, limit_nbytes=window_nbytes, unit_nbytes=unit_nbytes, on_ready=on_ready
-    )
+    return DeviceCopies(device, link=link, limit_nbytes=window_nbytes, unit_nbytes=unit_nbytes, on_ready=on_ready)

@@ -19,12 +19,12 @@ import torch
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.arrivals import Arrival
 from adaptra_megatron.transport.bell import Bell
-from adaptra_megatron.transport.cuda_device import Computed, is_computed
+from adaptra_megatron.transport.cuda_device import Computed, Device, is_computed
 from adaptra_megatron.transport.device_path import DevicePath, DeviceWork, MakeGroup
 from adaptra_megatron.transport.dual_link_device import DeviceSide
 from adaptra_megatron.transport.dual_link_host import HostSide, confirmation
 from adaptra_megatron.transport.dual_link_keeper import Keeper
-from adaptra_megatron.transport.host_link import CPU, HostLink
+from adaptra_megatron.transport.host_link import HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.inlet import Inlet, InletEffects
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
@@ -51,7 +51,7 @@ class DualLink(HostLink):
         paths: PathSettings,
         make_group: MakeGroup,
         mail: NoteMail,
-        device: torch.device = CPU,
+        device: Device | None = None,
         bell: Bell | None = None,
     ) -> None:
         super().__init__(stage, peer, settings, device, bell)

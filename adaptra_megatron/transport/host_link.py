@@ -19,7 +19,7 @@ import torch
 from adaptra_megatron.transport._ring import Event, Ring
 from adaptra_megatron.transport.arrivals import Arrival, Arrivals
 from adaptra_megatron.transport.bell import Bell
-from adaptra_megatron.transport.cuda_device import Computed
+from adaptra_megatron.transport.cuda_device import Computed, Device
 from adaptra_megatron.transport.device_copies import Receipt, copies_for
 from adaptra_megatron.transport.frames import check_can_travel, is_probe, key_of, note_of
 from adaptra_megatron.transport.host_link_reader import HostLinkReader
@@ -32,17 +32,15 @@ from adaptra_megatron.transport.paths import Path
 
 logger = logging.getLogger("adaptra_megatron.transport.host_link")
 
-CPU = torch.device("cpu")
-
 
 class HostLink:
     """Both directions between this stage and `peer`. Made known to the supervisor, which brings it up."""
 
     def __init__(
-        self, stage: int, peer: int, settings: HostSettings, device: torch.device = CPU, bell: Bell | None = None
+        self, stage: int, peer: int, settings: HostSettings, device: Device | None = None, bell: Bell | None = None
     ) -> None:
-        """`device`: where the tensors are that are sent, and that received ones are to be brought to. `bell`: is told
-        of all that arrives."""
+        """`device`: where the tensors are that are sent, and that received ones are to be brought to; None: the CPU.
+        `bell`: is told of all that arrives."""
         self.sessions = 0
         """How often the link came up."""
         self._stage, self._peer, self._settings = stage, peer, settings

@@ -19,9 +19,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from adaptra_megatron.transport.bell import Bell
 from adaptra_megatron.transport.control import Start
-from adaptra_megatron.transport.cuda_device import CudaDevice
+from adaptra_megatron.transport.cuda_device import device_of
 from adaptra_megatron.transport.dual_link import DualLink
-from adaptra_megatron.transport.host_link import CPU, HostLink
+from adaptra_megatron.transport.host_link import HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.host_setup import Meeting, meet
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
@@ -34,6 +34,8 @@ from adaptra_megatron.transport.supervisor import Link, Supervisor
 from adaptra_megatron.transport.verbs_wire import SLOT_NBYTES as VERBS_SLOT_NBYTES
 
 logger = logging.getLogger("adaptra_megatron.transport.host_path")
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class HostTransport:
         use the device path; None: never. `device`: of the tensors, with its index.
         Raises TransportError if a link does not come up, on all ranks at once if one cannot take part.
         """
-        self._device = device
+        self._device, self._gpu = device, device_of(device)
         self.stage = group.rank()
         self._sent: list[MessageTimes] = []
         self._received: list[MessageTimes] = []
@@ -119,7 +121,7 @@ class HostTransport:
         self, group: dist.ProcessGroup, peer: int, settings: HostSettings, paths: PathSettings | None, pipeline: str
     ) -> HostLink:
         if paths is None:
-            return HostLink(self.stage, peer, settings, self._device, self._bell)
+            return HostLink(self.stage, peer, settings, self._gpu, self._bell)
         store: Any = dist.distributed_c10d._get_default_store()
         store = store.clone()
         ours, theirs = f"{self.stage}-{peer}", f"{peer}-{self.stage}"
@@ -130,13 +132,13 @@ class HostTransport:
             ends = ranks if as_sender else PairEnds(ranks.target, ranks.source)
             # A store of its own: whoever waits in a store keeps others waiting.
             own = PrefixStore(prefix, store.clone())
-            if self._device.type == "cpu":
+            if self._gpu is None:
                 return PairGroup(own, ends, sends=as_sender, timeout_s=timeout_s)
             identity = gpu_identity(self._device)
-            return NcclPairGroup(own, ends, CudaDevice(self._device), identity, sends=as_sender, timeout_s=timeout_s)
+            return NcclPairGroup(own, ends, self._gpu, identity, sends=as_sender, timeout_s=timeout_s)
 
         mail = NoteMail(store, f"adaptra/notes/{pipeline}/{ours}", f"adaptra/notes/{pipeline}/{theirs}")
-        return DualLink(self.stage, peer, settings, paths, make_group, mail, self._device, self._bell)
+        return DualLink(self.stage, peer, settings, paths, make_group, mail, self._gpu, self._bell)
 
     def describe(self, specification: TensorSpecification) -> None:
         """Messages describe themselves here; only where they live matters. Raises TransportError for another device."""

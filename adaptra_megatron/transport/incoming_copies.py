@@ -5,9 +5,9 @@ The copy of a message is put on the copy stream as soon as it is both here and a
 received messages in its memory than if their receives had been posted with torch.distributed. The training thread's
 `take` makes its stream wait for the copy's event, not itself.
 
-The tensor comes from the copy stream's share of the device's memory, for there nothing has to be waited for before the
-copy: memory that computation has just freed may still be in use by what is queued. In return its memory must be kept,
-once freed, until computation that uses it is done.
+The tensor comes from a share of the device's memory that only received tensors have, for there nothing has to be waited
+for before the copy: memory that computation has just freed may still be in use by what is queued. In return its memory
+must be kept, once freed, until computation that uses it is done.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class IncomingCopies:
         """Put the copy of a message on the copy stream; its host memory is held until that is done."""
         device, stream = self._device, self._stream
         with self._lock:
-            tensor = device.empty(host.shape, host.dtype, stream)
+            tensor = device.empty(host.shape, host.dtype, device.memory_stream)
             if host.nbytes == 0:
                 return tensor, device.record(stream)
             device.copy(tensor, host, stream)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from adaptra_megatron.transport._ring import Ring
+from adaptra_megatron.transport.cuda_device import CudaDevice
 from adaptra_megatron.transport.host_link import HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
@@ -41,7 +42,7 @@ def connect(links: Links) -> None:
 
 @pytest.fixture
 def links(device: torch.device) -> Iterator[Links]:
-    made = HostLink(0, 1, SETTINGS, device), HostLink(1, 0, SETTINGS, device)
+    made = HostLink(0, 1, SETTINGS, CudaDevice(device)), HostLink(1, 0, SETTINGS, CudaDevice(device))
     connect(made)
     yield made
     torch.cuda.synchronize()

@@ -69,7 +69,8 @@ class SimulatedDevice:
         self.compute = SimulatedStream("compute")
         self.default = SimulatedStream("default")
         """Of threads that were told of no stream."""
-        self.streams = [self.compute, self.default]
+        self.memory_stream = SimulatedStream("memory")
+        self.streams = [self.compute, self.default, self.memory_stream]
         self.locked: dict[int, int] = {}
         self.page_locks_made = 0
         self.pageable_copies = 0

@@ -17,6 +17,7 @@ import torch
 from support.simulated_device import POISON, SimulatedDevice
 
 from adaptra_megatron.transport._ring import DATA_TYPES, Description, Inbox, Ring
+from adaptra_megatron.transport.cuda_device import device_of
 from adaptra_megatron.transport.device_copies import UNLIMITED_NBYTES, DeviceCopies, NoCopies, Payload, copies_for
 from adaptra_megatron.transport.incoming_copies import IncomingCopies
 from adaptra_megatron.transport.messages import TransportError
@@ -482,7 +483,12 @@ class TestPinnedPool:
 
 def test_on_the_cpu_nothing_is_copied() -> None:
     copies = copies_for(
-        torch.device("cpu"), link="0->1", window_nbytes=1, pooled_nbytes=77, unit_nbytes=UNIT, on_ready=lambda: None
+        device_of(torch.device("cpu")),
+        link="0->1",
+        window_nbytes=1,
+        pooled_nbytes=77,
+        unit_nbytes=UNIT,
+        on_ready=lambda: None,
     )
     assert isinstance(copies, NoCopies)
     assert copies.pooled_nbytes == 77
@@ -500,9 +506,7 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 
 def test_other_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="meta"):
-        copies_for(
-            torch.device("meta"), link="0->1", window_nbytes=1, pooled_nbytes=1, unit_nbytes=UNIT, on_ready=lambda: None
-        )
+        device_of(torch.device("meta"))
 
 
 def test_both_directions_of_a_link_have_streams_of_their_own() -> None:

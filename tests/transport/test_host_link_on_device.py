@@ -11,9 +11,7 @@ import pytest
 import torch
 from support.simulated_device import SimulatedDevice
 
-from adaptra_megatron.transport import host_link
 from adaptra_megatron.transport._ring import Ring
-from adaptra_megatron.transport.device_copies import DeviceCopies
 from adaptra_megatron.transport.host_link import HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
@@ -37,17 +35,9 @@ def numbers(nbytes: int, seed: int) -> torch.Tensor:
 class Pair:
     """Stage 0 and stage 1, each with a device of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, first: str | None) -> None:
-        self.devices = [SimulatedDevice(seed, first=first) for seed in range(2)]
-        self.links = []
-        for stage in range(2):
-
-            def copies_for(device: object, *, pooled_nbytes: int, window_nbytes: int, **rest: Any) -> DeviceCopies:
-                made: Any = self.devices[len(self.links)]
-                return DeviceCopies(made, limit_nbytes=window_nbytes, **rest)
-
-            monkeypatch.setattr(host_link, "copies_for", copies_for)
-            self.links.append(HostLink(stage, 1 - stage, SETTINGS))
+    def __init__(self, first: str | None) -> None:
+        self.devices: list[Any] = [SimulatedDevice(seed, first=first) for seed in range(2)]
+        self.links = [HostLink(stage, 1 - stage, SETTINGS, self.devices[stage]) for stage in range(2)]
         self.rings: list[Ring] = []
         self.connect()
 
@@ -75,11 +65,11 @@ class Pair:
 
 
 @pytest.fixture
-def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], Pair]]:
+def make_pair() -> Iterator[Callable[[str | None], Pair]]:
     made: list[Pair] = []
 
     def make(first: str | None = None) -> Pair:
-        made.append(Pair(monkeypatch, first))
+        made.append(Pair(first))
         return made[-1]
 
     yield make

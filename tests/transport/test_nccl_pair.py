@@ -17,10 +17,9 @@ import torch.distributed as dist
 from support.simulated_device import SimulatedDevice
 from support.simulated_nccl import SimulatedNccl, Wire
 
-from adaptra_megatron.transport import host_link, nccl_pair_group
+from adaptra_megatron.transport import nccl_pair_group
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.cuda_device import Computed
-from adaptra_megatron.transport.device_copies import DeviceCopies
 from adaptra_megatron.transport.device_session import ReceivingSession, SendingSession
 from adaptra_megatron.transport.dual_link import DualLink
 from adaptra_megatron.transport.host_settings import HostSettings
@@ -242,22 +241,18 @@ def test_a_peer_that_does_not_come_is_not_waited_for_in_nccl(fabric: Fabric) -> 
 class Links:
     """Two stages, a device each, with both paths between them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fabric: Fabric, gpu: str = "", **paths: Any) -> None:
+    def __init__(self, fabric: Fabric, gpu: str = "", **paths: Any) -> None:
         self.fabric = fabric
         self.ends: list[DualLink] = []
         for stage in range(2):
-
-            def copies_for(_device: object, *, pooled_nbytes: int, window_nbytes: int, **rest: Any) -> DeviceCopies:
-                made: Any = fabric.devices[len(self.ends)]
-                return DeviceCopies(made, limit_nbytes=window_nbytes, **rest)
 
             def make_group(as_sender: bool, session: int, timeout_s: float, stage: int = stage) -> NcclPairGroup:
                 source = stage if as_sender else 1 - stage
                 return fabric.group(stage, f"{source}/{session}", sends=as_sender, timeout_s=timeout_s, gpu=gpu)
 
-            monkeypatch.setattr(host_link, "copies_for", copies_for)
+            device: Any = fabric.devices[stage]
             mail = NoteMail(fabric.store, f"notes/{stage}", f"notes/{1 - stage}")  # type: ignore[arg-type]
-            self.ends.append(DualLink(stage, 1 - stage, SETTINGS, PathSettings(**paths), make_group, mail))
+            self.ends.append(DualLink(stage, 1 - stage, SETTINGS, PathSettings(**paths), make_group, mail, device))
             self.ends[-1].describe(ANY)
         there, back = (Ring.create(SETTINGS.slots, SETTINGS.slot_nbytes) for _ in range(2))
         self.ends[0].connected(there, back)
@@ -287,11 +282,11 @@ class Links:
 
 
 @pytest.fixture
-def make_links(monkeypatch: pytest.MonkeyPatch, fabric: Fabric) -> Iterator[Callable[..., Links]]:
+def make_links(fabric: Fabric) -> Iterator[Callable[..., Links]]:
     made: list[Links] = []
 
     def make(**settings: Any) -> Links:
-        made.append(Links(monkeypatch, fabric, **settings))
+        made.append(Links(fabric, **settings))
         return made[-1]
 
     yield make
