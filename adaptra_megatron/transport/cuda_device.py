@@ -71,8 +71,8 @@ class Device(Protocol):
     def use(self, stream: Stream) -> AbstractContextManager[Any]:
         """Within, the calling thread computes on `stream`."""
 
-    def record(self, stream: Stream) -> Event:
-        """An event at the present end of `stream`."""
+    def record(self, stream: Stream, unused: Event | None = None) -> Event:
+        """An event at the present end of `stream`; `unused`: one to use again."""
 
     def make_wait(self, stream: Stream, event: Event) -> None:
         """What is put on `stream` from now on runs after `event`. Returns at once."""
@@ -133,9 +133,9 @@ class CudaDevice:
         context: AbstractContextManager[Any] = _cuda.stream(stream)
         return context
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream, unused: Event | None = None) -> Event:
         # blocking: a thread that synchronizes sleeps instead of spinning on a core that training needs.
-        event: Event = _cuda.Event(blocking=True)
+        event: Event = unused if unused is not None else _cuda.Event(blocking=True)
         event.record(stream)  # type: ignore[attr-defined]
         return event
 
@@ -186,6 +186,12 @@ def _runtime() -> Any:
 def _check(status: Any, function: str) -> None:
     if int(status) != 0:
         raise RuntimeError(f"{function} failed with CUDA error {int(status)}")
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, uint8 [nbytes]."""
+    # Not by reshape alone: a contiguous tensor of one element may have any stride.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def device_error(link: str, cause: Exception) -> TransportError:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from transport_checks import CPU
 
 from adaptra_megatron.transport import placement
 from adaptra_megatron.transport.arrivals import Arrival, Arrivals
 from adaptra_megatron.transport.device_copies import HostPayload, HostReceipt
 from adaptra_megatron.transport.frames import check_can_travel
-from adaptra_megatron.transport.host_link import CPU
 from adaptra_megatron.transport.host_path import neighbours
 from adaptra_megatron.transport.link_health import LinkHealth
 from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
