@@ -87,7 +87,7 @@ class DualLink(HostLink):
                 self._outlet.measure(self._usual_nbytes)
             elif not self._host_probes.under_way and self._state.session is not None:
                 nothing = torch.empty(self._usual_nbytes, dtype=torch.uint8, device=self._copies.device)
-                self._host_probes.begin(self._copies.computed(nothing), time.monotonic())
+                self._host_probes.begin(Computed(nothing, None), time.monotonic())  # its bytes mean nothing
             work = self._due_here()
         self._device_side.do(work)
 
