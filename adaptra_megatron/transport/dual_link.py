@@ -56,7 +56,7 @@ class DualLink(HostLink):
     ) -> None:
         super().__init__(stage, peer, settings, device, bell)
         self._paths, self._mail = paths, mail
-        self._outlet: Outlet[Computed] = Outlet(paths, is_computed)
+        self._outlet: Outlet[Computed] = Outlet(paths, lambda message: message.tensor.nbytes, is_computed)
         self._inlet: Inlet[TensorSpecification] = Inlet(paths)
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
         self._wait_began_s = math.inf
