@@ -64,8 +64,8 @@ class StreamTransport:
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, clock: DeviceClock | None = None) -> None:
         """`group`: the pipeline's. Called by all ranks of the job, each with its own pipeline, at the same point.
 
-        `clock`: of the device, to tell when messages were asked for and arrived; related to the host's clock, by its
-        owner, between the use of the last message and `take_times`. None: nobody is told.
+        `clock`: of the device, to tell when messages were asked for and arrived: `take_times` is for when the device
+        has used the last of them. None: nobody is told.
         """
         self._rank = group.rank()
         self._ranks = [dist.get_global_rank(group, stage) for stage in range(group.size())]
