@@ -9,7 +9,7 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.device import current_device, pci_bus_id
 from adaptra_megatron.runtime.megatron_call import PipelineCall
 from adaptra_megatron.runtime.path_leader import PathPolicy
-from adaptra_megatron.transport.affinity import rank_rnics
+from adaptra_megatron.transport.affinity import cpus_to_bind, rank_rnics
 from adaptra_megatron.transport.device_clock import DeviceClock
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
@@ -39,6 +39,7 @@ def make_transport(call: PipelineCall, config: AdaptraConfig, clock: DeviceClock
                 interface=config.interface,
                 timeout_s=config.timeout_s,
                 rnics=rank_rnics(config.rnics, pci_bus_id(device)),
+                cpus=cpus_to_bind(pci_bus_id(device)),
             ),
             PathSettings(preferred=Path(config.path), probe_limit_s=NCCL_LIMIT_S if on_gpu else GLOO_LIMIT_S),
             device,

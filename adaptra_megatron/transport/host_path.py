@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from adaptra_megatron.transport.affinity import started_on
 from adaptra_megatron.transport.bell import Bell
 from adaptra_megatron.transport.control import Start
 from adaptra_megatron.transport.cuda_device import device_of
@@ -93,16 +94,17 @@ class HostTransport:
         self._links: dict[int, HostLink] = {}
         of_link = {peer: _settings_for(meeting.transports[peer], settings) for peer in peers}
         try:
-            for peer in peers:
-                self._links[peer] = self._make_link(group, peer, of_link[peer], paths, meeting.pipeline)
-            self._supervisor = Supervisor(
-                _start(meeting, settings),
-                list(meeting.listeners.values()),
-                [
-                    Link(link, meeting.request(peer, settings), of_link[peer].slots, of_link[peer].slot_nbytes)
-                    for peer, link in self._links.items()
-                ],
-            )
+            with started_on(settings.cpus):
+                for peer in peers:
+                    self._links[peer] = self._make_link(group, peer, of_link[peer], paths, meeting.pipeline)
+                self._supervisor = Supervisor(
+                    _start(meeting, settings),
+                    list(meeting.listeners.values()),
+                    [
+                        Link(link, meeting.request(peer, settings), of_link[peer].slots, of_link[peer].slot_nbytes)
+                        for peer, link in self._links.items()
+                    ],
+                )
         except BaseException:
             for link in self._links.values():
                 link.close()
@@ -116,6 +118,7 @@ class HostTransport:
             self.close()
             raise
         logger.info("stage %d: the host path is up: %s", self.stage, self._transports)
+        logger.debug("stage %d: it copies on CPUs %s", self.stage, sorted(settings.cpus) or "of any NUMA node")
 
     def _make_link(
         self, group: dist.ProcessGroup, peer: int, settings: HostSettings, paths: PathSettings | None, pipeline: str
