@@ -147,8 +147,7 @@ class DeviceCopies:
         return DeviceReceipt(tensor, self._on, self._link)
 
     def close(self, timeout_s: float) -> None:
-        self._outgoing.close(timeout_s)
-        if self._incoming.close(timeout_s):
+        if all([self._outgoing.close(timeout_s), self._incoming.close(timeout_s)]):
             self._locks.close()
 
 

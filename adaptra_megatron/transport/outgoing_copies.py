@@ -38,7 +38,7 @@ IDLE_S = 60.0
 
 
 class OutgoingCopy:
-    """One message; a `device_copies.Payload`. Holding it holds the tensor."""
+    """One message; a `copies.Payload`. Holding it holds the tensor."""
 
     inline = False  # the writing thread sleeps while the device copies
 
@@ -85,18 +85,18 @@ class OutgoingCopies:
         self._thread.start()
 
     def use_ring(self, ring: Ring) -> None:
-        """See `device_copies.Copies.use_rings`."""
+        """See `copies.Copies.use_rings`."""
         self._pages.use(ring)
 
     def computed(self, tensor: torch.Tensor) -> Computed:
-        """See `device_copies.Copies`."""
+        """See `copies.Copies`."""
         try:
             return Computed(tensor, self._device.record(self._device.current_stream()))
         except RuntimeError as cause:
             raise device_error(self._link, cause) from cause
 
     def stage(self, message: Computed) -> OutgoingCopy:
-        """See `device_copies.Copies`."""
+        """See `copies.Copies`."""
         self.check()
         copy = OutgoingCopy(message, self)
         if not copy.ready:
@@ -111,7 +111,7 @@ class OutgoingCopies:
             raise device_error(self._link, self._failure) from self._failure
 
     def write(self, tensor: torch.Tensor, ring: Ring, description: Description, deadline_s: float) -> None:
-        """See `device_copies.Payload`; by one thread at a time."""
+        """See `copies.Payload`; by one thread at a time."""
         self.check()
         if tensor.nbytes == 0:
             ring.write(description, 0, 0, deadline_s)
@@ -135,14 +135,16 @@ class OutgoingCopies:
             for part in under_way:  # the ring is closed, or the device has failed: what comes behind them must not wait
                 ring.commit_void(part.first_slot, part.slots)
 
-    def close(self, timeout_s: float) -> None:
-        """Wait for the copies under way, at most `timeout_s`; see `device_copies.Copies`."""
+    def close(self, timeout_s: float) -> bool:
+        """Wait for the copies under way, at most `timeout_s`. False if the device may still write host memory then."""
+        drained = self._pages.use(None, timeout_s)
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join(timeout_s)
-        if not self._pages.use(None, timeout_s) or self._thread.is_alive():
+        if not drained or self._thread.is_alive():
             logger.warning("link %s: the device does not end its work; memory is left to it", self._link)
+        return drained
 
     def _begin(
         self, source: torch.Tensor, slots: torch.Tensor, ring: Ring, offset: int, deadline_s: float

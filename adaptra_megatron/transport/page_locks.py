@@ -97,6 +97,8 @@ class RingPages:
 
     def use(self, ring: Ring | None, drain_s: float = DRAIN_S) -> bool:
         """Change to another ring, or to none. False if copies are under way after `drain_s`: the pages stay locked."""
+        if ring is not None:
+            self._locks.lock(ring.slots_address, ring.slots_nbytes)
         with self.launching:
             drained = self._drain(drain_s)
             if self._ring is not None and drained:
@@ -104,8 +106,6 @@ class RingPages:
             elif self._ring is not None:
                 self._left.append(self._ring)
             self._ring = ring
-            if ring is not None:
-                self._locks.lock(ring.slots_address, ring.slots_nbytes)
             return drained
 
     def _drain(self, drain_s: float) -> bool:
