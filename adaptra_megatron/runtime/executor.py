@@ -8,6 +8,7 @@ are accumulated in that order. Only the interleaving of the three, and the waiti
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -31,12 +32,22 @@ from adaptra_megatron.transport.messages import MessageKey, TensorSpecification,
 
 @dataclass(frozen=True)
 class IterationReport:
-    """What one rank did in one iteration."""
+    """What one rank did in one iteration: on a GPU it has been launched, and may not have happened yet."""
 
-    records: list[ActionRecord]
     peak_in_flight: float
     steps: list[Step]
     """What it ran, in order: those of the records."""
+    received_nbytes: int
+    """Of the largest activation that came from another stage; 0 if there is none."""
+    over: Callable[[], bool]
+    """Whether all of it has happened; never waits."""
+    resolve: Callable[[], list[ActionRecord]]
+    """To be called once: see `records`."""
+
+    @functools.cached_property
+    def records(self) -> list[ActionRecord]:
+        """When each step ran. Waits for the end of the last one, the first time."""
+        return self.resolve()
 
     def computed_s(self) -> dict[MessageKey, float]:
         """When each message that was sent had been computed."""
@@ -68,6 +79,7 @@ class _Run:
     parameters: ParameterSync | None
     account: ActivationAccount
     iteration: int
+    received_nbytes: int = 0
     inputs: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
     outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
@@ -98,8 +110,9 @@ class PipelineExecutor:
         account: ActivationAccount,
         steps: Steps | None = None,
     ) -> IterationReport:
-        """Run every step of `program`; gradients are complete (not yet finalized) when this returns. What was sent last
-        may still be on its way: the next run waits for it, or whoever closes the transport.
+        """Run every step of `program`; gradients are complete (not yet finalized) when this returns, on a GPU for what
+        is launched from now on. What was sent last may still be on its way: the next run waits for it, or whoever
+        closes the transport.
 
         `steps`: those of `program` in another order; None: in its own. Raises TransportError when a peer fails or stays
         silent for longer than the timeout, and what `steps` raises.
@@ -123,7 +136,10 @@ class PipelineExecutor:
         assert len(ran) == len(program.steps), f"stage {call.stage} ran {len(ran)} of {len(program.steps)} steps"
         if run.gradients is not None:
             run.gradients.finish()
-        return IterationReport(self._records(run, ran, marks), account.peak, ran)
+        over = functools.partial(self._timer.over, marks)
+        return IterationReport(
+            account.peak, ran, run.received_nbytes, over, functools.partial(self._records, iteration, ran, marks)
+        )
 
     def _run_steps(self, run: _Run, steps: Iterator[Step]) -> tuple[list[Step], list[Any]]:
         """Returns the steps and the marks around them: each step begins to wait where the one before it ended."""
@@ -152,6 +168,7 @@ class PipelineExecutor:
         if run.parameters is not None:
             run.parameters.before_forward(action.chunk)
         if received is not None:
+            run.received_nbytes = max(run.received_nbytes, received.nbytes)
             received.requires_grad_()
         output = run.computation.forward(action.chunk, action.micro_batch, received)
         if step.send is not None:
@@ -183,11 +200,11 @@ class PipelineExecutor:
         assert received is None
         run.computation.weight_gradient(step.action.chunk, step.action.micro_batch)
 
-    def _records(self, run: _Run, ran: list[Step], marks: list[Any]) -> list[ActionRecord]:
+    def _records(self, iteration: int, ran: list[Step], marks: list[Any]) -> list[ActionRecord]:
         times = self._timer.resolve(marks)
         return [
             ActionRecord(
-                run.iteration,
+                iteration,
                 step.action.stage,
                 step.action.kind.value,
                 step.action.chunk,

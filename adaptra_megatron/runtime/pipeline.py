@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.activations import ActivationAccount
@@ -19,8 +20,9 @@ from adaptra_megatron.runtime.executor import IterationReport, PipelineExecutor,
 from adaptra_megatron.runtime.leader import PlanLeader
 from adaptra_megatron.runtime.measurements import stage_measurement
 from adaptra_megatron.runtime.megatron_call import PipelineCall
+from adaptra_megatron.runtime.megatron_timers import add_times
 from adaptra_megatron.runtime.membership import ClockSettings, join
-from adaptra_megatron.runtime.memory import MemoryMeter, MemorySource, largest_activation_nbytes, make_meter, memory_of
+from adaptra_megatron.runtime.memory import MemoryMeter, MemorySource, StageMemory, make_meter, memory_of
 from adaptra_megatron.runtime.plans import Layout, PlanBook
 from adaptra_megatron.runtime.program import Program, compile_program
 from adaptra_megatron.runtime.reporting import arrival_records, make_telemetry, path_states, rank_figures
@@ -29,13 +31,24 @@ from adaptra_megatron.runtime.timers import make_timer
 from adaptra_megatron.runtime.transports import make_transport, path_policy, timeout_s
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
-from adaptra_megatron.telemetry.records import ArrivalRecord
 from adaptra_megatron.transport.device_clock import CudaEvents, DeviceClock
 from adaptra_megatron.transport.messages import MessageTimes, TransportError, TwoPathTransport
 
 logger = logging.getLogger("adaptra_megatron.runtime.pipeline")
 
 SentAndReceived = tuple[Sequence[MessageTimes], Sequence[MessageTimes]]
+
+
+class _Ended(NamedTuple):
+    """An iteration of which everything has been launched, and on the CPU has happened."""
+
+    call: PipelineCall
+    report: IterationReport
+    iteration: int
+    training_iteration: int
+    disturbance: str | None
+    memory: StageMemory | None
+
 
 LAST_MESSAGES_S = 5.0
 """How long closing waits until the peers have what was sent last."""
@@ -96,6 +109,7 @@ class Pipeline:
         self._disturbance: str | None = None
         self._programs: dict[int, Program] = {}
         self._begun_s = 0.0
+        self._unsettled: _Ended | None = None
 
     def begin(self, call: PipelineCall) -> Schedule:
         """What the iteration runs. Raises ExchangeError where that cannot be learnt, or a plan's error; TransportError
@@ -105,6 +119,7 @@ class Pipeline:
                 f"stage {call.stage}: the links to other stages were ended when an earlier iteration failed: "
                 f"{self._failure}. Restart from the last checkpoint"
             ) from self._failure
+        self._settle()
         self._begun_s = time.monotonic()
         if not call.forward_only:
             self._disturbance = self._disturbances.began(self._begun_s)
@@ -132,23 +147,27 @@ class Pipeline:
         )
 
     def end(self, call: PipelineCall, report: IterationReport) -> None:
-        """Hand in what was measured, and tell what ran."""
-        times = self.transport.take_times()
-        arrivals = arrival_records(call.stage, times[1])
+        """All of the iteration has been launched. What it measured is handed in and told once it has happened: at once
+        on the CPU, and on a GPU at the beginning of the next one, when no stage waits for what this rank launches."""
+        ended = _Ended(call, report, self.iterations, self.training_iterations, self._disturbance, None)
         if call.forward_only:
             self._disturbances.evaluated()
         else:
-            self._hand_in(call, report, times)
-            self.dispatcher.ran(report.steps, report.records, arrivals)
-            self._disturbances.ended(time.monotonic())
+            ended = ended._replace(memory=self._prepare_next(report))
+            now_s = time.monotonic()
+            self._disturbances.ended(now_s)
+            figures = rank_figures(self.transport, report, self.book.number, now_s - self._begun_s)
+            self.telemetry.trained(figures, *path_states(self.transport))
             self.training_iterations += 1
-        self._tell(call, report, arrivals)
         self.iterations += 1
         self._sent_all = True
+        self._unsettled = ended
+        if report.over():
+            self._settle()
 
     def fail(self, cause: BaseException) -> None:
         """An iteration has ended with an error. What is under way is aborted, which the peers hear of."""
-        self._sent_all, self._failure = False, cause
+        self._sent_all, self._failure, self._unsettled = False, cause, None
         self.transport.close(drained=False)
 
     def close(self) -> bool:
@@ -156,6 +175,8 @@ class Pipeline:
 
         Returns False where the device still works on what cannot be ended: see `Transport.close`.
         """
+        if self._unsettled is not None and self._unsettled.report.over():
+            self._settle()
         if self._sent_all:
             try:
                 self.transport.flush(time.monotonic() + LAST_MESSAGES_S)
@@ -205,35 +226,50 @@ class Pipeline:
             call.stage, self.book.enforced_cap(call.micro_batches, call.stage), released, self._meter
         )
 
-    def _hand_in(self, call: PipelineCall, report: IterationReport, times: SentAndReceived) -> None:
-        """Send off what this iteration measured, for the plans of later ones."""
+    def _prepare_next(self, report: IterationReport) -> StageMemory | None:
+        """What memory showed, before anything else uses it; and links take the next iteration's paths."""
+        exchange = self.exchange
+        if exchange is None:
+            return None
+        if self._steering is not None:
+            # Before the next iteration: once its receives are posted, the first messages still go by the old path.
+            early = exchange.early_decision(self.training_iterations + 1)
+            if early is not None:
+                self._steering.steer(early)
+        return None if self._meter is None else self._meter.finish(report.received_nbytes)
+
+    def _settle(self) -> None:
+        """Hand in and tell what the latest iteration measured; waits for the device where that is still at it."""
+        ended, self._unsettled = self._unsettled, None
+        if ended is None:
+            return
+        call, records = ended.call, ended.report.records  # which relates the clocks that the transport tells by
+        times = self.transport.take_times()
+        arrivals = arrival_records(call.stage, times[1])
+        if not call.forward_only:
+            self._hand_in(ended, times)
+            self.dispatcher.ran(ended.report.steps, records, arrivals)
+        offset_s = None if self.membership is None else self.membership.clock.drifted(time.monotonic())
+        self.telemetry.traced(ended.iteration, records, arrivals, offset_s)
+        if call.config.timers is not None:
+            add_times(call.config.timers, ended.report)
+
+    def _hand_in(self, ended: _Ended, times: SentAndReceived) -> None:
+        """Send off what an iteration measured, for the plans of later ones."""
         if self.exchange is None or self.membership is None:
             return
-        steering = self._steering
-        if steering is not None:
-            # Before the next iteration: once its receives are posted, the first messages still go by the old path.
-            early = self.exchange.early_decision(self.training_iterations + 1)
-            if early is not None:
-                steering.steer(early)
+        steering, report = self._steering, ended.report
         measurement = stage_measurement(
             self.membership.pipeline,
-            call.stage,
-            call.micro_batches,
+            ended.call.stage,
+            ended.call.micro_batches,
             report.records,
             times,
             self.membership.clock.offset_at(time.monotonic()),
             report.computed_s() if current_device().type == "cuda" else None,
-            None if self._meter is None else self._meter.finish(largest_activation_nbytes(times[1])),
+            ended.memory,
             probes=() if steering is None else steering.take_probes(),
             broken=() if steering is None else steering.broken(),
-            disturbance=self._disturbance,
+            disturbance=ended.disturbance,
         )
-        self.exchange.post(self.training_iterations, measurement)
-
-    def _tell(self, call: PipelineCall, report: IterationReport, arrivals: list[ArrivalRecord]) -> None:
-        now_s = time.monotonic()
-        offset_s = None if self.membership is None else self.membership.clock.drifted(now_s)
-        self.telemetry.traced(self.iterations, report.records, arrivals, offset_s)
-        if not call.forward_only:
-            figures = rank_figures(self.transport, report, self.book.number, now_s - self._begun_s)
-            self.telemetry.trained(figures, *path_states(self.transport))
+        self.exchange.post(ended.training_iteration, measurement)

@@ -17,7 +17,6 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.compat import finalize_gradients
 from adaptra_megatron.runtime.computation import MegatronComputation, StageComputation
 from adaptra_megatron.runtime.megatron_call import PipelineCall, pipeline_call
-from adaptra_megatron.runtime.megatron_timers import add_times
 from adaptra_megatron.runtime.memory import MemorySource
 from adaptra_megatron.runtime.pipeline import Pipeline
 from adaptra_megatron.runtime.split_backward import WeightGradientQueue
@@ -94,7 +93,6 @@ class AdaptraRuntime:
             self.last_schedule = schedule
         pipeline.end(call, report)
         if call.config.timers is not None:
-            add_times(call.config.timers, report)
             call.config.timers("forward-backward").stop()
         return computation.losses
 

@@ -14,7 +14,7 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.device import current_device, pci_bus_id
 from adaptra_megatron.runtime.megatron_call import PipelineCall
 from adaptra_megatron.runtime.path_leader import PathPolicy
-from adaptra_megatron.transport.affinity import RnicError, rank_rnics
+from adaptra_megatron.transport.affinity import RnicError, cpus_to_bind, rank_rnics
 from adaptra_megatron.transport.cuda_device import Device, device_of
 from adaptra_megatron.transport.device_clock import DeviceClock
 from adaptra_megatron.transport.host_settings import HostSettings
@@ -115,7 +115,14 @@ def _two_paths(
         # Only here, for it needs the package's native part for rings.
         from adaptra_megatron.transport.host_path import HostTransport
 
-        rnics = rank_rnics(config.rnics, pci_bus_id(current_device()))
+        place = pci_bus_id(current_device())
+        settings = HostSettings(
+            transport=config.host_transport,
+            interface=config.interface,
+            timeout_s=timeout_s(config),
+            rnics=rank_rnics(config.rnics, place),
+            cpus=cpus_to_bind(place),
+        )
         if maker is not None and device is not None and os.environ.get(ORDER_VARIABLE, "0") not in ("", "0"):
             raise TransportError(
                 f"{ORDER_VARIABLE} has NCCL refuse kernels from more than one thread, and a link with two paths probes "
@@ -127,9 +134,6 @@ def _two_paths(
     if maker is None:
         _say_once(rendezvous, f"messages between stages go by the host path alone: {why_blocked(os.environ)}")
     on_gpu = device is not None
-    settings = HostSettings(
-        transport=config.host_transport, interface=config.interface, timeout_s=timeout_s(config), rnics=rnics
-    )
     paths = PathSettings(preferred=Path(config.path), probe_limit_s=NCCL_LIMIT_S if on_gpu else GLOO_LIMIT_S)
     return HostTransport(rendezvous, call.chunks, settings, paths, maker, device)
 

@@ -74,8 +74,9 @@ class Device(Protocol):
     def handle(self, stream: Stream) -> int:
         """The stream as a number, a cudaStream_t, for libraries."""
 
-    def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """An event at the present end of `stream`. `timed`: a DeviceClock can tell when it was."""
+    def record(self, stream: Stream, unused: Event | None = None, *, timed: bool = False) -> Event:
+        """An event at the present end of `stream`; `unused`: one to use again. `timed`: a DeviceClock can tell when it
+        was."""
 
     def make_wait(self, stream: Stream, event: Event) -> None:
         """What is put on `stream` from now on runs after `event`. Returns at once."""
@@ -139,9 +140,9 @@ class CudaDevice:
     def handle(self, stream: Stream) -> int:
         return int(stream.cuda_stream)
 
-    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+    def record(self, stream: Stream, unused: Event | None = None, *, timed: bool = False) -> Event:
         # blocking: a thread that synchronizes sleeps instead of spinning on a core that training needs.
-        event: Event = _cuda.Event(blocking=True, enable_timing=timed)
+        event: Event = unused if unused is not None else _cuda.Event(blocking=True, enable_timing=timed)
         event.record(stream)  # type: ignore[attr-defined]
         return event
 
@@ -192,6 +193,12 @@ def _runtime() -> Any:
 def _check(status: Any, function: str) -> None:
     if int(status) != 0:
         raise RuntimeError(f"{function} failed with CUDA error {int(status)}")
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, uint8 [nbytes]."""
+    # Not by reshape alone: a contiguous tensor of one element may have any stride.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def device_error(link: str, cause: Exception) -> TransportError:

@@ -56,7 +56,7 @@ class DualLink(HostLink):
     ) -> None:
         super().__init__(stage, peer, settings, device, bell)
         self._paths, self._mail = paths, mail
-        self._outlet: Outlet[Computed] = Outlet(paths, is_computed)
+        self._outlet: Outlet[Computed] = Outlet(paths, lambda message: message.tensor.nbytes, is_computed)
         self._inlet: Inlet[TensorSpecification] = Inlet(paths)
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
         self._wait_began_s = math.inf
@@ -92,7 +92,7 @@ class DualLink(HostLink):
                 self._outlet.measure(self._usual_nbytes)
             elif not self._host_probes.under_way and self._state.session is not None:
                 nothing = torch.empty(self._usual_nbytes, dtype=torch.uint8, device=self._copies.device)
-                self._host_probes.begin(self._copies.computed(nothing), time.monotonic())
+                self._host_probes.begin(Computed(nothing, None), time.monotonic())  # its bytes mean nothing
             work = self._due_here()
         self._device_side.do(work)
 

@@ -19,8 +19,9 @@ import torch
 from adaptra_megatron.transport._ring import Event, Ring
 from adaptra_megatron.transport.arrivals import Arrival, Arrivals
 from adaptra_megatron.transport.bell import Bell
+from adaptra_megatron.transport.copies import Receipt
 from adaptra_megatron.transport.cuda_device import Computed, Device
-from adaptra_megatron.transport.device_copies import Receipt, copies_for
+from adaptra_megatron.transport.device_copies import copies_for
 from adaptra_megatron.transport.frames import check_can_travel, is_probe, key_of, note_of
 from adaptra_megatron.transport.host_link_reader import HostLinkReader
 from adaptra_megatron.transport.host_link_state import HostLinkState, Session
@@ -65,9 +66,7 @@ class HostLink:
         self._copies = copies_for(
             device,
             link=f"{stage}<->{peer}",
-            window_nbytes=settings.window_nbytes,
             pooled_nbytes=settings.pooled_nbytes,
-            unit_nbytes=settings.slot_nbytes,
             on_ready=self._writer.payload_ready,
         )
         self._reader = HostLinkReader(
@@ -198,6 +197,7 @@ class HostLink:
 
     def connected(self, outbound: Ring, inbound: Ring) -> None:
         """A new session has begun: what is not acknowledged is sent again."""
+        self._copies.use_rings(outbound, inbound)
         with self._lock:
             self._state.session = Session(outbound, inbound)
             self._health.up()
@@ -257,6 +257,8 @@ class HostLink:
 
     def _ask_for(self, key: MessageKey, now_s: float) -> None:
         """The caller holds the lock."""
+        if key not in self._arrivals:
+            self._reader.ask(key)
         self._arrivals.post(key, now_s)
         if self._arrivals.due:
             self._writer.acknowledge()

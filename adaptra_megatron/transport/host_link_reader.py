@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from adaptra_megatron.transport._ring import Event, FrameError, Inbox, RingClosedError, RingError
-from adaptra_megatron.transport.device_copies import Copies, Receipt
-from adaptra_megatron.transport.frames import is_tensor, tensor_of
+from adaptra_megatron.transport._ring import Event, FrameError, Inbox, Ring, RingClosedError, RingError
+from adaptra_megatron.transport.copies import Copies, Receipt
+from adaptra_megatron.transport.frames import ask, is_tensor, tensor_of, type_of
 from adaptra_megatron.transport.host_link_state import HostLinkState, Session
 from adaptra_megatron.transport.host_link_writer import HostLinkWriter
 from adaptra_megatron.transport.messages import MessageKey
@@ -57,7 +57,9 @@ class HostLinkReader:
     ) -> None:
         """`due`: the sequence numbers that `writer` is to acknowledge."""
         self._state, self._copies, self._writer, self._due, self._events = state, copies, writer, due, events
-        self._inbox = Inbox(max_message_nbytes=max_message_nbytes, pooled_nbytes=copies.pooled_nbytes)
+        self._inbox = Inbox(
+            max_message_nbytes=max_message_nbytes, pooled_nbytes=copies.pooled_nbytes, for_device=copies.by_parts
+        )
         self._new_session = threading.Condition(state.lock)
         self._thread = threading.Thread(
             target=self._read_until_closed, name=f"adaptra-host-receive-{state.peer}", daemon=True
@@ -79,6 +81,11 @@ class HostLinkReader:
     def wake(self) -> None:
         """There is a new session, or the link closes. The caller holds the lock."""
         self._new_session.notify_all()
+
+    def ask(self, key: MessageKey) -> None:
+        """A message is asked for before it is here: let it take the shortest way. With or without the lock."""
+        if self._copies.by_parts:
+            ask(self._inbox, key)
 
     def wait_for(self, done: Callable[[], bool], deadline_s: float, key: MessageKey | None = None) -> bool:
         """Whether `done` became true by the deadline, and before the link was broken. The caller holds the lock.
@@ -152,9 +159,11 @@ class HostLinkReader:
         except MemoryError:
             state.fail(f"there is no memory for what stage {state.peer} sent")
             return False
-        if event is not None:
-            # Before the lock is taken, for new memory may have to be page-locked.
-            receipt = self._copies.receive(tensor_of(event)) if is_tensor(event) else None
+        if event is None:
+            return True
+        # Before the lock is taken, for new memory may have to be page-locked.
+        receipt = self._received(event, session.inbound)
+        if receipt is not None or event.kind != Event.Kind.PART:
             with state.lock:
                 try:
                     self._events.take(event, receipt)
@@ -167,3 +176,9 @@ class HostLinkReader:
                 if due and (due >= ACKNOWLEDGED_TOGETHER or not session.inbound.backlog):
                     self._writer.acknowledge()
         return True
+
+    def _received(self, event: Event, ring: Ring) -> Receipt | None:
+        """The message that is complete with this event; None where there is none with a key."""
+        if event.kind == Event.Kind.PART:
+            return self._copies.receive_part(event, type_of(event), ring)
+        return self._copies.receive(tensor_of(event), event.block_nbytes) if is_tensor(event) else None

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from adaptra_megatron.transport.affinity import started_on
 from adaptra_megatron.transport.bell import Bell
 from adaptra_megatron.transport.control import Start
 from adaptra_megatron.transport.cuda_device import Device
@@ -92,6 +93,7 @@ class HostTransport:
             if isinstance(link, DualLink):
                 link.begin()
         logger.info("stage %d: the host path is up: %s", self.stage, self._transports)
+        logger.debug("stage %d: it copies on CPUs %s", self.stage, sorted(settings.cpus) or "of any NUMA node")
 
     def _together(self, name: str, step: Callable[[], None]) -> None:
         """A step of all stages. Raises TransportError on all of them where it fails on one, whatever it raises."""
@@ -105,16 +107,17 @@ class HostTransport:
     def _bring_up(self, meeting: Meeting, settings: HostSettings) -> None:
         of_link = {peer: _settings_for(transport, settings) for peer, transport in meeting.transports.items()}
         try:
-            for peer in of_link:
-                self._links[peer] = self._make_link(peer, of_link[peer])
-            self._supervisor = Supervisor(
-                _start(meeting, settings),
-                list(meeting.listeners.values()),
-                [
-                    Link(link, meeting.request(peer, settings), of_link[peer].slots, of_link[peer].slot_nbytes)
-                    for peer, link in self._links.items()
-                ],
-            )
+            with started_on(settings.cpus):
+                for peer in of_link:
+                    self._links[peer] = self._make_link(peer, of_link[peer])
+                self._supervisor = Supervisor(
+                    _start(meeting, settings),
+                    list(meeting.listeners.values()),
+                    [
+                        Link(link, meeting.request(peer, settings), of_link[peer].slots, of_link[peer].slot_nbytes)
+                        for peer, link in self._links.items()
+                    ],
+                )
         except BaseException:
             meeting.close()
             raise

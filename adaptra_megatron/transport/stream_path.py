@@ -65,10 +65,10 @@ class StreamTransport:
         watch: LinkWatch,
         last_resort: Callable[[], None] | None = None,
     ) -> None:
-        """`links`: of this stage, connected. `clock`: of the device, to tell when messages were posted and arrived;
-        related to the host's clock, by its owner, between the use of the last message and `take_times`. None: nothing
-        is timed. `watch`: of the links; tells of failures from now on.
-        `last_resort`: what ends the process when the training thread does not; None: `end_process`.
+        """`links`: of this stage, connected. `clock`: of the device, to tell when messages were posted and arrived:
+        `take_times` is for when the device has used the last of them. None: nothing is timed. `watch`: of the links;
+        tells of failures from now on. `last_resort`: what ends the process when the training thread does not; None:
+        `end_process`.
         """
         self._stage, self._links = stage, links
         self._device, self._clock, self._watch = device, clock, watch

@@ -33,7 +33,9 @@ def soon() -> float:
 def connect(links: Links) -> None:
     """A new session."""
     there, back = (Ring.create(SETTINGS.slots, SETTINGS.slot_nbytes) for _ in range(2))
-    for link, (outbound, inbound) in zip(links, ((there, back), (back, there)), strict=True):
+    # As in two processes, each end has a mapping of its own: pages are locked once per address.
+    theirs = Ring.attach(back.fd), Ring.attach(there.fd)
+    for link, (outbound, inbound) in zip(links, ((there, back), theirs), strict=True):
         old = link._state.session
         if old is not None:
             old.outbound.close()

@@ -91,6 +91,7 @@ class SimulatedDevice:
         self.streams = [self.compute, self.default, self.memory_stream]
         self.locked: dict[int, int] = {}
         self.page_locks_made = 0
+        self.copies = 0
         self.pageable_copies = 0
         self.kept: list[tuple[int, str]] = []
         """Addresses of tensors that were kept until done, and on which stream."""
@@ -128,9 +129,14 @@ class SimulatedDevice:
         """Its number among all streams."""
         return self.streams.index(stream)
 
-    def record(self, stream: SimulatedStream, *, timed: bool = False) -> SimulatedEvent:
-        """Put an event on `stream`."""
-        return self.put_event(stream, SimulatedEvent(self))
+    def record(
+        self, stream: SimulatedStream, unused: SimulatedEvent | None = None, *, timed: bool = False
+    ) -> SimulatedEvent:
+        """Put an event on `stream`, one that is done if it is to be used again."""
+        event = SimulatedEvent(self) if unused is None else unused
+        assert unused is None or unused.done, "what waits for its first use would wait for the second"
+        event.done = False
+        return self.put_event(stream, event)
 
     def make_wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         """Put a wait on `stream`."""
@@ -138,12 +144,22 @@ class SimulatedDevice:
             self._put(stream, event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: SimulatedStream) -> None:
-        """Put a copy of raw memory on `stream`."""
+        """Put a copy of raw memory on `stream`; if a side is neither the device's nor page-locked, wait for its end."""
         assert target.nbytes == source.nbytes
         to, from_, nbytes = target.data_ptr(), source.data_ptr(), target.nbytes
-        self._put(stream, lambda: ctypes.memmove(to, from_, nbytes))
-        if not (self._is_known(to) and self._is_known(from_)):
+        by_itself = self._is_known(to, nbytes) and self._is_known(from_, nbytes)
+        over: list[bool] = []
+
+        def move() -> None:
+            assert by_itself == (self._is_known(to, nbytes) and self._is_known(from_, nbytes)), "unlocked meanwhile"
+            ctypes.memmove(to, from_, nbytes)
+            over.append(True)
+
+        self._put(stream, move)
+        self.copies += 1
+        if not by_itself:
             self.pageable_copies += 1
+            self.run_until(lambda: bool(over))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: SimulatedStream) -> torch.Tensor:
         """Poisoned memory."""
@@ -228,6 +244,12 @@ class SimulatedDevice:
             stream.held = False
             self._changed.notify_all()
 
+    def run_one(self, stream: SimulatedStream, count: int = 1) -> None:
+        """Do the next operations of a stream, though it stands still."""
+        with self._changed:
+            for _ in range(count):
+                self._perform(stream)
+
     def run(self) -> bool:
         """Work until nothing can go on; returns whether anything could."""
         with self._changed:
@@ -260,14 +282,16 @@ class SimulatedDevice:
         if not runnable:
             return False
         preferred = {"compute": runnable[0], "copies": runnable[-1]}
-        stream = preferred[self._first] if self._first else self._random.choice(runnable)
+        self._perform(preferred[self._first] if self._first else self._random.choice(runnable))
+        return True
+
+    def _perform(self, stream: SimulatedStream) -> None:
         first = stream.operations.popleft()
         if isinstance(first, tuple):
             first[0].set()
             self._changed.notify_all()
         elif not isinstance(first, SimulatedEvent):
             first()
-        return True
 
     def _put(
         self, stream: SimulatedStream, operation: SimulatedEvent | tuple[SimulatedEvent] | Callable[[], None]
@@ -296,6 +320,6 @@ class SimulatedDevice:
         elif self.failure is None:
             self._put(stream, lambda: memory.fill(POISON))
 
-    def _is_known(self, address: int) -> bool:
+    def _is_known(self, address: int, nbytes: int) -> bool:
         ranges = [(memory.ctypes.data, memory.nbytes) for memory in self._memories] + list(self.locked.items())
-        return any(first <= address < first + nbytes for first, nbytes in ranges)
+        return any(first <= address and address + nbytes <= first + size for first, size in ranges)

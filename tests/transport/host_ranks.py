@@ -436,7 +436,35 @@ def gigabyte(make: Make) -> None:
     transport.close()
 
 
+def bound(make: Make) -> None:
+    """The delegate and the threads that copy run where they are told to, a delegate that replaces another too; the
+    training does not."""
+    training = os.sched_getaffinity(0)
+    cpus = frozenset({min(training)})
+    before = {thread.native_id for thread in threading.enumerate()}
+    transport = make(cpus=cpus)
+    exchange(transport, 0)
+    delegate = transport.delegate_process_id
+    assert delegate is not None
+    ours = {thread.native_id for thread in threading.enumerate()} - before
+    assert len(ours) >= 3
+    for each in (*ours, delegate):
+        assert each is not None
+        assert os.sched_getaffinity(each) == cpus
+    assert os.sched_getaffinity(0) == training
+    dist.barrier()
+    os.kill(delegate, signal.SIGKILL)
+    until(lambda: transport.delegate_process_id not in (None, delegate), "no other delegate", 20.0)
+    replacement = transport.delegate_process_id
+    assert replacement is not None
+    assert os.sched_getaffinity(replacement) == cpus
+    exchange(transport, 1)
+    dist.barrier()
+    transport.close()
+
+
 SCENARIOS = (
+    bound,
     delegates_killed,
     delegate_stopped,
     rank_stopped,

@@ -585,10 +585,11 @@ def test_either_path_is_measured_without_a_wait_of_computation(make_links: Calla
         links.ends[1].post_receive(key(number))
         links.send(number)
         seen.append(links.receive(number))
+        compute.held = True
+        links.gpus.devices[0].tensor(numbers(number))  # something is queued
         source.measure()
-        compute.held = path is Path.DEVICE
         until(lambda: bool(probes.extend(source.take_probes()) or probes))
-        compute.held = False
+        links.gpus.devices[0].let_go(compute)
         assert {(probe.path, probe.nbytes) for probe in probes} == {(path, NBYTES)}
         probes.clear()
         source.prefer(Path.HOST)
