@@ -159,8 +159,8 @@ class HostTransport:
         return self._links[self._peer_of[key]].ready(key)
 
     def sees_arrivals(self, peer: int) -> bool:
-        """Always: a link's threads see what comes by either path."""
-        return True
+        """Threads of a link see what comes by either path, but on a GPU the device path has kernels in its queues."""
+        return self._device.type == "cpu" or not self._links[peer].uses_device
 
     def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
         if any(map(self.ready, keys)):
