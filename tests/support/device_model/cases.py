@@ -138,7 +138,7 @@ def random_costs(random: Random, stages: int, chunks: int, micro_batches: int) -
 def _random_iteration(random: Random, stages: int, chunks: int) -> Iteration:
     micro_batches = random.randint(1, 32)
     if chunks > 1:  # Megatron's interleaved schedules take whole groups
-        micro_batches = stages * max(1, round(micro_batches / stages))
+        micro_batches = stages * max(1, micro_batches // stages)
     costs = random_costs(random, stages, chunks, micro_batches)
     training = random.random() < 0.85
     if training:
