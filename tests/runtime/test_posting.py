@@ -228,7 +228,7 @@ class TestSecondThreads:
         for greets in (False, True):
             count = 0
             for case in self.CASES:
-                others = makers(case.stages, Random(case.seed), greets=greets)
+                others = makers(0, case.stages, Random(case.seed), greets=greets)
                 ranks = {
                     Rank(0, stage): {
                         "training": with_device_waits(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -13,6 +13,7 @@ from support.device_model import Device, Outcome, Rank, Threads, play
 from support.device_model.calls import DeviceWait, Program
 from support.device_model.from_megatron import record_stock
 from support.device_model.from_runtime import Iteration, Job
+from support.device_model.threads import makers
 from support.schedules import random_run
 
 from adaptra_megatron.runtime.inbox import Inbox
@@ -36,6 +37,8 @@ class Case:
     job: Job
     device: Device
     waits: str
+    makes_communicators: bool = False
+    """Whether other threads make and abort some beside the training."""
 
     def play(self, rule: Callable[..., Inbox] = Inbox) -> Outcome:
         """With receives posted by `rule`."""
@@ -55,11 +58,14 @@ class Case:
 
     def _play(self, programs: list[Program]) -> Outcome:
         random = Random(self.seed)
-        ranks: Mapping[Rank, Threads] = {
-            Rank(replica, stage): {"training": with_device_waits(program, self.waits, random)}
-            for replica in range(self.job.replicas)
-            for stage, program in enumerate(programs)
-        }
+        ranks: dict[Rank, Threads] = {}
+        for replica in range(self.job.replicas):
+            others: list[Threads] = [{}] * self.stages
+            if self.makes_communicators:
+                others = makers(replica, self.stages, random, greets=False)
+            for stage, program in enumerate(programs):
+                training = with_device_waits(program, self.waits, random)
+                ranks[Rank(replica, stage)] = {"training": training, **others[stage]}
         return play(ranks, self.device, self.seed)
 
 
@@ -86,7 +92,8 @@ def random_case(seed: int) -> Case:
         blocks_per_collective=per_collective,
         noise=random.choice((0.0, 0.5)),
     )
-    return Case(seed=seed, job=job, device=device, waits=random.choice(WAITS))
+    waits = random.choice(WAITS)
+    return Case(seed=seed, job=job, device=device, waits=waits, makes_communicators=random.random() < 0.1)
 
 
 def enough_blocks(per_transfer: int, per_collective: int) -> int:

@@ -62,8 +62,8 @@ class OneAtATimeTransport(RecordingTransport):
         return self._tensor
 
 
-def makers(stages: int, random: Random, *, greets: bool) -> list[Threads]:
-    """For each stage, threads that make a communicator with each neighbour at some time, and abort it again.
+def makers(replica: int, stages: int, random: Random, *, greets: bool) -> list[Threads]:
+    """For each stage of a replica, threads that make a communicator with each neighbour some time, and abort it again.
 
     Both ends meet by another way; what they allocate and free waits for the device. `greets`: they send something.
     """
@@ -73,7 +73,7 @@ def makers(stages: int, random: Random, *, greets: bool) -> list[Threads]:
         for end, peer in ((stage, stage + 1), (stage + 1, stage)):
             communicator = Communicator(f"another {stage}:{stage + 1}")
             program: Program = [Pause(begun_s + random.uniform(0.0, 2.0)), DeviceWait()]
-            program += [Tell(("met", stage, end)), Hear(("met", stage, peer)), DeviceWait()]
+            program += [Tell(("met", replica, stage, end)), Hear(("met", replica, stage, peer)), DeviceWait()]
             if greets:
                 greeting = Transfer(stage, stage + 1, "greeting", 1e-3)
                 program += [Transfers(f"another {peer}", communicator, (greeting,)), HostWait((0,))]
