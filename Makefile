@@ -25,7 +25,7 @@ LINT := $(VENV)/.adaptra-lint
 NATIVE := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo megatron test test-slow test-dropin test-versions test-nccl docs test-rdma bench-rdma soak closed-loop lint
+.PHONY: help install demo megatron test test-slow test-dropin test-versions test-nccl docs test-rdma bench-rdma soak closed-loop postings lint
 .DELETE_ON_ERROR:
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo 'make test-rdma  the verbs transport on Soft-RoCE in a virtual machine (installs QEMU if it is missing)'
 	@echo 'make soak     fault campaign: real training while paths, delegates and ranks fail (SOAK=--rounds=5 for more)'
 	@echo 'make closed-loop  200 iterations while links turn slow, move and heal at random (CLOSED_LOOP=--seed=7 for another)'
+	@echo 'make postings  20000 random jobs on a model of GPUs, for each rule of posting receives (POSTINGS=--cases=500 for fewer)'
 	@echo 'make bench-rdma  its throughput there, beside that of ib_write_bw'
 	@echo 'make megatron  the sources of Megatron-LM $(MEGATRON_LM_TAG), into $(MEGATRON_LM)'
 	@echo 'make test-dropin  its own pretrain_gpt.py with and without --adaptra (minutes)'
@@ -104,6 +105,9 @@ soak: $(INSTALLED)
 
 closed-loop: $(INSTALLED)
 	$(BIN)/python -m adaptra_megatron.emulation.closed_loop $(CLOSED_LOOP)
+
+postings: $(INSTALLED)
+	$(BIN)/python scripts/play_postings.py $(POSTINGS)
 
 bench-rdma: $(INSTALLED)
 	$(BIN)/python scripts/softroce_vm.py bench

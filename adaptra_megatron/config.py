@@ -62,8 +62,6 @@ class AdaptraConfig:
     the stage, while messages of a neighbour come by the host path and at random."""
     rnics: tuple[str, ...] = ()
     """RDMA devices that verbs uses; none for those nearest to the rank's GPU, or else to its CPUs."""
-    receive_lookahead: int = 8
-    """Receives posted ahead per neighbour; each holds one activation-sized buffer."""
 
     @property
     def needs_host_path(self) -> bool:
@@ -139,8 +137,6 @@ class AdaptraConfig:
                 "--adaptra-path host needs a host path, but --adaptra-host-transport is off; "
                 "use --adaptra-host-transport auto"
             )
-        if self.receive_lookahead < 1:
-            raise ConfigError(f"receive_lookahead is {self.receive_lookahead}; at least 1 receive must be posted")
 
 
 def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -96,13 +96,6 @@ def test_timeouts_are_positive_and_end(timeout_s: float) -> None:
     AdaptraConfig(timeout_s=0.001)
 
 
-@pytest.mark.parametrize("lookahead", [0, -3])
-def test_at_least_one_receive_is_posted(lookahead: int) -> None:
-    with pytest.raises(ConfigError, match=f"receive_lookahead is {lookahead}"):
-        AdaptraConfig(receive_lookahead=lookahead)
-    AdaptraConfig(receive_lookahead=1)
-
-
 def test_flags_make_the_settings(parser: argparse.ArgumentParser, file: Path) -> None:
     arguments = parser.parse_args(
         f"--adaptra --adaptra-plan-csv {file} --adaptra-max-in-flight 12 "

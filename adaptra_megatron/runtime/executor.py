@@ -87,11 +87,10 @@ class _Run:
 class PipelineExecutor:
     """Executes programs on one stage, with one transport and one timer for the life of the job."""
 
-    def __init__(self, transport: Transport, timer: ActionTimer, *, lookahead: int, timeout_s: float) -> None:
-        """`lookahead`: receives posted ahead per neighbour. `timeout_s`: longest wait for one message."""
+    def __init__(self, transport: Transport, timer: ActionTimer, *, timeout_s: float) -> None:
+        """`timeout_s`: longest wait for one message."""
         self._transport = transport
         self._timer = timer
-        self._lookahead = lookahead
         self._timeout_s = timeout_s
         self._run_action: dict[Kind, Callable[[_Run, Step, torch.Tensor | None], None]] = {
             Kind.FORWARD: self._forward,
@@ -124,14 +123,13 @@ class PipelineExecutor:
         training = not call.forward_only
         run = _Run(
             call=call,
-            inbox=Inbox(self._transport, program, iteration, lookahead=self._lookahead, timeout_s=self._timeout_s),
+            inbox=Inbox(self._transport, program, iteration, timeout_s=self._timeout_s),
             computation=computation,
             gradients=_gradient_sync(call, program) if training else None,
             parameters=ParameterSync(call.config, call.model_chunks) if training else None,
             account=account,
             iteration=iteration,
         )
-        run.inbox.open()
         ran, marks = self._run_steps(run, (steps or planned_steps(program))(run.inbox))
         assert len(ran) == len(program.steps), f"stage {call.stage} ran {len(ran)} of {len(program.steps)} steps"
         if run.gradients is not None:
@@ -146,6 +144,7 @@ class PipelineExecutor:
         ran: list[Step] = []
         marks = [self._timer.mark()]
         for step in steps:
+            run.inbox.post_before(step)
             received = run.inbox.take(step.receive) if step.receive is not None else None
             marks.append(self._timer.mark())
             self._perform(run, step, received)
@@ -171,8 +170,7 @@ class PipelineExecutor:
             run.received_nbytes = max(run.received_nbytes, received.nbytes)
             received.requires_grad_()
         output = run.computation.forward(action.chunk, action.micro_batch, received)
-        if step.send is not None:
-            self._transport.post_send(message_key(step.send, run.iteration), step.send.target, output)
+        self._send(run, step, output)
         if call.forward_only:
             return
         # Sent tensors are held by the transport; autograd needs the graph of this one, not its bytes.
@@ -192,13 +190,19 @@ class PipelineExecutor:
             received,
             split=action.kind is Kind.BACKWARD_INPUT,
         )
-        if step.send is not None:
-            assert input_gradient is not None, f"{action} has no input gradient to send"
-            self._transport.post_send(message_key(step.send, run.iteration), step.send.target, input_gradient)
+        self._send(run, step, input_gradient)
 
     def _weight_gradient(self, run: _Run, step: Step, received: torch.Tensor | None) -> None:
         assert received is None
         run.computation.weight_gradient(step.action.chunk, step.action.micro_batch)
+
+    def _send(self, run: _Run, step: Step, tensor: torch.Tensor | None) -> None:
+        """Right behind what computes it: see schedule.launch_order."""
+        if step.send is None:
+            return
+        assert tensor is not None, f"{step.action} has nothing to send"
+        run.inbox.post_before_send(step)
+        self._transport.post_send(message_key(step.send, run.iteration), step.send.target, tensor)
 
     def _records(self, iteration: int, ran: list[Step], marks: list[Any]) -> list[ActionRecord]:
         times = self._timer.resolve(marks)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Sequence
@@ -12,11 +13,12 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.activations import ActivationAccount
 from adaptra_megatron.runtime.computation import StageComputation
 from adaptra_megatron.runtime.decision_writer import DELAY
-from adaptra_megatron.runtime.device import current_device
+from adaptra_megatron.runtime.device import current_device, synchronizer_of
 from adaptra_megatron.runtime.dispatch import make_dispatcher
 from adaptra_megatron.runtime.disturbances import DisturbanceWatch
 from adaptra_megatron.runtime.exchange import PlanExchange
 from adaptra_megatron.runtime.executor import IterationReport, PipelineExecutor, Steps, planned_steps
+from adaptra_megatron.runtime.first_iterations import COLD, FirstIterations
 from adaptra_megatron.runtime.leader import PlanLeader
 from adaptra_megatron.runtime.measurements import stage_measurement
 from adaptra_megatron.runtime.megatron_call import PipelineCall
@@ -30,9 +32,11 @@ from adaptra_megatron.runtime.steering import LinkSteering
 from adaptra_megatron.runtime.timers import make_timer
 from adaptra_megatron.runtime.transports import make_transport, path_policy, timeout_s
 from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.schedule.costs import costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.transport.device_clock import CudaEvents, DeviceClock
 from adaptra_megatron.transport.messages import MessageTimes, TransportError, TwoPathTransport
+from adaptra_megatron.transport.paths import Path
 
 logger = logging.getLogger("adaptra_megatron.runtime.pipeline")
 
@@ -91,12 +95,11 @@ class Pipeline:
         if self.membership is not None and self.book.measures:
             self.exchange = PlanExchange(self.membership, self.leader.decide, limit_s)
         self.dispatcher = make_dispatcher(call, config, self.transport, limit_s)
+        self._prefers_host = self.dispatcher.all_by_host_path = policy is not None and policy.preferred is Path.HOST
         self.iterations = 0
         """How many have run, evaluations among them."""
         self.training_iterations = 0
-        self._executor = PipelineExecutor(
-            self.transport, make_timer(clock), lookahead=config.receive_lookahead, timeout_s=limit_s
-        )
+        self._executor = PipelineExecutor(self.transport, make_timer(clock), timeout_s=limit_s)
         self._meter: MemoryMeter | None = None
         if memory is not None and self.exchange is not None:
             self._meter = make_meter(memory, config.memory_fraction, fp16=bool(call.config.fp16))
@@ -107,6 +110,7 @@ class Pipeline:
             self._steering = LinkSteering(transport, joined.pipeline, policy.preferred)
         self._disturbances = DisturbanceWatch()
         self._disturbance: str | None = None
+        self._first = FirstIterations(synchronizer_of(device))
         self._programs: dict[int, Program] = {}
         self._begun_s = 0.0
         self._unsettled: _Ended | None = None
@@ -121,19 +125,22 @@ class Pipeline:
             ) from self._failure
         self._settle()
         self._begun_s = time.monotonic()
+        self._first.begin(call)
         if not call.forward_only:
-            self._disturbance = self._disturbances.began(self._begun_s)
+            disturbance = self._disturbances.began(self._begun_s)
+            self._disturbance = COLD if self._first.cold else disturbance
         self.telemetry.begin(self.iterations)
         if call.forward_only:
             return self.book.evaluation_schedule(call.micro_batches)
         if self.exchange is not None and self.training_iterations >= DELAY:
             self._follow_decision(self.exchange, call.chunks)
         self.telemetry.switch(self.book.number)
-        return self.book.schedule_for(call.micro_batches)
+        planned = self.book.schedule_for(call.micro_batches)
+        return self.book.whole_schedule(call.micro_batches) if self._first.cold else planned
 
     def run(self, call: PipelineCall, schedule: Schedule, computation: StageComputation) -> IterationReport:
         """All actions of this rank. Raises TransportError when a peer fails."""
-        program = self._compiled(schedule, call.stage)
+        program = self._compiled(call, schedule)
         self._sent_all = False
         if self._meter is not None and not call.forward_only:
             self._meter.begin(self.book.number)
@@ -149,6 +156,7 @@ class Pipeline:
     def end(self, call: PipelineCall, report: IterationReport) -> None:
         """All of the iteration has been launched. What it measured is handed in and told once it has happened: at once
         on the CPU, and on a GPU at the beginning of the next one, when no stage waits for what this rank launches."""
+        self._first.end()
         ended = _Ended(call, report, self.iterations, self.training_iterations, self._disturbance, None)
         if call.forward_only:
             self._disturbances.evaluated()
@@ -195,9 +203,11 @@ class Pipeline:
         self.telemetry.begin(self.iterations, decision.requests, decision.job)
         if decision.csv is not None:
             planned = schedule_from_csv(decision.csv, chunks=chunks)
-            self.book.install(planned, decision.number, decision.caps, decision.released_at_backward_input)
+            costs = None if decision.costs is None else costs_from_json(json.loads(decision.costs))
+            self.book.install(planned, decision.number, decision.caps, decision.released_at_backward_input, costs)
             self._programs.clear()
         self.book.number = decision.number
+        self.dispatcher.all_by_host_path = self._prefers_host and not decision.diverted
         self.telemetry.switch(
             decision.number, predicted_s=decision.predicted_s, before_predicted_s=decision.before_predicted_s
         )
@@ -205,14 +215,20 @@ class Pipeline:
             self._steering.steer(decision)
             self._steering.measure(decision)
 
-    def _compiled(self, schedule: Schedule, stage: int) -> Program:
+    def _compiled(self, call: PipelineCall, schedule: Schedule) -> Program:
         program = self._programs.get(id(schedule))
         if program is None or program.schedule is not schedule:
-            program = self._programs[id(schedule)] = compile_program(schedule, stage)
+            planned = not (call.forward_only or self._first.cold)
+            program = self._programs[id(schedule)] = compile_program(
+                schedule,
+                call.stage,
+                self.book.planned_for(call.micro_batches) if planned else None,
+                sizes_known=call.message_shape is not None,
+            )
         return program
 
     def _steps(self, call: PipelineCall, program: Program) -> Steps:
-        if call.forward_only:
+        if call.forward_only or self._first.cold:
             return planned_steps(program)
         cap = self.book.enforced_cap(call.micro_batches, call.stage)
         return self.dispatcher.steps(program, cap, self.book.released_at_backward_input(call.micro_batches))

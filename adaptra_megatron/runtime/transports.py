@@ -81,7 +81,7 @@ def make_transport(call: PipelineCall, config: AdaptraConfig, clock: DeviceClock
     links = maker.links()
     if device is None:
         return WaitingThreadTransport(rendezvous.stage, links, call.chunks, timeout_s(config))
-    return StreamTransport(rendezvous.stage, links, device, clock, watch)
+    return StreamTransport(rendezvous.stage, links, device, clock, watch, timeout_s(config))
 
 
 def path_policy(config: AdaptraConfig, transport: Transport) -> PathPolicy | None:

@@ -118,6 +118,11 @@ class DualLink(HostLink):
                 host_down=self._health.cause if down else None,
             )
 
+    @property
+    def uses_device(self) -> bool:
+        with self._lock:
+            return self._outlet.path is Path.DEVICE or self._outlet.retained > 0 or self._inlet.in_use
+
     def post_send(self, key: MessageKey, tensor: torch.Tensor) -> MessageTimes:
         outgoing = self._outgoing(key, tensor)
         now_s = time.monotonic()

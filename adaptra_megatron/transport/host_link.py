@@ -188,6 +188,11 @@ class HostLink:
         """Messages that came again and were dropped."""
         return self._reader.doubles + self._arrivals.doubles
 
+    @property
+    def uses_device(self) -> bool:
+        """Whether messages go, or are awaited, by another path than the host path."""
+        return False
+
     # What the supervisor calls.
 
     @property

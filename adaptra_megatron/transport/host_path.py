@@ -72,6 +72,7 @@ class HostTransport:
         self.stage = rendezvous.stage
         self.rendezvous = rendezvous
         self._maker, self._paths, self._device = maker, paths, device
+        self._timeout_s, self._sizes_vary = settings.timeout_s, False
         self._sent: list[MessageTimes] = []
         self._received: list[MessageTimes] = []
         self._peer_of: dict[MessageKey, int] = {}
@@ -153,6 +154,7 @@ class HostTransport:
                 f"stage {self.stage}: the host path was made for tensors on {device}, not on {specification.device}; "
                 "use --adaptra-host-transport off"
             )
+        self._sizes_vary = specification.shape is None
         for link in self._links.values():
             link.describe(specification)
 
@@ -162,13 +164,16 @@ class HostTransport:
     def post_receive(self, key: MessageKey, peer: int) -> None:
         self._links[peer].post_receive(key)
         self._peer_of[key] = peer
+        if self._sizes_vary and not self.sees_arrivals(peer):
+            # A link's thread launches what follows a header: nothing may come between them.
+            self.wait_any([key], time.monotonic() + self._timeout_s)
 
     def ready(self, key: MessageKey) -> bool:
         return self._links[self._peer_of[key]].ready(key)
 
     def sees_arrivals(self, peer: int) -> bool:
-        """Always: a link's threads see what comes by either path."""
-        return True
+        """Threads of a link see what comes by either path, but on a GPU the device path has kernels in its queues."""
+        return self._device is None or not self._links[peer].uses_device
 
     def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
         if any(map(self.ready, keys)):

@@ -134,6 +134,14 @@ class Inlet(Generic[Specification]):
         """Whether messages have come by the device path, or are expected on it, since it was last made."""
         return self._session is not None and self._session.opened is not None
 
+    @property
+    def in_use(self) -> bool:
+        """Whether messages are to come by the device path from now on, or are still under way on it."""
+        current = self._session
+        if current is None or current.opened is None:
+            return False
+        return current.opened.until is None or any(number >= 0 for number in current.waiting)
+
     def expects(self, key: MessageKey) -> bool:
         """Whether the device path owes this message."""
         return self._session is not None and any(

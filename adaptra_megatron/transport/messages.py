@@ -84,10 +84,16 @@ class Transport(Protocol):
         """Send `tensor` (any shape and dtype). Returns at once; the bytes are held until they have left."""
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
-        """Announce that `key` will come from `peer`. Keys of one peer must be posted in the order it sends them."""
+        """Announce that `key` will come from `peer`. Keys of one peer must be posted in the order it sends them.
+
+        What this puts on a device it puts there before it returns: the order of all posts and sends is what keeps
+        devices from waiting for each other for ever (schedule.launch_order). Where the size is not known beforehand,
+        it may have to wait for a header first.
+        """
 
     def sees_arrivals(self, peer: int) -> bool:
-        """Whether the CPU sees what has arrived from `peer`: what `ready` and `wait_any` live by."""
+        """Whether the CPU sees what arrives from `peer`, which is what `ready` and `wait_any` live by, and nothing
+        between the two stages stands in a queue of a device meanwhile. May change at any time."""
 
     def ready(self, key: MessageKey) -> bool:
         """Whether `wait(key)` would return, or raise, without waiting."""

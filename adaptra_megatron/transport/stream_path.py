@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -63,20 +62,19 @@ class StreamTransport:
         device: Device,
         clock: DeviceClock | None,
         watch: LinkWatch,
+        timeout_s: float,
         last_resort: Callable[[], None] | None = None,
     ) -> None:
         """`links`: of this stage, connected. `clock`: of the device, to tell when messages were posted and arrived:
         `take_times` is for when the device has used the last of them. None: nothing is timed. `watch`: of the links;
-        tells of failures from now on. `last_resort`: what ends the process when the training thread does not; None:
-        `end_process`.
+        tells of failures from now on. `timeout_s`: longest wait for the size of a message. `last_resort`: what ends the
+        process when the training thread does not; None: `end_process`.
         """
         self._stage, self._links = stage, links
-        self._device, self._clock, self._watch = device, clock, watch
+        self._device, self._clock, self._watch, self._timeout_s = device, clock, watch, timeout_s
         self._last_resort = last_resort or end_process
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
         self._receives: dict[MessageKey, _Receive] = {}
-        self._announced: dict[int, deque[MessageKey]] = defaultdict(deque)
-        """Keys whose messages say first what they look like, so that nothing can be received ahead; by peer."""
         self._sent: list[MessageTimes] = []
         self._received: list[tuple[MessageKey, _Receive]] = []
         self._failure: TransportError | None = None
@@ -101,12 +99,16 @@ class StreamTransport:
             self._sent.append(MessageTimes(key, peer, now_s, now_s, outgoing.nbytes, Path.DEVICE))
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
+        """As in Transport. The size of what varies in size is waited for here; one that does not come ends the run."""
         assert key not in self._receives, f"{key} was posted twice"
         specification = self._specification
-        if specification.shape is None:
-            self._announced[peer].append(key)
-        else:
-            self._receives[key] = self._receive(key, peer, specification.shape, specification.dtype)
+        shape = specification.shape
+        if shape is None:
+            header = self._receive(key, peer, (HEADER_NUMBERS,), torch.int64)
+            with self._raising(key, (peer, self._stage)) as group:
+                group.wait(header.work, self._timeout_s)
+                shape = decode_shape(group.read(header.buffer))
+        self._receives[key] = self._receive(key, peer, shape, specification.dtype)
 
     def ready(self, key: MessageKey) -> bool:
         return False
@@ -122,8 +124,6 @@ class StreamTransport:
         return Path.DEVICE
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
-        if key not in self._receives:
-            self._receive_through(key, deadline_s)
         receive = self._receives.pop(key)
         with self._raising(key, (receive.peer, self._stage)) as group:
             group.follow(receive.work, max(0.0, deadline_s - time.monotonic()))
@@ -161,19 +161,6 @@ class StreamTransport:
         freed = [group.wait_until_freed(until_s) for group in self._links.values()]
         self._watch.close()
         return all(freed)
-
-    def _receive_through(self, key: MessageKey, deadline_s: float) -> None:
-        """Receive what the sender of `key` sent before it, and `key`: none of its messages can be skipped."""
-        peer = next(peer for peer, announced in self._announced.items() if key in announced)
-        first = None
-        while first != key:
-            first = self._announced[peer].popleft()
-            header = self._receive(first, peer, (HEADER_NUMBERS,), torch.int64)
-            with self._raising(first, (peer, self._stage)) as group:
-                group.wait(header.work, max(0.0, deadline_s - time.monotonic()))
-                shape = decode_shape(group.read(header.buffer))
-            body = self._receive(first, peer, shape, self._specification.dtype)
-            self._receives[first] = body._replace(posted=header.posted)
 
     def _receive(self, key: MessageKey, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> _Receive:
         device = self._device

@@ -108,8 +108,7 @@ def dispatcher(mode: str, links: Any, team: Any = None) -> Dispatcher:
 
 
 def run(made: Dispatcher, links: Any) -> list[Step]:
-    inbox = Inbox(links, program(), 0, lookahead=2, timeout_s=20.0)
-    inbox.open()
+    inbox = Inbox(links, program(), 0, timeout_s=20.0)
     return list(made.steps(program(), CAP, 0.0)(inbox))
 
 
@@ -207,8 +206,7 @@ def test_followers_run_what_the_leader_has_decided_and_the_plan_where_it_says_so
 def test_where_arrivals_become_invisible_the_plan_says_what_to_wait_for() -> None:
     links = links_with("F0")
     made = dispatcher("online", links)
-    inbox = Inbox(links, program(), 0, lookahead=2, timeout_s=20.0)  # type: ignore[arg-type]
-    inbox.open()
+    inbox = Inbox(links, program(), 0, timeout_s=20.0)  # type: ignore[arg-type]
     steps = made.steps(program(), CAP, 0.0)(inbox)
     assert names([next(steps)]) == "F0"
     links.blind.update((0, 2))
@@ -282,8 +280,7 @@ def test_a_gpu_is_given_one_action_more_than_it_runs_and_time_to_leave_no_plan(
 
     monkeypatch.setattr(links, "wait_any", wait_any)
     made = Dispatcher("online", links, None, torch.device("cuda"), timeout_s=20.0)  # type: ignore[arg-type]
-    inbox = Inbox(links, program(), 0, lookahead=2, timeout_s=20.0)  # type: ignore[arg-type]
-    inbox.open()
+    inbox = Inbox(links, program(), 0, timeout_s=20.0)  # type: ignore[arg-type]
     steps = []
     for step in made.steps(program(), CAP, 0.0)(inbox):
         steps.append(step)

@@ -51,7 +51,7 @@ class SimulatedStage:
         self.device.train_here()
         maker = self.maker(rendezvous)
         maker.connect(wrap=False)
-        return StreamTransport(self.stage, maker.links(), self.device, clock, self.watch, self.end_process)
+        return StreamTransport(self.stage, maker.links(), self.device, clock, self.watch, TIMEOUT_S, self.end_process)
 
     def work(self, over: threading.Event) -> None:
         """Have the device work, as devices do, until it is `over`, or the process is."""
