@@ -6,7 +6,11 @@
 
 Cases, and the model, are those of tests/support/device_model: 2 to 8 stages, up to 3 chunks and 32 micro-batches, up to
 3 iterations with different plans, 1 or 2 replicas. Our own rule plays all of them, the others the first of them. Exit
-status 1 if ours, or stock Megatron's own calls, deadlock anywhere. 20,000 take about 20 minutes on one core.
+status 1 if ours deadlocks anywhere. 20,000 take about 20 minutes on one core.
+
+Stock's own calls deadlock where all of this comes together: interleaved chunks without overlap_p2p_comm, as many
+micro-batches as stages, and communicators that connect at their first use. A group of sends and receives then waits for
+a connection whose other end is in the peer's next call, and the peer waits for its device (batch_p2p_sync) before that.
 """
 
 from __future__ import annotations
@@ -67,8 +71,8 @@ def play(first: int, cases: int, others: int) -> tuple[Counts, Counts]:
             for kind in kinds_of(case):
                 played[rule, kind] += 1
                 deadlocks[rule, kind] += outcome.deadlock is not None
-            if outcome.deadlock is not None and rule in (OURS, STOCK):
-                print(f"case {first + number}, {rule}:\n{outcome.deadlock}", file=sys.stderr)
+            if outcome.deadlock is not None and rule == OURS:
+                print(f"case {first + number}:\n{outcome.deadlock}", file=sys.stderr)
         if number % 500 == 499:
             gc.collect()
             print(f"{number + 1} cases, {time.monotonic() - begun_s:.0f} s", file=sys.stderr, flush=True)
@@ -121,7 +125,7 @@ def main() -> None:
     print(text)
     if arguments.output is not None:
         arguments.output.write_text(text)
-    sys.exit(any(deadlocks[rule, "all"] for rule in (OURS, STOCK)))
+    sys.exit(deadlocks[OURS, "all"] > 0)
 
 
 if __name__ == "__main__":
