@@ -27,6 +27,7 @@ CONFIG = SimpleNamespace(fp8=None, fp4=None, tp_comm_overlap=False, cpu_offloadi
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in stand_in_te.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
 
 
 @pytest.fixture
