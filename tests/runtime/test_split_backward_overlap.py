@@ -7,6 +7,7 @@ place until then is not a number, so that a product which comes too early shows.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,13 +68,11 @@ class Collectives:
         self.events.append(name)
         output.fill_(float("nan"))
 
-        class Work:
-            def wait(self) -> None:
-                collectives.events.append(f"wait for {name}")
-                output.copy_(result)
+        def wait() -> None:
+            self.events.append(f"wait for {name}")
+            output.copy_(result)
 
-        collectives = self
-        return Work()
+        return SimpleNamespace(wait=wait)
 
     def take(self) -> list[str]:
         """Events since the last call, collectives numbered from 1."""
