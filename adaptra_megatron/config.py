@@ -32,7 +32,7 @@ class AdaptraConfig:
     max_in_flight: float | None = None
     """Cap on activations (of one chunk's micro-batch) held by a stage; None: what measured memory has room for on GPUs,
     and on CPUs what stock's fullest stage holds."""
-    memory_fraction: float = 0.9
+    memory_fraction: float = 0.8
     """Of a GPU's memory, what plans may let be in use."""
     trace_dir: Path | None = None
     """Where each rank writes what it did and when; None: nothing is recorded."""

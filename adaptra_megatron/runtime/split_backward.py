@@ -15,8 +15,8 @@ Communication of tensor parallelism, which stock hides behind the products of on
   is what autograd's next node reads; and where there is something else to compute in between, because several layers
   read one input, autograd adds their gradients before any hook could wait for the sum. A weight gradient that is due
   could hide it only by coming at another time than the plan's: one planned before I fills the wait for I's message,
-  one planned behind it would delay the message that I sends. I with its own weight gradient behind the sum is a whole
-  backward, which the planner has as an action of its own.
+  one planned behind it would delay the message that I sends. An I with its own weight gradient behind the sum is a
+  whole backward, an action of its own (B).
 """
 
 from __future__ import annotations
