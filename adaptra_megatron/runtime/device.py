@@ -17,7 +17,7 @@ def current_device() -> torch.device:
 
 def current_stream() -> torch.cuda.Stream | None:
     """What this thread puts work on; None where there is no GPU."""
-    return torch.cuda.current_stream() if current_device().type == "cuda" else None
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 def pci_bus_id(device: torch.device) -> str | None:

@@ -28,7 +28,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in stand_in_te.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(sys.modules["transformer_engine"], "__version__", "2.8.0+stand-in")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
 
 
 @pytest.fixture
