@@ -179,6 +179,18 @@ def test_only_rings_are_attached() -> None:
             Ring.attach(other.fd)
 
 
+def test_a_ring_cannot_be_executed_where_the_kernel_lets_it_be_said() -> None:
+    try:
+        os.close(os.memfd_create("looking", 8))  # MFD_NOEXEC_SEAL
+    except OSError:
+        pytest.skip("a kernel before 6.3")
+    ring = Ring.create(4, SLOT)
+    assert not os.fstat(ring.fd).st_mode & 0o111
+    with pytest.raises(PermissionError):
+        os.fchmod(ring.fd, 0o777)
+    Ring.attach(ring.fd)
+
+
 # Byte of the header, and what is written there: see FrameHeader in csrc/ring/frame.hpp.
 SPOILT = {
     "magic": (0, b"XXXX"),
