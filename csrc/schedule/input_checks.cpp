@@ -47,7 +47,7 @@ void check_problem(const Problem& problem) {
     require_size(problem.to_next.size(), stages, "to_next");
     require_size(problem.to_previous.size(), stages, "to_previous");
     require_size(problem.cap.size(), stages, "cap");
-    total_of(problem.cap, "cap");
+    for (const double cap : problem.cap) require(cap >= 1.0, "cap has an entry that is not 1 or more");
     const double seconds = total_of(problem.forward, "forward_s") +
                            total_of(problem.backward_input, "backward_input_s") +
                            total_of(problem.backward_weight, "backward_weight_s") +

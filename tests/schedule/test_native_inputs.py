@@ -45,6 +45,7 @@ def problem(**changed: object) -> _native.Problem:
         {"to_previous": [(0.0, 0.0), (0.0, -1.0)]},
         {"cap": [math.inf]},
         {"cap": [math.inf, math.nan]},
+        {"cap": [0.5, 1.0]},
         {"forward_s": [1.0, 1.0, 1.0, math.nan]},
         {"forward_s": [1.0, 1.0, 1.0, math.inf]},
         {"forward_s": [1e308] * 4},
