@@ -63,9 +63,7 @@ class HostLink:
             unit_nbytes=settings.slot_nbytes,
             on_ready=self._writer.payload_ready,
         )
-        self._reader = HostLinkReader(
-            self._state, self._copies, self._writer, self._arrivals.due, self, settings.max_message_nbytes
-        )
+        self._reader = HostLinkReader(self._state, self._copies, self._writer, self._arrivals.due, self, settings)
         self._writer.start()
         self._reader.start()
 
