@@ -85,6 +85,27 @@ def test_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu_megatron()
 
 
+def test_groups_have_one_worker_thread() -> None:
+    program = """
+from adaptra_megatron.emulation.megatron_on_cpu import cpu_megatron
+with cpu_megatron():
+    import os, tempfile, torch, torch.distributed as dist
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+    before, file = threads(), tempfile.NamedTemporaryFile()
+    dist.init_process_group("nccl", init_method=f"file://{file.name}", rank=0, world_size=1)
+    assert threads() == before + 2, "gloo's loop over sockets, and one worker"
+    group = dist.new_group([0], backend="gloo")
+    assert threads() == before + 4
+    ones = torch.ones(3)
+    dist.all_reduce(ones, group=group)
+    assert ones.sum() == 3
+    dist.destroy_process_group()
+"""
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
+
+
 def test_fused_weight_gradient_accumulates() -> None:
     program = """
 from adaptra_megatron.emulation.megatron_on_cpu import cpu_megatron
