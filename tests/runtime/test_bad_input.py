@@ -60,7 +60,7 @@ def test_impossible_plan_is_refused_by_every_rank(
     schedule, message = broken_plans()[name]
     path = tmp_path / "plan.csv"
     path.write_text(schedule_to_csv(schedule))
-    refused(train(start_ranks, "--adaptra-plan-csv", str(path)), "ScheduleError", message, str(path))
+    refused(train(start_ranks, "--adaptra-plan-csv", str(path)), "ConfigError", message, str(path))
 
 
 @pytest.mark.timeout(90)
@@ -68,7 +68,7 @@ def test_plan_that_passes_the_cap_is_refused(tmp_path: Path, start_ranks: Callab
     path = tmp_path / "plan.csv"
     path.write_text(schedule_to_csv(split_backward(one_f_one_b(STAGES, MICRO_BATCHES), None)))
     results = train(start_ranks, "--adaptra-plan-csv", str(path), "--adaptra-max-in-flight", "3")
-    refused(results, "ScheduleError", "stage 0 F(micro-batch 3, chunk 0)", "its cap is 3")
+    refused(results, "ConfigError", "stage 0 F(micro-batch 3, chunk 0)", "its cap is 3")
 
 
 @pytest.mark.timeout(90)
