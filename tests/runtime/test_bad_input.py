@@ -83,6 +83,17 @@ def test_pipeline_of_one_stage_is_refused(start_ranks: Callable[..., list[RankRe
     refused(train(start_ranks, stages=1), "UnsupportedFeatureError", "PP 1", "drop --adaptra")
 
 
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("transport", ["off", "shm"])
+def test_a_timeout_that_is_too_short_is_named(
+    transport: str, tmp_path: Path, start_ranks: Callable[..., list[RankResult]]
+) -> None:
+    path = tmp_path / "plan.csv"
+    path.write_text(schedule_to_csv(one_f_one_b(STAGES, MICRO_BATCHES)))
+    given = ("--adaptra-plan-csv", str(path), "--adaptra-host-transport", transport, "--adaptra-timeout-s", "0.0005")
+    refused(train(start_ranks, *given), "TransportError", "0.0005 s (--adaptra-timeout-s)")
+
+
 def refused(results: list[RankResult], error: str, *messages: str) -> None:
     for result in results:
         assert result.returncode == 1, result.output
