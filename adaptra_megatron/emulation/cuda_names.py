@@ -212,7 +212,7 @@ class _OneWorker(type):
 class OneWorkerGloo(metaclass=_OneWorker):
     """`ProcessGroupGloo` with one worker thread: the two that a group has by default write the name of the last
     collective without a lock, and free the same string twice when they end coalesced all-gathers at the same time
-    (torch 2.13, `ProcessGroupGloo::runLoop`; docs/troubleshooting.md).
+    (torch 2.13, `ProcessGroupGloo::runLoop`: docs/upstream/torch_gloo_double_free.md).
 
     Collectives of one group run one after the other then, in the order in which they were called.
     """
