@@ -47,12 +47,12 @@ class Enabling:
         """Decide by the --adaptra flags among others on `command_line` (default: the process's own).
 
         Does nothing once it is decided, or when the program has patched Megatron by itself. Where --adaptra was not
-        taken as given, it is a word that the program has read, or ignored, by itself: warns that it has no effect.
+        taken as given, a program that has none of our modules has read it, or ignored it: warns that it has no effect.
         """
         if self._decided:
             return
         patches = sys.modules.get("adaptra_megatron.patches")
-        if patches is not None and patches.in_force() is not None:
+        if patches is not None and (not self._requested or patches.in_force() is not None):
             self._decided = True
             return
         command_line = sys.argv[1:] if command_line is None else command_line

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,7 +119,12 @@ class TestWithoutMegatronsParser:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         enabling = Enabling(requested=False)
+        monkeypatch.delitem(sys.modules, "adaptra_megatron.patches")
         for _iteration in range(2):
             enabling.decide_without_parser(line.split())
-        assert in_force() is None
         assert caplog.text.count("nothing has been patched: stock Megatron runs") == said
+
+    def test_a_program_that_has_our_modules_decides_by_itself(self, caplog: pytest.LogCaptureFixture) -> None:
+        Enabling(requested=False).decide_without_parser(["--adaptra", "--adaptra-policy", "off"])
+        assert caplog.text == ""
+        assert in_force() is None
