@@ -168,9 +168,10 @@ def test_health_says_until_when_waiting_makes_sense() -> None:
     health.down("connection refused", 203.0)
     assert health.broken_from_s() == 205.0, "failed attempts do not prolong the grace period"
     text = str(health.error("waited for", key(3), 199.0, 206.0, receiving=True))
-    for part in ("stage 1, link 2->1", str(key(3)), "for 7.0 s", "down for 6.0 s: connection refused", "stage 2 first"):
+    for part in ("stage 1, link 2->1", str(key(3)), "for 7 s", "down for 6.0 s: connection refused", "stage 2 first"):
         assert part in text
     health.up()
+    assert "(--adaptra-timeout-s)" in str(health.error("waited for", key(3), 0.0, 600.0, receiving=True))
     health.said_bye = True
     assert health.broken_from_s() == -math.inf
     assert "stage 2 has closed its end" in str(health.error("x", key(0), 0.0, 1.0, receiving=False))
