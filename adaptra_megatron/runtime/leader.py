@@ -175,7 +175,8 @@ class PlanLeader:
             micro_batches=micro_batches,
             can_split=self._book.adapts and layout.can_split,
             caps=caps,
-            released_at_backward_input=self._memory.released_at_backward_input(layout.stages),
+            # Costs have one for all stages, which is not negative: those that release least count.
+            released_at_backward_input=max(0.0, min(self._memory.released_at_backward_input(layout.stages))),
         )
 
 

@@ -150,9 +150,20 @@ class Event:
 class Inbox:
     """Puts one sender's messages together, over any number of rings; each message comes out once."""
 
-    def __init__(self, *, max_message_nbytes: int, pooled_nbytes: int, for_device: bool = False) -> None:
-        """`for_device`: messages are on their way to a device. Forked children do not have their memory, and what was
-        asked for comes out in parts, without a copy: each part once, in no particular order."""
+    def __init__(
+        self,
+        *,
+        max_message_nbytes: int,
+        pooled_nbytes: int,
+        window_nbytes: int = 256 << 20,
+        for_device: bool = False,
+    ) -> None:
+        """`window_nbytes`: the sender's; what is begun and not finished, less the largest, stays below it.
+
+        Notes and probes have as much for themselves. `for_device`: messages are on their way to a device. Forked
+        children do not have their memory, and what was asked for comes out in parts, without a copy: each part once, in
+        no particular order.
+        """
     def ask(self, *, iteration: int, direction: int, chunk: int, micro_batch: int) -> None:
         """Have this message come out in parts, unless it has begun to come. Iterations only go up."""
     def next(self, ring: Ring, deadline_s: float, seen_pokes: int | None = None, hurry: bool = False) -> Event | None:

@@ -47,8 +47,9 @@ Outcome write_control(Ring& ring, FrameKind kind, std::uint64_t sequence, double
     return outcome;
 }
 
-Inbox::Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes, bool for_device)
+Inbox::Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes, std::uint64_t window_nbytes, bool for_device)
     : max_message_nbytes_(max_message_nbytes),
+      window_nbytes_(window_nbytes),
       for_device_(for_device),
       pool_(std::make_shared<MemoryPool>(pooled_nbytes, for_device)) {}
 
@@ -135,7 +136,7 @@ std::optional<Event> Inbox::accept_data(Ring& ring, const Slot& slot, const Fram
         ++doubles_;
         return Event{Event::Kind::kRepeated, header, nullptr, monotonic_s()};
     }
-    Partial& part = partial(header);
+    Partial& part = partial(header, ring.slot_nbytes());
     if (!note_frame(header, part)) return std::nullopt;
     if (part.block == nullptr) return hand_out(ring, slot, header, part);
     if (header.nbytes != 0) std::memcpy(part.block->data() + header.offset, slot.payload, header.nbytes);
@@ -152,8 +153,8 @@ Event Inbox::hand_out(Ring& ring, const Slot& slot, const FrameHeader& header, P
     const auto continues = [&](const Slot& behind) {
         next = *behind.header;
         return next.kind == FrameKind::kData && same_message(next, header) &&
-               next.offset == header.offset + event.header.nbytes && part.offsets.count(next.offset) == 0 &&
-               behind.payload == slot.payload + event.header.nbytes;
+               next.offset == header.offset + event.header.nbytes && next.offset < header.total_nbytes &&
+               !part.here[next.offset / part.slot_nbytes] && behind.payload == slot.payload + event.header.nbytes;
     };
     // Not all of the ring: the device copies one part while the next comes.
     const std::uint64_t most = std::max<std::uint64_t>(1, ring.slots() / kPartsOfRing);
@@ -167,9 +168,10 @@ Event Inbox::hand_out(Ring& ring, const Slot& slot, const FrameHeader& header, P
 }
 
 bool Inbox::note_frame(const FrameHeader& header, Partial& part) {
-    if (!part.offsets.insert(header.offset).second) return false;
-    if (header.nbytes > part.missing) throw FrameError("parts of message " + std::to_string(header.sequence) + " overlap");
-    part.missing -= header.nbytes;
+    const std::size_t slot = header.offset / part.slot_nbytes;
+    if (part.here[slot]) return false;
+    part.here[slot] = true;
+    --part.missing;
     return true;
 }
 
@@ -181,20 +183,24 @@ void Inbox::note_if_complete(const Partial& part) {
     note_complete(sequence);
 }
 
-Inbox::Partial& Inbox::partial(const FrameHeader& header) {
+Inbox::Partial& Inbox::partial(const FrameHeader& header, std::uint64_t slot_nbytes) {
     const auto found = partials_.find(header.sequence);
-    if (found == partials_.end()) {
-        if (partials_.size() >= kMaxPartials) {
-            throw FrameError("more than " + std::to_string(kMaxPartials) + " messages are under way at once");
-        }
-        return partials_
-            .emplace(header.sequence, Partial{header, place_for(header), {}, header.total_nbytes})
-            .first->second;
-    }
+    if (found == partials_.end()) return partials_.emplace(header.sequence, begin(header, slot_nbytes)).first->second;
     if (!same_message(found->second.first, header)) {
         throw FrameError("parts of message " + std::to_string(header.sequence) + " describe different messages");
     }
+    if (found->second.slot_nbytes != slot_nbytes) {
+        throw FrameError("message " + std::to_string(header.sequence) + " began in slots of " +
+                         std::to_string(found->second.slot_nbytes) + " bytes and goes on in slots of " +
+                         std::to_string(slot_nbytes));
+    }
     return found->second;
+}
+
+Inbox::Partial Inbox::begin(const FrameHeader& header, std::uint64_t slot_nbytes) {
+    const std::size_t slots = header.total_nbytes == 0 ? 1 : (header.total_nbytes - 1) / slot_nbytes + 1;
+    if (slots > 1) check_window(header);
+    return {header, place_for(header), slot_nbytes, std::vector<bool>(slots), slots};
 }
 
 std::shared_ptr<Block> Inbox::place_for(const FrameHeader& header) {
@@ -203,6 +209,22 @@ std::shared_ptr<Block> Inbox::place_for(const FrameHeader& header) {
         if (asked_.erase({header.iteration, header.direction, header.chunk, header.micro_batch}) != 0) return nullptr;
     }
     return pool_->get(header.total_nbytes);
+}
+
+// Less the largest: it may have begun last, and have come first over a lane that others were slower on.
+void Inbox::check_window(const FrameHeader& header) const {
+    const bool is_note = header.direction == kLastDirection;
+    std::uint64_t nbytes = header.total_nbytes, largest = header.total_nbytes;
+    for (const auto& [sequence, part] : partials_) {
+        if ((part.first.direction == kLastDirection) != is_note) continue;
+        nbytes += part.first.total_nbytes;
+        largest = std::max(largest, part.first.total_nbytes);
+    }
+    if (partials_.size() >= kMaxPartials || nbytes - largest >= window_nbytes_) {
+        throw FrameError(std::to_string(partials_.size() + 1) + " messages are under way at once, " +
+                         std::to_string(nbytes) + " bytes with message " + std::to_string(header.sequence) +
+                         ": more than a window of " + std::to_string(window_nbytes_));
+    }
 }
 
 bool Inbox::complete(std::uint64_t sequence) const {

@@ -12,7 +12,7 @@
 #include <optional>
 #include <set>
 #include <tuple>
-#include <unordered_set>
+#include <vector>
 
 #include "memory_pool.hpp"
 #include "ring.hpp"
@@ -47,7 +47,9 @@ struct Event {
 // once the device has them. Each part comes once, in no particular order.
 class Inbox {
 public:
-    Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes, bool for_device);
+    // `window_nbytes`: a sender begins another message only while less than this of the earlier ones is under way; notes
+    // and probes have as much for themselves.
+    Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes, std::uint64_t window_nbytes, bool for_device);
 
     // The message of this key is to be handed out in parts. Those of earlier iterations are not asked for any more.
     void ask(std::int64_t iteration, std::uint8_t direction, std::uint32_t chunk, std::uint32_t micro_batch);
@@ -64,8 +66,9 @@ private:
     struct Partial {
         FrameHeader first;
         std::shared_ptr<Block> block;  // none for a message that is handed out in parts
-        std::unordered_set<std::uint64_t> offsets;
-        std::uint64_t missing = 0;
+        std::uint64_t slot_nbytes = 0;
+        std::vector<bool> here;  // by slot of the message
+        std::size_t missing = 0;
     };
 
     // While a thread in a hurry reads, others sleep: each slot would wake all of them.
@@ -76,8 +79,10 @@ private:
     std::optional<Event> accept(Ring& ring, const Slot& slot, const FrameHeader& header);
     std::optional<Event> accept_data(Ring& ring, const Slot& slot, const FrameHeader& header);
     Event hand_out(Ring& ring, const Slot& slot, const FrameHeader& header, Partial& part);
-    Partial& partial(const FrameHeader& header);
+    Partial& partial(const FrameHeader& header, std::uint64_t slot_nbytes);
+    Partial begin(const FrameHeader& header, std::uint64_t slot_nbytes);
     std::shared_ptr<Block> place_for(const FrameHeader& header);
+    void check_window(const FrameHeader& header) const;
     // Whether this frame of a message was not here before.
     bool note_frame(const FrameHeader& header, Partial& part);
     void note_if_complete(const Partial& part);
@@ -85,6 +90,7 @@ private:
     void note_complete(std::uint64_t sequence);
 
     const std::uint64_t max_message_nbytes_;
+    const std::uint64_t window_nbytes_;
     const bool for_device_;
     const std::shared_ptr<MemoryPool> pool_;
     std::mutex taking_;

@@ -155,8 +155,9 @@ void define_inbox(py::module_& module) {
         .def_readonly("first_slot", &Event::first_slot)
         .def_readonly("slots", &Event::slots);
     py::class_<Inbox>(module, "Inbox")
-        .def(py::init<std::uint64_t, std::uint64_t, bool>(), py::kw_only(), py::arg("max_message_nbytes"),
-             py::arg("pooled_nbytes"), py::arg("for_device") = false)
+        .def(py::init<std::uint64_t, std::uint64_t, std::uint64_t, bool>(), py::kw_only(),
+             py::arg("max_message_nbytes"), py::arg("pooled_nbytes"),
+             py::arg("window_nbytes") = std::uint64_t{256} << 20, py::arg("for_device") = false)
         .def("ask", &Inbox::ask, py::kw_only(), py::arg("iteration"), py::arg("direction"), py::arg("chunk"),
              py::arg("micro_batch"))
         .def("next", &next, py::arg("ring"), py::arg("deadline_s"), py::arg("seen_pokes") = py::none(),

@@ -7,6 +7,7 @@
 #include "blocking.hpp"
 #include "bounds.hpp"
 #include "dispatch.hpp"
+#include "input_checks.hpp"
 #include "replay.hpp"
 #include "search.hpp"
 
@@ -34,20 +35,25 @@ Problem make_problem(int stages, int chunks, int micro_batches, Table forward, T
     problem.forward = std::move(forward);
     problem.backward_input = std::move(backward_input);
     problem.backward_weight = std::move(backward_weight);
-    for (std::size_t row = 0; row < problem.forward.size(); ++row) {
-        problem.backward.push_back(problem.backward_input[row] + problem.backward_weight[row]);
-    }
     problem.to_next = links_from(to_next);
     problem.to_previous = links_from(to_previous);
     problem.cap = std::move(cap);
     problem.released = released;
+    check_problem(problem);
+    for (std::size_t row = 0; row < problem.forward.size(); ++row) {
+        problem.backward.push_back(problem.backward_input[row] + problem.backward_weight[row]);
+    }
     return problem;
 }
 
 // Orders, or programs of stages that block, kept on this side: for many replays of the same ones.
 struct EncodedOrders {
     Orders orders;
+    CodeRange range = range_of(orders);
 };
+
+// Below 0, a program has calls.
+constexpr Code kLeastCall = ~(kSendNext | kSendPrevious | kReceiveNext | kReceivePrevious);
 
 // Last end of each stage's actions; empty when the orders deadlock.
 std::vector<double> finish_of(double makespan, const std::vector<std::vector<double>>& end) {
@@ -58,6 +64,7 @@ std::vector<double> finish_of(double makespan, const std::vector<std::vector<dou
 }
 
 std::vector<double> replay_finish(const Problem& problem, const EncodedOrders& encoded) {
+    check_orders(problem, encoded.orders, encoded.range);
     py::gil_scoped_release release;
     Replay run(problem);
     const double makespan = run.run(encoded.orders);
@@ -65,6 +72,7 @@ std::vector<double> replay_finish(const Problem& problem, const EncodedOrders& e
 }
 
 std::vector<double> blocking_finish(const Problem& problem, const EncodedOrders& programs) {
+    check_orders(problem, programs.orders, programs.range, kLeastCall);
     py::gil_scoped_release release;
     BlockingReplay run(problem);
     const double makespan = run.run(programs.orders);
@@ -72,6 +80,7 @@ std::vector<double> blocking_finish(const Problem& problem, const EncodedOrders&
 }
 
 py::dict replay_blocking(const Problem& problem, const EncodedOrders& programs) {
+    check_orders(problem, programs.orders, programs.range, kLeastCall);
     BlockingReplay run(problem);
     double makespan = 0.0;
     {
@@ -86,6 +95,7 @@ py::dict replay_blocking(const Problem& problem, const EncodedOrders& programs) 
 }
 
 py::dict replay(const Problem& problem, const Orders& orders) {
+    check_orders(problem, orders, range_of(orders));
     Replay run(problem);
     double makespan = 0.0;
     {
@@ -138,6 +148,7 @@ py::tuple dispatch_finish(const Problem& problem) {
 }
 
 py::dict plan(const Problem& problem, bool split, std::int64_t budget) {
+    if (budget < 0) throw std::invalid_argument("budget must be 0 or more actions");
     SearchResult found;
     Bound bound;
     {
@@ -210,5 +221,4 @@ PYBIND11_MODULE(_native, module) {
     module.def("dispatch", &dispatch, py::arg("problem"));
     module.def("plan", &plan, py::arg("problem"), py::arg("split"), py::arg("budget"));
     module.def("lower_bound", &bound, py::arg("problem"));
-    module.def("least_cap", &least_cap, py::arg("problem"), py::arg("group"));
 }

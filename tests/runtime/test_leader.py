@@ -105,7 +105,7 @@ def test_plans_follow_findings_and_are_explained_by_them(telemetry: RunTelemetry
         schedule = schedule_from_csv(decisions[index].csv or "", chunks=1)
         check_schedule(schedule, max_in_flight=(8,) * 4)
         planned_for = costs_from_json(json.loads(decisions[index].costs or ""))
-        assert simulate(schedule, planned_for).makespan_s == decisions[index].predicted_s, "receives are posted by these"
+        assert simulate(schedule, planned_for).makespan_s == decisions[index].predicted_s, "receives follow these"
     telemetry.close()
     first, onset, healed = _events(tmp_path, PlanMade)
     assert decisions[6].predicted_s == onset.predicted_s
