@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What settings name: files of plans, costs and communicators; a network interface. Judged before training, torch-free."""
+"""What settings name: files of plans, costs and communicators; an interface. Judged before training, without torch."""
 
 from __future__ import annotations
 
