@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import queue
 import threading
-from datetime import timedelta
+import time
 from typing import Any
-
-from torch.distributed import DistStoreError
 
 from adaptra_megatron.runtime.decisions import Decision
 
 LOOK_UP_S = 1.0
-"""How often a thread that waits for the store looks whether it is to end."""
+"""How long a thread that asks the store, and is to end, is waited for, and how often it looks at what else there is."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
+"""Between two looks into the store; each is half as long again as the one before."""
 
 
 def decision_key(iteration: int) -> str:
@@ -27,15 +28,28 @@ def packed(decision: Decision) -> bytes:
     return pickle.dumps(tuple(decision))
 
 
+def arrives(store: Any, key: str, closed: threading.Event, limit_s: float = math.inf) -> bool:
+    """Whether `key` gets into the store within `limit_s`, and before `closed` is set. Raises RuntimeError.
+
+    Looks again and again: a wait of the store's own that expires writes warnings of a broken network into the log.
+    """
+    until_s, pause_s = time.monotonic() + limit_s, _FIRST_PAUSE_S
+    while not closed.is_set():
+        if store.check([key]):
+            return True
+        if time.monotonic() >= until_s or closed.wait(pause_s):
+            return False
+        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+    return False
+
+
 class DecisionReader:
     """Of a rank that follows: a thread that waits for each decision as soon as there can be one."""
 
     def __init__(self, store: Any, timeout_s: float) -> None:
-        """`store`: a client of its own, because it answers one request at a time, and these wait. `timeout_s`: how long
-        a decision may be waited for."""
-        self._timeout_s = timeout_s
-        store.set_timeout(timedelta(seconds=LOOK_UP_S))
-        self._store = store
+        """`store`: a client of its own, because it answers one request at a time. `timeout_s`: how long a decision may be
+        waited for."""
+        self._store, self._timeout_s = store, timeout_s
         self._expected: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._news = threading.Condition()
@@ -91,9 +105,5 @@ class DecisionReader:
 
     def _read(self, iteration: int) -> Decision | None:
         """None if told to end while there is none."""
-        while not self._closed.is_set():
-            try:
-                return Decision(*pickle.loads(self._store.get(decision_key(iteration))))
-            except DistStoreError:
-                continue
-        return None
+        key = decision_key(iteration)
+        return Decision(*pickle.loads(self._store.get(key))) if arrives(self._store, key, self._closed) else None
