@@ -47,8 +47,8 @@ class DecisionReader:
     """Of a rank that follows: a thread that waits for each decision as soon as there can be one."""
 
     def __init__(self, store: Any, timeout_s: float) -> None:
-        """`store`: a client of its own, because it answers one request at a time. `timeout_s`: how long a decision may be
-        waited for."""
+        """`store`: a client of its own, because it answers one request at a time. `timeout_s`: how long a decision may
+        be waited for."""
         self._store, self._timeout_s = store, timeout_s
         self._expected: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._closed = threading.Event()

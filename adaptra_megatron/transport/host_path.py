@@ -23,6 +23,8 @@ from adaptra_megatron.transport.dual_link import DualLink
 from adaptra_megatron.transport.host_link import HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.host_setup import Meeting, meet
+from adaptra_megatron.transport.line_messages import NoteCame
+from adaptra_megatron.transport.lines import Lines
 from adaptra_megatron.transport.link_setup import LinkMaker
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.note_mail import NoteMail
@@ -80,6 +82,7 @@ class HostTransport:
         self._bell = Bell()
         self._links: dict[int, HostLink] = {}
         self._supervisor: Supervisor | None = None
+        self._lines: Lines | None = None
         peers = neighbours(self.stage, rendezvous.stages, wrap=chunks > 1)
         meeting = meet(rendezvous, peers, settings)
         self._transports = meeting.transports
@@ -108,30 +111,41 @@ class HostTransport:
     def _bring_up(self, meeting: Meeting, settings: HostSettings) -> None:
         of_link = {peer: _settings_for(transport, settings) for peer, transport in meeting.transports.items()}
         try:
+            secret = job_secret(dist.distributed_c10d._get_default_store())
             with started_on(settings.cpus):
+                self._lines = lines = Lines(
+                    self.stage,
+                    self.rendezvous.name,
+                    bytes.fromhex(meeting.pipeline),
+                    secret,
+                    list(meeting.line_listeners.values()),
+                    {peer: meeting.place(peer) for peer in of_link},
+                )
                 for peer in of_link:
                     self._links[peer] = self._make_link(peer, of_link[peer])
                 self._supervisor = Supervisor(
-                    _start(meeting, settings),
+                    _start(meeting, settings, secret),
                     list(meeting.listeners.values()),
                     [
                         Link(link, meeting.request(peer, settings), of_link[peer].slots, of_link[peer].slot_nbytes)
                         for peer, link in self._links.items()
                     ],
                 )
+                lines.begin(self._links)
         except BaseException:
             meeting.close()
             raise
 
     def _make_link(self, peer: int, settings: HostSettings) -> HostLink:
-        rendezvous, stage, maker = self.rendezvous, self.stage, self._maker
+        stage, maker, lines = self.stage, self._maker, self._lines
+        assert lines is not None
         if self._paths is None or maker is None:
             return HostLink(stage, peer, settings, self._device, self._bell)
 
         def make_group(as_sender: bool, session: int, timeout_s: float) -> LinkGroup:
             return maker.make((stage, peer) if as_sender else (peer, stage), session, timeout_s)
 
-        mail = NoteMail(rendezvous.client("notes"), f"{stage}-{peer}", f"{peer}-{stage}")
+        mail = NoteMail(lambda number, packet: lines.say(peer, NoteCame(number, packet.decode())))
         return DualLink(stage, peer, settings, self._paths, make_group, mail, self._device, self._bell)
 
     def _greet(self, limit_s: float) -> None:
@@ -262,6 +276,11 @@ class HostTransport:
         """Of the running delegate; None between two."""
         return self._delegate.process_id
 
+    def say_failed(self, cause: str) -> None:
+        """Tell all stages of the pipeline that this one ends with an error. Returns at once."""
+        if self._lines is not None:
+            self._lines.fail(cause)
+
     def close(self, *, drained: bool = True) -> bool:
         self._close_links()
         return self._maker is None or self._maker.close()
@@ -271,6 +290,8 @@ class HostTransport:
             link.close()
         if self._supervisor is not None:
             self._supervisor.close()
+        if self._lines is not None:
+            self._lines.close()
 
     @property
     def _delegate(self) -> Supervisor:
@@ -280,9 +301,8 @@ class HostTransport:
 
 def _settings_for(transport: str, settings: HostSettings) -> HostSettings:
     """An RNIC's work per slot is much the same whatever its size: over verbs, slots are larger."""
-    if transport != "verbs":
-        return settings
-    return replace(settings, slot_nbytes=max(settings.slot_nbytes, VERBS_SLOT_NBYTES))
+    slot_nbytes = max(settings.slot_nbytes, VERBS_SLOT_NBYTES) if transport == "verbs" else settings.slot_nbytes
+    return replace(settings, transport=transport, slot_nbytes=slot_nbytes)
 
 
 def neighbours(stage: int, stages: int, *, wrap: bool) -> list[int]:
@@ -293,12 +313,11 @@ def neighbours(stage: int, stages: int, *, wrap: bool) -> list[int]:
     return sorted(candidate for candidate in candidates if 0 <= candidate < stages and candidate != stage)
 
 
-def _start(meeting: Meeting, settings: HostSettings) -> Start:
-    store = dist.distributed_c10d._get_default_store()
+def _start(meeting: Meeting, settings: HostSettings, secret: bytes) -> Start:
     return Start(
         stage=meeting.stage,
         pipeline=meeting.pipeline,
-        secret=job_secret(store).hex(),
+        secret=secret.hex(),
         listeners=list(meeting.listeners),
         handshake_s=settings.handshake_s,
         stall_s=settings.stall_s,
