@@ -34,7 +34,7 @@ logger = logging.getLogger("adaptra_megatron.transport.lines")
 BEAT_S = 0.5
 SILENT_S = 2.0
 """Without a beat for so long, a process is taken to be stopped."""
-UNREACHABLE_S = 3.5
+UNREACHABLE_S = 3.0
 """A host that acknowledges nothing for so long is taken to have vanished."""
 _SILENT_BEATS = 8
 """Of so many beats, one is sent to a process that does not read them."""
@@ -89,6 +89,7 @@ class _Line:
         """None while the line is down."""
         self.heard_s = 0.0
         self.runs = True
+        self.reachable = True
         self.over = False
         """Whether the peer has said good-bye, or is gone."""
 
@@ -133,8 +134,7 @@ class Lines:
 
     def fail(self, cause: str) -> None:
         """Tell all stages of the pipeline that this one ends with an error. Returns at once; for any thread."""
-        text = f"{self._name(self._stage)} ended with an error: {cause}"[:NOTE_NBYTES]
-        self._call(functools.partial(self._lose, self._stage, text))
+        self._call(functools.partial(self._fail, cause))
 
     def close(self) -> None:
         """Say good-bye, and end. Safe to call twice."""
@@ -190,6 +190,7 @@ class Lines:
                 self._lose(line.peer, f"{self._name(line.peer)} is gone: its process has ended")
                 return
             except (OSError, asyncio.TimeoutError) as cause:
+                line.reachable = False
                 line.end.line_down(f"{cause}" or f"it did not answer within {_CONNECT_S:g} s")
                 await asyncio.sleep(_AGAIN_S)
                 continue
@@ -250,7 +251,7 @@ class Lines:
     async def _carry(self, line: _Line, connection: socket.socket) -> None:
         """Until the line breaks."""
         reader, line.writer = await asyncio.open_connection(sock=connection, limit=4 * NOTE_NBYTES)
-        line.heard_s = time.monotonic()
+        line.heard_s, line.reachable = time.monotonic(), True
         line.end.line_up()
         try:
             while packet := await reader.readline():
@@ -292,6 +293,12 @@ class Lines:
         if line.runs != running:
             line.runs = running
             line.end.peer_runs(running)
+
+    def _fail(self, cause: str) -> None:
+        for line in self._lines.values():
+            if not line.reachable:
+                self._lose(line.peer, f"{self._name(line.peer)} is gone, or cut off: its host does not answer")
+        self._lose(self._stage, f"{self._name(self._stage)} ended with an error: {cause}"[:NOTE_NBYTES])
 
     def _lose(self, stage: int, cause: str) -> None:
         """Pass on that a stage is lost, before anything else comes of it: of several, the first is the cause."""
