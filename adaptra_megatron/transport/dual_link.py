@@ -262,7 +262,9 @@ class DualLink(HostLink):
         carries = self._inlet.carries if receiving else self._outlet.path is Path.DEVICE
         alive = self._inlet.alive if receiving else self._outlet.device_healthy
         also = f"the device path is {'up' if alive else 'down: ' + half.cause}"
-        if alive and not carries:
+        if self._health.lost:
+            also = ""
+        elif alive and not carries:
             also += ", but the two stages could not agree to change to it"
         return self._health.error(doing, key, since_s, now_s, receiving=receiving, also=also)
 
