@@ -15,7 +15,7 @@ from adaptra_megatron.runtime.decisions import Decision
 LOOK_UP_S = 1.0
 """How long a thread that asks the store, and is to end, is waited for, and how often it looks at what else there is."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
-"""Between two looks into the store; each is half as long again as the one before."""
+"""Between two looks into the store, which all ranks share; each is half as long again as the one before."""
 
 
 def decision_key(iteration: int) -> str:
@@ -28,18 +28,31 @@ def packed(decision: Decision) -> bytes:
     return pickle.dumps(tuple(decision))
 
 
-def arrives(store: Any, key: str, closed: threading.Event, limit_s: float = math.inf) -> bool:
+def arrives(
+    store: Any,
+    key: str,
+    closed: threading.Event,
+    limit_s: float = math.inf,
+    longest_pause_s: float = _LONGEST_PAUSE_S,
+    hurry: threading.Event | None = None,
+) -> bool:
     """Whether `key` gets into the store within `limit_s`, and before `closed` is set. Raises RuntimeError.
 
     Looks again and again: a wait of the store's own that expires writes warnings of a broken network into the log.
+    Pauses grow, and begin anew once `hurry` is set.
     """
     until_s, pause_s = time.monotonic() + limit_s, _FIRST_PAUSE_S
     while not closed.is_set():
         if store.check([key]):
             return True
-        if time.monotonic() >= until_s or closed.wait(pause_s):
+        if time.monotonic() >= until_s:
             return False
-        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        if hurry is None or hurry.is_set():
+            closed.wait(pause_s)
+        elif hurry.wait(pause_s):
+            pause_s = _FIRST_PAUSE_S
+            continue
+        pause_s = min(1.5 * pause_s, longest_pause_s)
     return False
 
 
@@ -52,6 +65,8 @@ class DecisionReader:
         self._store, self._timeout_s = store, timeout_s
         self._expected: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._closed = threading.Event()
+        self._hurry = threading.Event()
+        """The training waits."""
         self._news = threading.Condition()
         self._decisions: dict[int, Decision] = {}
         self._failure: RuntimeError | None = None
@@ -73,7 +88,10 @@ class DecisionReader:
         Raises RuntimeError if the store has failed, TimeoutError if it holds no decision until the timeout.
         """
         with self._news:
+            if iteration not in self._decisions:
+                self._hurry.set()
             self._news.wait_for(lambda: iteration in self._decisions or self._failure is not None, self._timeout_s)
+            self._hurry.clear()
             for earlier in [known for known in self._decisions if known < iteration]:
                 del self._decisions[earlier]
             if iteration in self._decisions:
@@ -85,6 +103,7 @@ class DecisionReader:
     def close(self) -> None:
         """End the thread; after a decision that never came, within `LOOK_UP_S`."""
         self._closed.set()
+        self._hurry.set()
         self._expected.put(None)
         self._thread.join(timeout=2 * LOOK_UP_S)
 
@@ -106,4 +125,6 @@ class DecisionReader:
     def _read(self, iteration: int) -> Decision | None:
         """None if told to end while there is none."""
         key = decision_key(iteration)
-        return Decision(*pickle.loads(self._store.get(key))) if arrives(self._store, key, self._closed) else None
+        if not arrives(self._store, key, self._closed, hurry=self._hurry):
+            return None
+        return Decision(*pickle.loads(self._store.get(key)))

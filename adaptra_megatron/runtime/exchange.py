@@ -28,6 +28,8 @@ from adaptra_megatron.runtime.membership import Membership, exchange_error
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 
+_COLLECT_PAUSE_S = 0.02
+"""Between two looks of the leader, who is one, for what all have measured."""
 _MISSED_S = 30.0
 """How long a rank may be behind the first one with what it measured before the leader says so."""
 
@@ -187,7 +189,7 @@ class _Leader:
         while not self._closed.is_set():
             keys = [f"measured/{iteration}/{rank}" for rank in ranks]
             try:
-                if not arrives(store, f"complete/{iteration}", self._closed, LOOK_UP_S):
+                if not arrives(store, f"complete/{iteration}", self._closed, LOOK_UP_S, _COLLECT_PAUSE_S):
                     begun = store.check([f"count/{iteration}"])
                     since_s = since_s if begun else time.monotonic()
                     if not missed and time.monotonic() - since_s > _MISSED_S:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from adaptra_megatron.runtime.decision_reader import DecisionReader, decision_key, packed
 from adaptra_megatron.runtime.decisions import Decision
 from adaptra_megatron.runtime.exchange import DELAY, _Leader
 from adaptra_megatron.runtime.membership import Membership
@@ -40,6 +41,23 @@ def stopped() -> Iterator[StoppedStore]:
     store = StoppedStore(HashStore())
     yield store
     store.goes_on.set()
+
+
+def test_a_decision_is_read_soon_once_the_training_waits_for_it() -> None:
+    store = HashStore()
+    reader = DecisionReader(store, 10.0)
+    reader.expect(DELAY)
+    time.sleep(1.5)  # by now it looks four times per second
+    took_s = []
+    for iteration in range(DELAY, DELAY + 3):
+        threading.Timer(0.02, store.set, (decision_key(iteration), packed(Decision(iteration, None)))).start()
+        begun_s = time.monotonic()
+        assert reader.needed(iteration).number == iteration
+        took_s.append(time.monotonic() - begun_s)
+        reader.expect(iteration + 1)
+        time.sleep(0.8)
+    reader.close()
+    assert min(took_s) < 0.1, took_s
 
 
 def test_the_leaders_training_does_not_wait_for_a_stopped_store(stopped: StoppedStore) -> None:
