@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""T2: which calls of the host wait for a kernel that stands on the GPU, as a receive does whose message is late."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from gpu_check.findings import Report
+from gpu_check.gpu import Gpu
+
+AT_ONCE_S = 0.3
+"""Some of the calls take tens of milliseconds by themselves."""
+RETURNS_S = 5.0
+"""After the kernel has ended."""
+
+
+def run(gpu: Gpu, report: Report, *names: str) -> None:
+    """`names`: of the calls; none: all."""
+    stream = gpu.link_streams(1)[0]
+    for name, call in gpu.host_calls().items():
+        if names and name not in names:
+            continue
+        promise = f"{name} returns {'once a kernel that stands has ended' if call.may_wait else 'while a kernel stands'}"
+        report.begin(promise)
+        try:
+            ready = call.prepare(stream)
+        except (ImportError, RuntimeError) as cause:
+            report.leave_out(promise, str(cause))
+            continue
+        gpu.synchronize()
+        standing = gpu.stand(stream)
+        thread = _Call(ready)
+        waited = not thread.returned_within(AT_ONCE_S)
+        standing.release()
+        if not thread.returned_within(RETURNS_S):
+            # Whatever is asked of the GPU now may never return either.
+            report.show(promise, f"it had not returned {RETURNS_S:g} s after the kernel had ended", False)
+            return
+        gpu.synchronize()
+        if thread.failure is not None:
+            report.show(promise, f"it failed: {thread.failure}", False)
+        else:
+            seen = "it waited for the kernel" if waited else f"it returned after {1e3 * thread.seconds:.1f} ms"
+            report.show(promise, seen, call.may_wait or not waited)
+
+
+class _Call(threading.Thread):
+    """A call in a thread of its own, which may be kept there for ever."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self.failure: RuntimeError | None = None
+        self.seconds = 0.0
+        self._call = call
+        self.start()
+
+    def run(self) -> None:
+        begun_s = time.monotonic()
+        try:
+            self._call()
+        except RuntimeError as cause:
+            self.failure = cause
+        self.seconds = time.monotonic() - begun_s
+
+    def returned_within(self, seconds: float) -> bool:
+        """Whether it has, `seconds` from now."""
+        self.join(seconds)
+        return not self.is_alive()
