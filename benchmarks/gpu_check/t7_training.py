@@ -12,14 +12,13 @@ import contextlib
 import functools
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from gpu_check.findings import Report
 from gpu_check.plan import SHARING
 
 ITERATIONS = 10
-LAYOUTS = {"1 chunk": "", "2 chunks": "--num-virtual-stages-per-pipeline-rank 2"}
 MODEL = (
     "--num-layers 8 --global-batch-size 16 --micro-batch-size 4 --mock-data --no-gradient-accumulation-fusion "
     f"--distributed-backend gloo --train-iters {ITERATIONS} --eval-iters 1 --eval-interval 5"
@@ -29,12 +28,11 @@ HOST = {
     "host path, shm": "--adaptra --adaptra-host-transport shm --adaptra-path host",
     "host path, tcp": "--adaptra --adaptra-host-transport tcp --adaptra-path host",
 }
+ALONE, BESIDE = "device path alone", "device path beside shm"
 DEVICE = {
-    "device path alone": "--adaptra",
-    "device path beside shm": "--adaptra --adaptra-host-transport shm",
+    ALONE: "--adaptra --adaptra-host-transport off",
+    BESIDE: "--adaptra --adaptra-host-transport shm",
 }
-TRANSPORTS = {"device path alone": "StreamTransport"}
-"""HostTransport for all others that are ours."""
 FRACTION = 0.9
 """Of the GPU's memory, that ours keeps to."""
 
@@ -42,8 +40,8 @@ FRACTION = 0.9
 class Trainer(Protocol):
     """Where Megatron trains."""
 
-    model: str
-    """More arguments of the training."""
+    layouts: Mapping[str, str]
+    """Names, and more arguments of the training."""
 
     def ready(self) -> contextlib.AbstractContextManager[None]:
         """Within it, Megatron's processes can train."""
@@ -65,8 +63,8 @@ def run(trainer: Trainer, report: Report, paths: str) -> None:
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     with trainer.ready():
-        for layout, shape in LAYOUTS.items():
-            arguments = [*MODEL.split(), *trainer.model.split(), *shape.split()]
+        for layout, shape in trainer.layouts.items():
+            arguments = [*MODEL.split(), *shape.split()]
             expected: dict[str, Any] = {}
             for name, flags in {**STOCK, **(HOST if paths == "host" else DEVICE)}.items():
                 promise = f"{layout}, {name}: losses, parameters and optimizer state are stock's, bit for bit"
@@ -88,12 +86,13 @@ def _train(
     from adaptra_megatron.emulation.training import train
 
     result = train(parse_arguments(arguments))
-    tensors = result.tensors()
+    tensors, links = result.tensors(), result.adaptra.get("links", {})
     mine = {
         "different": differences(expected, tensors)[:1] if expected else [],
         "compared": sum(tensor.numel() for tensor in expected.values()),
         "seconds": result.iteration_seconds,
         "transports": result.adaptra.get("transports", []),
+        "by_device": sum((link["paths"] or {}).get("sent_by_device", 0) for link in links.values()),
         "losses": result.losses,
         "peaks": trainer.peaks(),
     }
@@ -112,9 +111,12 @@ def judge(name: str, ranks: list[dict[str, Any]]) -> tuple[str, bool]:
     losses = ranks[-1]["losses"]
     if name != "stock" and not compared:
         problems.append("nothing was compared")
-    expected = [] if name in STOCK else [TRANSPORTS.get(name, "HostTransport")]
+    expected = [] if name in STOCK else ["StreamTransport" if name == ALONE else "HostTransport"]
     if ranks[0]["transports"] != expected:
         problems.append(f"messages went by {ranks[0]['transports']}")
+    by_device = sum(each["by_device"] for each in ranks)
+    if bool(by_device) is not (name == BESIDE):
+        problems.append(f"links with two paths sent {by_device} messages by the device path")
     if losses[-1] >= losses[0]:
         problems.append("nothing was learnt")
     # The ranks share the GPU.
@@ -134,10 +136,11 @@ class SharedGpu:
     def __init__(self) -> None:
         os.environ["LOCAL_RANK"] = "0"
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        self.model = (
+        model = (
             f"--pipeline-model-parallel-size {os.environ['WORLD_SIZE']} --hidden-size 512 --num-attention-heads 8 "
             "--seq-length 512"
         )
+        self.layouts = {"1 chunk": model, "2 chunks": f"{model} --num-virtual-stages-per-pipeline-rank 2"}
 
     def ready(self) -> contextlib.AbstractContextManager[None]:
         return one_gpu()

@@ -258,12 +258,13 @@ def _add(from_: int, to: int, nbytes: int, number: int) -> None:
 class CpuStage:
     """Implements gpu_check's Stage on the CPU, with links over gloo, one process per stage."""
 
-    largest_nbytes = 4 << 20
+    largest_nbytes = 1 << 20
     tensors = torch.device("cpu")
     device = None
 
     def __init__(self) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+        t6_host_path.ROUNDS = 2
         self.stage = dist.get_rank()
         self.rendezvous = Rendezvous.of(dist.group.WORLD, 20.0)
 
@@ -306,10 +307,11 @@ class CpuTrainer:
     """Implements t7_training's Trainer: a tiny model, Megatron on the CPU in the process that the rank was forked from."""
 
     def __init__(self) -> None:
-        self.model = (
+        model = (
             f"--emulate-cpu --pipeline-model-parallel-size {os.environ['WORLD_SIZE']} --hidden-size 32 "
-            "--num-attention-heads 2 --seq-length 16 --num-layers 4 --train-iters 6 --eval-interval 3"
+            "--num-attention-heads 2 --seq-length 16 --num-layers 4 --train-iters 4 --eval-interval 2"
         )
+        self.layouts = {"2 chunks": f"{model} --num-virtual-stages-per-pipeline-rank 2"}
 
     def ready(self) -> contextlib.AbstractContextManager[None]:
         """It is."""
