@@ -19,6 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from markdown_table import markdown_table
+
 from gpu_check.building import (
     KERNELS,
     REPOSITORY,
@@ -32,7 +34,6 @@ from gpu_check.findings import NOT_OK, Finding, exit_status
 from gpu_check.plan import KERNELS as KERNELS_NEEDED
 from gpu_check.plan import MEGATRON, NATIVE, NCCL, first_call, second_call
 from gpu_check.watchdog import Check, left_out, watch
-from markdown_table import markdown_table
 
 CALL_S = 570.0
 """What one call may take; nothing is begun that might not end by then."""
@@ -130,8 +131,8 @@ def main(argv: Sequence[str] | None = None, probe: Callable[[], Machine] = probe
     """The command line. Returns the exit status."""
     begun_s = time.monotonic()
     parser = argparse.ArgumentParser(prog="scripts/gpu_check.sh", allow_abbrev=False)
-    parser.add_argument("call", choices=["first", "second"], help="T0 to T3, or T4 to T7; each takes 10 minutes at most")
-    parser.add_argument("--nccl", type=Path, help="NCCL from 2.30.3 on: a tarball or folder of its sources, or a library")
+    parser.add_argument("call", choices=["first", "second"], help="T0 to T3, or T4 to T7")
+    parser.add_argument("--nccl", type=Path, help="NCCL 2.30.3 or newer: a tarball or folder of sources, or a library")
     parser.add_argument("--output", type=Path, help="for the table; default: benchmarks/results/gpu_DEVICE_CALL.md")
     parser.add_argument("--only", nargs="+", default=[""], help="checks whose names begin so: T1 'T4, error'")
     arguments = parser.parse_args(argv)

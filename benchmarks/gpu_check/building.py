@@ -35,9 +35,9 @@ def native_commands(compiler: str) -> list[list[str]]:
     assert torch.origin is not None
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     flags = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
-    headers = [Path(torch.origin).with_name("include"), sysconfig.get_path("include")]
+    includes = [f"-I{Path(torch.origin).with_name('include')}", f"-I{sysconfig.get_path('include')}"]
     return [
-        [compiler, *flags, *(f"-I{each}" for each in headers), *_sources(folder), "-o", f"{REPOSITORY / target}{suffix}"]
+        [compiler, *flags, *includes, *_sources(folder), "-o", f"{REPOSITORY / target}{suffix}"]
         for folder, target in NATIVE.items()
     ]
 
@@ -90,19 +90,18 @@ def build_nccl(source: Path, nvcc: str, architecture: str, until_s: float) -> Pa
 
 
 def run_all(commands: Sequence[Sequence[str]], until_s: float) -> None:
-    """Run all of them at once, until `until_s` (time.monotonic). Raises BuildError for those that fail, or do not end."""
+    """Run all at once, until `until_s` (time.monotonic). Raises BuildError for those that fail or do not end."""
     BUILD.mkdir(parents=True, exist_ok=True)
     failures, started = [], []
     for command in commands:
         try:
-            started.append(
-                subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-                )
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
             )
+            started.append((command, process))
         except OSError as cause:
             failures.append(f"{command[0]}: {cause}")
-    for process in started:
+    for command, process in started:
         try:
             said, _nothing = process.communicate(timeout=max(0.0, until_s - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -110,7 +109,7 @@ def run_all(commands: Sequence[Sequence[str]], until_s: float) -> None:
             said, _nothing = process.communicate()
             said += "\nstopped: there was no more time"
         if process.returncode:
-            failures.append(f"{process.args[0]} exited with {process.returncode}:\n{said[-2000:]}")  # type: ignore[index]
+            failures.append(f"{command[0]} exited with {process.returncode}:\n{said[-2000:]}")
     if failures:
         raise BuildError("\n".join(failures))
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from gpu_check.gpu import HostCall, Stream
 
 from adaptra_megatron.transport.cuda_device import CudaDevice
+from gpu_check.gpu import HostCall, Stream
 
 BLOCK_NBYTES = 256 << 20
 _cuda: Any = torch.cuda

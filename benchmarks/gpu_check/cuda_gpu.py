@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from adaptra_megatron.transport.cuda_device import CudaDevice
 from gpu_check.building import KERNELS
 from gpu_check.cuda_calls import host_calls
 from gpu_check.gpu import HostCall, Point, Standing, Stream
-
-from adaptra_megatron.transport.cuda_device import CudaDevice
 
 POOL = 32
 """Streams of one priority in torch's pool (c10/cuda/CUDAStream.cpp)."""
@@ -41,7 +41,7 @@ class CudaGpu:
         self._words = torch.zeros(words, dtype=torch.int32, device="cuda")
         # Page-locked memory has the same address on the GPU. A flag is used once.
         flags = torch.zeros(FLAGS, dtype=torch.int32, pin_memory=True)
-        self._flags = iter(flags.split(1))
+        self._flags = (flags[number : number + 1] for number in range(FLAGS))
         self._small = torch.zeros(1, device="cuda")
         self._products: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
         # Kernels are loaded at their first use, which may wait for the whole GPU.

@@ -13,7 +13,8 @@ GPU, STAGE, NONE = "gpu_check.cuda_gpu:CudaGpu", "gpu_check.stages:CudaStage", "
 TRAINER = "gpu_check.t7_training:SharedGpu"
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Of NCCL since 2.30.3."""
-NATIVE, KERNELS, NCCL, MEGATRON = "the package's native parts", "kernels.cu", "an NCCL that shares a GPU", "Megatron-core"
+NATIVE, KERNELS = "the package's native parts", "kernels.cu"
+NCCL, MEGATRON = "an NCCL that shares a GPU", "Megatron-core"
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -23,7 +24,7 @@ def first_call() -> tuple[Check, ...]:
     waits = "what the host calls while a receive stands does not wait for it, or may"
     tests = {"PYTHONPATH": str(REPOSITORY / "tests")}
     return (
-        Check("T0", "tests that need a GPU pass", "gpu_check.t0_tests", NONE, 150.0, environment=tests, needs=(NATIVE,)),
+        Check("T0", "tests pass", "gpu_check.t0_tests", NONE, 150.0, environment=tests, needs=(NATIVE,)),
         _one("T1, one queue", queues, "t1_queues", 30.0, "1", **{QUEUES: "1"}),
         _one("T1, queues by default", queues, "t1_queues", 30.0, "8"),
         _one("T1, 32 queues", queues, "t1_queues", 30.0, "32", **{QUEUES: "32"}),
@@ -75,15 +76,12 @@ def _two(
     ends_within_s: float | None = None,
     ranks: int = 2,
 ) -> Check:
-    return Check(
-        name, promise, f"gpu_check.{module}", STAGE, limit_s, tuple(part.split()), ranks, environment, ends_within_s, needs
-    )
+    module, arguments = f"gpu_check.{module}", tuple(part.split())
+    return Check(name, promise, module, STAGE, limit_s, arguments, ranks, environment, ends_within_s, needs)
 
 
 def _training(
     name: str, paths: str, ranks: int, limit_s: float, environment: Mapping[str, str], needs: tuple[str, ...]
 ) -> Check:
     promise = "training is stock's, bit for bit"
-    return Check(
-        name, promise, "gpu_check.t7_training", TRAINER, limit_s, (paths,), ranks, environment, needs=needs
-    )
+    return Check(name, promise, "gpu_check.t7_training", TRAINER, limit_s, (paths,), ranks, environment, needs=needs)

@@ -72,6 +72,7 @@ class CudaStage:
         self.tensors = self.device.device
         dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
         self.stage = dist.get_rank()
+        assert dist.group.WORLD is not None
         self.rendezvous = Rendezvous.of(dist.group.WORLD, TIMEOUT_S)
         self._watch = LinkWatch()
         self.plus(self.tensor(1, 1024), 1)  # kernels are loaded at their first use, which may wait for the whole GPU

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+
 from gpu_check.building import REPOSITORY
 from gpu_check.findings import Report
 
@@ -32,8 +33,9 @@ class _Outcomes:
 
 
 def run(machine: object, report: Report, folder: str = str(FOLDER)) -> None:
-    """`folder`: with a conftest.py that is the only one used. Hypothesis and Megatron are not needed."""
+    """`folder`: of the tests."""
     outcomes = _Outcomes(report)
-    # Nothing of the other tests' conftest.py, which has Megatron run on the CPU.
+    # Not the conftest.py above it, which needs Hypothesis and has Megatron run on the CPU.
     status = pytest.main(["-v", "-p", "no:cacheprovider", f"--confcutdir={folder}", folder], plugins=[outcomes])
-    report.show("tests that need a GPU pass", f"{outcomes.passed} passed; pytest ended with {int(status)}", status == 0)
+    seen = f"{outcomes.passed} passed; pytest ended with {int(status)}"
+    report.show("tests that need a GPU pass", seen, status == 0 and outcomes.passed > 0)

@@ -17,13 +17,12 @@ RETURNS_S = 5.0
 """After the kernel has ended."""
 
 
-def run(gpu: Gpu, report: Report, *names: str) -> None:
-    """`names`: of the calls; none: all."""
+def run(gpu: Gpu, report: Report) -> None:
+    """All calls that the GPU has, one after the other."""
     stream = gpu.link_streams(1)[0]
     for name, call in gpu.host_calls().items():
-        if names and name not in names:
-            continue
-        promise = f"{name} returns {'once a kernel that stands has ended' if call.may_wait else 'while a kernel stands'}"
+        when = "once a kernel that stands has ended" if call.may_wait else "while a kernel stands"
+        promise = f"{name} returns {when}"
         report.begin(promise)
         try:
             ready = call.prepare(stream)

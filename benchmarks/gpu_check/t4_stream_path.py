@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator
 
 import torch
-from gpu_check.findings import Report
-from gpu_check.stages import Stage
 
 from adaptra_megatron.runtime.inbox import Inbox
 from adaptra_megatron.runtime.program import compile_program, message_key
 from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.transport.messages import Direction, MessageKey, TensorSpecification
 from adaptra_megatron.transport.stream_path import StreamTransport
+from gpu_check.findings import Report
+from gpu_check.stages import Stage
 
 MICRO_BATCHES = 8
 PLANS = {"one in flight more per stage, as stock": (2, 1), "7 and 2 in flight": (7, 2)}

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 
 import torch
-from gpu_check.findings import Report
-from gpu_check.stages import Stage
 
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Direction, MessageKey
+from gpu_check.findings import Report
+from gpu_check.stages import Stage
 
 STALL_S = 0.3
 ROUNDS = 5
@@ -73,7 +73,7 @@ class Computation:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self._square = torch.ones(2048 if stage.device is not None else 256, device=stage.tensors).diag()
+        self._square = torch.eye(2048 if stage.device is not None else 256, device=stage.tensors)
         self._products = 1
         self.timed()
         self._products = max(1, round(COMPUTATION_S / self.timed()))

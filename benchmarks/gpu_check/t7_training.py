@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""T7: stages that share a GPU train over the host path, or over real NCCL, and are compared bitwise with stock Megatron.
+"""T7: stages that share a GPU train over the host path, or over real NCCL, compared bitwise with stock Megatron.
 
-Megatron's own groups are gloo's here, which sends host memory only: stock's transfers are taken through host memory by a
-decorator of torch.distributed's isend and irecv, which copies, sends, and copies back. Stock runs twice: where those
+Megatron's own groups are gloo's here, which sends host memory only: stock's transfers are taken through host memory by
+a decorator of torch.distributed's isend and irecv, which copies, sends, and copies back. Stock runs twice: where those
 two runs differ, the kernels are not deterministic, and equality would mean nothing.
 """
 
@@ -220,9 +220,9 @@ def one_gpu() -> Iterator[None]:
     ]
     reason = "gloo coalesces no operations on a device; nothing here is asynchronous"
     replacements.append(Replacement(param_and_grad_buffer, "_coalescing_manager", each_alone, reason))
-    rank, identity = os.environ["RANK"], transports.gpu_identity
-    reason = f"NCCL lets ranks share a GPU under {SHARING}"
     if os.environ.get(SHARING) == "1":
-        replacements.append(Replacement(transports, "gpu_identity", lambda device: f"{identity(device)}/{rank}", reason))
+        reason = f"NCCL lets ranks share a GPU under {SHARING}"
+        identity = f"GPU of rank {os.environ['RANK']}"
+        replacements.append(Replacement(transports, "gpu_identity", lambda device: identity, reason))
     with Replaced(replacements):
         yield

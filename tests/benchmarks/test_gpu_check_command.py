@@ -123,9 +123,7 @@ def test_without_a_gpu_nothing_is_run(capsys: pytest.CaptureFixture[str]) -> Non
     assert "finds no GPU" in capsys.readouterr().out
 
 
-def test_what_cannot_be_built_is_lacking_and_the_rest_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_built_is_lacking_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "BUILD", tmp_path)
     monkeypatch.setattr(command, "native_commands", lambda compiler: [["true"], ["sh", "-c", "echo no header; false"]])
     monkeypatch.setattr(command, "kernel_command", lambda *_: ["true"])
@@ -146,7 +144,8 @@ def test_what_cannot_be_built_is_lacking_and_the_rest_goes_on(
 def test_nccl_is_built_from_a_tarball(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "BUILD", tmp_path / "build")
     monkeypatch.setattr(building, "cuda_home", lambda nvcc: "/cuda")
-    makefile = "src.build:\n\tmkdir -p $(BUILDDIR)/lib\n\techo '$(CUDA_HOME) $(ONLY_FUNCS)' > $(BUILDDIR)/lib/libnccl.so.2\n"
+    built = f"$(BUILDDIR)/lib/{building.NCCL_LIBRARY}"
+    makefile = f"src.build:\n\tmkdir -p $(BUILDDIR)/lib\n\techo '$(CUDA_HOME) $(ONLY_FUNCS)' > {built}\n"
     archive = tmp_path / "nccl.tar.gz"
     with tarfile.open(archive, "w:gz") as file:
         for name, text in (("nccl/Makefile", makefile), ("nccl/makefiles/version.mk", "")):

@@ -7,13 +7,24 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_check import building, t1_queues, t2_host_calls, t3_resident, t4_stream_path, t5_sessions, t6_host_path, t7_training
+from gpu_check import (
+    building,
+    t1_queues,
+    t2_host_calls,
+    t3_resident,
+    t4_stream_path,
+    t5_sessions,
+    t6_host_path,
+    t7_training,
+)
 from gpu_check.findings import NOT_OK, NOT_RUN, OK, Report
+from gpu_check.plan import first_call
+from gpu_check.watchdog import watch
 from support.gpu_stand_in import ModelledGpu, StageOnSimulation
 from support.simulated_pipeline import ProcessEndedError, SimulatedStage, play
 
@@ -31,6 +42,25 @@ def report(tmp_path: Path) -> Report:
 
 def verdicts(report: Report) -> list[str]:
     return [finding.verdict for finding in report.read().findings]
+
+
+def test_tests_that_need_a_gpu_are_run_by_themselves(tmp_path: Path) -> None:
+    """Without the conftest.py of all tests: here all are skipped, and where none has passed nothing was shown."""
+    tests = first_call()[0]
+    findings, log = watch(tests, tmp_path / "here")
+    assert not log
+    assert {finding.verdict for finding in findings[:-1]} == {NOT_RUN}
+    assert findings[-1].verdict == NOT_OK
+    assert len(findings) > 30
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    folder.joinpath("test_it.py").write_text("def test_fine(): pass\n")
+    findings, _log = watch(replace(tests, arguments=(str(folder),)), tmp_path / "fine")
+    assert [(each.verdict, each.seen) for each in findings] == [(OK, "1 passed; pytest ended with 0")]
+    folder.joinpath("test_it.py").write_text("def test_fine(): pass\ndef test_wrong(): assert 1 == 2\n")
+    findings, _log = watch(replace(tests, arguments=(str(folder),)), tmp_path / "wrong")
+    assert [each.verdict for each in findings] == [NOT_OK, NOT_OK]
+    assert findings[0].promise == "test_it.py::test_wrong"
 
 
 @pytest.mark.parametrize(

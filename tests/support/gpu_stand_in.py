@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from gpu_check import t6_host_path
+from gpu_check import t5_sessions, t6_host_path
 from gpu_check.gpu import HostCall, Point, Standing, Stream
 from gpu_check.stages import Decorate
 from support.device_model import Device, Rank, play
@@ -68,7 +68,14 @@ class ModelledGpu:
     compute = "compute"
 
     def __init__(
-        self, queues: int = 32, seed: int = 0, *, serial: bool = False, waits: str = "", stuck: str = "", blocks: int = 132
+        self,
+        queues: int = 32,
+        seed: int = 0,
+        *,
+        serial: bool = False,
+        waits: str = "",
+        stuck: str = "",
+        blocks: int = 132,
     ) -> None:
         self.resident = 0
         self._device, self._seed = Device(queues=queues, serial=serial), seed
@@ -264,8 +271,9 @@ class CpuStage:
 
     def __init__(self) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-        t6_host_path.ROUNDS = 2
+        t5_sessions.ABORTS = t6_host_path.ROUNDS = 2
         self.stage = dist.get_rank()
+        assert dist.group.WORLD is not None
         self.rendezvous = Rendezvous.of(dist.group.WORLD, 20.0)
 
     def maker(self, decorate: Decorate = lambda library: library, *, identity: str | None = None) -> LinkMaker:
@@ -304,7 +312,7 @@ class FailingCpuStage(CpuStage):
 
 
 class CpuTrainer:
-    """Implements t7_training's Trainer: a tiny model, Megatron on the CPU in the process that the rank was forked from."""
+    """Implements t7_training's Trainer: a tiny model, with Megatron on the CPU where the rank was forked from."""
 
     def __init__(self) -> None:
         model = (
