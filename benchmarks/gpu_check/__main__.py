@@ -25,9 +25,9 @@ from gpu_check.building import (
     KERNELS,
     REPOSITORY,
     BuildError,
+    build_native,
     build_nccl,
     kernel_command,
-    native_commands,
     run_all,
 )
 from gpu_check.findings import NOT_OK, Finding, exit_status
@@ -70,7 +70,7 @@ def prepare(machine: Machine, nccl: Path | None, second: bool, until_s: float) -
     lacking: dict[str, str] = {}
     nvcc = shutil.which("nvcc")
     library = None
-    _try(lacking, NATIVE, lambda: run_all(native_commands(os.environ.get("CXX", "c++")), until_s))
+    _try(lacking, NATIVE, lambda: build_native(os.environ.get("CXX", "c++"), until_s))
     if nvcc is None:
         lacking[KERNELS_NEEDED] = lacking[NCCL] = "nvcc is not on the PATH"
     elif not second:

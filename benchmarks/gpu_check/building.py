@@ -13,6 +13,7 @@ import sysconfig
 import tarfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -28,18 +29,29 @@ class BuildError(RuntimeError):
     """A compiler failed, or is not there; has the end of what it said."""
 
 
-def native_commands(compiler: str) -> list[list[str]]:
-    """What builds the package's extensions in its own folders, as setup.py does."""
+def build_native(compiler: str, until_s: float) -> None:
+    """Build the package's extensions in its own folders, as setup.py does. Raises BuildError."""
+    compiling, linking = native_commands(compiler)
+    run_all(compiling, until_s)
+    run_all(linking, until_s)
+
+
+def native_commands(compiler: str) -> tuple[list[list[str]], list[list[str]]]:
+    """What compiles each source, and what links each extension of those."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    flags = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+    flags = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-c"]
     includes = [f"-I{Path(torch.origin).with_name('include')}", f"-I{sysconfig.get_path('include')}"]
-    return [
-        [compiler, *flags, *includes, *_sources(folder), "-o", f"{REPOSITORY / target}{suffix}"]
-        for folder, target in NATIVE.items()
-    ]
+    compiling, linking = [], []
+    for folder, target in NATIVE.items():
+        objects = []
+        for source in sorted((REPOSITORY / folder).glob("*.cpp")):
+            objects.append(str(BUILD / f"{source.parent.name}_{source.stem}.o"))
+            compiling.append([compiler, *flags, *includes, str(source), "-o", objects[-1]])
+        output = f"{REPOSITORY / target}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        linking.append([compiler, "-shared", *objects, "-o", output])
+    return compiling, linking
 
 
 def kernel_command(nvcc: str, output: Path, architecture: str) -> list[str]:
@@ -90,29 +102,28 @@ def build_nccl(source: Path, nvcc: str, architecture: str, until_s: float) -> Pa
 
 
 def run_all(commands: Sequence[Sequence[str]], until_s: float) -> None:
-    """Run all at once, until `until_s` (time.monotonic). Raises BuildError for those that fail or do not end."""
+    """Run as many at once as there are cores, until `until_s` (time.monotonic).
+
+    Raises BuildError for those that fail, or do not end in time.
+    """
     BUILD.mkdir(parents=True, exist_ok=True)
-    failures, started = [], []
-    for command in commands:
-        try:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-            )
-            started.append((command, process))
-        except OSError as cause:
-            failures.append(f"{command[0]}: {cause}")
-    for command, process in started:
-        try:
-            said, _nothing = process.communicate(timeout=max(0.0, until_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            said, _nothing = process.communicate()
-            said += "\nstopped: there was no more time"
-        if process.returncode:
-            failures.append(f"{command[0]} exited with {process.returncode}:\n{said[-2000:]}")
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        failures = list(filter(None, threads.map(lambda command: _failure(command, until_s), commands)))
     if failures:
         raise BuildError("\n".join(failures))
 
 
-def _sources(folder: str) -> list[str]:
-    return sorted(map(str, (REPOSITORY / folder).glob("*.cpp")))
+def _failure(command: Sequence[str], until_s: float) -> str | None:
+    """Of one command, with the end of what it said."""
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+    except OSError as cause:
+        return f"{command[0]}: {cause}"
+    try:
+        said, _nothing = process.communicate(timeout=max(0.0, until_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said = f"{process.communicate()[0]}\nstopped: there was no more time"
+    return f"{command[0]} exited with {process.returncode}:\n{said[-2000:]}" if process.returncode else None

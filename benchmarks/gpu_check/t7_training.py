@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+from gpu_check.building import REPOSITORY
 from gpu_check.findings import Report
 from gpu_check.plan import SHARING
 
@@ -134,6 +137,7 @@ class SharedGpu:
     """Implements Trainer: all ranks on GPU 0, Megatron's groups over gloo, links over NCCL where it connects them."""
 
     def __init__(self) -> None:
+        import_patches()
         os.environ["LOCAL_RANK"] = "0"
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         model = (
@@ -155,6 +159,17 @@ class SharedGpu:
 
         stats, total = torch.cuda.memory_stats(), torch.cuda.mem_get_info()[1]
         return {kind: stats[f"{kind}_bytes.all.peak"] / total for kind in ("allocated", "active", "reserved")}
+
+
+def import_patches() -> None:
+    """Import the package's patches where it is not installed: they are in a folder of their own."""
+    name = "adaptra_megatron.patches"
+    if importlib.util.find_spec(name) is None:
+        spec = importlib.util.spec_from_file_location(name, REPOSITORY / "patches" / "__init__.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
 
 
 class HostedReceive:

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Sequence
@@ -125,7 +128,8 @@ def test_without_a_gpu_nothing_is_run(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_what_cannot_be_built_is_lacking_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "BUILD", tmp_path)
-    monkeypatch.setattr(command, "native_commands", lambda compiler: [["true"], ["sh", "-c", "echo no header; false"]])
+    commands = [["true"], ["sh", "-c", "echo no header; false"]], [["touch", str(tmp_path / "linked")]]
+    monkeypatch.setattr(building, "native_commands", lambda compiler: commands)
     monkeypatch.setattr(command, "kernel_command", lambda *_: ["true"])
     monkeypatch.setattr(command.shutil, "which", lambda name: "/usr/bin/nvcc")
     until_s = time.monotonic() + 30.0
@@ -133,6 +137,7 @@ def test_what_cannot_be_built_is_lacking_and_the_rest_goes_on(tmp_path: Path, mo
     assert library is None
     assert command.KERNELS_NEEDED not in lacking
     assert "sh exited with 1" in lacking[command.NATIVE]
+    assert not (tmp_path / "linked").exists()
     nothing = tmp_path / "nccl.tar"
     with tarfile.open(nothing, "w") as archive:
         archive.addfile(tarfile.TarInfo("README"), io.BytesIO())
@@ -166,14 +171,15 @@ def test_builds_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_native_parts_are_those_of_setup_py() -> None:
-    commands = building.native_commands("c++")
-    targets = [command[-1] for command in commands]
-    assert sorted(Path(target).name.partition(".")[0] for target in targets) == ["_native", "_ring"]
+    compiling, linking = building.native_commands("c++")
+    assert sorted(Path(each[-1]).name.partition(".")[0] for each in linking) == ["_native", "_ring"]
+    objects = [word for each in linking for word in each if word.endswith(".o")]
+    assert objects == [each[-1] for each in compiling]
+    assert len(set(objects)) == len(list(REPOSITORY.glob("csrc/*/*.cpp")))
     setup = (REPOSITORY / "setup.py").read_text()
     for folder, target in building.NATIVE.items():
         assert f'"{target.replace("/", ".")}"' in setup
         assert f'glob("{folder}/*.cpp")' in setup
-    assert all(any(word.endswith(".cpp") for word in each) for each in commands)
 
 
 @pytest.mark.parametrize("calls", [first_call(), second_call(Path("/libnccl.so.2"))], ids=["first", "second"])
@@ -193,3 +199,26 @@ def test_every_check_of_the_plan_can_be_started_and_fits_in_its_call(calls: tupl
 def test_only_what_goes_by_nccl_gets_the_other_nccl() -> None:
     preloaded = {each.name for each in second_call(Path("/libnccl.so.2")) if "LD_PRELOAD" in each.environment}
     assert preloaded == {each.name for each in second_call(None) if NCCL in each.needs}
+
+
+def test_patches_are_found_where_the_package_is_not_installed() -> None:
+    program = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "ditable" not in getattr(finder, "__module__", "")]
+import importlib.util
+assert importlib.util.find_spec("adaptra_megatron.patches") is None
+from gpu_check.t7_training import import_patches
+import_patches()
+from adaptra_megatron.patches import enable
+print(enable.__module__)
+"""
+    paths = ":".join(str(REPOSITORY / folder) for folder in ("", "benchmarks", "scripts"))
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert found.stdout.startswith("adaptra_megatron.patches")
