@@ -68,16 +68,14 @@ def probe() -> Machine:
 def prepare(machine: Machine, nccl: Path | None, second: bool, until_s: float) -> tuple[dict[str, str], Path | None]:
     """Build what can be built. Returns why what is lacking is, by its name in plan.py, and the library of NCCL."""
     lacking: dict[str, str] = {}
-    nvcc = shutil.which("nvcc")
+    nvcc = shutil.which("nvcc") or "nvcc"
     library = None
     _try(lacking, NATIVE, lambda: build_native(os.environ.get("CXX", "c++"), until_s))
-    if nvcc is None:
-        lacking[KERNELS_NEEDED] = lacking[NCCL] = "nvcc is not on the PATH"
-    elif not second:
+    if not second:
         _try(lacking, KERNELS_NEEDED, lambda: run_all([kernel_command(nvcc, KERNELS, machine.architecture)], until_s))
     if nccl is None:
         lacking[NCCL] = "--nccl names no sources or library of NCCL 2.30.3 or newer"
-    elif second and nvcc is not None:
+    elif second:
         library = _try(lacking, NCCL, lambda: build_nccl(nccl, nvcc, machine.architecture, until_s))
     if importlib.util.find_spec("megatron") is None:
         lacking[MEGATRON] = "megatron-core is not installed"

@@ -45,9 +45,8 @@ class CudaGpu:
         self._small = torch.zeros(1, device="cuda")
         self._products: dict[tuple[int, int, int], tuple[torch.Tensor, ...]] = {}
         # Kernels are loaded at their first use, which may wait for the whole GPU.
-        for standing in (self.stand(self.compute), self.take_multiprocessors(self.compute, 4, 4)):
+        for standing in (self.stand(self.compute), self.take_multiprocessors(self.compute, 1, 1)):
             standing.release()
-        self.take_multiprocessors(self.compute, 1, 1).release()
         self.kernel(self.compute)
         self.record(self.compute)
         self.synchronize()

@@ -34,6 +34,8 @@ class HostCall:
     call. Raises RuntimeError or ImportError where this machine cannot make it."""
     may_wait: bool
     """Whether the design allows for a wait until all that stands on the GPU has ended."""
+    at_once_s: float = 1.0
+    """What it takes by itself at most."""
 
 
 class Gpu(Protocol):

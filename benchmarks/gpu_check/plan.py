@@ -47,7 +47,7 @@ def second_call(nccl: Path | None) -> tuple[Check, ...]:
         _two("T4, one queue", iterations, "t4_stream_path", 40.0, "iterations", one_queue, by_nccl),
         _two("T4, arrivals", "arrival times are true", "t4_stream_path", 20.0, "arrivals", real, by_nccl),
         _two("T4, error", "an error of one stage ends all", "t4_stream_path", 30.0, "error", real, by_nccl, 15.0),
-        _two("T5, sessions", "sessions leave nothing behind", "t5_sessions", 60.0, "sessions", real, by_nccl),
+        _two("T5, sessions", "sessions leave nothing behind", "t5_sessions", 100.0, "sessions", real, by_nccl),
         _two("T5, death", "a peer that dies is given up", "t5_sessions", 20.0, "death", real, by_nccl),
         _two("T5, both paths", "links use either path", "t5_sessions", 40.0, "paths", real, by_nccl),
         _two("T5, one GPU", "where NCCL refuses, the host path carries all", "t5_sessions", 30.0, "one_gpu", {}, host),
@@ -55,8 +55,8 @@ def second_call(nccl: Path | None) -> tuple[Check, ...]:
         _two("T6, shm", "the host path is fast", "t6_host_path", 30.0, "throughput shm", {}, host),
         _two("T6, tcp", "the host path is fast", "t6_host_path", 30.0, "throughput tcp", {}, host),
         _two("T6, ring", "rings are page-locked", "t6_host_path", 15.0, "ring", {}, host, ranks=1),
-        _training("T7, host path", "host", 4, 100.0, {}, (*host, MEGATRON)),
-        _training("T7, NCCL", "device", 2, 80.0, real, (*by_nccl, MEGATRON)),
+        _training("T7, host path", "host", 4, 180.0, {}, (*host, MEGATRON)),
+        _training("T7, NCCL", "device", 2, 120.0, real, (*by_nccl, MEGATRON)),
     )
 
 

@@ -20,7 +20,8 @@ from gpu_check.stages import Stage
 MICRO_BATCHES = 8
 PLANS = {"one in flight more per stage, as stock": (2, 1), "7 and 2 in flight": (7, 2)}
 ITERATIONS = 5
-SMALL_NBYTES = 4096
+SMALL_NBYTES, LARGE_NBYTES = 4096, 16 << 20
+"""Less and more than NCCL's buffers."""
 LAST_MADE = 1000
 """What the last stage adds to what it sends back."""
 PAUSES_S = (0.0, 0.005, 0.02)
@@ -62,7 +63,7 @@ def iterations(stage: Stage, report: Report) -> None:
         report.show(promise, f"after {time.monotonic() - begun_s:.1f} s", True)
     number = 0
     for name, counts in PLANS.items():
-        for nbytes in (SMALL_NBYTES, stage.largest_nbytes):
+        for nbytes in (SMALL_NBYTES, min(LARGE_NBYTES, stage.largest_nbytes)):
             promise = f"iterations with {name} end, messages of {nbytes} bytes, and bring what was sent"
             report.begin(promise)
             wrong, seconds = 0, []

@@ -31,6 +31,8 @@ SHAPE = (512, 1024)
 COMES_S = 40.0
 MESSAGES = 10
 ABORTS = 4
+QUEUED, QUEUED_NBYTES = 600, 1 << 30
+"""Computation of some tenths of a second, of fewer kernels than a stream takes before its host has to wait."""
 THERE, BACK = (0, 1), (1, 0)
 
 
@@ -199,9 +201,9 @@ def _probes(stage: Stage, report: Report, transport: HostTransport) -> None:
     promise = "the host path is probed while computation is queued, and the probes do not wait for it"
     report.begin(promise)
     if stage.stage == 0:
-        tensor = stage.tensor(1, stage.largest_nbytes)
+        tensor = stage.tensor(1, QUEUED_NBYTES)
         begun_s = time.monotonic()
-        for _ in range(2000):
+        for _ in range(QUEUED):
             tensor = stage.plus(tensor, 1)
         transport.measure(1)
         found: list[Any] = []

@@ -70,7 +70,8 @@ def run(trainer: Trainer, report: Report, paths: str) -> None:
             arguments = [*MODEL.split(), *shape.split()]
             expected: dict[str, Any] = {}
             for name, flags in {**STOCK, **(HOST if paths == "host" else DEVICE)}.items():
-                promise = f"{layout}, {name}: losses, parameters and optimizer state are stock's, bit for bit"
+                what = "losses, parameters and optimizer state are stock's, bit for bit" if expected else "it learns"
+                promise = f"{layout}, {name}: {what}"
                 report.begin(promise)
                 trainer.begin_peaks()
                 expected = _train(report, promise, name, [*arguments, *flags.split()], expected, trainer)

@@ -131,7 +131,6 @@ def test_what_cannot_be_built_is_lacking_and_the_rest_goes_on(tmp_path: Path, mo
     commands = [["true"], ["sh", "-c", "echo no header; false"]], [["touch", str(tmp_path / "linked")]]
     monkeypatch.setattr(building, "native_commands", lambda compiler: commands)
     monkeypatch.setattr(command, "kernel_command", lambda *_: ["true"])
-    monkeypatch.setattr(command.shutil, "which", lambda name: "/usr/bin/nvcc")
     until_s = time.monotonic() + 30.0
     lacking, library = command.prepare(MACHINE, None, False, until_s)
     assert library is None
@@ -142,8 +141,8 @@ def test_what_cannot_be_built_is_lacking_and_the_rest_goes_on(tmp_path: Path, mo
     with tarfile.open(nothing, "w") as archive:
         archive.addfile(tarfile.TarInfo("README"), io.BytesIO())
     assert "no sources of NCCL" in command.prepare(MACHINE, nothing, True, until_s)[0][NCCL]
-    monkeypatch.setattr(command.shutil, "which", lambda name: None)
-    assert "nvcc is not on the PATH" in command.prepare(MACHINE, nothing, True, until_s)[0][NCCL]
+    monkeypatch.setattr(command, "kernel_command", lambda *_: ["no-such-nvcc"])
+    assert "No such file" in command.prepare(MACHINE, nothing, False, until_s)[0][command.KERNELS_NEEDED]
 
 
 def test_nccl_is_built_from_a_tarball(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

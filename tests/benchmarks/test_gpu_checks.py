@@ -7,13 +7,13 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpu_check import (
     building,
+    t0_tests,
     t1_queues,
     t2_host_calls,
     t3_resident,
@@ -52,15 +52,15 @@ def test_tests_that_need_a_gpu_are_run_by_themselves(tmp_path: Path) -> None:
     assert {finding.verdict for finding in findings[:-1]} == {NOT_RUN}
     assert findings[-1].verdict == NOT_OK
     assert len(findings) > 30
-    folder = tmp_path / "tests"
-    folder.mkdir()
-    folder.joinpath("test_it.py").write_text("def test_fine(): pass\n")
-    findings, _log = watch(replace(tests, arguments=(str(folder),)), tmp_path / "fine")
-    assert [(each.verdict, each.seen) for each in findings] == [(OK, "1 passed; pytest ended with 0")]
-    folder.joinpath("test_it.py").write_text("def test_fine(): pass\ndef test_wrong(): assert 1 == 2\n")
-    findings, _log = watch(replace(tests, arguments=(str(folder),)), tmp_path / "wrong")
-    assert [each.verdict for each in findings] == [NOT_OK, NOT_OK]
-    assert findings[0].promise == "test_it.py::test_wrong"
+
+
+@pytest.mark.parametrize(("body", "expected"), [("pass", [OK]), ("assert 1 == 2", [NOT_OK, NOT_OK])])
+def test_tests_that_fail_are_told(report: Report, tmp_path: Path, body: str, expected: list[str]) -> None:
+    name = f"test_it_{len(expected)}"
+    tmp_path.joinpath(f"{name}.py").write_text(f"def {name}(): {body}\n")
+    t0_tests.run(None, report, str(tmp_path))
+    assert verdicts(report) == expected
+    assert (f"::{name}" in report.read().findings[0].promise) is (NOT_OK in expected)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,6 @@ def test_queues_that_streams_share_are_found(
 def test_calls_that_wait_are_told_from_those_that_do_not(
     report: Report, monkeypatch: pytest.MonkeyPatch, how: dict[str, str], expected: list[str]
 ) -> None:
-    monkeypatch.setattr(t2_host_calls, "AT_ONCE_S", 0.1)
     monkeypatch.setattr(t2_host_calls, "RETURNS_S", 0.2)
     t2_host_calls.run(ModelledGpu(**how), report)
     assert verdicts(report) == expected

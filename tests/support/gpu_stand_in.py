@@ -130,8 +130,8 @@ class ModelledGpu:
     def host_calls(self) -> Mapping[str, HostCall]:
         """Two that may wait and one that may not, and two that this machine does not have."""
         return {
-            "query": HostCall(partial(self._call, "query"), may_wait=False),
-            "free": HostCall(partial(self._call, "free"), may_wait=True),
+            "query": HostCall(partial(self._call, "query"), may_wait=False, at_once_s=0.1),
+            "free": HostCall(partial(self._call, "free"), may_wait=True, at_once_s=0.1),
             "fail": HostCall(lambda stream: self._fails, may_wait=True),
             "compile": HostCall(self._lacks, may_wait=True),
             "allocate": HostCall(partial(self._call, "allocate"), may_wait=True),
@@ -272,6 +272,7 @@ class CpuStage:
     def __init__(self) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=20))
         t5_sessions.ABORTS = t6_host_path.ROUNDS = 2
+        t5_sessions.QUEUED_NBYTES = 1 << 16
         self.stage = dist.get_rank()
         assert dist.group.WORLD is not None
         self.rendezvous = Rendezvous.of(dist.group.WORLD, 20.0)
