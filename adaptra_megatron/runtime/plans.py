@@ -49,6 +49,7 @@ class _Installed:
     schedule: Schedule
     caps: Caps
     released_at_backward_input: float = RELEASED_AT_BACKWARD_INPUT
+    costs: Costs | None = None
 
 
 class PlanBook:
@@ -113,6 +114,11 @@ class PlanBook:
         installed = self._plans.get(micro_batches)
         return RELEASED_AT_BACKWARD_INPUT if installed is None else installed.released_at_backward_input
 
+    def planned_for(self, micro_batches: int) -> Costs | None:
+        """The costs that `schedule_for` was planned for, equal on all ranks; None where it was made without."""
+        installed = self._plans.get(micro_batches)
+        return None if installed is None else installed.costs
+
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule for an iteration of `micro_batches`. Raises PlanMismatchError, ScheduleError or PlanError."""
         if self._config.policy == "observe":
@@ -140,15 +146,27 @@ class PlanBook:
             )
         return self._evaluation[micro_batches]
 
+    def whole_schedule(self, micro_batches: int) -> Schedule:
+        """Stock's order with whole backwards, or where that would hold more than the caps allow one that keeps them."""
+        installed = self._plans.get(micro_batches)
+        caps = self.caps(micro_batches) if installed is None else installed.caps
+        return self._order_of_equal_costs(micro_batches, caps, split=False)
+
     def install(
-        self, schedule: Schedule, number: int, caps: Caps, released: float = RELEASED_AT_BACKWARD_INPUT
+        self,
+        schedule: Schedule,
+        number: int,
+        caps: Caps,
+        released: float = RELEASED_AT_BACKWARD_INPUT,
+        costs: Costs | None = None,
     ) -> None:
         """Run `schedule` from now on. Raises ScheduleError and changes nothing if it is not valid under the caps.
 
-        `released`: the fraction of an activation that input gradients give back, by which the caps count.
+        `released`: the fraction of an activation that input gradients give back, by which the caps count. `costs`: what
+        it was planned for.
         """
         check_schedule(schedule, max_in_flight=caps, released_at_backward_input=released)
-        self._plans[schedule.micro_batches] = _Installed(schedule, caps, released)
+        self._plans[schedule.micro_batches] = _Installed(schedule, caps, released, costs)
         self.number = number
 
     def _stock_schedule(self, micro_batches: int) -> Schedule:
@@ -164,10 +182,12 @@ class PlanBook:
 
     def calibration_schedule(self, micro_batches: int) -> Schedule:
         """What runs until costs are known: stock's order with W right after I, if that is within the caps."""
-        layout, caps = self.layout, self.caps(micro_batches)
-        stock = self._stock_schedule(micro_batches)
+        return self._order_of_equal_costs(micro_batches, self.caps(micro_batches), split=self.layout.can_split)
+
+    def _order_of_equal_costs(self, micro_batches: int, caps: Caps, *, split: bool) -> Schedule:
+        layout, stock = self.layout, self._stock_schedule(micro_batches)
         if all(cap is None or peak <= cap for peak, cap in zip(self._stock_peaks(micro_batches), caps, strict=True)):
-            return split_backward(stock, 0) if layout.can_split else stock
+            return split_backward(stock, 0) if split else stock
         equal = uniform_costs(
             layout.stages,
             micro_batches,
@@ -178,7 +198,7 @@ class PlanBook:
             released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
         )
         equal = dataclasses.replace(equal, max_in_flight=caps)
-        return plan(equal, split=layout.can_split).schedule
+        return plan(equal, split=split).schedule
 
     def _install_file(self, path: Path) -> None:
         layout, cap = self.layout, self._config.max_in_flight
@@ -199,4 +219,4 @@ class PlanBook:
             released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
         )
         chosen = plan(costs, deadline_s=PLANNING_S, split=self.layout.can_split)
-        self.install(chosen.schedule, self.number + 1, caps)
+        self.install(chosen.schedule, self.number + 1, caps, costs=costs)
