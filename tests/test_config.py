@@ -66,11 +66,11 @@ def test_unknown_policy_is_refused(policy: Any) -> None:
 
 CONTEXTS: dict[str, dict[str, Any]] = {
     "off": {"policy": "off"},
-    "observe": {"policy": "observe"},
-    "adapt": {},
-    "fixed plan": {"plan_csv": "plan"},
-    "given costs": {"costs_json": "costs"},
-    "host path": {"host_transport": "auto"},
+    "observe": {"policy": "observe", "host_transport": "off"},
+    "adapt": {"host_transport": "off"},
+    "fixed plan": {"plan_csv": "plan", "host_transport": "off"},
+    "given costs": {"costs_json": "costs", "host_transport": "off"},
+    "host path": {},
     "tcp": {"host_transport": "tcp"},
     "observed host path": {"policy": "observe", "host_transport": "shm"},
 }
@@ -88,7 +88,7 @@ ACCEPTED: dict[str, tuple[Any, set[str], str]] = {
     "prometheus_port": (9400, EVERY, ""),
     "prometheus_address": ("0.0.0.0", set(), "prometheus-port"),
     "timeout_s": (5.0, EVERY, ""),
-    "host_transport": ("auto", EVERY, ""),
+    "host_transport": ("shm", EVERY, ""),
     "rnics": (("mlx5_0",), {"host path"}, "host-transport"),
     "interface": ("lo", MEASURED, "host-transport"),
     "path": ("host", {"host path", "tcp", "observed host path"}, "host-transport"),

@@ -233,6 +233,7 @@ class HostLink:
                 self._writer.wake()
         elif event.kind == Event.Kind.BYE:
             self._state.heard_bye = True
+            self._state.note_farewell()
         elif event.kind == Event.Kind.REPEATED:
             self._arrivals.arrive_again(event.sequence)
         else:

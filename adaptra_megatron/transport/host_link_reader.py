@@ -132,7 +132,7 @@ class HostLinkReader:
                     if state.closing:
                         return
                     self._new_session.wait(_IDLE_S)
-                session = state.session
+                session, state.read_out = state.session, False
             while self._read(session, time.monotonic() + _IDLE_S):
                 pass
             self._session_ended()
@@ -146,9 +146,8 @@ class HostLinkReader:
                 *(state.stage, state.peer, state.health.cause),
             )
         with state.lock:
-            # Not before: over several connections, a farewell may overtake what was sent before it.
-            state.health.said_bye = state.heard_bye
-            state.news.notify_all()
+            state.read_out = True
+            state.note_farewell()
 
     def _read(self, session: Session, until_s: float, seen_pokes: int | None = None, hurry: bool = False) -> bool:
         """Handle one event of the inbound ring, or return after a while. False once it is closed and empty."""

@@ -143,7 +143,7 @@ def test_receives_are_on_the_device_when_they_are_posted_and_no_thread_waits_for
             for number in range(4):
                 transport.post_send(key(number), 1, device.tensor(numbers(number)))
                 assert len(end.launched) == before + number + 1
-            finish(stage)
+            has_left(stage)
         assert end.threads.keys() <= {threading.current_thread().name}
 
     together(program)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,11 @@ def expect(transport: Transport, key: MessageKey, expected: torch.Tensor) -> Non
 
 def flush(transport: Transport) -> None:
     transport.flush(time.monotonic() + 20.0)
+
+
+def no_more(held: Mapping[str, int], before: Mapping[str, int]) -> bool:
+    """Whether nothing has grown. Some goes late: connections of rank 0's store, once their other ends have gone."""
+    return all(held[what] <= before[what] for what in before)
 
 
 def until(condition: Callable[[], bool], otherwise: str) -> None:
