@@ -97,6 +97,7 @@ def _train(
         "seconds": result.iteration_seconds,
         "transports": result.adaptra.get("transports", []),
         "by_device": sum((link["paths"] or {}).get("sent_by_device", 0) for link in links.values()),
+        "costs": result.adaptra.get("measured_costs"),
         "losses": result.losses,
         "peaks": trainer.peaks(),
     }
@@ -129,6 +130,8 @@ def judge(name: str, ranks: list[dict[str, Any]]) -> tuple[str, bool]:
         problems.append(f"more than {FRACTION:g} of the GPU was reserved")
     median_s = statistics.median(max(times) for times in zip(*(each["seconds"] for each in ranks), strict=True))
     seen = [*problems, f"{compared} elements compared, last loss {losses[-1]:.6f}, {1e3 * median_s:.0f} ms/iteration"]
+    if peaks and (costs := ranks[0]["costs"]):
+        seen.append(f"I gave {costs.get('released_at_backward_input', 0.0):.2f} of an activation back")
     if peaks:
         seen.append("peaks of memory: " + ", ".join(f"{kind} {share:.4f}" for kind, share in peaks.items()))
     return "; ".join(seen), not problems

@@ -233,13 +233,17 @@ def test_trainings_that_differ_are_found() -> None:
     rank = {"different": [], "compared": 5, "seconds": [1.0], "transports": [], "losses": [2.0, 1.0]}
     rank |= {"by_device": 0, "peaks": {}}
     assert t7_training.judge("stock again", [rank])[1]
+    ours = {"transports": ["HostTransport"], "costs": {"released_at_backward_input": 0.25}, "peaks": {"reserved": 0.1}}
+    seen, shown = t7_training.judge("host path, shm", [{**rank, **ours}])
+    assert shown
+    assert "I gave 0.25 of an activation back; peaks of memory: reserved 0.1000" in seen
     wrong = [
         {"different": ["losses"]},
         {"compared": 0},
         {"transports": ["HostTransport"]},
         {"losses": [1.0, 1.0]},
         {"by_device": 1},
-        {"peaks": {"reserved": 0.95}},
+        {"peaks": {"reserved": 0.95}, "costs": None},
     ]
     for each in wrong:
         assert not t7_training.judge("stock again", [{**rank, **each}])[1], each
