@@ -79,13 +79,9 @@ def _unit_costs(schedule: Schedule) -> Costs:
 
 def _positive(costs: Costs) -> Costs:
     """`costs` with no action that takes no time."""
-    tables = (costs.forward_s, costs.backward_input_s, costs.backward_weight_s)
-    shortest_s = _SHORTEST * max(max(map(max, table)) for table in tables) or 1.0
+    shortest_s = _SHORTEST * max(max(map(max, table)) for table in costs.tables().values()) or 1.0
 
     def clamped(table: PerChunk) -> PerChunk:
         return tuple(tuple(max(seconds, shortest_s) for seconds in row) for row in table)
 
-    forward_s, backward_input_s, backward_weight_s = map(clamped, tables)
-    return dataclasses.replace(
-        costs, forward_s=forward_s, backward_input_s=backward_input_s, backward_weight_s=backward_weight_s
-    )
+    return dataclasses.replace(costs, **{name: clamped(table) for name, table in costs.tables().items()})

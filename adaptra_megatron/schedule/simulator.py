@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.actions import Action, Kind, Schedule, placement, virtual_stage
 from adaptra_megatron.schedule.blocking import encoded_programs
-from adaptra_megatron.schedule.costs import CostError, Costs
+from adaptra_megatron.schedule.costs import CostError, Costs, Released, released_per_stage
 from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.native import decode_orders, encode_schedule, problem_from_costs
 
@@ -76,7 +76,8 @@ def simulate_online(costs: Costs) -> Simulation:
 
     F and B of a chunk run in ascending micro-batch order, W in the order of their I. Among chunks that are ready, the
     one that comes first in Megatron's interleaved order goes first. Stages that decide at the same instant do so in
-    ascending order. Raises CostError if some stage's cap cannot hold one activation of each of its chunks.
+    ascending order. A stage whose cap has no room for what an input gradient adds runs whole backwards. Raises CostError
+    if some stage's cap cannot hold one activation of each of its chunks.
     """
     require_room_for_chunks(costs)
     dispatched = _native.dispatch(problem_from_costs(costs))
@@ -85,16 +86,21 @@ def simulate_online(costs: Costs) -> Simulation:
     return _simulation(schedule, codes, costs, dispatched["makespan_s"], dispatched["start_s"], dispatched["end_s"])
 
 
-def peak_in_flight(schedule: Schedule, released_at_backward_input: float) -> tuple[float, ...]:
+def peak_in_flight(schedule: Schedule, released_at_backward_input: Released) -> tuple[float, ...]:
     """Most activations each stage holds at once: a static function of its order.
 
-    F takes 1 at its start, I gives `released_at_backward_input` back at its end and W the rest, B gives all.
+    F takes 1 at its start, I gives `released_at_backward_input` back at its end (below 0: takes more, at its start) and
+    W the rest, B gives all.
     """
-    return tuple(_native.peak_in_flight(encode_schedule(schedule), released_at_backward_input))
+    released = released_per_stage(released_at_backward_input, schedule.stages)
+    return tuple(_native.peak_in_flight(encode_schedule(schedule), released))
 
 
 def require_room_for_chunks(costs: Costs) -> None:
-    """Raise CostError unless each cap holds one activation per chunk: what micro-batch 0 alone needs."""
+    """Raise CostError unless each cap holds one activation per chunk: what micro-batch 0 alone needs.
+
+    What its input gradients may add on top is needed only where they are split from weight gradients.
+    """
     for stage, cap in enumerate(costs.max_in_flight):
         if cap is not None and cap < costs.chunks:
             raise CostError(

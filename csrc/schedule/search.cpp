@@ -6,7 +6,9 @@
 
 #include "bounds.hpp"
 #include "dispatch.hpp"
+#include "launch.hpp"
 #include "local_search.hpp"
+#include "queue_search.hpp"
 
 namespace adaptra {
 namespace {
@@ -18,6 +20,7 @@ constexpr std::size_t kStarts = 3;       // different schedules that local searc
 constexpr int kMemorySteps = 4;          // of bisection, for as fast a schedule that holds less
 // What other work takes, in replays of the whole schedule.
 constexpr std::int64_t kDispatchWeight = 8;
+constexpr std::int64_t kLaunchWeight = 24;
 constexpr std::int64_t kHeadsAndTailsWeight = 8;
 constexpr std::int64_t kBoundWeight = 2 * kHeadsAndTailsWeight;  // with and without caps
 constexpr double kMemoryShare = 0.2;  // of the budget, at most, for holding less
@@ -30,14 +33,15 @@ struct Taper {
 
 // 1F1B, or Megatron's interleaved 1F1B with groups of one micro-batch per stage, so that a plan is never worse than
 // stock. With `delay_weights`, stage s runs W s backwards later: ZB-H1, which holds no more than stock's first stage.
-Orders stock_orders(const Problem& problem, bool split, bool delay_weights) {
+Orders stock_orders(const Problem& problem, const Whole& whole, bool delay_weights) {
     const int total = problem.chunks * problem.micro_batches, group = problem.stages;
-    std::vector<Code> forwards(total), backwards(total), weights(total);
+    std::vector<Code> forwards(total), backwards(total), inputs(total), weights(total);
     for (int micro_batch = 0; micro_batch < problem.micro_batches; ++micro_batch) {
         for (int chunk = 0; chunk < problem.chunks; ++chunk) {
             const int backward = reference_index(problem, group, problem.chunks - 1 - chunk, micro_batch);
             forwards[reference_index(problem, group, chunk, micro_batch)] = problem.code(kForward, chunk, micro_batch);
-            backwards[backward] = problem.code(split ? kBackwardInput : kBackward, chunk, micro_batch);
+            backwards[backward] = problem.code(kBackward, chunk, micro_batch);
+            inputs[backward] = problem.code(kBackwardInput, chunk, micro_batch);
             weights[backward] = problem.code(kBackwardWeight, chunk, micro_batch);
         }
     }
@@ -45,15 +49,19 @@ Orders stock_orders(const Problem& problem, bool split, bool delay_weights) {
     for (int stage = 0; stage < problem.stages; ++stage) {
         const int later = problem.stages - 1 - stage;
         const int warm_up = problem.chunks == 1 ? later : 2 * later + (problem.chunks - 1) * group;
-        const int delay = delay_weights ? std::min(stage, total) : 0;
+        const std::size_t delay = delay_weights ? std::min(stage, total) : 0;
+        std::vector<Code> pending;
+        std::size_t ended = 0;
         Order& order = orders[stage];
         order.assign(forwards.begin(), forwards.begin() + std::min(warm_up, total));
         for (int index = 0; index < total; ++index) {
             if (warm_up + index < total) order.push_back(forwards[warm_up + index]);
-            order.push_back(backwards[index]);
-            if (split && index >= delay) order.push_back(weights[index - delay]);
+            const bool split = problem.micro_batch_in(inputs[index]) >= whole[stage];
+            order.push_back((split ? inputs : backwards)[index]);
+            if (split) pending.push_back(weights[index]);
+            if (pending.size() > ended + delay) order.push_back(pending[ended++]);
         }
-        if (split) order.insert(order.end(), weights.end() - delay, weights.end());
+        order.insert(order.end(), pending.begin() + ended, pending.end());
     }
     return orders;
 }
@@ -65,10 +73,10 @@ struct Seed {
 
 class Search {
 public:
-    Search(const Problem& problem, bool split, double bound, std::int64_t budget)
-        : problem_(problem), split_(split), bound_(bound), budget_(budget), dispatcher_(problem), replay_(problem),
-          group_(largest_group(problem)),
-          actions_(static_cast<std::int64_t>(problem.slots()) * (split ? 3 : 2)),
+    Search(const Problem& problem, const Whole& whole, double bound, std::int64_t budget)
+        : problem_(problem), whole_(whole), bound_(bound), budget_(budget), shares_queue_(problem.queue_matters()),
+          dispatcher_(problem), replay_(problem), launch_(problem), group_(largest_group(problem, whole)),
+          actions_(actions_of(problem, whole)),
           memory_steps_(static_cast<int>(
               std::min<std::int64_t>(kMemorySteps, kMemoryShare * budget / (kDispatchWeight * actions_)))) {}
 
@@ -76,8 +84,10 @@ public:
 
 private:
     void seed();
-    void seed_as_if_released(double released);
+    void seed_as_if_released(double share);
+    double makespan_of(const Orders& orders);
     void improve();
+    void improve_in_shared_queue();
     bool local_round(LocalSearch& local);
     void redispatch();
     void save_memory();
@@ -87,17 +97,20 @@ private:
     bool within_caps(const Orders& orders) const;
     bool spent() const { return best_.simulated_actions >= budget_ - memory_steps_ * dispatch_actions(); }
     std::int64_t dispatch_actions() const { return kDispatchWeight * actions_; }
+    double least_cap(int stage) const { return room_needed(problem_, group_, stage, whole_[stage]); }
     bool optimal() const { return best_.makespan <= bound_ * (1.0 + kSame); }
     std::vector<double> tapered(const Taper& taper) const;
     Policy policy_with(const std::vector<double>& cap) const;
     Policy urgent_policy_with(const std::vector<double>& cap, double target, int horizon) const;
 
     const Problem& problem_;
-    const bool split_;
+    const Whole whole_;
     const double bound_;
     const std::int64_t budget_;
+    const bool shares_queue_;
     Dispatcher dispatcher_;
     Replay replay_;
+    Launch launch_;
     const int group_;
     const std::int64_t actions_;
     const int memory_steps_;  // what is kept of the budget for them
@@ -123,10 +136,11 @@ SearchResult Search::run() {
 
 Policy Search::policy_with(const std::vector<double>& cap) const {
     Policy policy;
-    policy.split = split_;
+    policy.whole = whole_;
     policy.cap = cap;
     policy.group = group_;
     policy.released = problem_.released;
+    policy.paced = shares_queue_;
     return policy;
 }
 
@@ -143,8 +157,8 @@ void Search::seed() {
     const std::vector<double>& full = problem_.cap;
     const std::vector<double> tight = tapered({1.0, 1.0}), loose = tapered({1.5, 1.0});
     for (bool delay_weights : {false, true}) {
-        const Orders stock = stock_orders(problem_, split_, delay_weights);
-        if (within_caps(stock)) consider(stock, replay_.run(stock));
+        const Orders stock = stock_orders(problem_, whole_, delay_weights);
+        if (within_caps(stock)) consider(stock, makespan_of(stock));
     }
     attempt(policy_with(full));
     attempt(urgent_policy_with(full, 0.0, 0));
@@ -155,16 +169,19 @@ void Search::seed() {
     attempt(urgent_policy_with(tight, bound_, kHorizon));
     attempt(urgent_policy_with(loose, 0.0, 0));
     attempt(urgent_policy_with(full, 1.01 * bound_, kHorizon));
+    if (shares_queue_) attempt(urgent_policy_with(tapered({0.6, 1.0}), 0.0, kHorizon));
     const bool capped = std::any_of(full.begin(), full.end(), [](double cap) { return cap < kNever; });
-    if (!capped || !split_ || problem_.released == 0.0) return;
+    const auto releases = [](double released) { return released > 0.0; };
+    const bool any_split = *std::min_element(whole_.begin(), whole_.end()) < problem_.micro_batches;
+    if (!capped || !any_split || std::none_of(problem_.released.begin(), problem_.released.end(), releases)) return;
     // As if input gradients released less: W then runs early enough that F rarely waits for one.
-    for (double share : {0.0, 0.5}) seed_as_if_released(share * problem_.released);
+    for (double share : {0.0, 0.5}) seed_as_if_released(share);
 }
 
-void Search::seed_as_if_released(double released) {
+void Search::seed_as_if_released(double share) {
     if (optimal() || spent()) return;
     Problem strict = problem_;
-    strict.released = released;
+    for (double& released : strict.released) released = std::min(released, share * released);
     const Urgency remaining = remaining_time(strict);
     const double bound = lower_bound(strict).seconds;
     best_.simulated_actions += (kHeadsAndTailsWeight + kBoundWeight) * actions_;
@@ -172,7 +189,7 @@ void Search::seed_as_if_released(double released) {
         for (int horizon : {0, kHorizon}) {
             Policy policy = urgent_policy_with(problem_.cap, target, horizon);
             policy.urgency = &remaining;
-            policy.released = released;
+            policy.released = strict.released;
             attempt(policy);
         }
     }
@@ -182,7 +199,7 @@ void Search::attempt(const Policy& policy) {
     if (!seeds_.empty() && (optimal() || spent())) return;
     if (dispatcher_.run(policy) == kNever) return;
     // Replayed, the same orders may take less: the dispatcher idles when it waits for something more urgent.
-    const double makespan = replay_.run(dispatcher_.orders());
+    const double makespan = makespan_of(dispatcher_.orders());
     best_.simulated_actions += dispatch_actions();
     if (makespan <= best_.makespan * (1.0 + kSame)) best_policy_ = policy;
     remember(dispatcher_.orders(), makespan);
@@ -208,8 +225,15 @@ void Search::consider(const Orders& orders, double makespan) {
     best_.orders = orders;
 }
 
+double Search::makespan_of(const Orders& orders) {
+    if (!shares_queue_) return replay_.run(orders);
+    best_.simulated_actions += kLaunchWeight * actions_;
+    return launch_.run(orders);
+}
+
 // A round from each of the best seeds, then more rounds from the best schedule.
 void Search::improve() {
+    if (shares_queue_) return improve_in_shared_queue();
     std::vector<LocalSearch> searches;
     for (const Seed& seed : seeds_) {
         if (optimal() || spent()) return;
@@ -228,6 +252,15 @@ void Search::improve() {
         redispatch();
         if (best_.makespan < makespan * (1.0 - kSame)) local = LocalSearch(problem_, best_.orders);
     }
+}
+
+void Search::improve_in_shared_queue() {
+    if (optimal() || spent()) return;
+    QueueSearch local(problem_, launch_, best_.orders, best_.makespan);
+    const std::int64_t left = budget_ - memory_steps_ * dispatch_actions() - best_.simulated_actions;
+    local.run(left / (kLaunchWeight * actions_), bound_ * (1.0 + kSame));
+    best_.simulated_actions += local.replays() * kLaunchWeight * actions_;
+    consider(local.orders(), local.makespan());
 }
 
 bool Search::local_round(LocalSearch& local) {
@@ -254,18 +287,17 @@ void Search::redispatch() {
 // Bisects for the least share of the activations now held with which the best policy is still as fast.
 void Search::save_memory() {
     const std::vector<double> peaks = peaks_of(best_.orders, problem_.released);
-    const double least = least_cap(problem_, group_);
     if (best_policy_.urgency != nullptr) best_policy_.urgency = &remaining_;
     double enough = 1.0, too_little = 0.0;
     for (int step = 0; step < kMemorySteps && best_.simulated_actions + dispatch_actions() <= budget_; ++step) {
         const double share = 0.5 * (enough + too_little);
         for (int stage = 0; stage < problem_.stages; ++stage) {
-            const double wanted = std::max(least, std::ceil(share * peaks[stage]));
+            const double wanted = std::max(least_cap(stage), std::ceil(share * peaks[stage]));
             best_policy_.cap[stage] = std::min(problem_.cap[stage], wanted);
         }
         dispatcher_.run(best_policy_);
         best_.simulated_actions += dispatch_actions();
-        const double makespan = replay_.run(dispatcher_.orders());
+        const double makespan = makespan_of(dispatcher_.orders());
         consider(dispatcher_.orders(), makespan);
         (makespan <= best_.makespan * (1.0 + kSame) ? enough : too_little) = share;
     }
@@ -281,7 +313,6 @@ std::vector<double> Search::tapered(const Taper& taper) const {
         period = std::max(period, work);
     }
     std::vector<double> cap = problem_.cap;
-    const double least = least_cap(problem_, group_);
     double round_trip = 0.0;
     std::vector<double> wanted(problem_.stages, taper.extra);
     for (int v = problem_.virtual_stages() - 1; v >= 0; --v) {
@@ -295,7 +326,7 @@ std::vector<double> Search::tapered(const Taper& taper) const {
         wanted[stage] += period > 0.0 ? taper.scale * round_trip / period : 0.0;
     }
     for (int stage = 0; stage < problem_.stages; ++stage) {
-        cap[stage] = std::min(cap[stage], std::max(least, std::ceil(wanted[stage])));
+        cap[stage] = std::min(cap[stage], std::max(least_cap(stage), std::ceil(wanted[stage])));
     }
     return cap;
 }
@@ -308,8 +339,8 @@ bool Search::within_caps(const Orders& orders) const {
 
 }  // namespace
 
-SearchResult search(const Problem& problem, bool split, double bound, std::int64_t budget) {
-    return Search(problem, split, bound, budget).run();
+SearchResult search(const Problem& problem, const Whole& whole, double bound, std::int64_t budget) {
+    return Search(problem, whole, bound, budget).run();
 }
 
 }  // namespace adaptra

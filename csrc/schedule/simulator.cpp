@@ -6,9 +6,10 @@
 
 #include "blocking.hpp"
 #include "bounds.hpp"
+#include "launch.hpp"
 #include "dispatch.hpp"
 #include "replay.hpp"
-#include "search.hpp"
+#include "whole_choice.hpp"
 
 namespace py = pybind11;
 
@@ -16,17 +17,19 @@ namespace adaptra {
 namespace {
 
 using Table = std::vector<double>;
-using LinkTable = std::vector<std::pair<double, double>>;
+using LinkTable = std::vector<std::tuple<double, double, bool>>;
 
 std::vector<Link> links_from(const LinkTable& table) {
     std::vector<Link> links;
-    for (const auto& [latency, occupancy] : table) links.push_back({latency, occupancy});
+    for (const auto& [latency, occupancy, rendezvous] : table) {
+        links.push_back(rendezvous ? Link{0.0, occupancy + latency, true} : Link{latency, occupancy, false});
+    }
     return links;
 }
 
 Problem make_problem(int stages, int chunks, int micro_batches, Table forward, Table backward_input,
-                     Table backward_weight, const LinkTable& to_next, const LinkTable& to_previous, Table cap,
-                     double released) {
+                     Table backward_weight, Table backward, const LinkTable& to_next, const LinkTable& to_previous,
+                     Table cap, Table released, bool shared_queue) {
     Problem problem;
     problem.stages = stages;
     problem.chunks = chunks;
@@ -34,13 +37,15 @@ Problem make_problem(int stages, int chunks, int micro_batches, Table forward, T
     problem.forward = std::move(forward);
     problem.backward_input = std::move(backward_input);
     problem.backward_weight = std::move(backward_weight);
+    problem.backward = std::move(backward);
     for (std::size_t row = 0; row < problem.forward.size(); ++row) {
-        problem.backward.push_back(problem.backward_input[row] + problem.backward_weight[row]);
+        problem.backward_differs |= problem.backward[row] != problem.backward_input[row] + problem.backward_weight[row];
     }
     problem.to_next = links_from(to_next);
     problem.to_previous = links_from(to_previous);
     problem.cap = std::move(cap);
-    problem.released = released;
+    problem.released = std::move(released);
+    problem.shared_queue = shared_queue;
     return problem;
 }
 
@@ -102,11 +107,41 @@ py::dict replay(const Problem& problem, const Orders& orders) {
     return result;
 }
 
+py::dict replay_launched(const Problem& problem, const Orders& orders) {
+    Launch launch(problem);
+    double makespan = 0.0;
+    {
+        py::gil_scoped_release release;
+        makespan = launch.run(orders);
+    }
+    py::dict result;
+    result["makespan_s"] = makespan;
+    result["start_s"] = launch.replay().start();
+    result["end_s"] = launch.replay().end();
+    result["ranks"] = launch.ranks();
+    return result;
+}
+
+py::dict replay_device(const Problem& problem, const Orders& orders, const Ranks& ranks) {
+    DeviceReplay run(problem);
+    double makespan = 0.0;
+    {
+        py::gil_scoped_release release;
+        makespan = run.run(orders, ranks);
+    }
+    py::dict result;
+    result["makespan_s"] = makespan;
+    result["start_s"] = run.start();
+    result["end_s"] = run.end();
+    return result;
+}
+
 double run_online(const Problem& problem, Dispatcher& dispatcher) {
     Policy policy;
+    policy.whole = least_whole(problem);
     policy.cap = problem.cap;
     policy.released = problem.released;
-    policy.group = largest_group(problem);
+    policy.group = largest_group(problem, policy.whole);
     return policy.group > 0 ? dispatcher.run(policy) : kNever;
 }
 
@@ -143,7 +178,7 @@ py::dict plan(const Problem& problem, bool split, std::int64_t budget) {
     {
         py::gil_scoped_release release;
         bound = lower_bound(problem);
-        found = search(problem, split, bound.seconds, budget);
+        found = search_any_split(problem, split, bound.seconds, budget);
     }
     py::dict result;
     result["makespan_s"] = found.makespan;
@@ -195,8 +230,9 @@ PYBIND11_MODULE(_native, module) {
     module.doc() = "Native core of adaptra_megatron.schedule: simulator, lower bounds and planner.";
     py::class_<Problem>(module, "Problem")
         .def(py::init(&make_problem), py::kw_only(), py::arg("stages"), py::arg("chunks"), py::arg("micro_batches"),
-             py::arg("forward_s"), py::arg("backward_input_s"), py::arg("backward_weight_s"), py::arg("to_next"),
-             py::arg("to_previous"), py::arg("cap"), py::arg("released"));
+             py::arg("forward_s"), py::arg("backward_input_s"), py::arg("backward_weight_s"), py::arg("backward_s"),
+             py::arg("to_next"), py::arg("to_previous"), py::arg("cap"), py::arg("released"),
+             py::arg("shared_queue"));
     py::class_<EncodedOrders>(module, "EncodedOrders")
         .def(py::init([](Orders orders) { return EncodedOrders{std::move(orders)}; }), py::arg("orders"));
     module.def("replay_finish", &replay_finish, py::arg("problem"), py::arg("orders"));
@@ -207,8 +243,9 @@ PYBIND11_MODULE(_native, module) {
     module.def("actions", &actions, py::arg("problem"), py::arg("stage"), py::arg("codes"), py::arg("action"),
                py::arg("kinds"));
     module.def("replay", &replay, py::arg("problem"), py::arg("orders"));
+    module.def("replay_device", &replay_device, py::arg("problem"), py::arg("orders"), py::arg("ranks"));
+    module.def("replay_launched", &replay_launched, py::arg("problem"), py::arg("orders"));
     module.def("dispatch", &dispatch, py::arg("problem"));
     module.def("plan", &plan, py::arg("problem"), py::arg("split"), py::arg("budget"));
     module.def("lower_bound", &bound, py::arg("problem"));
-    module.def("least_cap", &least_cap, py::arg("problem"), py::arg("group"));
 }
