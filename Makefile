@@ -5,24 +5,32 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# Pinned to what is tested. torch goes first and alone: as a dependency, pip might pick a newer one.
-TORCH := torch==2.13.0
-MEGATRON := megatron-core==0.16.1
+# What is tested, by version and hash. torch goes apart, by version alone: which of its builds a machine has (for CPUs, for
+# GPUs) is the machine's matter, and each has other hashes.
+LOCK := requirements/tested.txt
+TORCH := $(shell grep '^torch==' requirements/tested.in)
 
-# Megatron-LM's sources, for its own scripts; and what those import besides torch. MEGATRON_LM_SOURCE names a mirror.
+# Megatron-LM's sources, for its own scripts. MEGATRON_LM_SOURCE names a mirror.
 MEGATRON_LM ?= build/megatron-lm
 MEGATRON_LM_TAG ?= core_v0.16.1
-MEGATRON_LM_NEEDS := six regex pyyaml pydantic psutil tensorboard
+
+# Native code built to be attacked: no bound of memory and no rule of C++ is broken without a report. Apart from setup.py,
+# whose flags are for speed. SECONDS for all fuzzers together, SEED for other cases, FUZZ=NAME[:CASE] for one fuzzer.
+SANITIZED := build/sanitized
+SANITIZE := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -D_GLIBCXX_ASSERTIONS
+SECONDS ?= 60
+SEED ?= 1
+FUZZ ?=
 
 # One stamp per step: a step is done again only if its list of requirements has changed.
 CREATED := $(VENV)/.adaptra-created
-FOUNDATION := $(VENV)/.adaptra-$(subst ==,-,$(TORCH)-$(MEGATRON))
+FOUNDATION := $(VENV)/.adaptra-foundation
 INSTALLED := $(VENV)/.adaptra-installed
-LINT := $(VENV)/.adaptra-lint
 NATIVE := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo megatron test test-slow test-dropin test-versions docs test-rdma bench-rdma soak closed-loop lint
+.PHONY: help install lock demo megatron test test-slow test-native-sanitized test-dropin test-versions docs test-rdma \
+	bench-rdma soak closed-loop lint
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +38,7 @@ help:
 	@echo 'make demo     train a small GPT with and without adaptra while a link turns slow'
 	@echo 'make test     every test but the slow ones'
 	@echo 'make test-slow  the slow ones'
+	@echo 'make test-native-sanitized  fuzzers on native code built with sanitizers (SECONDS=3600 SEED=1000000 for more)'
 	@echo 'make test-rdma  the verbs transport on Soft-RoCE in a virtual machine (installs QEMU if it is missing)'
 	@echo 'make soak     fault campaign: real training while paths, delegates and ranks fail (SOAK=--rounds=5 for more)'
 	@echo 'make closed-loop  200 iterations while links turn slow, move and heal at random (CLOSED_LOOP=--seed=7 for another)'
@@ -39,6 +48,7 @@ help:
 	@echo 'make test-versions  the same for every supported release (an hour; needs Python 3.11 and 3.12)'
 	@echo 'make docs     the pages and pictures of docs/ that are made from the code'
 	@echo 'make lint     ruff and mypy'
+	@echo 'make lock     pin what is installed, by version and hash (UPGRADE=upgrade for newer ones)'
 
 install: $(INSTALLED)
 
@@ -46,19 +56,18 @@ $(CREATED):
 	scripts/make_venv.sh $(VENV)
 	@touch $@
 
-$(FOUNDATION): $(CREATED)
+$(FOUNDATION): $(CREATED) $(LOCK) requirements/tested.in
+	$(PIP) install --no-deps --require-hashes --requirement $(LOCK)
 	$(PIP) install '$(TORCH)'
-	$(PIP) install '$(MEGATRON)' 'setuptools>=77' 'pybind11>=2.13'
 	@touch $@
 
 # Without build isolation the extension is built by what is there, not by a second environment made for each build.
 $(INSTALLED): $(FOUNDATION) pyproject.toml setup.py $(NATIVE)
-	$(PIP) install --no-build-isolation --editable '.[test,plot,cli]'
+	$(PIP) install --no-build-isolation --no-deps --editable .
 	@touch $@
 
-$(LINT): $(INSTALLED)
-	$(PIP) install 'adaptra-megatron[lint]'
-	@touch $@
+lock:
+	scripts/write_lock.sh $${PYTHON:-python3.11} $(UPGRADE)
 
 demo: $(INSTALLED)
 	$(BIN)/python -m adaptra_megatron.emulation.demo
@@ -69,8 +78,20 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m slow
 
+$(SANITIZED)/_ring.so: $(wildcard csrc/ring/*)
+$(SANITIZED)/_native.so: $(wildcard csrc/schedule/*)
+$(SANITIZED)/%.so: | $(INSTALLED)
+	@mkdir -p $(SANITIZED)
+	$(CXX) -std=c++17 -shared -fPIC -fvisibility=hidden $(SANITIZE) $$($(BIN)/python -m pybind11 --includes) \
+		$(filter %.cpp,$^) -o $@
+
+test-native-sanitized: $(INSTALLED)
+	$(MAKE) --no-print-directory -j2 $(SANITIZED)/_ring.so $(SANITIZED)/_native.so
+	PYTHONPATH=tests $(BIN)/python -m fuzz.campaign --extensions=$(SANITIZED) --seconds=$(SECONDS) --first=$(SEED) \
+		--only='$(FUZZ)'
+
 megatron: $(INSTALLED)
-	$(PIP) install --quiet $(MEGATRON_LM_NEEDS)
+	$(PIP) install --quiet --no-deps --require-hashes --requirement requirements/megatron_lm.txt
 	scripts/fetch_megatron_lm.sh $(MEGATRON_LM_TAG) $(MEGATRON_LM) $(abspath $(BIN))/python
 
 test-dropin: megatron
@@ -98,7 +119,7 @@ closed-loop: $(INSTALLED)
 bench-rdma: $(INSTALLED)
 	$(BIN)/python scripts/softroce_vm.py bench
 
-lint: $(LINT)
+lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

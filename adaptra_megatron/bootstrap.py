@@ -28,8 +28,9 @@ SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 HOOKS = {
     f"{ARGUMENTS}:add_megatron_arguments": "adds the --adaptra flags to Megatron's parser and applies the patches "
     "below once it has parsed them",
-    f"{SCHEDULES}:get_forward_backward_func": "applies the patches below at the first call, in scripts that do not use "
-    "Megatron's parser; only under `-m adaptra_megatron` and `import adaptra_megatron.auto`",
+    f"{SCHEDULES}:get_forward_backward_func": "in scripts that do not use Megatron's parser, the first call applies "
+    "the patches below under `-m adaptra_megatron` and `import adaptra_megatron.auto`, and otherwise warns that the "
+    "flag has no effect",
 }
 """What is replaced to get in, and why; by target."""
 
@@ -48,18 +49,22 @@ def on_request() -> None:
 
     Raises BootstrapError if Megatron has been imported already: names bound by then could not be replaced.
     """
-    finder = _finder()
-    if not finder.requested and SCHEDULES in sys.modules:
+    if SCHEDULES in sys.modules and not any(finder.requested for finder in _finders()):
         raise BootstrapError(
             f"{SCHEDULES} is imported already, and who imported it holds on to its functions: "
             "import adaptra_megatron.auto before anything of megatron"
         )
-    finder.requested = True
+    _finder().requested = True
 
 
 def is_turned_off() -> bool:
     """Whether the environment turns us off."""
     return os.environ.get(OFF_VARIABLE, "0") not in ("", "0")
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for the job, as its launcher's environment says: torch.distributed is not up yet."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 class MegatronHooks(PostImportFinder):
@@ -80,8 +85,6 @@ class MegatronHooks(PostImportFinder):
         arguments.add_megatron_arguments = add_megatron_arguments  # type: ignore[attr-defined]
 
     def _hook_schedules(self, schedules: ModuleType) -> None:
-        if not self.requested:
-            return
         stock = _expected(schedules, "get_forward_backward_func")
 
         @functools.wraps(stock)
@@ -99,10 +102,13 @@ class MegatronHooks(PostImportFinder):
         return self._enabling
 
 
+def _finders() -> list[MegatronHooks]:
+    return [finder for finder in sys.meta_path if isinstance(finder, MegatronHooks)]
+
+
 def _finder() -> MegatronHooks:
-    for finder in sys.meta_path:
-        if isinstance(finder, MegatronHooks):
-            return finder
+    for finder in _finders():
+        return finder
     finder = MegatronHooks()
     finder.install()
     return finder

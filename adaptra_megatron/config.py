@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user can set: one frozen dataclass, checked at birth and read once, and the flags it is made from."""
+"""What a user can set: one frozen dataclass, checked at birth and read once, and the flags that are made from it."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 POLICIES = ("off", "observe", "adapt")
 HOST_TRANSPORTS = ("off", "auto", "shm", "tcp", "verbs")
@@ -19,115 +21,218 @@ class ConfigError(ValueError):
     """A setting that cannot be; names the flag, the value and what would be accepted."""
 
 
+def _option(
+    default: Any,
+    help: str,
+    *,
+    accepts: Callable[[Any], bool] = lambda value: True,
+    expects: str = "",
+    flag: str | None = None,
+    **keywords: Any,
+) -> Any:
+    """A field with a flag. `keywords` are those of argparse; `expects` says what `accepts` lets through."""
+    if "choices" in keywords:
+        accepts, expects = keywords["choices"].__contains__, f"it must be one of {', '.join(keywords['choices'])}"
+    argument = {"default": default, "help": help, **keywords}
+    return field(default=default, metadata={"argument": argument, "accepts": accepts, "expects": expects, "flag": flag})
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdaptraConfig:
-    """Settings of one run. Raises ConfigError at construction."""
+    """Settings of one run; the help of each option's flag says what it means. Raises ConfigError at construction."""
 
-    policy: str = "adapt"
-    """off: Megatron untouched. observe: stock's order, measured. adapt: planned orders."""
-    plan_csv: Path | None = None
-    """A fixed schedule in torch.distributed.pipelining's format instead of a planned one."""
-    costs_json: Path | None = None
-    """Costs to plan from at once, instead of measuring the first iterations."""
-    max_in_flight: float | None = None
-    """Cap on activations (of one chunk's micro-batch) held by a stage; None: what measured memory has room for on GPUs,
-    and on CPUs what stock's fullest stage holds."""
-    memory_fraction: float = 0.9
-    """Of a GPU's memory, what plans may let be in use."""
-    trace_dir: Path | None = None
-    """Where each rank writes what it did and when; None: nothing is recorded."""
-    trace: str = "all"
-    """Which iterations are written to trace_dir: all, or those that somebody asks for (asked)."""
-    prometheus_port: int | None = None
-    """Where the figures of the first rank of a host are served, the next rank's at the next port; None: nowhere."""
-    prometheus_address: str = "127.0.0.1"
-    timeout_s: float = 600.0
-    """Longest wait for any message or decision of another rank."""
-    host_transport: str = "off"
-    """Transport of the host path; off: there is none, messages travel by torch.distributed and no other way."""
-    interface: str | None = None
-    """Network interface, by name, that the host path uses between hosts; None: that of GLOO_SOCKET_IFNAME, or else the
-    one of the way to the master."""
-    path: str = "device"
-    """Which path messages take while it is healthy: device (torch.distributed) or host."""
-    dispatch: str = "auto"
-    """Who orders a stage's actions. planned: the plan. online: the stage, as messages arrive, where it sees that. auto:
-    the stage, while messages of a neighbour come by the host path and at random."""
-    rnics: tuple[str, ...] = ()
-    """RDMA devices that verbs uses; none for those nearest to the rank's GPU, or else to its CPUs."""
+    policy: str = _option(
+        "adapt",
+        "off: leave Megatron untouched; observe: keep the stock order and measure; adapt: re-plan the order of "
+        "forward, input-gradient and weight-gradient actions from what was measured.",
+        choices=POLICIES,
+    )
+    plan_csv: Path | None = _option(
+        None,
+        "Run this fixed schedule (the CSV of torch.distributed.pipelining) instead of a planned one.",
+        type=Path,
+        metavar="FILE",
+    )
+    costs_json: Path | None = _option(
+        None,
+        "Plan from these costs (JSON, as for `adaptra plan`) instead of measuring the first iterations.",
+        flag="--adaptra-costs",
+        type=Path,
+        metavar="FILE",
+    )
+    max_in_flight: float | None = _option(
+        None,
+        "Cap on the activations (of one model chunk and micro-batch) that a stage may hold at once. "
+        "Default: what measured memory has room for on GPUs, and on CPUs as many as the fullest stage of the stock "
+        "schedule holds.",
+        accepts=lambda cap: cap is None or (math.isfinite(cap) and cap >= 1),
+        expects="a stage needs room for at least 1 activation",
+        type=float,
+        metavar="N",
+    )
+    memory_fraction: float = _option(
+        0.8,
+        "Of a GPU's memory, what plans may let be in use (all processes counted) before activations are capped.",
+        accepts=lambda fraction: 0.0 < fraction <= 1.0,
+        expects="it must be above 0 and at most 1 (the whole GPU)",
+        type=float,
+        metavar="FRACTION",
+    )
+    trace_dir: Path | None = _option(
+        None, "Write what every rank did, and when, into this directory.", type=Path, metavar="DIR"
+    )
+    trace: str = _option(
+        "all",
+        "Write every iteration (all), or those that `adaptra trace DIR --request next-5` asks for (asked).",
+        choices=TRACES,
+    )
+    prometheus_port: int | None = _option(
+        None,
+        "Serve the figures of each rank to Prometheus: those of a host's first rank at this port, the next rank's at "
+        "the next.",
+        accepts=lambda port: port is None or 0 <= port < 65536,
+        expects="it must be a port, or 0 for any free one",
+        type=int,
+        metavar="PORT",
+    )
+    prometheus_address: str = _option(
+        "127.0.0.1", "The address that --adaptra-prometheus-port is opened on.", metavar="ADDRESS"
+    )
+    timeout_s: float = _option(
+        600.0,
+        "Longest wait for a message or a decision of another rank before the run stops with an error.",
+        accepts=lambda timeout_s: math.isfinite(timeout_s) and timeout_s > 0,
+        expects="it must be above 0",
+        type=float,
+        metavar="SECONDS",
+    )
+    host_transport: str = _option(
+        "off",
+        "Give every link between stages a second path, through host memory and a delegate process, which takes "
+        "over when torch.distributed fails: over shared memory (shm), TCP (tcp), RDMA (verbs; auto's choice where a "
+        "stage has none), or shared memory within a host, and RDMA or else TCP between hosts (auto).",
+        choices=HOST_TRANSPORTS,
+    )
+    rnics: tuple[str, ...] = _option(
+        (),
+        "RDMA devices to use (as in /sys/class/infiniband), in the order in which those of the other hosts match "
+        "them. Default: the active ones nearest to this rank's GPU, or else to its CPUs.",
+        accepts=lambda names: all(names) and len(set(names)) == len(names),
+        expects="it must be different names of RDMA devices, for example mlx5_0,mlx5_1",
+        type=lambda text: tuple(text.split(",")),
+        metavar="NAME[,NAME...]",
+    )
+    interface: str | None = _option(
+        None,
+        "Network interface (such as eth0) on whose address the host path listens and from which it connects, "
+        "over TCP and for RDMA, and on which clocks of hosts are compared. Default: 127.0.0.1 if all stages are on one "
+        "host, otherwise what GLOO_SOCKET_IFNAME names, or else the interface that leads to MASTER_ADDR.",
+        accepts=lambda name: name != "",
+        expects="it must be the name of a network interface, such as eth0",
+        metavar="NAME",
+    )
+    path: str = _option(
+        "device",
+        "The path that activations and gradients take while it is healthy: torch.distributed (device), or the "
+        "host path. The other takes over when it fails, and, unless the plan is fixed, while it is much better.",
+        choices=PATHS,
+    )
+    dispatch: str = _option(
+        "auto",
+        "Who orders the actions of a stage: the plan (planned); the stage itself, which leaves the plan when its "
+        "next message is late and another is here (online); or the stage while a neighbour's messages come by the "
+        "host path and at random (auto).",
+        choices=DISPATCHES,
+    )
     receive_lookahead: int = 8
-    """Receives posted ahead per neighbour; each holds one activation-sized buffer."""
+    """Receives posted ahead per neighbour; each holds one activation-sized buffer. Has no flag."""
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ConfigError(f"--adaptra-policy is {self.policy!r}; it must be one of {', '.join(POLICIES)}")
-        if self.plan_csv is not None and self.costs_json is not None:
-            raise ConfigError("--adaptra-plan-csv and --adaptra-costs exclude each other: a fixed plan needs no costs")
-        if self.policy != "adapt" and (self.plan_csv or self.costs_json):
-            raise ConfigError(
-                f"--adaptra-plan-csv and --adaptra-costs set the order of actions, but --adaptra-policy "
-                f"{self.policy} keeps stock's; use --adaptra-policy adapt"
-            )
-        for flag, path in (("--adaptra-plan-csv", self.plan_csv), ("--adaptra-costs", self.costs_json)):
-            if path is not None and not path.is_file():
-                raise ConfigError(f"{flag}: there is no file {path}")
-        if self.max_in_flight is not None and not (math.isfinite(self.max_in_flight) and self.max_in_flight >= 1):
-            raise ConfigError(
-                f"--adaptra-max-in-flight is {self.max_in_flight}; a stage needs room for at least 1 activation"
-            )
-        if not 0.0 < self.memory_fraction <= 1.0:
-            raise ConfigError(
-                f"--adaptra-memory-fraction is {self.memory_fraction}; it must be above 0 and at most 1 (the whole GPU)"
-            )
-        if self.trace not in TRACES:
-            raise ConfigError(f"--adaptra-trace is {self.trace!r}; it must be one of {', '.join(TRACES)}")
-        if self.trace == "asked" and self.trace_dir is None:
-            raise ConfigError(
-                "--adaptra-trace asked needs a place for requests and traces; give --adaptra-trace-dir too"
-            )
-        if self.prometheus_port is not None and not 0 <= self.prometheus_port < 65536:
-            raise ConfigError(
-                f"--adaptra-prometheus-port is {self.prometheus_port}; it must be a port, or 0 for any free one"
-            )
-        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-            raise ConfigError(f"--adaptra-timeout-s is {self.timeout_s}; it must be above 0")
-        if self.host_transport not in HOST_TRANSPORTS:
-            raise ConfigError(
-                f"--adaptra-host-transport is {self.host_transport!r}; it must be one of {', '.join(HOST_TRANSPORTS)}"
-            )
-        if self.interface is not None and not self.interface:
-            raise ConfigError("--adaptra-interface is empty; it must be the name of a network interface, such as eth0")
-        if self.interface is not None and self.host_transport == "off":
-            raise ConfigError(
-                f"--adaptra-interface {self.interface} is for the host path, but --adaptra-host-transport is off; "
-                "use --adaptra-host-transport auto"
-            )
-        if self.path not in PATHS:
-            raise ConfigError(f"--adaptra-path is {self.path!r}; it must be one of {', '.join(PATHS)}")
-        if self.rnics and self.host_transport not in ("auto", "verbs"):
-            raise ConfigError(
-                f"--adaptra-rnics names RDMA devices, but --adaptra-host-transport {self.host_transport} uses none; "
-                "use verbs or auto"
-            )
-        if not all(self.rnics) or len(set(self.rnics)) < len(self.rnics):
-            raise ConfigError(
-                f"--adaptra-rnics is {','.join(self.rnics)!r}; it must be different names of RDMA devices, "
-                "for example mlx5_0,mlx5_1"
-            )
-        if self.dispatch not in DISPATCHES:
-            raise ConfigError(f"--adaptra-dispatch is {self.dispatch!r}; it must be one of {', '.join(DISPATCHES)}")
-        if self.dispatch == "online" and self.policy != "adapt":
-            raise ConfigError(
-                f"--adaptra-dispatch online changes the order of actions, but --adaptra-policy {self.policy} keeps "
-                "stock's; use --adaptra-policy adapt"
-            )
-        if self.path == "host" and self.host_transport == "off":
-            raise ConfigError(
-                "--adaptra-path host needs a host path, but --adaptra-host-transport is off; "
-                "use --adaptra-host-transport auto"
-            )
+        from adaptra_megatron.given import check_given
+
+        for option in OPTIONS:
+            value = getattr(self, option.name)
+            if not option.metadata["accepts"](value):
+                raise ConfigError(f"{_flag(option)} is {_shown(value)!r}; {option.metadata['expects']}")
         if self.receive_lookahead < 1:
             raise ConfigError(f"receive_lookahead is {self.receive_lookahead}; at least 1 receive must be posted")
+        for rule in RULES:
+            for option in (option for option in OPTIONS if option.name in rule.settings):
+                value = getattr(self, option.name)
+                given = value != option.default if rule.values is None else value in rule.values
+                if given and not rule.needs(self):
+                    raise ConfigError(f"{_flag(option)} {_shown(value)} {rule.says.format_map(vars(self))}")
+        check_given(self)
+
+
+OPTIONS: tuple[Field[Any], ...] = tuple(option for option in fields(AdaptraConfig) if option.metadata)
+"""Those that have flags, in the order of the help."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Settings that contradict another, or would have no effect beside it."""
+
+    settings: tuple[str, ...]
+    needs: Callable[[AdaptraConfig], bool]
+    says: str
+    """Behind the flag and its value; names the other flag and the remedy."""
+    values: tuple[Any, ...] | None = None
+    """Those that need it; None: all but the default."""
+
+
+def _measures(config: AdaptraConfig) -> bool:
+    return config.plan_csv is None and config.costs_json is None
+
+
+_ORDER = "shapes the order of actions, but --adaptra-policy {policy} keeps stock's; use --adaptra-policy adapt"
+_FIXED = "beside --adaptra-plan-csv or --adaptra-costs nothing is measured for plans; drop one of the two"
+RULES = (
+    Rule(("plan_csv", "costs_json", "max_in_flight"), lambda config: config.policy == "adapt", _ORDER),
+    Rule(("dispatch",), lambda config: config.policy == "adapt", _ORDER, values=("online",)),
+    Rule(
+        tuple(option.name for option in OPTIONS if option.name != "policy"),
+        lambda config: config.policy != "off",
+        "changes nothing beside --adaptra-policy off; use observe or adapt, or leave it out",
+    ),
+    Rule(
+        ("plan_csv",),
+        lambda config: config.costs_json is None,
+        "and --adaptra-costs exclude each other: a fixed plan needs no costs",
+    ),
+    Rule(("memory_fraction",), _measures, f"is for plans within measured memory, but {_FIXED}"),
+    Rule(("trace",), lambda config: config.trace_dir is not None, "needs a place: give --adaptra-trace-dir too"),
+    Rule(("trace",), _measures, f"reaches the ranks with new plans, but {_FIXED}"),
+    Rule(
+        ("prometheus_address",),
+        lambda config: config.prometheus_port is not None,
+        "is where figures are served; give --adaptra-prometheus-port too",
+    ),
+    Rule(
+        ("rnics",),
+        lambda config: config.host_transport in ("auto", "verbs"),
+        "are RDMA devices, but --adaptra-host-transport {host_transport} uses none; use verbs or auto",
+    ),
+    Rule(
+        ("path",),
+        lambda config: config.host_transport != "off",
+        "needs a host path, but --adaptra-host-transport is off; use --adaptra-host-transport auto",
+    ),
+    Rule(
+        ("interface",),
+        lambda config: config.host_transport != "off" or config.trace_dir is not None or _measures(config),
+        "is for the host path and for comparing the clocks of hosts, but --adaptra-host-transport is off, and clocks "
+        "are not compared beside a fixed plan without traces; use --adaptra-host-transport auto or --adaptra-trace-dir",
+    ),
+)
+
+
+def _flag(option: Field[Any]) -> str:
+    return option.metadata["flag"] or f"--adaptra-{option.name.replace('_', '-')}"
+
+
+def _shown(value: Any) -> Any:
+    return ",".join(value) if isinstance(value, tuple) else value
 
 
 def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -138,134 +243,12 @@ def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
     group.add_argument(
         "--adaptra", action="store_true", help="Keep pipeline-parallel training at full speed when links turn slow."
     )
-    group.add_argument(
-        "--adaptra-policy",
-        choices=POLICIES,
-        default="adapt",
-        help="off: leave Megatron untouched; observe: keep the stock order and measure; adapt: re-plan the order of "
-        "forward, input-gradient and weight-gradient actions from what was measured.",
-    )
-    group.add_argument(
-        "--adaptra-plan-csv",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="Run this fixed schedule (the CSV of torch.distributed.pipelining) instead of a planned one.",
-    )
-    group.add_argument(
-        "--adaptra-costs",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="Plan from these costs (JSON, as for `adaptra plan`) instead of measuring the first iterations.",
-    )
-    group.add_argument(
-        "--adaptra-max-in-flight",
-        type=float,
-        default=None,
-        metavar="N",
-        help="Cap on the activations (of one model chunk and micro-batch) that a stage may hold at once. "
-        "Default: what measured memory has room for on GPUs, and on CPUs as many as the fullest stage of the stock "
-        "schedule holds.",
-    )
-    group.add_argument(
-        "--adaptra-memory-fraction",
-        type=float,
-        default=AdaptraConfig.memory_fraction,
-        metavar="FRACTION",
-        help="Of a GPU's memory, what plans may let be in use (all processes counted) before activations are capped.",
-    )
-    group.add_argument(
-        "--adaptra-trace-dir",
-        type=Path,
-        default=None,
-        metavar="DIR",
-        help="Write what every rank did, and when, into this directory.",
-    )
-    group.add_argument(
-        "--adaptra-trace",
-        choices=TRACES,
-        default="all",
-        help="Write every iteration (all), or those that `adaptra trace DIR --request next-5` asks for (asked).",
-    )
-    group.add_argument(
-        "--adaptra-prometheus-port",
-        type=int,
-        default=None,
-        metavar="PORT",
-        help="Serve the figures of each rank to Prometheus, from this port on.",
-    )
-    group.add_argument(
-        "--adaptra-prometheus-address",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="The address that --adaptra-prometheus-port is opened on.",
-    )
-    group.add_argument(
-        "--adaptra-timeout-s",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="Longest wait for a message or a decision of another rank before the run stops with an error.",
-    )
-    group.add_argument(
-        "--adaptra-host-transport",
-        choices=HOST_TRANSPORTS,
-        default="off",
-        help="Give every link between stages a second path, through host memory and a delegate process, which takes "
-        "over when torch.distributed fails: over shared memory (shm), TCP (tcp), RDMA (verbs; auto's choice where a "
-        "stage has none), or shared memory within a host, and RDMA or else TCP between hosts (auto).",
-    )
-    group.add_argument(
-        "--adaptra-rnics",
-        type=lambda text: tuple(text.split(",")),
-        default=(),
-        metavar="NAME[,NAME...]",
-        help="RDMA devices to use (as in /sys/class/infiniband), in the order in which those of the other hosts match "
-        "them. Default: the active ones nearest to this rank's GPU, or else to its CPUs.",
-    )
-    group.add_argument(
-        "--adaptra-interface",
-        default=None,
-        metavar="NAME",
-        help="Network interface (such as eth0) on whose address the host path listens and from which it connects, "
-        "over TCP and for RDMA. Default: 127.0.0.1 if all stages are on one host, otherwise what GLOO_SOCKET_IFNAME "
-        "names, or else the interface that leads to MASTER_ADDR.",
-    )
-    group.add_argument(
-        "--adaptra-path",
-        choices=PATHS,
-        default="device",
-        help="The path that activations and gradients take while it is healthy: torch.distributed (device), or the "
-        "host path. The other takes over when it fails, and, unless the plan is fixed, while it is much better.",
-    )
-    group.add_argument(
-        "--adaptra-dispatch",
-        choices=DISPATCHES,
-        default="auto",
-        help="Who orders the actions of a stage: the plan (planned); the stage itself, which leaves the plan when its "
-        "next message is late and another is here (online); or the stage while a neighbour's messages come by the "
-        "host path and at random (auto).",
-    )
+    for option in OPTIONS:
+        group.add_argument(_flag(option), **option.metadata["argument"])
     return parser
 
 
 def config_from_arguments(arguments: argparse.Namespace) -> AdaptraConfig:
     """The settings in parsed arguments. Raises ConfigError."""
-    return AdaptraConfig(
-        policy=arguments.adaptra_policy,
-        plan_csv=arguments.adaptra_plan_csv,
-        costs_json=arguments.adaptra_costs,
-        max_in_flight=arguments.adaptra_max_in_flight,
-        memory_fraction=arguments.adaptra_memory_fraction,
-        trace_dir=arguments.adaptra_trace_dir,
-        trace=arguments.adaptra_trace,
-        prometheus_port=arguments.adaptra_prometheus_port,
-        prometheus_address=arguments.adaptra_prometheus_address,
-        timeout_s=arguments.adaptra_timeout_s,
-        host_transport=arguments.adaptra_host_transport,
-        interface=arguments.adaptra_interface,
-        rnics=arguments.adaptra_rnics,
-        path=arguments.adaptra_path,
-        dispatch=arguments.adaptra_dispatch,
-    )
+    destinations = {option.name: _flag(option)[2:].replace("-", "_") for option in OPTIONS}
+    return AdaptraConfig(**{name: getattr(arguments, destination) for name, destination in destinations.items()})

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from adaptra_megatron.bootstrap import OFF_VARIABLE, is_turned_off
+from adaptra_megatron.bootstrap import OFF_VARIABLE, is_first_rank, is_turned_off
 from adaptra_megatron.config import ConfigError, add_adaptra_arguments, config_from_arguments
 
 logger = logging.getLogger("adaptra_megatron.bootstrap")
@@ -46,23 +46,34 @@ class Enabling:
     def decide_without_parser(self, command_line: Sequence[str] | None = None) -> None:
         """Decide by the --adaptra flags among others on `command_line` (default: the process's own).
 
-        Does nothing once it is decided, or when the program has patched Megatron by itself.
+        Does nothing once it is decided, or when the program has patched Megatron by itself. Where --adaptra was not
+        taken as given, a program that has none of our modules has read it, or ignored it: warns that it has no effect.
         """
         if self._decided:
             return
-        from adaptra_megatron.patches import in_force
-
-        if in_force() is not None:
+        patches = sys.modules.get("adaptra_megatron.patches")
+        if patches is not None and (not self._requested or patches.in_force() is not None):
+            self._decided = True
+            return
+        command_line = sys.argv[1:] if command_line is None else command_line
+        if not self._requested:
+            self._decided = True
+            if "--adaptra" in command_line and is_first_rank() and not is_turned_off():
+                logger.warning(
+                    "adaptra: --adaptra is on the command line, but Megatron's own parser has not read it, and nothing "
+                    "has been patched: stock Megatron runs. Start the script with `-m adaptra_megatron`, or make "
+                    "`import adaptra_megatron.auto` its first import"
+                )
             return
         parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
         add_adaptra_arguments(parser)
         parser.set_defaults(adaptra=self._requested)
-        arguments, _others = parser.parse_known_args(sys.argv[1:] if command_line is None else command_line)
+        arguments, _others = parser.parse_known_args(command_line)
         self.decide(parser, arguments)
 
     def decide(self, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
         """Patch Megatron as `arguments` say, or leave it; parsing the same again changes nothing."""
-        self._decided = True
+        first, self._decided = not self._decided, True
         try:
             if not arguments.adaptra:
                 _refuse_flags_without_effect(parser, arguments)
@@ -71,17 +82,20 @@ class Enabling:
         except ConfigError as error:
             parser.error(str(error))
         if is_turned_off():
-            logger.warning("adaptra: turned off by %s; Megatron is left as it is", OFF_VARIABLE)
+            if first and is_first_rank():
+                logger.warning("adaptra: turned off by %s; Megatron is left as it is", OFF_VARIABLE)
             return
         if config.policy == "off":
             return
+        from adaptra_megatron.given import check_given
         from adaptra_megatron.patches import PatchError, enable
-        from adaptra_megatron.runtime.refusals import UnsupportedFeatureError, refuse_arguments
+        from adaptra_megatron.runtime.refusals import UnsupportedFeatureError, pipeline_stages, refuse_arguments
 
         try:
+            check_given(config, pipeline_stages(arguments))
             refuse_arguments(arguments)
             enable(config)
-        except (PatchError, UnsupportedFeatureError) as error:
+        except (ConfigError, PatchError, UnsupportedFeatureError) as error:
             parser.error(str(error))
 
 

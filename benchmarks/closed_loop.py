@@ -74,13 +74,17 @@ CLUSTER = Cluster(stages=8, micro_batches=16, action_ms=20.0, cap=12)
 SMALL = Cluster(stages=4, micro_batches=16, action_ms=10.0, cap=6)
 
 
-def adapting(cluster: Cluster, iterations: int, run: Path, *more: str) -> tuple[str, ...]:
-    """Arguments of a training with adaptra and all that it can do on."""
+def watched(cluster: Cluster, iterations: int, run: Path, *more: str) -> tuple[str, ...]:
+    """Arguments of a training with adaptra and all that it can measure and tell."""
     return (
-        *cluster.arguments(iterations),
-        *("--adaptra", "--adaptra-max-in-flight", str(cluster.cap), "--adaptra-prometheus-port", "0"),
+        *(*cluster.arguments(iterations), "--adaptra", "--adaptra-prometheus-port", "0"),
         *("--adaptra-trace-dir", str(run), "--adaptra-trace", "asked", *more),
     )
+
+
+def adapting(cluster: Cluster, iterations: int, run: Path, *more: str) -> tuple[str, ...]:
+    """The same, planned for within the cluster's memory."""
+    return watched(cluster, iterations, run, "--adaptra-max-in-flight", str(cluster.cap), *more)
 
 
 # --- changes
@@ -218,7 +222,7 @@ ROUNDS, ROUND_ITERATIONS, WARM_UP = 3, 20, 8
 
 def healthy(server: ForkServer, directory: Path) -> str:
     """In turns: adaptra, and the order that it ended with, from a file."""
-    ours_s, fixed_s, _ = _in_turns(server, directory, SMALL)
+    ours_s, fixed_s, _ = _in_turns(server, directory, SMALL, "--adaptra-max-in-flight", str(SMALL.cap))
     return (
         f"{_cluster(SMALL)} Adaptra with everything on (timers, detector, exchange, planner, event log, traces on "
         f"demand, Prometheus) against the order that it found, from a file and with nothing on, {ROUNDS} times in "
@@ -245,7 +249,7 @@ def _in_turns(
     variants = []
     for number in range(ROUNDS):
         csv = str(directory / f"plan{number}.csv")
-        ours = adapting(cluster, ROUND_ITERATIONS, directory / f"run{number}", *more)
+        ours = watched(cluster, ROUND_ITERATIONS, directory / f"run{number}", *more)
         fixed = (*cluster.arguments(ROUND_ITERATIONS), "--adaptra", "--adaptra-plan-csv", csv)
         variants += [Variant(f"ours{number}", ours, plan_to=csv), Variant(f"fixed{number}", fixed)]
     reports = run_variants(cluster.stages, variants, timeout_s=TIMEOUT_S, server=server, directory=directory / "turns")

@@ -15,6 +15,7 @@ import pytest
 
 from adaptra_megatron.config import (
     HOST_TRANSPORTS,
+    OPTIONS,
     POLICIES,
     AdaptraConfig,
     ConfigError,
@@ -22,11 +23,21 @@ from adaptra_megatron.config import (
     config_from_arguments,
 )
 
+PLAN = "0F0,0B0\n1F0,1B0\n"
+COSTS = '{"stages": 2, "micro_batches": 1, "forward_s": 1, "backward_input_s": 1, "backward_weight_s": 1}'
+
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "given"
-    path.write_text("")
+def plan(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.csv"
+    path.write_text(PLAN)
+    return path
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> Path:
+    path = tmp_path / "costs.json"
+    path.write_text(COSTS)
     return path
 
 
@@ -52,18 +63,121 @@ def test_unknown_policy_is_refused(policy: Any) -> None:
         AdaptraConfig(policy=policy)
 
 
-def test_a_plan_and_costs_exclude_each_other(file: Path) -> None:
-    with pytest.raises(ConfigError, match="--adaptra-plan-csv and --adaptra-costs exclude each other"):
-        AdaptraConfig(plan_csv=file, costs_json=file)
-    AdaptraConfig(plan_csv=file)
-    AdaptraConfig(costs_json=file)
+CONTEXTS: dict[str, dict[str, Any]] = {
+    "off": {"policy": "off"},
+    "observe": {"policy": "observe"},
+    "adapt": {},
+    "fixed plan": {"plan_csv": "plan"},
+    "given costs": {"costs_json": "costs"},
+    "host path": {"host_transport": "auto"},
+    "tcp": {"host_transport": "tcp"},
+    "observed host path": {"policy": "observe", "host_transport": "shm"},
+}
+MEASURED = {"observe", "adapt", "host path", "tcp", "observed host path"}
+ADAPTED = {"adapt", "host path", "tcp"}
+FIXED = {"fixed plan", "given costs"}
+EVERY = MEASURED | FIXED
+ACCEPTED: dict[str, tuple[Any, set[str], str]] = {
+    "plan_csv": ("plan", ADAPTED, "policy|costs"),
+    "costs_json": ("costs", ADAPTED, "policy|costs"),
+    "max_in_flight": (8.0, ADAPTED | FIXED, "policy"),
+    "memory_fraction": (0.5, MEASURED, "plan-csv or --adaptra-costs"),
+    "trace_dir": (Path("run"), EVERY, ""),
+    "trace": ("asked", set(), "trace-dir"),
+    "prometheus_port": (9400, EVERY, ""),
+    "prometheus_address": ("0.0.0.0", set(), "prometheus-port"),
+    "timeout_s": (5.0, EVERY, ""),
+    "host_transport": ("auto", EVERY, ""),
+    "rnics": (("mlx5_0",), {"host path"}, "host-transport"),
+    "interface": ("lo", MEASURED, "host-transport"),
+    "path": ("host", {"host path", "tcp", "observed host path"}, "host-transport"),
+    "dispatch": ("online", ADAPTED | FIXED, "policy"),
+}
+"""For each option: a value that is not its default, the contexts in which it means something, and the flag named
+where it does not."""
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("name", [option.name for option in OPTIONS if option.name != "policy"])
+def test_what_would_have_no_effect_is_refused(name: str, context: str, plan: Path, costs: Path) -> None:
+    value, accepted, named = ACCEPTED[name]
+    files = {"plan": plan, "costs": costs}
+    around = {key: files.get(setting, setting) for key, setting in CONTEXTS[context].items()}
+    value = files.get(value, value) if isinstance(value, str) else value
+    if context in accepted or name in around:
+        AdaptraConfig(**around | {name: value})
+        return
+    with pytest.raises(ConfigError, match=f"^--adaptra-.*--adaptra-({'policy' if context == 'off' else named})"):
+        AdaptraConfig(**around | {name: value})
+
+
+def test_a_plan_and_costs_exclude_each_other(plan: Path, costs: Path) -> None:
+    with pytest.raises(ConfigError, match="--adaptra-plan-csv .* and --adaptra-costs exclude each other"):
+        AdaptraConfig(plan_csv=plan, costs_json=costs)
 
 
 @pytest.mark.parametrize("policy", ["off", "observe"])
-@pytest.mark.parametrize("given", ["plan_csv", "costs_json"])
-def test_a_plan_needs_the_policy_that_runs_it(policy: str, given: str, file: Path) -> None:
+@pytest.mark.parametrize("given", [{"plan_csv": Path("plan")}, {"costs_json": Path("costs")}, {"max_in_flight": 1.0}])
+def test_a_plan_needs_the_policy_that_runs_it(policy: str, given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"--adaptra-policy {policy} keeps stock's; use --adaptra-policy adapt"):
-        AdaptraConfig(policy=policy, **{given: file})
+        AdaptraConfig(policy=policy, **given)
+
+
+def test_saying_what_happens_anyway_is_no_contradiction() -> None:
+    AdaptraConfig(policy="observe", dispatch="planned")
+    AdaptraConfig(dispatch="planned")
+    AdaptraConfig(trace="all", path="device", host_transport="off")
+
+
+@pytest.mark.parametrize("mode", FIXED)
+def test_traces_on_demand_need_decisions_to_travel_with(mode: str, plan: Path, costs: Path, tmp_path: Path) -> None:
+    given = {"fixed plan": {"plan_csv": plan}, "given costs": {"costs_json": costs}}[mode]
+    with pytest.raises(ConfigError, match="--adaptra-trace asked reaches the ranks with new plans, but beside"):
+        AdaptraConfig(trace="asked", trace_dir=tmp_path, **given)
+    AdaptraConfig(trace_dir=tmp_path, **given)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "the CSV holds no action"),
+        ("stage,action\n", "row 1, column 1: 'stage' is no action"),
+        ("0F0,0B0\n1F0\n", "stage 1 B.* is missing"),
+        ("1F0,1B0\n0F0,0B0\n", "stands in rank 0's row"),
+        ("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n", "makes the stage hold 3 activations, its cap is 2"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "deadlock"),
+    ],
+)
+def test_plans_that_no_pipeline_can_run_are_refused(plan: Path, text: str, said: str) -> None:
+    plan.write_text(text)
+    with pytest.raises(ConfigError, match=f"^--adaptra-plan-csv {plan}: .*{said}"):
+        AdaptraConfig(plan_csv=plan, max_in_flight=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", " is not valid JSON: Expecting value"),
+        ("{" * 3, " is not valid JSON"),
+        ("[" * 100_000, " is not valid JSON: maximum recursion depth"),
+        ("[]", ": costs must be a JSON object"),
+        ("{}", ": .*stages"),
+        (COSTS.replace('"forward_s": 1', '"forward_s": -1'), ": forward_s of stage 0"),
+        (COSTS.replace("stages", "phases"), ": .*'phases'"),
+    ],
+)
+def test_costs_of_nothing_are_refused(costs: Path, text: str, said: str) -> None:
+    costs.write_text(text)
+    with pytest.raises(ConfigError, match=f"^--adaptra-costs {costs}{said}"):
+        AdaptraConfig(costs_json=costs)
+
+
+@pytest.mark.parametrize("given", ["plan_csv", "costs_json"])
+def test_files_that_are_no_text_are_refused(given: str, tmp_path: Path) -> None:
+    path = tmp_path / "binary"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=f"{path} cannot be read as text"):
+        AdaptraConfig(**{given: path})
 
 
 @pytest.mark.parametrize(("given", "flag"), [("plan_csv", "--adaptra-plan-csv"), ("costs_json", "--adaptra-costs")])
@@ -102,17 +216,17 @@ def test_at_least_one_receive_is_posted(lookahead: int) -> None:
     AdaptraConfig(receive_lookahead=1)
 
 
-def test_flags_make_the_settings(parser: argparse.ArgumentParser, file: Path) -> None:
+def test_flags_make_the_settings(parser: argparse.ArgumentParser, plan: Path, costs: Path) -> None:
     arguments = parser.parse_args(
-        f"--adaptra --adaptra-plan-csv {file} --adaptra-max-in-flight 12 "
+        f"--adaptra --adaptra-plan-csv {plan} --adaptra-max-in-flight 12 "
         "--adaptra-trace-dir traces --adaptra-timeout-s 2.5".split()
     )
     assert arguments.adaptra is True
     assert config_from_arguments(arguments) == AdaptraConfig(
-        policy="adapt", plan_csv=file, max_in_flight=12.0, trace_dir=Path("traces"), timeout_s=2.5
+        policy="adapt", plan_csv=plan, max_in_flight=12.0, trace_dir=Path("traces"), timeout_s=2.5
     )
-    arguments = parser.parse_args(["--adaptra-costs", str(file)])
-    assert config_from_arguments(arguments) == AdaptraConfig(costs_json=file)
+    arguments = parser.parse_args(["--adaptra-costs", str(costs)])
+    assert config_from_arguments(arguments) == AdaptraConfig(costs_json=costs)
     with pytest.raises(ConfigError, match="--adaptra-timeout-s is 0.0"):
         config_from_arguments(parser.parse_args(["--adaptra-timeout-s", "0"]))
 
@@ -210,14 +324,14 @@ def test_rnics_need_a_transport_that_uses_them(transport: str) -> None:
     AdaptraConfig(host_transport="auto", rnics=("mlx5_0",))
 
 
-def test_an_interface_is_named_for_the_host_path(parser: argparse.ArgumentParser) -> None:
-    flags = ["--adaptra-host-transport", "tcp", "--adaptra-interface", "eth1"]
-    assert config_from_arguments(parser.parse_args(flags)).interface == "eth1"
+def test_an_interface_is_one_of_this_host(parser: argparse.ArgumentParser) -> None:
+    flags = ["--adaptra-host-transport", "tcp", "--adaptra-interface", "lo"]
+    assert config_from_arguments(parser.parse_args(flags)).interface == "lo"
     assert config_from_arguments(parser.parse_args([])).interface is None
-    with pytest.raises(ConfigError, match="--adaptra-interface is empty"):
+    with pytest.raises(ConfigError, match="--adaptra-interface is ''; it must be the name"):
         AdaptraConfig(host_transport="tcp", interface="")
-    with pytest.raises(ConfigError, match="--adaptra-interface eth1 is for the host path, but .* is off"):
-        AdaptraConfig(interface="eth1")
+    with pytest.raises(ConfigError, match="--adaptra-interface: the network interface 'eht0' does not exist; .* lo "):
+        AdaptraConfig(host_transport="tcp", interface="eht0")
 
 
 def test_traces_are_of_all_iterations_or_of_those_asked_for(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ import pytest
 from support.processes import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
-PAGES = [REPOSITORY / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 
 
@@ -64,7 +64,7 @@ def words_of_code(page: Path) -> list[str]:
 
 @each_page
 def test_files_that_are_named_are_there(page: Path) -> None:
-    folders = "adaptra_megatron|csrc|patches|scripts|tests|benchmarks"
+    folders = "adaptra_megatron|csrc|patches|scripts|tests|benchmarks|requirements"
     named = [name for word in words_of_code(page) for name in re.findall(rf"(?<![\w/.])(?:{folders})/[\w./-]*", word)]
     assert not [name for name in named if not (REPOSITORY / name).exists()]
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,12 +13,16 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTENSION = f"adaptra_megatron/schedule/_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+EXTENSIONS = ("adaptra_megatron.schedule._native", "adaptra_megatron.transport._ring")
 NOT_SOURCE = (".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", "*.so", ".*_cache", ".hypothesis")
 
 
@@ -91,15 +97,15 @@ def check_the_flag_until_uninstalled(interpreter: Path, directory: Path) -> None
 def test_the_source_distribution_is_complete(source: Path, distributions: tuple[Path, Path]) -> None:
     with tarfile.open(distributions[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for folder in ("adaptra_megatron", "csrc", "patches", "tests", "scripts"):
+    for folder in ("adaptra_megatron", "csrc", "patches", "tests", "scripts", "requirements"):
         expected = {
             str(path.relative_to(source))
-            for pattern in ("*.py", "*.pyi", "*.cpp", "*.hpp", "*.sh")
+            for pattern in ("*.py", "*.pyi", "*.cpp", "*.hpp", "*.sh", "*.txt", "*.in")
             for path in (source / folder).rglob(pattern)
         }
         assert expected
         assert expected <= names
-    assert {"LICENSE", "README.md", "Makefile", ".ci/run"} <= names
+    assert {"LICENSE", "README.md", "SECURITY.md", "Makefile", ".ci/run"} <= names
     assert {"pyproject.toml", "setup.py", "adaptra_megatron.pth"} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
 
@@ -137,6 +143,59 @@ def test_an_editable_install_works(source: Path, tmp_path: Path) -> None:
     assert native == source / EXTENSION
     assert "adaptra 0." in run(interpreter.parent / "adaptra", "--version", directory=tmp_path)
     check_the_flag_until_uninstalled(interpreter, tmp_path)
+
+
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_extensions_are_built_to_stand_attacks_and_without_symbols(name: str) -> None:
+    file = importlib.util.find_spec(name).origin  # type: ignore[union-attr]
+    dynamic, segments, sections, symbols = (
+        run("readelf", "--wide", option, file, directory=ROOT)
+        for option in ("--dynamic", "--segments", "--sections", "--dyn-syms")
+    )
+    assert "BIND_NOW" in dynamic
+    assert "GNU_RELRO" in segments
+    (stack,) = (line for line in segments.splitlines() if "GNU_STACK" in line)
+    assert " RW " in stack
+    assert "__stack_chk_fail" in symbols
+    assert not re.findall(r"\.symtab|\.debug_\w+", sections)
+    assert len(re.findall(r"\bPyInit_\w+", symbols)) == 1
+
+
+def pinned(file: str) -> dict[str, list[Requirement]]:
+    """What a lock file has, by name, for each of which there is at least one hash."""
+    blocks = re.split(r"\n(?=[a-z])", (ROOT / "requirements" / file).read_text())[1:]
+    found: dict[str, list[Requirement]] = {}
+    for block in blocks:
+        requirement = Requirement(block.partition("\\")[0])
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", block), f"{requirement} has no hash"
+        assert re.fullmatch(r"==[^*]+", str(requirement.specifier)), f"{requirement} is no version"
+        found.setdefault(canonicalize_name(requirement.name), []).append(requirement)
+    return found
+
+
+def of_this_python(requirements: list[Requirement]) -> list[str]:
+    return [
+        str(requirement.specifier).removeprefix("==")
+        for requirement in requirements
+        if requirement.marker is None or requirement.marker.evaluate()
+    ]
+
+
+def test_what_tests_run_with_is_pinned_and_installed() -> None:
+    """All that pyproject.toml asks for, but torch: that is pinned by version, for its builds differ."""
+    lock, project = pinned("tested.txt"), metadata.requires("adaptra-megatron") or []
+    (torch,) = re.findall("^torch==(.+)$", (ROOT / "requirements" / "tested.in").read_text(), re.MULTILINE)
+    assert metadata.version("torch").partition("+")[0] == torch
+    for wanted in map(Requirement, project):
+        if wanted.name != "torch":
+            assert of_this_python(lock[canonicalize_name(wanted.name)]) == [metadata.version(wanted.name)]
+            assert metadata.version(wanted.name) in wanted.specifier
+    for name, requirements in lock.items():
+        for version in of_this_python(requirements):
+            assert metadata.version(name) == version
+    assert "torch" not in lock
+    for name, requirements in pinned("megatron_lm.txt").items():
+        assert set(of_this_python(requirements)) <= set(of_this_python(lock.get(name, requirements)))
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

@@ -29,14 +29,18 @@ class Finding:
     state: State
     since_iteration: int
     """The first iteration that showed the change."""
+    state_since_iteration: int
+    """The first iteration of the present state: an earlier one where only the level has changed."""
     level_s: float | None
-    """Seconds per message of the usual size, or per action of the kind that changed most; None of the dead."""
+    """Seconds per message of the usual size, or per action: of the kind that is slowest beside its health where any is
+    slow, else of the kind that changed most. None of the dead."""
     baseline_s: float | None
     """The same in health; None where that is not known."""
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.subject}: {self.state.value} since iteration {self.since_iteration}, {self.reason}"
+        still = "still " if self.state is self.before else ""
+        return f"{self.subject}: {still}{self.state.value} since iteration {self.state_since_iteration}, {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
         """A line of the event log: plain numbers and text."""

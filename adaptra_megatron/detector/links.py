@@ -27,7 +27,7 @@ class LinkTracker:
         self.series = Series(settings, settings.link, self._damper)
         self._dead = False
         self._alive_streak, self._alive_since = 0, 0
-        self._since, self._reason = 0, words.UNJUDGED
+        self._since, self._state_since, self._reason = 0, 0, words.UNJUDGED
         self._nbytes = 0
         """The usual message."""
         self._seconds_per_byte: deque[float] = deque(maxlen=settings.estimate_iterations)
@@ -68,7 +68,9 @@ class LinkTracker:
     def report(self, iteration: int, change: Change) -> Finding:
         """A change of the series as a finding."""
         self._since = change.since_iteration
-        self._reason = words.change_in_words(f"a message of {words.size(self._nbytes)}", change)
+        if change.state is not change.before:
+            self._state_since = self._since
+        self._reason = words.change_in_words(f"a message of {words.size(self._nbytes)}", change, self._state_since)
         if (rate := self._known_rate()) is not None:
             self._reason += f"; the link carries {words.size(1.0 / rate)} per second"
         return Finding(
@@ -77,6 +79,7 @@ class LinkTracker:
             before=change.before,
             state=change.state,
             since_iteration=change.since_iteration,
+            state_since_iteration=self._state_since,
             level_s=change.level_s,
             baseline_s=change.baseline.value,
             reason=self._reason,
@@ -155,12 +158,15 @@ class LinkTracker:
 
     def _finding(self, iteration: int, before: State, level_s: float | None) -> Finding:
         known = len(self.series.window) > 0
+        if self.state is not before:
+            self._state_since = self._since
         return Finding(
             iteration=iteration,
             subject=self.identity,
             before=before,
             state=self.state,
             since_iteration=self._since,
+            state_since_iteration=self._state_since,
             level_s=level_s,
             baseline_s=self.series.baseline.value if known else None,
             reason=self._reason,

@@ -26,7 +26,9 @@ class StageTracker:
         self._settings = settings
         self.series: dict[KindAndChunk, Series] = {}
         self._dead = False
-        self._since, self._reason = 0, words.UNJUDGED
+        self._slow: dict[KindAndChunk, Change] = {}
+        """Of what is slow, how it last changed."""
+        self._since, self._state_since, self._reason = 0, 0, words.UNJUDGED
 
     @property
     def state(self) -> State:
@@ -61,11 +63,21 @@ class StageTracker:
         return None
 
     def report(self, iteration: int, before: State, changes: Mapping[KindAndChunk, Change]) -> Finding:
-        """Changes of one iteration as one finding."""
-        self._since = min(change.since_iteration for change in changes.values())
-        self._reason = "; ".join(words.change_in_words(_name(key), change) for key, change in sorted(changes.items()))
-        largest = max(changes.values(), key=lambda change: abs(change.level_s - change.previous_s))
-        return self._finding(iteration, before, largest.level_s, largest.baseline.value)
+        """Changes of one iteration as one finding. A stage that is slow is told by what is slow of it."""
+        known = {**self._slow, **changes}
+        self._slow = {key: known[key] for key, series in sorted(self.series.items()) if series.state is State.SLOW}
+        told = {key: change for key, change in changes.items() if key in self._slow} or changes
+        self._since = min(change.since_iteration for change in told.values())
+        self._enter(before)
+        self._reason = "; ".join(
+            words.change_in_words(_name(key), change, self._state_since)
+            for key, change in {**self._slow, **dict(sorted(changes.items()))}.items()
+        )
+        if self._slow:
+            worst = max(self._slow.values(), key=lambda change: change.level_s - change.baseline.value)
+        else:
+            worst = max(changes.values(), key=lambda change: abs(change.level_s - change.previous_s))
+        return self._finding(iteration, before, worst.level_s, worst.baseline.value)
 
     def estimate(self) -> StageEstimate | None:
         """None while nothing was measured."""
@@ -88,13 +100,19 @@ class StageTracker:
             self.series[key] = Series(self._settings, self._settings.stage, FlapDamper(self._settings))
         return self.series[key]
 
+    def _enter(self, before: State) -> None:
+        if self.state is not before:
+            self._state_since = self._since
+
     def _finding(self, iteration: int, before: State, level_s: float | None, baseline_s: float | None) -> Finding:
+        self._enter(before)
         return Finding(
             iteration=iteration,
             subject=self.identity,
             before=before,
             state=self.state,
             since_iteration=self._since,
+            state_since_iteration=self._state_since,
             level_s=level_s,
             baseline_s=baseline_s,
             reason=self._reason,

@@ -24,9 +24,14 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
-def change_in_words(what: str, change: Change) -> str:
-    """Such as `a message of 4 MiB takes 32 ms, before 2 ms (baseline of 20 iterations: 2 ms); told by ...`."""
-    text = f"{what} takes {seconds(change.level_s)}, before {seconds(change.previous_s)}"
+def change_in_words(what: str, change: Change, state_since: int) -> str:
+    """Such as `a message of 4 MiB takes 32 ms, before 2 ms (baseline of 20 iterations: 2 ms); told by ...`.
+
+    `state_since`: the iteration since when the state is what the finding says, which is not said again.
+    """
+    again = " again" if change.before is State.SLOW and change.state is State.HEALTHY else ""
+    since = f" since iteration {change.since_iteration}" if change.since_iteration != state_since else ""
+    text = f"{what} takes {seconds(change.level_s)}{again}{since}, before {seconds(change.previous_s)}"
     if State.SLOW in (change.before, change.state):
         text += f" ({_baseline_in_words(change.baseline)})"
     return f"{text}; told by {change.evidence}"

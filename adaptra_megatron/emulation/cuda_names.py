@@ -194,6 +194,30 @@ def _isend_of_alias(isend: Callable[..., Any]) -> Callable[..., Any]:
     return stand_in
 
 
+class _OneWorker(type):
+    """The type of `OneWorkerGloo`, which makes and recognizes what torch's functions make and recognize by its name."""
+
+    def __call__(cls, store: Any, rank: int, size: int, *, timeout: Any) -> Any:
+        gloo: Any = torch.distributed.ProcessGroupGloo
+        options = gloo._Options()
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        options._devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
+        options._threads, options._timeout = 1, timeout
+        return gloo(store, rank, size, options)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.distributed.ProcessGroupGloo)
+
+
+class OneWorkerGloo(metaclass=_OneWorker):
+    """`ProcessGroupGloo` with one worker thread: the two that a group has by default write the name of the last
+    collective without a lock, and free the same string twice when they end coalesced all-gathers at the same time
+    (torch 2.13, `ProcessGroupGloo::runLoop`: docs/upstream/torch_gloo_double_free.md).
+
+    Collectives of one group run one after the other then, in the order in which they were called.
+    """
+
+
 def distributed_names() -> list[Replacement]:
     """torch.distributed over gloo instead of NCCL."""
     barrier, init_process_group = torch.distributed.barrier, torch.distributed.init_process_group
@@ -214,6 +238,7 @@ def distributed_names() -> list[Replacement]:
     owners: tuple[ModuleType, ...] = (torch.distributed, c10d)  # P2POp compares with c10d's name
     return [
         *(Replacement(owner, "isend", isend, freed) for owner in owners),
+        Replacement(c10d, "ProcessGroupGloo", OneWorkerGloo, "two workers of a group may free one string twice"),
         Replacement(torch.distributed, "barrier", barrier_without_device, "gloo refuses device_ids"),
         Replacement(torch.distributed, "init_process_group", init_over_gloo, "there is no NCCL: gloo"),
     ]

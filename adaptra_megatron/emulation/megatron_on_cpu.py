@@ -131,7 +131,8 @@ def megatron_names() -> list[Replacement]:
         moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if hasattr(moe_utils, "te_general_gemm"):
         return []
-    return [Replacement(moe_utils, "te_general_gemm", None, "read, but not defined, without Transformer Engine")]
+    reason = "read, but not defined, without Transformer Engine"
+    return [Replacement(moe_utils, "te_general_gemm", None, reason, may_be_absent=True)]
 
 
 def fused_weight_gradient_module() -> ModuleType:

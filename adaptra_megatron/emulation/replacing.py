@@ -13,12 +13,16 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Replacement:
-    """`owner.name` becomes `value`; `reason` says why, for people and for tools that list what was replaced."""
+    """`owner.name` becomes `value`; `reason` says why, for people and for tools that list what was replaced.
+
+    A name that `owner` lacks is refused unless it `may_be_absent`: the one that was meant would stay as it is.
+    """
 
     owner: Any
     name: str
     value: Any
     reason: str
+    may_be_absent: bool = False
 
     def __str__(self) -> str:
         return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}: {self.reason}"
@@ -28,12 +32,17 @@ class Replaced:
     """Replacements in force. Also a context manager that undoes them."""
 
     def __init__(self, replacements: Iterable[Replacement]) -> None:
-        """Apply in order. When one of them fails, those applied are undone and the error is re-raised."""
+        """Apply in order. When one of them fails, those applied are undone and the error is re-raised.
+
+        Raises AttributeError for a name that its owner lacks, unless that may be.
+        """
         self.replacements: tuple[Replacement, ...] = tuple(replacements)
         self._previous: list[tuple[Any, str, Any]] = []
         try:
             for replacement in self.replacements:
                 owner, name = replacement.owner, replacement.name
+                if not replacement.may_be_absent:
+                    getattr(owner, name)
                 # vars(), not getattr(): an inherited name must be deleted again, and a staticmethod must stay one.
                 previous = vars(owner).get(name, _ABSENT)
                 setattr(owner, name, replacement.value)

@@ -12,6 +12,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 PLAN_FILE = "plan.json"
 LONGEST_STOP_S = 1.5
@@ -20,6 +21,14 @@ FIRST_ITERATION = 5
 QUIET_ITERATIONS = 40
 """After the last fault: all that is armed begins, and all that broke heals."""
 LATEST_MESSAGE = 8
+HASTY_PATHS: dict[str, Any] = {
+    "first_rest_s": 0.1,
+    "longest_rest_s": 0.5,
+    "probe_pause_s": 0.005,
+    "forgiven_after_s": 5.0,
+}
+"""Settings of links (`transport.paths.PathSettings`) under which a device path that failed is back before the next
+fault."""
 
 
 class Kind(str, enum.Enum):

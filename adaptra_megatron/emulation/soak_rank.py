@@ -14,6 +14,7 @@ import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,16 +23,14 @@ import torch
 
 from adaptra_megatron.emulation.path_faults import Mode, PathFaults
 from adaptra_megatron.emulation.replacing import Replaced, Replacement
-from adaptra_megatron.emulation.soak_plan import PLAN_FILE, Fault, Kind, read_plan
+from adaptra_megatron.emulation.soak_plan import HASTY_PATHS, PLAN_FILE, Fault, Kind, read_plan
 from adaptra_megatron.emulation.soak_progress import Progress
-from adaptra_megatron.runtime import runtime
+from adaptra_megatron.runtime import transports
 from adaptra_megatron.transport.dual_link import DualLink
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes
 from adaptra_megatron.transport.paths import PathSettings
 
 _MODES = {Kind.SILENT_PATH: Mode.SILENT, Kind.FAILING_SENDS: Mode.ERROR, Kind.FAILING_RECEIVES: Mode.ERROR}
-_HASTY: dict[str, Any] = {"first_rest_s": 0.1, "longest_rest_s": 0.5, "probe_pause_s": 0.005, "forgiven_after_s": 5.0}
-"""Path settings under which a device path that failed is back before the next fault."""
 
 
 class SoakRank:
@@ -47,6 +46,7 @@ class SoakRank:
         self._faults = PathFaults()
         self._arrivals: dict[int, list[float]] = defaultdict(list)
         self._keys: set[MessageKey] = set()
+        self._paths: dict[int, PathSettings] = {}
         self._replaced: Replaced | None = None
         self._held: dict[str, int] = {}
 
@@ -59,12 +59,12 @@ class SoakRank:
         self._held = held()
         self._faults.install()
         reason = "fault campaign"
-        hasty = functools.partial(PathSettings, **_HASTY)
+        hasty = functools.partial(PathSettings, **HASTY_PATHS)
         self._replaced = Replaced(
             [
                 Replacement(DualLink, "post_send", self._decorate_send(DualLink.post_send), reason),
                 Replacement(DualLink, "wait", self._decorate_wait(DualLink.wait), reason),
-                Replacement(runtime, "PathSettings", hasty, f"{reason}: the next fault comes soon"),
+                Replacement(transports, "PathSettings", hasty, f"{reason}: the next fault comes soon"),
             ]
         )
         return self
@@ -82,6 +82,7 @@ class SoakRank:
             "begun": [strike._asdict() for strike in self._faults.begun],
             "struck": self._faults.struck,
             "waiting": self._faults.armed + len(self._plan),
+            "paths": {peer: asdict(settings) for peer, settings in self._paths.items()},
             "held_before": self._held,
             "held_after": held(),
         }
@@ -94,7 +95,10 @@ class SoakRank:
                 fault = self._plan.popleft()
                 self._faults.arm(fault.link, _MODES[fault.kind], fault.duration_s)
             self._sent += 1
-            return post_send(link, key, tensor)
+            times = post_send(link, key, tensor)
+            # Those of the link itself, to prove that what replaced them was in time.
+            self._paths[times.peer] = link._paths
+            return times
 
         return counted
 

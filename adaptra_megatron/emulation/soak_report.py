@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptra_megatron.emulation.soak_driver import Done
-from adaptra_megatron.emulation.soak_plan import Fault, Kind
+from adaptra_megatron.emulation.soak_plan import HASTY_PATHS, Fault, Kind
 
 LONGEST_RECOVERY_S = 2.0
 
@@ -84,6 +84,11 @@ class TrainingRecord:
             more = {name: f"{before[name]} -> {after[name]}" for name in after if after[name] > before[name]}
             if more:
                 self.problems.append(f"stage {stage} holds more after the training than before: {more}")
+            for peer in (peer for peer in (stage - 1, stage + 1) if 0 <= peer < len(self.ranks)):
+                paths = rank["paths"].get(str(peer), {})
+                other = {name: paths.get(name) for name, value in HASTY_PATHS.items() if paths.get(name) != value}
+                if other:
+                    self.problems.append(f"link {stage}>{peer} ran with {other} instead of {HASTY_PATHS}")
         for recovery in self.recoveries():
             if recovery.pause_s > longest_recovery_s:
                 self.problems.append(

@@ -39,7 +39,7 @@ def estimate_costs(
     micro_batches: int,
     can_split: bool,
     caps: tuple[float | None, ...],
-    released_at_backward_input: float,
+    released_at_backward_input: tuple[float, ...],
 ) -> Costs | None:
     """Costs of the slowest pipeline, stage by stage and link by link; None until every action has been measured.
 

@@ -15,6 +15,11 @@ def current_device() -> torch.device:
     return current if isinstance(current, torch.device) else torch.device("cuda", current)
 
 
+def current_stream() -> torch.cuda.Stream | None:
+    """What this thread puts work on; None where there is no GPU."""
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+
 def pci_bus_id(device: torch.device) -> str | None:
     """Of a GPU, as the kernel spells it; None for what is none, or where torch does not tell."""
     if device.type != "cuda":

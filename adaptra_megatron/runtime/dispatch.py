@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.config import AdaptraConfig, ConfigError
 from adaptra_megatron.runtime.device import current_device
 from adaptra_megatron.runtime.executor import Steps
 from adaptra_megatron.runtime.inbox import Inbox
@@ -169,9 +169,14 @@ class Dispatcher:
 def make_dispatcher(call: PipelineCall, config: AdaptraConfig, transport: Transport) -> Dispatcher:
     """This rank's. Collective over all ranks of the job where any stage may come to dispatch online.
 
-    Raises StageTeamError when ranks of the stage do not meet.
+    Raises StageTeamError when ranks of the stage do not meet, ConfigError for `online` where it would never happen.
     """
     mode = config.dispatch
+    if mode == "online" and config.host_transport == "off" and current_device().type == "cuda":
+        raise ConfigError(
+            "--adaptra-dispatch online needs to see messages arrive, which NCCL does not show; give "
+            "--adaptra-host-transport auto too, or use --adaptra-dispatch planned"
+        )
     if mode == "auto" and (config.policy != "adapt" or config.plan_csv is not None or config.host_transport == "off"):
         mode = "planned"  # an order that somebody asked for, or no host path
     team = form_team(call, config.timeout_s) if mode != "planned" else None

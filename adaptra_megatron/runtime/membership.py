@@ -28,7 +28,7 @@ class ExchangeError(RuntimeError):
 def exchange_error(rank: int, what: str, timeout_s: float, cause: Exception) -> ExchangeError:
     """The error of `rank`, which could not do `what`."""
     return ExchangeError(
-        f"rank {rank} could not {what} within {timeout_s:g} s: {cause}. "
+        f"rank {rank} could not {what} within {timeout_s:g} s (--adaptra-timeout-s): {cause}. "
         "Another rank died, hangs, or cannot be reached; look at the first rank whose log stops"
     )
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many activations the memory of this rank's device has room for, measured while it trains.
 
-What an activation takes is the growth of the allocated bytes over its forward, the peak says what else an iteration
-needs while activations are held, and the device says how much is free. All of it is bookkeeping of the host: nothing
-here waits for the device.
+What an activation takes is the growth of the allocated bytes over its forward, what a weight gradient that waits holds
+is what is left of that after the input gradient (or more), the peak of each action says what it needs beside them, and
+the device says how much is free. All of it is bookkeeping of the host: nothing here waits for the device.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ import torch
 
 from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.transport.messages import Direction, MessageTimes
+
+logger = logging.getLogger("adaptra_megatron.runtime")
 
 SETTLED_ITERATIONS = 2
 """Training iterations that are not looked at: the first optimizer step allocates the optimizer's state."""
@@ -52,7 +56,8 @@ class MemorySource(Protocol):
         """Forget the peak so far."""
 
     def peak_nbytes(self) -> int:
-        """Most bytes in live tensors since `begin_peak`."""
+        """Most bytes since `begin_peak` that could not be handed out: those in live tensors, and those of freed ones
+        that another stream of the device may still use."""
 
     def device_nbytes(self) -> DeviceBytes: ...
 
@@ -61,7 +66,13 @@ class MemorySource(Protocol):
 
 
 class CudaMemory:
-    """MemorySource on torch's caching allocator. The peak is torch's own: torch.cuda.max_memory_allocated."""
+    """MemorySource on torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp).
+
+    A freed tensor leaves the allocated bytes at once. If other streams have used it, it leaves the active bytes only
+    when an allocation finds that they are done with it. So growth is told by allocated bytes, which depend on what the
+    program does and not on how far the device is behind it; and the peak by active ones, which is what there must be
+    memory for. `begin_peak` begins the peaks of torch.cuda.max_memory_allocated and the like anew, too.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,7 +87,8 @@ class CudaMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak_nbytes(self) -> int:
-        return self._stat("allocated_bytes", "peak")
+        # With backend:cudaMallocAsync nothing is known of the active bytes, and 0 told.
+        return max(self._stat("active_bytes", "peak"), self._stat("allocated_bytes", "peak"))
 
     def device_nbytes(self) -> DeviceBytes:
         return DeviceBytes(*torch.cuda.mem_get_info(self._device))
@@ -106,7 +118,15 @@ def largest_activation_nbytes(received: Sequence[MessageTimes]) -> int:
 
 def memory_of(device: torch.device) -> MemorySource | None:
     """The source for tensors on `device`; None in host memory, whose free bytes belong to every process of the host."""
-    return CudaMemory(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    if "expandable_segments:True" not in settings:
+        logger.info(
+            "adaptra: with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True less of a GPU's memory is lost to "
+            "fragments, and fewer allocations wait for the whole GPU"
+        )
+    return CudaMemory(device)
 
 
 @dataclass(frozen=True)
@@ -121,7 +141,8 @@ class StageMemory:
     free_nbytes: float
     """Left at the moment of most use, within the allowed fraction of the device."""
     released_at_backward_input: float | None
-    """The fraction of an activation that is free after its input gradient; None until a split backward was seen."""
+    """The fraction of an activation that is free after its input gradient, at most 1; negative where a weight gradient
+    that waits holds more than an activation, as with sequence parallelism. None until a split backward was seen."""
 
 
 class _Change(NamedTuple):
@@ -129,6 +150,8 @@ class _Change(NamedTuple):
     chunk: int
     nbytes: int
     """Allocated bytes after the action less those before it."""
+    peak_nbytes: int
+    """Most bytes in use since the action before it ended."""
 
 
 class MemoryMeter:
@@ -153,7 +176,8 @@ class MemoryMeter:
         self._activation_nbytes: float | None = None
         self._held_nbytes = 0.0
         self._beside_nbytes = 0.0
-        self._released: float | None = None
+        self._waiting_nbytes: float | None = None
+        """What a weight gradient holds that waits: the most of any chunk. None until one was seen."""
         self._shortages = source.shortages()
 
     @property
@@ -184,7 +208,9 @@ class MemoryMeter:
     def after(self, kind: Kind, chunk: int) -> None:
         """It has been computed (on a GPU: launched; memory is accounted at launch)."""
         if self._sampling:
-            self._changes.append(_Change(kind, chunk, self._source.allocated_nbytes() - self._before_nbytes))
+            nbytes = self._source.allocated_nbytes() - self._before_nbytes
+            self._changes.append(_Change(kind, chunk, nbytes, self._source.peak_nbytes()))
+            self._source.begin_peak()
 
     def finish(self, message_nbytes: int) -> StageMemory | None:
         """What the iteration showed, once its last action has run; None until anything is known.
@@ -205,46 +231,51 @@ class MemoryMeter:
         free, total = self._source.device_nbytes()
         of_others = total - free - self._source.reserved_nbytes()
         for_activations = self._fraction * total - of_others - self._base_nbytes - self._beside_nbytes
+        waiting = None if self._waiting_nbytes is None else self._waiting_nbytes / self._activation_nbytes
         return StageMemory(
             room=for_activations / self._activation_nbytes,
             activation_nbytes=self._activation_nbytes,
             free_nbytes=for_activations - self._held_nbytes,
-            released_at_backward_input=self._released,
+            released_at_backward_input=None if waiting is None else 1.0 - waiting,
         )
 
     def _take_in(self, message_nbytes: int) -> None:
-        by_action: dict[tuple[Kind, int], list[int]] = defaultdict(list)
-        for change in self._changes:
-            by_action[change.kind, change.chunk].append(change.nbytes)
-        takes = {
-            chunk: max(1.0, float(np.quantile(nbytes, TYPICAL)) + message_nbytes)
-            for (kind, chunk), nbytes in by_action.items()
-            if kind is Kind.FORWARD
-        }
-        released = {
-            chunk: float(np.clip(-np.median(nbytes) / takes[chunk], 0.0, 1.0))
-            for (kind, chunk), nbytes in by_action.items()
-            if kind is Kind.BACKWARD_INPUT
-        }
+        takes, waiting = _typical_nbytes(self._changes, message_nbytes)
         self._activation_nbytes = max(self._activation_nbytes or 0.0, *takes.values())
-        if released:
-            self._released = min(*released.values(), self._released if self._released is not None else 1.0)
-        self._held_nbytes = _most_held_nbytes(self._changes, takes, released)
-        beside_nbytes = self._source.peak_nbytes() - self._base_nbytes - self._held_nbytes
-        self._beside_nbytes = max(self._beside_nbytes, beside_nbytes)
+        if waiting:
+            self._waiting_nbytes = max(self._waiting_nbytes or 0.0, *waiting.values())
+        held = self._held_nbytes = 0.0
+        for kind, chunk, _, peak_nbytes in self._changes:
+            before, taken, left = held, takes[chunk], waiting.get(chunk, 0.0)
+            # By what each takes, for messages come and go between actions.
+            held += {
+                Kind.FORWARD: taken,
+                Kind.BACKWARD: -taken,
+                Kind.BACKWARD_INPUT: left - taken,
+                Kind.BACKWARD_WEIGHT: -left,
+            }[kind]
+            beside_nbytes = peak_nbytes - self._base_nbytes - max(before, held)
+            self._beside_nbytes = max(self._beside_nbytes, beside_nbytes)
+            self._held_nbytes = max(self._held_nbytes, held)
 
 
-def _most_held_nbytes(changes: Sequence[_Change], takes: dict[int, float], released: dict[int, float]) -> float:
-    """Most bytes in activations at once. By what each takes, for messages come and go between actions."""
-    held = most = 0.0
-    for kind, chunk, _ in changes:
+def _typical_nbytes(changes: Sequence[_Change], message_nbytes: int) -> tuple[dict[int, float], dict[int, float]]:
+    """By chunk, what an activation takes, and what its weight gradient holds while it waits.
+
+    The second is what the first has grown to by the end of the input gradient of the same micro-batch: those of a chunk
+    run in one order. The message sent is part of both.
+    """
+    taken: dict[int, list[int]] = defaultdict(list)
+    waiting: dict[int, list[int]] = defaultdict(list)
+    backwards: dict[int, int] = defaultdict(int)
+    for kind, chunk, nbytes, _ in changes:
         if kind is Kind.FORWARD:
-            held += takes[chunk]
-        elif kind is Kind.BACKWARD:
-            held -= takes[chunk]
-        elif kind is Kind.BACKWARD_INPUT:
-            held -= released[chunk] * takes[chunk]
-        else:
-            held -= (1.0 - released[chunk]) * takes[chunk]
-        most = max(most, held)
-    return most
+            taken[chunk].append(nbytes + message_nbytes)
+        elif kind.sends_gradient:
+            if kind is Kind.BACKWARD_INPUT:
+                waiting[chunk].append(taken[chunk][backwards[chunk]] + nbytes)
+            backwards[chunk] += 1
+    return (
+        {chunk: max(1.0, float(np.quantile(nbytes, TYPICAL))) for chunk, nbytes in taken.items()},
+        {chunk: max(0.0, float(np.quantile(nbytes, TYPICAL))) for chunk, nbytes in waiting.items()},
+    )

@@ -57,11 +57,10 @@ class MeasuredCaps:
         """Activations by stage; without the stages of which nothing is known."""
         return {stage: cap.room for stage, cap in self._caps.items()}
 
-    def released_at_backward_input(self, stages: int) -> float:
-        """The fraction that every stage releases at least; 0 until all have told."""
-        if len(self._released) < stages:
-            return 0.0
-        return math.floor(min(self._released.values()) / RELEASED_STEP) * RELEASED_STEP
+    def released_at_backward_input(self, stages: int) -> tuple[float, ...]:
+        """By stage, the fraction that it releases at least (negative: it holds that much more); 0 until it has told."""
+        released = (self._released.get(stage, 0.0) for stage in range(stages))
+        return tuple(math.floor(fraction / RELEASED_STEP) * RELEASED_STEP for fraction in released)
 
     def figures(self, caps: Sequence[float | None]) -> dict[int, MemoryFigures]:
         """For whoever watches, by stage; `caps`: what plans keep to."""

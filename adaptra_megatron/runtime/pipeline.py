@@ -176,11 +176,11 @@ class Pipeline:
         if call.forward_only:
             return planned_steps(program)
         cap = self.book.enforced_cap(call.micro_batches, call.stage)
-        return self.dispatcher.steps(program, cap, self.book.released_at_backward_input(call.micro_batches))
+        return self.dispatcher.steps(program, cap, self.book.released_at_backward_input(call.micro_batches, call.stage))
 
     def _account(self, call: PipelineCall) -> ActivationAccount:
         # Evaluation keeps no activations, and Megatron's order for it would pass any cap by count.
-        released = self.book.released_at_backward_input(call.micro_batches)
+        released = self.book.released_at_backward_input(call.micro_batches, call.stage)
         if call.forward_only:
             return ActivationAccount(call.stage, None, released)
         return ActivationAccount(

@@ -4,20 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.given import read_costs, read_plan
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import forward_only, stock_order
-from adaptra_megatron.schedule.costs import Costs, uniform_costs
-from adaptra_megatron.schedule.csv_format import schedule_from_csv
-from adaptra_megatron.schedule.errors import ScheduleError
-from adaptra_megatron.schedule.job_costs import worst_costs
-from adaptra_megatron.schedule.job_json import job_costs_from_json
+from adaptra_megatron.schedule.costs import Costs, Released, released_per_stage, uniform_costs
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import peak_in_flight
 from adaptra_megatron.schedule.split import split_backward
@@ -31,7 +27,7 @@ PLANNING_S = 0.2
 
 
 class PlanMismatchError(ValueError):
-    """A given plan or given costs are for another pipeline than the one that runs."""
+    """A given plan is for other iterations than those that run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +48,7 @@ Caps = tuple[float | None, ...]
 class _Installed:
     schedule: Schedule
     caps: Caps
-    released_at_backward_input: float = RELEASED_AT_BACKWARD_INPUT
+    released_at_backward_input: Released = RELEASED_AT_BACKWARD_INPUT
 
 
 class PlanBook:
@@ -75,7 +71,9 @@ class PlanBook:
         self._peaks: dict[int, Sequence[float]] = {}
         """Of stock's order, by number of micro-batches."""
         self._evaluation: dict[int, Schedule] = {}
-        self._given_costs = _read_costs(config.costs_json, layout) if config.costs_json is not None else None
+        self._given_costs: Costs | None = None
+        if config.costs_json is not None:
+            self._given_costs = read_costs(config.costs_json, stages=layout.stages, chunks=layout.chunks)
         if config.plan_csv is not None:
             self._install_file(config.plan_csv)
 
@@ -110,10 +108,11 @@ class PlanBook:
         installed = self._plans.get(micro_batches)
         return None if installed is None else installed.caps[stage]
 
-    def released_at_backward_input(self, micro_batches: int) -> float:
-        """The fraction that the cap's count gives back after an input gradient."""
+    def released_at_backward_input(self, micro_batches: int, stage: int) -> float:
+        """The fraction that the cap's count gives back after an input gradient; below 0, it takes more."""
         installed = self._plans.get(micro_batches)
-        return RELEASED_AT_BACKWARD_INPUT if installed is None else installed.released_at_backward_input
+        released = RELEASED_AT_BACKWARD_INPUT if installed is None else installed.released_at_backward_input
+        return released_per_stage(released, self.layout.stages)[stage]
 
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule for an iteration of `micro_batches`. Raises PlanMismatchError, ScheduleError or PlanError."""
@@ -143,7 +142,7 @@ class PlanBook:
         return self._evaluation[micro_batches]
 
     def install(
-        self, schedule: Schedule, number: int, caps: Caps, released: float = RELEASED_AT_BACKWARD_INPUT
+        self, schedule: Schedule, number: int, caps: Caps, released: Released = RELEASED_AT_BACKWARD_INPUT
     ) -> None:
         """Run `schedule` from now on. Raises ScheduleError and changes nothing if it is not valid under the caps.
 
@@ -183,19 +182,10 @@ class PlanBook:
         return plan(equal, split=layout.can_split).schedule
 
     def _install_file(self, path: Path) -> None:
-        layout = self.layout
-        try:
-            schedule = schedule_from_csv(_read_text("--adaptra-plan-csv", path), chunks=layout.chunks)
-            if schedule.stages != layout.stages:
-                raise PlanMismatchError(
-                    f"--adaptra-plan-csv {path} is a plan for {schedule.stages} stages, "
-                    f"but this pipeline has {layout.stages}; write one row of actions per stage"
-                )
-            # A user's own plan: the cap counts only if the user has set one.
-            self.install(schedule, 1, (self._config.max_in_flight,) * layout.stages)
-        except ScheduleError as error:
-            message = f"--adaptra-plan-csv {path}: {error}"
-            raise ScheduleError(message, stage=error.stage, action=error.action) from error
+        layout, cap = self.layout, self._config.max_in_flight
+        schedule = read_plan(path, stages=layout.stages, chunks=layout.chunks, max_in_flight=cap)
+        # A user's own plan: the cap counts only if the user has set one.
+        self.install(schedule, 1, (cap,) * layout.stages)
         if schedule.splits_backward and not layout.can_split:
             logger.warning("%s splits backwards under full recompute: each pending W holds whole layers", path)
 
@@ -207,29 +197,7 @@ class PlanBook:
             costs,
             micro_batches=micro_batches,
             max_in_flight=caps,
-            released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
+            released_at_backward_input=(RELEASED_AT_BACKWARD_INPUT,) * costs.stages,
         )
         chosen = plan(costs, deadline_s=PLANNING_S, split=self.layout.can_split)
         self.install(chosen.schedule, self.number + 1, caps)
-
-
-def _read_text(flag: str, path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanMismatchError(f"{flag} {path} cannot be read as text: {error}") from error
-
-
-def _read_costs(path: Path, layout: Layout) -> Costs:
-    text = _read_text("--adaptra-costs", path)
-    try:
-        # All replicas run one plan here: the one for the slowest of every stage and link.
-        costs = worst_costs(job_costs_from_json(json.loads(text)).groups)
-    except ValueError as error:
-        raise PlanMismatchError(f"--adaptra-costs {path}: {error}") from error
-    if (costs.stages, costs.chunks) != (layout.stages, layout.chunks):
-        raise PlanMismatchError(
-            f"--adaptra-costs {path} is for {costs.stages} stages of {costs.chunks} chunks, "
-            f"but this pipeline has {layout.stages} stages of {layout.chunks}"
-        )
-    return costs

@@ -126,11 +126,15 @@ def refuse_arguments(arguments: Any) -> None:
     for refusal in (*REFUSALS, *SEEN_IN_ARGUMENTS):
         if refusal.is_on(arguments):
             raise _refused(refusal)
-    # Megatron may take the size of the pipeline from a checkpoint instead.
-    if getattr(arguments, "pipeline_model_parallel_size", 2) == 1 and not any(
-        getattr(arguments, name, False) for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args")
-    ):
+    if pipeline_stages(arguments) == 1:
         raise refuse_single_stage()
+
+
+def pipeline_stages(arguments: Any) -> int | None:
+    """The size of the pipeline that Megatron's parsed arguments ask for; None where it may come from a checkpoint."""
+    if any(getattr(arguments, name, False) for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args")):
+        return None
+    return getattr(arguments, "pipeline_model_parallel_size", None)
 
 
 def _refused(refusal: Refusal) -> UnsupportedFeatureError:

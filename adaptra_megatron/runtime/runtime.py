@@ -20,6 +20,7 @@ from adaptra_megatron.runtime.megatron_call import PipelineCall, pipeline_call
 from adaptra_megatron.runtime.megatron_timers import add_times
 from adaptra_megatron.runtime.memory import MemorySource
 from adaptra_megatron.runtime.pipeline import Pipeline
+from adaptra_megatron.runtime.random_draws import flags_drawn_in_other_order
 from adaptra_megatron.runtime.split_backward import WeightGradientQueue
 from adaptra_megatron.runtime.transformer_engine_layers import EngineLayers
 from adaptra_megatron.schedule.actions import Schedule
@@ -141,7 +142,8 @@ class AdaptraRuntime:
         if identity not in self._pipelines:
             self._pipelines[identity] = Pipeline(call, self._config, self._memory)
             self._engine_layers.split(call.model_chunks, call.config)
-            _warn_of_dropout(call)
+            if self._config.policy == "adapt":
+                _warn_of_other_draws(call)
         return self._pipelines[identity]
 
 
@@ -165,11 +167,13 @@ def _finalize_gradients(call: PipelineCall, computation: MegatronComputation, em
     finalize_gradients(config, call.model_chunks, tokens, call.groups, force=call.force_all_reduce)
 
 
-def _warn_of_dropout(call: PipelineCall) -> None:
-    config = call.config
-    if call.chunks > 1 and (config.hidden_dropout > 0 or config.attention_dropout > 0):
+def _warn_of_other_draws(call: PipelineCall) -> None:
+    """Once per job."""
+    flags = flags_drawn_in_other_order(call.config, call.chunks)
+    if flags and dist.get_rank() == 0:
         logger.warning(
-            "dropout with interleaved chunks: stock draws the masks of all chunks of a rank from one random stream in "
-            "its own order of chunks, so another order draws other masks; losses then equal stock's in distribution, "
-            "not bit for bit"
+            "adaptra: %s: what is computed with these random numbers equals stock's in distribution, not bit for bit: "
+            "stock draws them for all actions of a rank from the same streams, so another order of actions draws "
+            "others; --adaptra-policy observe keeps stock's order",
+            ", ".join(flags),
         )

@@ -5,14 +5,26 @@ Source: `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron/c
 split: its weight gradients, fused accumulation included. What stays in the input gradient: embeddings, norms, biases
 and routers, whose gradients autograd accumulates on the way. The arithmetic and its order per parameter are stock's,
 so the accumulated gradients are bitwise the same. Transformer Engine's layers: transformer_engine_layers.py.
+
+Communication of tensor parallelism, which stock hides behind the products of one layer:
+
+- Inputs that sequence parallelism scatters are gathered in W, each while the product of the layer before it runs. As in
+  stock, a collective is launched before the product that hides it: with CUDA_DEVICE_MAX_CONNECTIONS=1 it would else
+  begin when that has ended.
+- The sum of an input gradient over the ranks (all-reduce, reduce-scatter) has nothing to hide behind in I. Its result
+  is what autograd's next node reads; and where there is something else to compute in between, because several layers
+  read one input, autograd adds their gradients before any hook could wait for the sum. A weight gradient that is due
+  could hide it only by coming at another time than the plan's: one planned before I fills the wait for I's message,
+  one planned behind it would delay the message that I sends. An I with its own weight gradient behind the sum is a
+  whole backward, an action of its own (B).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -20,6 +32,10 @@ import torch
 import torch.distributed as dist
 
 from adaptra_megatron.runtime.compat import has_sharded_weight
+from adaptra_megatron.runtime.device import current_stream
+
+GATHER_BUFFERS = ("mpu", "adaptra-ahead")
+"""Names in Megatron's global memory buffer: the one that stock gathers into, and one to gather ahead into."""
 
 
 class DelayedGradient(Protocol):
@@ -29,7 +45,7 @@ class DelayedGradient(Protocol):
         """Compute and accumulate it, once."""
 
 
-@dataclass
+@dataclass(eq=False)
 class LinearWeightGradient:
     """The weight gradient of one native linear layer for one micro-batch, not computed yet."""
 
@@ -45,14 +61,23 @@ class LinearWeightGradient:
     """Where gradient accumulation fusion adds to; None without fusion."""
     gather_group: dist.ProcessGroup | None
     """Tensor-parallel group the input is scattered over; None without sequence parallelism."""
+    _gathered: tuple[torch.Tensor, dist.Work] | None = field(default=None, init=False)
+
+    def gather(self, buffer: str) -> None:
+        """Begin to gather the input from `gather_group`, collectively over it, into one of GATHER_BUFFERS."""
+        assert self.gather_group is not None
+        size = [self.input.size(0) * self.gather_group.size(), *self.input.size()[1:]]
+        total_input = self.layers.get_global_memory_buffer().get_tensor(size, self.input.dtype, buffer)
+        work = self.layers.dist_all_gather_func(total_input, self.input, group=self.gather_group, async_op=True)
+        self._gathered = total_input, work
 
     def compute(self) -> None:
-        """Compute and accumulate. With sequence parallelism, collective over `gather_group`."""
+        """Compute and accumulate; with a `gather_group`, after `gather`."""
         layers, total_input = self.layers, self.input
         if self.gather_group is not None:
-            size = [self.input.size(0) * self.gather_group.size(), *self.input.size()[1:]]
-            total_input = layers.get_global_memory_buffer().get_tensor(size, self.input.dtype, "mpu")
-            layers.dist_all_gather_func(total_input, self.input, group=self.gather_group)
+            assert self._gathered is not None, "the input has not been asked for"
+            total_input, work = self._gathered
+            work.wait()
         grad_output, total_input = layers.prepare_input_tensors_for_wgrad_compute(self.grad_output, total_input)
         weight: Any = self.weight
         if self.fused_main_grad is not None:
@@ -82,6 +107,8 @@ class WeightGradientQueue:
         self._collected: list[DelayedGradient] | None = None
         self._flags: list[tuple[torch.nn.Parameter, bool]] = []
         self._stand_ins: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._streams: set[Any] = set()
+        """On which split backwards have run: several with Megatron's moe_shared_expert_overlap."""
         self.computed = 0
         """Weight gradients computed so far: shows that splitting took place at all."""
 
@@ -114,6 +141,7 @@ class WeightGradientQueue:
         """Leave `gradient` for later; only in a split backward."""
         assert self._collected is not None, "a gradient was left outside of a split backward"
         self._collected.append(gradient)
+        self._streams.add(current_stream())
 
     def expect_none(self, parameter: torch.nn.Parameter) -> None:
         """Prepare DistributedDataParallel's hook for autograd having no gradient for `parameter` this time.
@@ -129,10 +157,15 @@ class WeightGradientQueue:
         self._stand_ins.append((parameter, parameter.grad))
 
     def compute(self, gradients: list[DelayedGradient]) -> None:
-        """Compute in the order in which autograd left them, and let go of the tensors they held."""
+        """Compute in the order in which autograd left them, and release the tensors they held.
+
+        With sequence parallelism, collective over the tensor-parallel group, in the same order on all of its ranks.
+        """
         with torch.no_grad():
-            for gradient in gradients:
+            for gradient in _gathering_ahead(gradients):
                 gradient.compute()
+        for stream in self._streams - {current_stream()}:
+            stream.wait_stream(current_stream())  # or what it allocates next may be memory that is still read here
         self.computed += len(gradients)
         gradients.clear()
 
@@ -201,6 +234,22 @@ class WeightGradientQueue:
             return buffer
         make = torch.zeros if zero else torch.empty
         return make(weight.shape, dtype=dtype, device=weight.device)
+
+
+def _gathering_ahead(gradients: Sequence[DelayedGradient]) -> Iterator[DelayedGradient]:
+    """The `gradients` of one W, each with its own scattered input and the next one's being gathered.
+
+    So two at most are being gathered or used, one per buffer. That a buffer is free again needs no wait: collectives
+    begin when everything has ended that was launched before them.
+    """
+    scattered = [g for g in gradients if isinstance(g, LinearWeightGradient) and g.gather_group is not None]
+    used = begun = 0
+    for gradient in gradients:
+        used += gradient in scattered
+        while begun <= used and begun < len(scattered):
+            scattered[begun].gather(GATHER_BUFFERS[begun % 2])
+            begun += 1
+        yield gradient
 
 
 def _fused_kernel(main_dtype: torch.dtype) -> str:

@@ -92,7 +92,8 @@ class StageTeam:
 
     def _error(self, what: str, cause: Exception) -> StageTeamError:
         return StageTeamError(
-            f"rank {self._rank}, stage {self._stage}: {what}; torch.distributed reported: {cause}. Ranks "
+            f"rank {self._rank}, stage {self._stage}: {what}, with {self._timeout_s:g} s of patience "
+            f"(--adaptra-timeout-s); torch.distributed reported: {cause}. Ranks "
             f"{', '.join(map(str, self._ranks))} run the stage in one order: look at the first whose log stops, and "
             "restart from the last checkpoint; --adaptra-dispatch planned runs without this"
         )

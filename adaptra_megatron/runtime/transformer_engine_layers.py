@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from adaptra_megatron.runtime.split_backward import WeightGradientQueue
 
@@ -28,6 +29,7 @@ logger = logging.getLogger("adaptra_megatron.runtime")
 
 _PACKAGE = "transformer_engine"
 _SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
+_GROUPED_SINCE = Version("2.8")
 _DELAYED_PARAMETER = re.compile(r"(weight|bias)\d*")
 """Names of parameters whose gradients `backward_dw` computes. Norms' and those of split parameters have others."""
 
@@ -149,21 +151,27 @@ def why_whole(layer: Any, base: Any, config: Any) -> str | None:
         return "this Transformer Engine has no delayed weight gradients; they came with 2.3"
     if layer.wgrad_store.delay_wgrad_compute():
         return "built with delay_wgrad_compute, so somebody else computes its weight gradients"
-    if getattr(config, "fp8", None) or getattr(config, "fp4", None) or getattr(layer, "te_quant_params", None):
-        return "quantized: its bias gradients come at another time than its weight gradients"
     if getattr(config, "tp_comm_overlap", False):
         return "--tp-comm-overlap: Transformer Engine does not delay weight gradients then"
     if getattr(config, "cpu_offloading", False):
         return "activations are offloaded to the CPU"
-    if base.__name__ == "GroupedLinear" and not layer.fuse_wgrad_accumulation:
+    grouped = base.__name__ == "GroupedLinear"
+    if grouped and Version(sys.modules[_PACKAGE].__version__) < _GROUPED_SINCE:
+        return "before Transformer Engine 2.8 delaying leaves hooks of DistributedDataParallel without a gradient"
+    if grouped and not layer.fuse_wgrad_accumulation:
         return "without gradient accumulation fusion autograd gets weight gradients before they are computed"
-    names = [name for name, parameter in layer.named_parameters(recurse=False) if parameter.dim() > 1]
-    if not all(_DELAYED_PARAMETER.fullmatch(name) for name in names):
+    weights = {name: parameter for name, parameter in layer.named_parameters(recurse=False) if parameter.dim() > 1}
+    if not all(map(_DELAYED_PARAMETER.fullmatch, weights)):
         return "its weight is split into several parameters"
+    if any(getattr(weight, "is_distributed_weight", False) for weight in weights.values()):
+        return "its weight is sharded and gathered for each use"
     if getattr(layer, "single_grouped_weight", False) or getattr(layer, "single_grouped_bias", False):
         return "its experts share one parameter, which is experimental"
     if layer.use_bias and (not layer.apply_bias or getattr(layer, "gemm_bias_unfused_add", False)):
         return "its bias is added elsewhere, whose gradient backward_dw would look for"
+    quantized = (getattr(config, "fp8", None), getattr(config, "fp4", None), getattr(layer, "te_quant_params", None))
+    if layer.use_bias and (grouped or any(quantized)):
+        return "quantized or grouped, and with a bias, whose gradient then comes at B"
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 LEAST_RELEASED = -16.0
@@ -34,7 +34,12 @@ class LinkCost(NamedTuple):
     """Seconds one message keeps the link busy (message bytes / bandwidth); the next one waits."""
     rendezvous: bool = False
     """Whether a message starts only once its receive has been posted, and keeps the link busy until it has arrived, as
-    one of NCCL that is larger than its buffers: then latencies do not overlap. See `device_simulation`."""
+    one of NCCL that is larger than its buffers: then latencies do not overlap. See `simulator`."""
+
+    @property
+    def transfer_s(self) -> float:
+        """What one message takes that finds the link free."""
+        return self.occupancy_s + self.latency_s
 
 
 PerChunk = tuple[tuple[float, ...], ...]
@@ -111,6 +116,11 @@ class Costs:
         """All seconds per stage and chunk, by the name of their field; `backward_s` only where it is given."""
         names = ("forward_s", "backward_input_s", "backward_weight_s", "backward_s")
         return {name: table for name in names if (table := getattr(self, name)) is not None}
+
+    def with_tables(self, tables: Mapping[str, PerChunk]) -> Costs:
+        """The same costs with other seconds per stage and chunk, by the name of their field."""
+        changes: dict[str, Any] = dict(tables)
+        return replace(self, **changes)
 
     @property
     def has_rendezvous(self) -> bool:

@@ -12,7 +12,7 @@ from random import Random
 from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import LowerBound, bound_from_native
-from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, PerChunk
+from adaptra_megatron.schedule.costs import CostError, Costs, PerChunk
 from adaptra_megatron.schedule.native import decode_orders, problem_from_costs
 from adaptra_megatron.schedule.simulator import peak_in_flight, require_room_for_chunks, simulate
 
@@ -132,10 +132,6 @@ def nearby_costs(costs: Costs, number: int) -> Costs:
     def noisy(table: PerChunk) -> PerChunk:
         return tuple(tuple(seconds * (1.0 + random.uniform(-noise, noise)) for seconds in row) for row in table)
 
-    return dataclasses.replace(
-        costs,
-        forward_s=noisy(costs.forward_s),
-        backward_input_s=noisy(costs.backward_input_s),
-        backward_weight_s=noisy(costs.backward_weight_s),
-        links={link: LinkCost(stretch * cost.latency_s, cost.occupancy_s) for link, cost in costs.links.items()},
-    )
+    links = {link: cost._replace(latency_s=stretch * cost.latency_s) for link, cost in costs.links.items()}
+    tables = {name: noisy(table) for name, table in costs.tables().items()}
+    return dataclasses.replace(costs, links=links).with_tables(tables)

@@ -6,6 +6,11 @@ gradient from v+1 (the last virtual stage: its own F), W its own I. The action t
 directed link between the two ranks when it ends. A link carries messages in the order in which they were handed over:
 each starts when the link is free, keeps it busy for `occupancy_s` and arrives `latency_s` after that. With two
 stages and several chunks, one directed link carries activations and gradients.
+
+A rendezvous link is busy for both, and a transfer starts when both of its ends have. Hosts issue all work far ahead,
+in the launch order (see `launch_order`). With separate queues that posts every receive in time. With
+`Costs.shared_queue` all that a stage issues starts in the order of issue: nothing starts while an action in front of it
+waits for its message, a send for its action, or a receive for the link's previous one.
 """
 
 from __future__ import annotations
@@ -76,8 +81,8 @@ def simulate_online(costs: Costs) -> Simulation:
 
     F and B of a chunk run in ascending micro-batch order, W in the order of their I. Among chunks that are ready, the
     one that comes first in Megatron's interleaved order goes first. Stages that decide at the same instant do so in
-    ascending order. A stage whose cap has no room for what an input gradient adds runs whole backwards. Raises CostError
-    if some stage's cap cannot hold one activation of each of its chunks.
+    ascending order. A stage whose cap has no room for what an input gradient adds runs whole backwards. A shared queue
+    counts for nothing. Raises CostError if some stage's cap cannot hold one activation of each of its chunks.
     """
     require_room_for_chunks(costs)
     dispatched = _native.dispatch(problem_from_costs(costs))

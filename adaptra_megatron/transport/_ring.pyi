@@ -69,7 +69,7 @@ class Ring:
         begin: int = 0,
         end: int | None = None,
     ) -> None:
-        """Copy a message in, or its bytes from `begin` (a multiple of the slot size) to `end`.
+        """Copy a message in, or its bytes from `begin` to `end` (multiples of the slot size, or the message's end).
 
         Raises RingClosedError, TimeoutError, or FrameError before anything is written.
         """
@@ -127,7 +127,11 @@ class Event:
 class Inbox:
     """Puts one sender's messages together, over any number of rings; each message comes out once."""
 
-    def __init__(self, *, max_message_nbytes: int, pooled_nbytes: int) -> None: ...
+    def __init__(self, *, max_message_nbytes: int, pooled_nbytes: int, window_nbytes: int = 256 << 20) -> None:
+        """`window_nbytes`: the sender's; what is begun and not finished, less the largest, stays below it.
+
+        Notes and probes have as much for themselves.
+        """
     def next(self, ring: Ring, deadline_s: float, seen_pokes: int | None = None, hurry: bool = False) -> Event | None:
         """None at the deadline, or when the ring's pokes are not `seen_pokes` (None: what they are at the call).
 

@@ -32,7 +32,7 @@ class Start:
     stage: int
     pipeline: str
     """Hexadecimal, as the secret."""
-    secret: str
+    secret: str = field(repr=False)
     listeners: list[str]
     """What the descriptors are: "shm" (unix socket), "tcp" (for verbs too)."""
     handshake_s: float

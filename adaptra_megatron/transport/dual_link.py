@@ -85,7 +85,7 @@ class DualLink(HostLink):
         with self._lock:
             if self._outlet.path is Path.HOST:
                 self._outlet.measure(self._usual_nbytes)
-            elif not self._host_probes.under_way and self._state.session is not None:
+            elif not (self._host_probes.under_way or self._outbox.probing) and self._state.session is not None:
                 nothing = torch.empty(self._usual_nbytes, dtype=torch.uint8, device=self._copies.device)
                 self._host_probes.begin(self._copies.computed(nothing), time.monotonic())
             work = self._due_here()

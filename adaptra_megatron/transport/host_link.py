@@ -63,9 +63,7 @@ class HostLink:
             unit_nbytes=settings.slot_nbytes,
             on_ready=self._writer.payload_ready,
         )
-        self._reader = HostLinkReader(
-            self._state, self._copies, self._writer, self._arrivals.due, self, settings.max_message_nbytes
-        )
+        self._reader = HostLinkReader(self._state, self._copies, self._writer, self._arrivals.due, self, settings)
         self._writer.start()
         self._reader.start()
 
@@ -77,7 +75,7 @@ class HostLink:
             while self._state.session is None:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    raise self._health.not_up_error()
+                    raise self._health.not_up_error(self._settings.timeout_s)
                 self._state.news.wait(left_s)
 
     def post_send(self, key: MessageKey, tensor: torch.Tensor) -> MessageTimes:

@@ -19,6 +19,7 @@ from adaptra_megatron.transport.device_copies import Copies, Receipt
 from adaptra_megatron.transport.frames import is_tensor, tensor_of
 from adaptra_megatron.transport.host_link_state import HostLinkState, Session
 from adaptra_megatron.transport.host_link_writer import HostLinkWriter
+from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import MessageKey
 
 logger = logging.getLogger("adaptra_megatron.transport.host_link_reader")
@@ -53,11 +54,15 @@ class HostLinkReader:
         writer: HostLinkWriter,
         due: deque[int],
         events: ReaderEvents,
-        max_message_nbytes: int,
+        settings: HostSettings,
     ) -> None:
         """`due`: the sequence numbers that `writer` is to acknowledge."""
         self._state, self._copies, self._writer, self._due, self._events = state, copies, writer, due, events
-        self._inbox = Inbox(max_message_nbytes=max_message_nbytes, pooled_nbytes=copies.pooled_nbytes)
+        self._inbox = Inbox(
+            max_message_nbytes=settings.max_message_nbytes,
+            pooled_nbytes=copies.pooled_nbytes,
+            window_nbytes=settings.window_nbytes,
+        )
         self._new_session = threading.Condition(state.lock)
         self._thread = threading.Thread(
             target=self._read_until_closed, name=f"adaptra-host-receive-{state.peer}", daemon=True

@@ -53,17 +53,17 @@ class LinkHealth:
         """The error for a message that has been under way since `since_s`. `also`: what is known of another path."""
         link = f"{self._peer}->{self._stage}" if receiving else f"{self._stage}->{self._peer}"
         return TransportError(
-            f"stage {self._stage}, link {link}: {doing} the {key} for {now_s - since_s:.1f} s; "
+            f"stage {self._stage}, link {link}: {doing} the {key} for {now_s - since_s:.3g} s; "
             f"{self._seen(now_s)}{also and '; '}{also}. Look at stage {self._peer} first: it died, hangs, or cannot be "
             "reached; restart from the last checkpoint once it is back"
         )
 
-    def not_up_error(self) -> TransportError:
-        """The error for a link that did not come up at the start."""
+    def not_up_error(self, timeout_s: float) -> TransportError:
+        """The error for a link that did not come up at the start, within `timeout_s`."""
         return TransportError(
-            f"stage {self._stage}, link {self._stage}<->{self._peer}: the host path does not come up; "
-            f"{self._failure or self.cause}. Look at stage {self._peer} first: it died, hangs, or cannot be reached; "
-            "--adaptra-host-transport off runs without the host path"
+            f"stage {self._stage}, link {self._stage}<->{self._peer}: the host path does not come up "
+            f"within {timeout_s:g} s (--adaptra-timeout-s); {self._failure or self.cause}. Look at stage {self._peer} "
+            "first: it died, hangs, or cannot be reached; --adaptra-host-transport off runs without the host path"
         )
 
     def _seen(self, now_s: float) -> str:
@@ -73,4 +73,4 @@ class LinkHealth:
             return f"stage {self._peer} has closed its end"
         if self._down_since_s is not None:
             return f"the host path has been down for {now_s - self._down_since_s:.1f} s: {self.cause}"
-        return "nothing happened until the deadline"
+        return "nothing happened until the deadline (--adaptra-timeout-s)"

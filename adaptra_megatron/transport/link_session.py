@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import socket
@@ -21,6 +22,8 @@ from adaptra_megatron.transport.wire import Traffic, Wire
 
 MOST_LANES = 64
 VERBS_ATTEMPTS = 3
+_BIND_ADDRESS_NO_PORT = 24
+"""IP_BIND_ADDRESS_NO_PORT of Linux, which Python has from 3.12 on; for IPv6 too."""
 logger = logging.getLogger("adaptra_megatron.transport.link_session")
 Tell = Callable[[Message, list[int]], None]
 
@@ -204,6 +207,9 @@ def _unconnected(request: Open) -> socket.socket:
         family = socket.AF_INET6 if ":" in str(request.address[0]) else socket.AF_INET
         connection = socket.socket(family, socket.SOCK_STREAM)
         if request.source:
+            # Or a port is taken here already, of which there are fewer than of pairs of a port and a peer.
+            with contextlib.suppress(OSError):  # a sandbox may not have it
+                connection.setsockopt(socket.IPPROTO_IP, _BIND_ADDRESS_NO_PORT, 1)
             connection.bind((request.source, 0))
     connection.setblocking(False)
     return connection

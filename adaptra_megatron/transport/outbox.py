@@ -64,6 +64,11 @@ class Outbox:
         everything = [each for each in self._unacknowledged.values() if each.key is not None]
         return [each for each in everything if elsewhere or not each.elsewhere]
 
+    @property
+    def probing(self) -> bool:
+        """Whether a probe is on its way, if only one that is of no use any more: the receiver has memory for one."""
+        return any(message.probe for message in self._unacknowledged.values())
+
     def oldest(self) -> Outgoing | None:
         """What somebody has waited for longest."""
         messages = (each for each in self._unacknowledged.values() if each.key is not None and not each.elsewhere)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import re
 import secrets
 import socket
 from collections.abc import Mapping
@@ -87,9 +88,18 @@ def choose_transport(
 
 
 def job_secret(store: Store) -> bytes:
-    """The secret of this job, the same on every rank: the first rank that asks puts it into the job's store."""
+    """The secret of this job, the same on every rank: the first rank that asks puts it into the job's store.
+
+    Raises TransportError if the store has something else in its place, without saying what.
+    """
     mine = secrets.token_hex(SECRET_NBYTES)
-    return bytes.fromhex(store.compare_set(_SECRET_KEY, "", mine).decode())
+    found = store.compare_set(_SECRET_KEY, "", mine)
+    if re.fullmatch(rb"[0-9a-f]{%d}" % (2 * SECRET_NBYTES), found) is None:
+        raise TransportError(
+            f"the job's store has {len(found)} bytes under {_SECRET_KEY!r} that are no secret of this release: install "
+            "the same release on all ranks, and keep MASTER_PORT closed to others"
+        )
+    return bytes.fromhex(found.decode())
 
 
 def listen_shm() -> tuple[socket.socket, list[str | int]]:

@@ -232,7 +232,8 @@ class StreamTransport:
     def _error(self, key: MessageKey, link: str, cause: Exception) -> TransportError:
         return TransportError(
             f"stage {self._rank}, link {link}: the {key} did not get through; torch.distributed reported: {cause}. "
-            "Look at the stage at the other end first: it died, hangs, or cannot be reached"
+            "Look at the stage at the other end first: it died, hangs, cannot be reached, or took longer than "
+            "--adaptra-timeout-s"
         )
 
     # The functions are looked up at each call: fault injection and instrumentation replace them there.

@@ -168,8 +168,9 @@ class WaitingThreadTransport:
         seen = "nothing happened until the deadline" if cause is None else f"torch.distributed reported: {cause}"
         return TransportError(
             f"stage {rank}, link {link}: {'waited for' if receiving else 'could not send'} the {pending.key} "
-            f"for {time.monotonic() - pending.posted_s:.1f} s; {seen}. Look at stage {pending.peer} first: it died, "
-            "hangs, or cannot be reached; restart from the last checkpoint once it is back"
+            f"for {time.monotonic() - pending.posted_s:.3g} s of at most {self._timeout_s:g} s (--adaptra-timeout-s); "
+            f"{seen}. Look at stage {pending.peer} first: it died, hangs, or cannot be reached; restart from the last "
+            "checkpoint once it is back"
         )
 
     def _waiter(self, name: str, peer: int) -> _Waiter:

@@ -133,10 +133,14 @@ class Decoder:
 
 
 def _parse(body: bytes) -> VerbsMessage:
-    parsed = json.loads(body)
-    if not isinstance(parsed, dict) or parsed.get("is") not in _KINDS:
+    try:
+        parsed = json.loads(body)
+    except RecursionError as cause:
+        raise ValueError("a message is nested too deep") from cause
+    name = parsed.pop("is", None) if isinstance(parsed, dict) else None
+    if not isinstance(name, str) or name not in _KINDS:
         raise ValueError("a message is of no known kind")
-    kind = _KINDS[parsed.pop("is")]
+    kind = _KINDS[name]
     if parsed.keys() != {field.name for field in fields(kind)}:
         raise ValueError(f"a message {kind.name!r} has the fields {sorted(parsed)}")
     return kind(**{name: _checked(name, value) for name, value in parsed.items()})

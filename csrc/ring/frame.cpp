@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "frame.hpp"
 
+#include <algorithm>
+
 namespace adaptra {
 namespace {
 
@@ -19,7 +21,7 @@ std::uint64_t described_nbytes(const FrameHeader& header) {
     return nbytes;
 }
 
-void check_data(const FrameHeader& header, std::uint64_t max_message_nbytes) {
+void check_data(const FrameHeader& header, std::uint64_t slot_nbytes, std::uint64_t max_message_nbytes) {
     if (header.direction > kLastDirection) refuse(header, "direction " + std::to_string(header.direction) + " does not exist");
     if (header.iteration < 0) refuse(header, "its iteration is negative");
     if (header.dtype >= kDataTypes.size()) refuse(header, "data type " + std::to_string(header.dtype) + " is unknown");
@@ -38,6 +40,12 @@ void check_data(const FrameHeader& header, std::uint64_t max_message_nbytes) {
         refuse(header, "its payload lies outside of the message");
     }
     if (header.nbytes == 0 && header.total_nbytes != 0) refuse(header, "it carries nothing of a message");
+    // So the frames of a message neither overlap nor leave a gap, in whichever order they come.
+    if (header.offset % slot_nbytes != 0 || header.nbytes != std::min(slot_nbytes, header.total_nbytes - header.offset)) {
+        refuse(header, std::to_string(header.nbytes) + " bytes at " + std::to_string(header.offset) + " of " +
+                           std::to_string(header.total_nbytes) + " are no slot of " + std::to_string(slot_nbytes) +
+                           " bytes, nor the message's last");
+    }
 }
 
 }  // namespace
@@ -50,7 +58,7 @@ void check_frame(const FrameHeader& header, std::uint64_t slot_nbytes, std::uint
     }
     switch (header.kind) {
         case FrameKind::kData:
-            return check_data(header, max_message_nbytes);
+            return check_data(header, slot_nbytes, max_message_nbytes);
         case FrameKind::kAck:
         case FrameKind::kBye:
         case FrameKind::kVoid:

@@ -69,8 +69,8 @@ struct FrameError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Throws FrameError unless every field is possible, the payload fits into `slot_nbytes` and into its message, and the
-// message is what its shape and data type say and no larger than `max_message_nbytes`.
+// Throws FrameError unless every field is possible, the payload is one of the slots of `slot_nbytes` that its message is
+// cut into, and the message is what its shape and data type say and no larger than `max_message_nbytes`.
 void check_frame(const FrameHeader& header, std::uint64_t slot_nbytes, std::uint64_t max_message_nbytes);
 
 // Whether two frames belong to the same message as far as everything but their position in it goes.

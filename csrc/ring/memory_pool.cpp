@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "memory_pool.hpp"
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -24,12 +27,27 @@ std::byte* map_memory(std::uint64_t nbytes) {
     return static_cast<std::byte*>(memory);
 }
 
+// AddressSanitizer, where it watches, takes all mapped memory for usable.
+void allow_only(std::byte* memory, std::uint64_t nbytes, std::uint64_t capacity) {
+#if defined(__SANITIZE_ADDRESS__)
+    ASAN_POISON_MEMORY_REGION(memory, capacity);
+    ASAN_UNPOISON_MEMORY_REGION(memory, nbytes);
+#else
+    static_cast<void>(memory), static_cast<void>(nbytes), static_cast<void>(capacity);
+#endif
+}
+
+void unmap_memory(std::byte* memory, std::uint64_t nbytes) {
+    allow_only(memory, nbytes, nbytes);
+    munmap(memory, nbytes);
+}
+
 }  // namespace
 
 Block::~Block() { pool_->put_back(data_, capacity_); }
 
 MemoryPool::~MemoryPool() {
-    for (const Unused& unused : unused_) munmap(unused.data, unused.capacity);
+    for (const Unused& unused : unused_) unmap_memory(unused.data, unused.capacity);
 }
 
 std::shared_ptr<Block> MemoryPool::get(std::uint64_t nbytes) {
@@ -45,14 +63,17 @@ std::shared_ptr<Block> MemoryPool::get(std::uint64_t nbytes) {
             const Unused unused = *found;
             unused_.erase(std::next(found).base());
             unused_nbytes_ -= unused.capacity;
+            allow_only(unused.data, nbytes, unused.capacity);
             return std::shared_ptr<Block>(new Block(shared_from_this(), unused.data, nbytes, unused.capacity));
         }
     }
     std::byte* data = map_memory(capacity);
+    allow_only(data, nbytes, capacity);
     return std::shared_ptr<Block>(new Block(shared_from_this(), data, nbytes, capacity));
 }
 
 void MemoryPool::put_back(std::byte* data, std::uint64_t capacity) {
+    allow_only(data, 0, capacity);
     std::vector<Unused> surplus;
     {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -64,7 +85,7 @@ void MemoryPool::put_back(std::byte* data, std::uint64_t capacity) {
         surplus.assign(unused_.begin(), kept);
         unused_.erase(unused_.begin(), kept);
     }
-    for (const Unused& unused : surplus) munmap(unused.data, unused.capacity);
+    for (const Unused& unused : surplus) unmap_memory(unused.data, unused.capacity);
 }
 
 }  // namespace adaptra

@@ -18,7 +18,8 @@ constexpr std::uint64_t kSmallNbytes = 64 << 10;
 
 Outcome write_message(Ring& ring, FrameHeader header, const std::byte* source, std::uint64_t begin, std::uint64_t end,
                       double deadline_s) {
-    if (begin % ring.slot_nbytes() != 0 || begin > end || end > header.total_nbytes) {
+    const bool ends_well = end == header.total_nbytes || end % ring.slot_nbytes() == 0;
+    if (begin % ring.slot_nbytes() != 0 || begin > end || end > header.total_nbytes || !ends_well) {
         throw FrameError("bytes " + std::to_string(begin) + " to " + std::to_string(end) + " are no part of a message of " +
                          std::to_string(header.total_nbytes) + " bytes in slots of " +
                          std::to_string(ring.slot_nbytes()));
@@ -50,8 +51,10 @@ Outcome write_control(Ring& ring, FrameKind kind, std::uint64_t sequence, double
     return outcome;
 }
 
-Inbox::Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes)
-    : max_message_nbytes_(max_message_nbytes), pool_(std::make_shared<MemoryPool>(pooled_nbytes)) {}
+Inbox::Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes, std::uint64_t window_nbytes)
+    : max_message_nbytes_(max_message_nbytes),
+      window_nbytes_(window_nbytes),
+      pool_(std::make_shared<MemoryPool>(pooled_nbytes)) {}
 
 class Inbox::Hurry {
 public:
@@ -103,17 +106,17 @@ std::optional<Event> Inbox::take(Ring& ring) {
     while (ring.take(slot, 0.0) == Outcome::kDone) {
         const FrameHeader header = *slot.header;  // a copy: checked and used are the same bytes
         check_frame(header, ring.slot_nbytes(), max_message_nbytes_);
-        std::optional<Event> event = accept(header, slot.payload);
+        std::optional<Event> event = accept(ring, header, slot.payload);
         ring.release(slot);
         if (event) return event;
     }
     return std::nullopt;
 }
 
-std::optional<Event> Inbox::accept(const FrameHeader& header, const std::byte* payload) {
+std::optional<Event> Inbox::accept(const Ring& ring, const FrameHeader& header, const std::byte* payload) {
     switch (header.kind) {
         case FrameKind::kData:
-            return accept_data(header, payload);
+            return accept_data(header, ring.slot_nbytes(), payload);
         case FrameKind::kAck:
             return Event{Event::Kind::kAck, header, nullptr, monotonic_s()};
         case FrameKind::kBye:
@@ -124,18 +127,19 @@ std::optional<Event> Inbox::accept(const FrameHeader& header, const std::byte* p
     return std::nullopt;
 }
 
-std::optional<Event> Inbox::accept_data(const FrameHeader& header, const std::byte* payload) {
+std::optional<Event> Inbox::accept_data(const FrameHeader& header, std::uint64_t slot_nbytes,
+                                        const std::byte* payload) {
     if (complete(header.sequence)) {
         if (header.offset != 0) return std::nullopt;
         ++doubles_;
         return Event{Event::Kind::kRepeated, header, nullptr, monotonic_s()};
     }
-    Partial& part = partial(header);
-    if (!part.offsets.insert(header.offset).second) return std::nullopt;
-    if (header.nbytes > part.missing) throw FrameError("parts of message " + std::to_string(header.sequence) + " overlap");
+    Partial& part = partial(header, slot_nbytes);
+    const std::size_t slot = header.offset / slot_nbytes;
+    if (part.here[slot]) return std::nullopt;
+    part.here[slot] = true;
     if (header.nbytes != 0) std::memcpy(part.block->data() + header.offset, payload, header.nbytes);
-    part.missing -= header.nbytes;
-    if (part.missing != 0) return std::nullopt;
+    if (--part.missing != 0) return std::nullopt;
     Event event{Event::Kind::kMessage, part.first, std::move(part.block), monotonic_s()};
     small_messages_.store(header.total_nbytes <= kSmallNbytes);
     partials_.erase(header.sequence);
@@ -143,20 +147,40 @@ std::optional<Event> Inbox::accept_data(const FrameHeader& header, const std::by
     return event;
 }
 
-Inbox::Partial& Inbox::partial(const FrameHeader& header) {
+Inbox::Partial& Inbox::partial(const FrameHeader& header, std::uint64_t slot_nbytes) {
     const auto found = partials_.find(header.sequence);
-    if (found == partials_.end()) {
-        if (partials_.size() >= kMaxPartials) {
-            throw FrameError("more than " + std::to_string(kMaxPartials) + " messages are under way at once");
-        }
-        return partials_
-            .emplace(header.sequence, Partial{header, pool_->get(header.total_nbytes), {}, header.total_nbytes})
-            .first->second;
-    }
+    if (found == partials_.end()) return partials_.emplace(header.sequence, begin(header, slot_nbytes)).first->second;
     if (!same_message(found->second.first, header)) {
         throw FrameError("parts of message " + std::to_string(header.sequence) + " describe different messages");
     }
+    if (found->second.slot_nbytes != slot_nbytes) {
+        throw FrameError("message " + std::to_string(header.sequence) + " began in slots of " +
+                         std::to_string(found->second.slot_nbytes) + " bytes and goes on in slots of " +
+                         std::to_string(slot_nbytes));
+    }
     return found->second;
+}
+
+Inbox::Partial Inbox::begin(const FrameHeader& header, std::uint64_t slot_nbytes) {
+    const std::size_t slots = header.total_nbytes == 0 ? 1 : (header.total_nbytes - 1) / slot_nbytes + 1;
+    if (slots > 1) check_window(header);
+    return {header, pool_->get(header.total_nbytes), slot_nbytes, std::vector<bool>(slots), slots};
+}
+
+// Less the largest: it may have begun last, and have come first over a lane that others were slower on.
+void Inbox::check_window(const FrameHeader& header) const {
+    const bool is_note = header.direction == kLastDirection;
+    std::uint64_t nbytes = header.total_nbytes, largest = header.total_nbytes;
+    for (const auto& [sequence, part] : partials_) {
+        if ((part.first.direction == kLastDirection) != is_note) continue;
+        nbytes += part.first.total_nbytes;
+        largest = std::max(largest, part.first.total_nbytes);
+    }
+    if (partials_.size() >= kMaxPartials || nbytes - largest >= window_nbytes_) {
+        throw FrameError(std::to_string(partials_.size() + 1) + " messages are under way at once, " +
+                         std::to_string(nbytes) + " bytes with message " + std::to_string(header.sequence) +
+                         ": more than a window of " + std::to_string(window_nbytes_));
+    }
 }
 
 bool Inbox::complete(std::uint64_t sequence) const {

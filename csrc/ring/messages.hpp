@@ -11,7 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
-#include <unordered_set>
+#include <vector>
 
 #include "memory_pool.hpp"
 #include "ring.hpp"
@@ -21,7 +21,8 @@ namespace adaptra {
 
 // Copy the bytes from `begin` to `end` of a message into the ring, slot by slot, while the other side already takes the
 // first ones. `header` names and describes it; offsets and sizes of the frames are set here. A message may be written in
-// several parts that begin at multiples of the slot size: sent again, it is then cut into the same frames.
+// several parts that begin at multiples of the slot size, and end there or with the message: however it is sent, and
+// sent again, it is cut into the same frames.
 Outcome write_message(Ring& ring, FrameHeader header, const std::byte* source, std::uint64_t begin, std::uint64_t end,
                       double deadline_s);
 
@@ -41,7 +42,9 @@ struct Event {
 // sends again what was not acknowledged, and what is already here is recognised by its sequence number.
 class Inbox {
 public:
-    Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes);
+    // `window_nbytes`: a sender begins another message only while less than this of the earlier ones is under way; notes
+    // and probes have as much for themselves.
+    Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes, std::uint64_t window_nbytes);
 
     // Take frames from `ring` until something is complete. No value at the deadline, after a poke (see Ring), or, if
     // `outcome` says so, because the ring is closed and empty. Throws FrameError for a frame that no sender writes.
@@ -54,8 +57,9 @@ private:
     struct Partial {
         FrameHeader first;
         std::shared_ptr<Block> block;
-        std::unordered_set<std::uint64_t> offsets;
-        std::uint64_t missing = 0;
+        std::uint64_t slot_nbytes = 0;
+        std::vector<bool> here;  // by slot of the message
+        std::size_t missing = 0;
     };
 
     // While a thread in a hurry reads, others sleep: each slot would wake all of them.
@@ -63,13 +67,16 @@ private:
     void let_others_pass(double deadline_s);
     // Without waiting.
     std::optional<Event> take(Ring& ring);
-    std::optional<Event> accept(const FrameHeader& header, const std::byte* payload);
-    std::optional<Event> accept_data(const FrameHeader& header, const std::byte* payload);
-    Partial& partial(const FrameHeader& header);
+    std::optional<Event> accept(const Ring& ring, const FrameHeader& header, const std::byte* payload);
+    std::optional<Event> accept_data(const FrameHeader& header, std::uint64_t slot_nbytes, const std::byte* payload);
+    Partial& partial(const FrameHeader& header, std::uint64_t slot_nbytes);
+    Partial begin(const FrameHeader& header, std::uint64_t slot_nbytes);
+    void check_window(const FrameHeader& header) const;
     bool complete(std::uint64_t sequence) const;
     void note_complete(std::uint64_t sequence);
 
     const std::uint64_t max_message_nbytes_;
+    const std::uint64_t window_nbytes_;
     const std::shared_ptr<MemoryPool> pool_;
     std::mutex taking_;
     std::mutex passing_;

@@ -155,8 +155,8 @@ void define_inbox(py::module_& module) {
         .def_property_readonly("shape", &shape)
         .def_property_readonly("payload", &payload);
     py::class_<Inbox>(module, "Inbox")
-        .def(py::init<std::uint64_t, std::uint64_t>(), py::kw_only(), py::arg("max_message_nbytes"),
-             py::arg("pooled_nbytes"))
+        .def(py::init<std::uint64_t, std::uint64_t, std::uint64_t>(), py::kw_only(), py::arg("max_message_nbytes"),
+             py::arg("pooled_nbytes"), py::arg("window_nbytes") = std::uint64_t{256} << 20)
         .def("next", &next, py::arg("ring"), py::arg("deadline_s"), py::arg("seen_pokes") = py::none(),
              py::arg("hurry") = false)
         .def_property_readonly("doubles", &Inbox::doubles);

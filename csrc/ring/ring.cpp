@@ -29,6 +29,13 @@ bool possible(std::uint32_t slots, std::uint64_t slot_nbytes) {
            slot_nbytes <= kMaxSlotNbytes && slot_nbytes % kPage == 0;
 }
 
+// Never to be executed, where the kernel has a word for it (from 6.3 on).
+int new_memfd() {
+    constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING, kNoExecSeal = 8;
+    const int fd = memfd_create("adaptra-ring", kFlags | kNoExecSeal);
+    return fd < 0 && errno == EINVAL ? memfd_create("adaptra-ring", kFlags) : fd;
+}
+
 // Headers lie together, so that payloads start at page boundaries.
 std::size_t headers_nbytes(std::uint32_t slots) {
     return (slots * sizeof(FrameHeader) + kPage - 1) / kPage * kPage;
@@ -105,7 +112,7 @@ std::shared_ptr<Ring> Ring::create(std::uint32_t slots, std::uint64_t slot_nbyte
                                     " bytes cannot be: slots are a power of two up to 4096, their size a multiple of "
                                     "4096 up to 64 MiB");
     }
-    OwnedFd fd(memfd_create("adaptra-ring", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    OwnedFd fd(new_memfd());
     if (fd.get() < 0) throw_errno("creating a ring");
     const std::size_t nbytes = memory_nbytes(slots, slot_nbytes);
     if (ftruncate(fd.get(), static_cast<off_t>(nbytes)) != 0) throw_errno("sizing a ring");

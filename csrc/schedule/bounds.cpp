@@ -284,7 +284,8 @@ void Bounds::tails(int index) {
 }
 
 double Bounds::tail_of_forward_that_waits(int v, int index, double cap) const {
-    if (!with_caps_ || cap >= count_) return 0.0;
+    // Below 1 no schedule fits the cap, and any bound holds.
+    if (!with_caps_ || cap >= count_ || cap < 1.0) return 0.0;
     const int later = index - static_cast<int>(std::floor(cap));
     if (later < 0) return 0.0;
     const int last_chunk = problem_.stage_of(v) + (problem_.chunks - 1) * problem_.stages;

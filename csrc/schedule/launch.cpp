@@ -36,7 +36,7 @@ double Launch::run(const Orders& orders) {
         order(orders, first ? expected_.start() : lasting_device_.start(), first ? expected_.end() : lasting_device_.end(),
               found_);
         const double makespan = shared ? lasting_device_.run(orders, found_) : 0.0;
-        if (makespan >= best) break;
+        if (!first && makespan >= best) break;
         best = makespan;
         ranks_ = found_;
     }

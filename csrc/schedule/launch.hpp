@@ -23,7 +23,8 @@ public:
 
     const Ranks& ranks() const { return ranks_; }
     int position(int stage) const { return expected_.position(stage); }
-    const DeviceReplay& replay() const { return device_; }
+    const Replay::Times& start() const { return device_.start(); }
+    const Replay::Times& end() const { return device_.end(); }
 
 private:
     void order(const Orders& orders, const Replay::Times& start, const Replay::Times& end, Ranks& ranks);

@@ -6,8 +6,9 @@
 
 #include "blocking.hpp"
 #include "bounds.hpp"
-#include "launch.hpp"
 #include "dispatch.hpp"
+#include "input_checks.hpp"
+#include "launch.hpp"
 #include "replay.hpp"
 #include "whole_choice.hpp"
 
@@ -38,21 +39,26 @@ Problem make_problem(int stages, int chunks, int micro_batches, Table forward, T
     problem.backward_input = std::move(backward_input);
     problem.backward_weight = std::move(backward_weight);
     problem.backward = std::move(backward);
-    for (std::size_t row = 0; row < problem.forward.size(); ++row) {
-        problem.backward_differs |= problem.backward[row] != problem.backward_input[row] + problem.backward_weight[row];
-    }
     problem.to_next = links_from(to_next);
     problem.to_previous = links_from(to_previous);
     problem.cap = std::move(cap);
     problem.released = std::move(released);
     problem.shared_queue = shared_queue;
+    check_problem(problem);
+    for (std::size_t row = 0; row < problem.forward.size(); ++row) {
+        problem.backward_differs |= problem.backward[row] != problem.backward_input[row] + problem.backward_weight[row];
+    }
     return problem;
 }
 
 // Orders, or programs of stages that block, kept on this side: for many replays of the same ones.
 struct EncodedOrders {
     Orders orders;
+    CodeRange range = range_of(orders);
 };
+
+// Below 0, a program has calls.
+constexpr Code kLeastCall = ~(kSendNext | kSendPrevious | kReceiveNext | kReceivePrevious);
 
 // Last end of each stage's actions; empty when the orders deadlock.
 std::vector<double> finish_of(double makespan, const std::vector<std::vector<double>>& end) {
@@ -63,13 +69,14 @@ std::vector<double> finish_of(double makespan, const std::vector<std::vector<dou
 }
 
 std::vector<double> replay_finish(const Problem& problem, const EncodedOrders& encoded) {
+    check_orders(problem, encoded.orders, encoded.range);
     py::gil_scoped_release release;
-    Replay run(problem);
-    const double makespan = run.run(encoded.orders);
-    return finish_of(makespan, run.end());
+    const auto finish = [&](auto run) { return finish_of(run.run(encoded.orders), run.end()); };
+    return problem.queue_matters() ? finish(Launch(problem)) : finish(Replay(problem));
 }
 
 std::vector<double> blocking_finish(const Problem& problem, const EncodedOrders& programs) {
+    check_orders(problem, programs.orders, programs.range, kLeastCall);
     py::gil_scoped_release release;
     BlockingReplay run(problem);
     const double makespan = run.run(programs.orders);
@@ -77,6 +84,7 @@ std::vector<double> blocking_finish(const Problem& problem, const EncodedOrders&
 }
 
 py::dict replay_blocking(const Problem& problem, const EncodedOrders& programs) {
+    check_orders(problem, programs.orders, programs.range, kLeastCall);
     BlockingReplay run(problem);
     double makespan = 0.0;
     {
@@ -90,8 +98,8 @@ py::dict replay_blocking(const Problem& problem, const EncodedOrders& programs) 
     return result;
 }
 
-py::dict replay(const Problem& problem, const Orders& orders) {
-    Replay run(problem);
+template <typename Run>
+py::dict replay_with(Run run, const Problem& problem, const Orders& orders) {
     double makespan = 0.0;
     {
         py::gil_scoped_release release;
@@ -107,33 +115,18 @@ py::dict replay(const Problem& problem, const Orders& orders) {
     return result;
 }
 
-py::dict replay_launched(const Problem& problem, const Orders& orders) {
-    Launch launch(problem);
-    double makespan = 0.0;
-    {
-        py::gil_scoped_release release;
-        makespan = launch.run(orders);
-    }
-    py::dict result;
-    result["makespan_s"] = makespan;
-    result["start_s"] = launch.replay().start();
-    result["end_s"] = launch.replay().end();
-    result["ranks"] = launch.ranks();
-    return result;
+py::dict replay(const Problem& problem, const Orders& orders) {
+    check_orders(problem, orders, range_of(orders));
+    if (problem.queue_matters()) return replay_with(Launch(problem), problem, orders);
+    return replay_with(Replay(problem), problem, orders);
 }
 
-py::dict replay_device(const Problem& problem, const Orders& orders, const Ranks& ranks) {
-    DeviceReplay run(problem);
-    double makespan = 0.0;
-    {
-        py::gil_scoped_release release;
-        makespan = run.run(orders, ranks);
-    }
-    py::dict result;
-    result["makespan_s"] = makespan;
-    result["start_s"] = run.start();
-    result["end_s"] = run.end();
-    return result;
+Ranks launch_ranks(const Problem& problem, const Orders& orders) {
+    check_orders(problem, orders, range_of(orders));
+    py::gil_scoped_release release;
+    Launch launch(problem);
+    if (launch.run(orders) == kNever) throw std::invalid_argument("the orders wait on each other for ever");
+    return launch.ranks();
 }
 
 double run_online(const Problem& problem, Dispatcher& dispatcher) {
@@ -173,6 +166,7 @@ py::tuple dispatch_finish(const Problem& problem) {
 }
 
 py::dict plan(const Problem& problem, bool split, std::int64_t budget) {
+    if (budget < 0) throw std::invalid_argument("budget must be 0 or more actions");
     SearchResult found;
     Bound bound;
     {
@@ -197,6 +191,11 @@ py::tuple bound(const Problem& problem) {
         found = lower_bound(problem);
     }
     return py::make_tuple(found.seconds, found.kind, found.place);
+}
+
+std::vector<double> peak_in_flight(const Orders& orders, const Table& released) {
+    if (orders.size() != released.size()) throw std::invalid_argument("released must have one entry per order");
+    return peaks_of(orders, released);
 }
 
 // The order of one stage as a tuple of Actions. Made here because a large plan has hundreds of thousands of them:
@@ -239,12 +238,11 @@ PYBIND11_MODULE(_native, module) {
     module.def("replay_blocking", &replay_blocking, py::arg("problem"), py::arg("programs"));
     module.def("blocking_finish", &blocking_finish, py::arg("problem"), py::arg("programs"));
     module.def("dispatch_finish", &dispatch_finish, py::arg("problem"));
-    module.def("peak_in_flight", &peaks_of, py::arg("orders"), py::arg("released"));
+    module.def("peak_in_flight", &peak_in_flight, py::arg("orders"), py::arg("released"));
     module.def("actions", &actions, py::arg("problem"), py::arg("stage"), py::arg("codes"), py::arg("action"),
                py::arg("kinds"));
     module.def("replay", &replay, py::arg("problem"), py::arg("orders"));
-    module.def("replay_device", &replay_device, py::arg("problem"), py::arg("orders"), py::arg("ranks"));
-    module.def("replay_launched", &replay_launched, py::arg("problem"), py::arg("orders"));
+    module.def("launch_ranks", &launch_ranks, py::arg("problem"), py::arg("orders"));
     module.def("dispatch", &dispatch, py::arg("problem"));
     module.def("plan", &plan, py::arg("problem"), py::arg("split"), py::arg("budget"));
     module.def("lower_bound", &bound, py::arg("problem"));

@@ -73,7 +73,7 @@ Whole WholeChoice::with_split(int split) const {
 bool WholeChoice::attempt(Whole whole, std::int64_t budget) {
     const SearchResult found = search(as_run(problem_, whole), whole, bound_, budget);
     simulated_ += found.simulated_actions;
-    if (found.makespan >= best_.makespan * (1.0 - kSame)) return false;
+    if (!whole_.empty() && found.makespan >= best_.makespan * (1.0 - kSame)) return false;
     best_ = found;
     whole_ = std::move(whole);
     return true;

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -197,6 +198,70 @@ def test_a_stage_is_judged_by_medians_too_and_may_be_lost() -> None:
     assert back.state is State.HEALTHY
 
 
+BASE_MS = {("F", 0): 3.3, ("I", 0): 4.0, ("W", 0): 2.0}
+
+
+def watch_stage(factors: Sequence[Sequence[float]]) -> list[Finding]:
+    """What is said of a stage whose F, I and W take `factors[iteration]` times their usual time."""
+    detector, stage, said = Detector(), StageId(0, 1), []
+    for iteration, of_kinds in enumerate(factors):
+        ripple = 1.0 + 0.01 * (iteration % 3)
+        durations = {
+            key: [base_ms / 1e3 * factor * ripple] * 4
+            for (key, base_ms), factor in zip(BASE_MS.items(), of_kinds, strict=True)
+        }
+        said += detector.observe(IterationSample(iteration, {}, {stage: StageSample(durations)}))
+    return said
+
+
+def test_a_stage_of_which_a_part_heals_is_told_by_what_is_still_slow() -> None:
+    healthy, slow, rest = (1.0, 1.0, 1.0), (5.4, 1.0, 4.0), (1.0, 1.0, 4.0)
+    began, still, healed = watch_stage([healthy] * 12 + [slow] * 8 + [rest] * 8 + [healthy] * 8)
+    assert (began.state, began.since_iteration, began.state_since_iteration) == (State.SLOW, 12, 12)
+    assert str(began).startswith("stage 1 of pipeline 0: slow since iteration 12, F of chunk 0 takes 18 ms, before 3.")
+    assert (still.before, still.state) == (State.SLOW, State.SLOW)
+    assert (still.since_iteration, still.state_since_iteration) == (20, 12)
+    assert "1 of pipeline 0: still slow since iteration 12, W of chunk 0 takes 8.08 ms, before 2.02 ms (" in str(still)
+    assert re.search(r"; F of chunk 0 takes 3\.3\d* ms again since iteration 20, before 18 ms \(", str(still))
+    assert still.level_s is not None
+    assert still.baseline_s is not None
+    assert still.level_s / still.baseline_s == pytest.approx(4.0, rel=0.05), "W's, not F's"
+    assert (healed.state, healed.since_iteration, healed.state_since_iteration) == (State.HEALTHY, 28, 28)
+    assert "healthy since iteration 28, W of chunk 0 takes 2.04 ms again, before 8.08 ms" in str(healed)
+
+
+def test_a_level_that_moves_while_slow_moves_no_since() -> None:
+    watched = Watched().see(*[OK] * 10, *[SLOW] * 4, *[messages(62.0)] * 4)
+    assert [finding.state_since_iteration for finding in watched.findings] == [10, 10]
+    assert "still slow since iteration 10, a message of 1 MiB takes 62.2 ms since iteration 14, before 32.2 ms" in str(
+        watched.findings[1]
+    )
+
+
+SPANS = st.tuples(st.tuples(*[st.sampled_from([1.0, 0.5, 1.05, 2.0, 5.4])] * 3), st.integers(1, 9))
+
+
+@given(st.lists(SPANS, max_size=8))
+@settings(max_examples=60)
+def test_a_stages_findings_quote_the_values_that_they_are_about(spans: list[tuple[tuple[float, ...], int]]) -> None:
+    said = watch_stage([(1.0,) * 3] * 8 + [factors for factors, length in spans for _ in range(length)])
+    states = [State.HEALTHY, *(finding.state for finding in said)]
+    assert [finding.before for finding in said] == states[:-1]
+    since = 0
+    for finding in said:
+        assert finding.state_since_iteration <= finding.since_iteration <= finding.iteration
+        assert finding.state_since_iteration == (finding.since_iteration if finding.before != finding.state else since)
+        since = finding.state_since_iteration
+        assert finding.level_s is not None
+        assert finding.baseline_s is not None
+        if finding.state is State.HEALTHY:
+            assert finding.level_s < 1.1 * finding.baseline_s
+            continue
+        assert finding.level_s > 1.04 * finding.baseline_s
+        (quoted,) = re.findall(r"takes ([\d.]+) ms.*?\(baseline ([\d.]+) ms", finding.reason.partition(";")[0])
+        assert float(quoted[0]) > float(quoted[1]), "a slow stage is not told by what healed"
+
+
 @given(st.lists(st.sampled_from([OK, SLOW, BROKEN, LOST, CHECKPOINT, LinkSample()]), max_size=40))
 @settings(max_examples=40)
 def test_findings_are_a_chain_of_states_that_ends_in_the_estimate(samples: list[LinkSample]) -> None:
@@ -206,7 +271,7 @@ def test_findings_are_a_chain_of_states_that_ends_in_the_estimate(samples: list[
     assert watched.state is states[-1]
     assert Watched().see(*[OK] * 5, *samples).findings == watched.findings
     for finding in watched.findings:
-        assert finding.since_iteration <= finding.iteration
+        assert finding.state_since_iteration <= finding.since_iteration <= finding.iteration
         json.dumps(finding.to_json())
 
 

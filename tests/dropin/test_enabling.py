@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from adaptra_megatron.patches import PATCHES, application, enable, in_force
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.enabling import Enabling
+from adaptra_megatron.schedule.classic import one_f_one_b
+from adaptra_megatron.schedule.csv_format import schedule_to_csv
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +70,15 @@ def test_features_that_arguments_show_are_refused_at_once(
     assert in_force() is None
 
 
+def test_a_plan_for_another_pipeline_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.csv"
+    plan.write_text(schedule_to_csv(one_f_one_b(4, 4)))
+    with pytest.raises(SystemExit):
+        parser_of(Enabling(requested=True)).parse_args(["--adaptra-plan-csv", str(plan)])
+    assert f"--adaptra-plan-csv {plan} is a plan for 4 stages, but this pipeline has 2" in capsys.readouterr().err
+    assert in_force() is None
+
+
 class TestWithoutMegatronsParser:
     def test_flags_are_found_among_others(self) -> None:
         Enabling(requested=True).decide_without_parser(["train", "--lr", "1", "--adaptra-policy", "observe", "--x=2"])
@@ -82,4 +95,36 @@ class TestWithoutMegatronsParser:
         enabling = Enabling(requested=True)
         parser_of(enabling).parse_args(["--adaptra-policy", "off"])
         enabling.decide_without_parser([])
+        assert in_force() is None
+
+    @pytest.mark.parametrize(
+        ("line", "environment", "said"),
+        [
+            ("--adaptra", {}, 1),
+            ("--adaptra", {"RANK": "0", "SLURM_PROCID": "7"}, 1),
+            ("--adaptra", {"RANK": "1"}, 0),
+            ("--adaptra", {"SLURM_PROCID": "1"}, 0),
+            ("--adaptra", {"ADAPTRA_DISABLE": "1"}, 0),
+            ("--adaptra-trace-dir run", {}, 0),
+        ],
+    )
+    def test_a_flag_without_effect_is_warned_of_once(
+        self,
+        line: str,
+        environment: dict[str, str],
+        said: int,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        enabling = Enabling(requested=False)
+        monkeypatch.delitem(sys.modules, "adaptra_megatron.patches")
+        for _iteration in range(2):
+            enabling.decide_without_parser(line.split())
+        assert caplog.text.count("nothing has been patched: stock Megatron runs") == said
+
+    def test_a_program_that_has_our_modules_decides_by_itself(self, caplog: pytest.LogCaptureFixture) -> None:
+        Enabling(requested=False).decide_without_parser(["--adaptra", "--adaptra-policy", "off"])
+        assert caplog.text == ""
         assert in_force() is None

@@ -75,6 +75,12 @@ def test_the_three_ways_in_are_one(tmp_path: Path) -> None:
         assert what_ran(tmp_path / way)["adaptra"]["training_iterations"] == 4
 
 
+def test_the_environment_turns_it_off_with_one_line_per_job(tmp_path: Path) -> None:
+    results = pretrain(2, tmp_path / "off", *PP2, *MOCK_DATA, "--adaptra", ADAPTRA_DISABLE="1")
+    assert [result.output.count("turned off by ADAPTRA_DISABLE") for result in results] == [1, 0]
+    assert what_ran(tmp_path / "off")["adaptra"] is None
+
+
 VARYING = re.compile(
     r"\[?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?\]?|\d+\.\d+ (seconds|s)\b|(?<=s\): )\d+\.\d+|\(\d+\.\d+, \d+\.\d+\)"
     r"|^[IWE]\d{4} [\d:.]+ \d+ (?=\S+\.py:\d+\])|: \d+\.\d+$|(?<=port )\d+|\d{2,}\.\d{2,}|0x[0-9a-f]+"

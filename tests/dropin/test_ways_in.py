@@ -50,13 +50,23 @@ def test_policy_off_patches_nothing() -> None:
 
 
 @pytest.mark.parametrize("command", [["parse.py", "--adaptra"], ["-m", "adaptra_megatron", "parse.py"]])
-def test_the_environment_turns_it_off_and_the_flags_are_still_read(command: list[str]) -> None:
-    done = start(*command, "--train-iters", "7", ADAPTRA_DISABLE="1")
+@pytest.mark.parametrize(("rank", "said"), [({}, 1), ({"RANK": "0"}, 1), ({"RANK": "1"}, 0)])
+def test_the_environment_turns_it_off_and_the_flags_are_still_read(
+    command: list[str], rank: dict[str, str], said: int
+) -> None:
+    done = start(*command, "--train-iters", "7", ADAPTRA_DISABLE="1", **rank)
     told = json.loads(done.stdout)
     assert told["patched"] == []
     assert "torch" not in told["modules"]
     assert told["arguments"]["train_iters"] == "7"
-    assert "turned off by ADAPTRA_DISABLE" in done.stderr
+    assert done.stderr.count("turned off by ADAPTRA_DISABLE") == said, "once per job, though Megatron parses thrice"
+
+
+@pytest.mark.parametrize(("enables", "said"), [(["--enables"], 0), ([], 1)])
+def test_a_flag_that_megatrons_parser_has_not_read_is_not_ignored_in_silence(enables: list[str], said: int) -> None:
+    done = start("own_parser.py", "--adaptra", *enables)
+    assert done.stdout == f"replaced: {bool(enables)}\n"
+    assert done.stderr.count("--adaptra is on the command line, but Megatron's own parser has not read it") == said
 
 
 def test_help_shows_the_flags_in_one_group() -> None:
@@ -73,6 +83,9 @@ def test_help_shows_the_flags_in_one_group() -> None:
         (["--adaptra", "--adaptra-policy", "sideways"], "argument --adaptra-policy: invalid choice: 'sideways'"),
         (["--adaptra", "--adaptra-timeout-s", "-1"], "error: --adaptra-timeout-s is -1.0; it must be above 0"),
         (["--adaptra-policy", "observe"], "error: --adaptra-policy changes nothing without --adaptra: add --adaptra"),
+        (["--adaptra", "--adaptra-plan-csv", "parse.py"], "error: --adaptra-plan-csv parse.py: row 1, column 1: "),
+        (["--adaptra", "--adaptra-costs", "parse.py"], "error: --adaptra-costs parse.py is not valid JSON: "),
+        (["--adaptra", "--adaptra-interface", "eht0"], "error: --adaptra-interface: the network interface 'eht0' does"),
     ],
 )
 def test_what_cannot_be_is_refused_by_the_parser(flags: list[str], said: str) -> None:

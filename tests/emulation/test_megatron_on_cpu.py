@@ -32,10 +32,9 @@ def run_python(program: str) -> subprocess.CompletedProcess[str]:
 
 @in_fresh_process
 def test_undo_puts_every_name_back() -> None:
-    environment, threads = dict(os.environ), torch.get_num_threads()
-    with cpu_megatron():  # a first time, so that modules imported on the way are there before
+    with cpu_megatron():  # a first time, so that modules imported on the way, and what they export, are there before
         pass
-    before = names()
+    before, environment, threads = names(), dict(os.environ), torch.get_num_threads()
     with cpu_megatron(threads=1) as installation:
         pairs = zip(names_by_id(names()), names_by_id(before), strict=True)
         replaced = sum(len(now.items() - then.items()) for now, then in pairs)
@@ -86,6 +85,27 @@ def test_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu_megatron()
 
 
+def test_groups_have_one_worker_thread() -> None:
+    program = """
+from adaptra_megatron.emulation.megatron_on_cpu import cpu_megatron
+with cpu_megatron():
+    import os, tempfile, torch, torch.distributed as dist
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+    before, file = threads(), tempfile.NamedTemporaryFile()
+    dist.init_process_group("nccl", init_method=f"file://{file.name}", rank=0, world_size=1)
+    assert threads() == before + 2, "gloo's loop over sockets, and one worker"
+    group = dist.new_group([0], backend="gloo")
+    assert threads() == before + 4
+    ones = torch.ones(3)
+    dist.all_reduce(ones, group=group)
+    assert ones.sum() == 3
+    dist.destroy_process_group()
+"""
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
+
+
 def test_fused_weight_gradient_accumulates() -> None:
     program = """
 from adaptra_megatron.emulation.megatron_on_cpu import cpu_megatron
@@ -108,5 +128,17 @@ def test_failed_replacement_undoes_the_ones_before() -> None:
         first = 1
 
     with pytest.raises(TypeError):
-        Replaced([Replacement(Owner, "first", 2, "a test"), Replacement(int, "second", 2, "cannot be set")])
+        Replaced([Replacement(Owner, "first", 2, "a test"), Replacement(int, "real", 2, "cannot be set")])
     assert Owner.first == 1
+
+
+def test_names_that_are_absent_are_refused_unless_they_may_be() -> None:
+    class Owner:
+        pass
+
+    with pytest.raises(AttributeError, match="moved"):
+        Replaced([Replacement(Owner, "moved", 1, "a test")])
+    assert not hasattr(Owner, "moved")
+    with Replaced([Replacement(Owner, "new", 1, "a test", may_be_absent=True)]):
+        assert Owner.new == 1  # type: ignore[attr-defined]
+    assert not hasattr(Owner, "new")

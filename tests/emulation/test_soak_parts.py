@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from adaptra_megatron.emulation.soak import Campaign
 from adaptra_megatron.emulation.soak_driver import Done
-from adaptra_megatron.emulation.soak_plan import Kind, iterations, make_plan, read_plan, write_plan
+from adaptra_megatron.emulation.soak_plan import HASTY_PATHS, Kind, iterations, make_plan, read_plan, write_plan
 from adaptra_megatron.emulation.soak_processes import Process, delegate_of, leftovers, sockets, state
 from adaptra_megatron.emulation.soak_progress import Progress
 from adaptra_megatron.emulation.soak_report import TrainingRecord, longest_pause_s, percentile
@@ -86,8 +86,8 @@ def record() -> TrainingRecord:
     rank: dict[str, Any] = {"messages": 3, "begun": [], "held_before": held, "held_after": {**held}}
     begun = [{"link": [0, 1], "mode": "silent", "at_s": 2.0}]
     ranks = [
-        {**rank, "begun": begun, "arrivals": {"1": [1.0, 1.6, 2.1]}},
-        {**rank, "arrivals": {"0": [1.0, 1.7, 3.2]}},
+        {**rank, "begun": begun, "arrivals": {"1": [1.0, 1.6, 2.1]}, "paths": {"1": {**HASTY_PATHS}}},
+        {**rank, "arrivals": {"0": [1.0, 1.7, 3.2]}, "paths": {"0": {**HASTY_PATHS}}},
     ]
     return TrainingRecord("tcp", (kill, silent), (Done(kill, 1.1, 1.1, replaced=True),), ranks)
 
@@ -122,6 +122,14 @@ def _not_happen(bad: TrainingRecord) -> None:
     bad.ranks[0]["begun"].clear()
 
 
+def _rest_long(bad: TrainingRecord) -> None:
+    bad.ranks[1]["paths"]["0"]["longest_rest_s"] = 60.0
+
+
+def _not_say(bad: TrainingRecord) -> None:
+    bad.ranks[0]["paths"].clear()
+
+
 @pytest.mark.parametrize(
     ("break_it", "problem"),
     [
@@ -130,6 +138,8 @@ def _not_happen(bad: TrainingRecord) -> None:
         (_stand, "a link stood for 2.20 s"),
         (_leak, "stage 0 holds more after the training than before: {'rings': '0 -> 1'}"),
         (_not_happen, "0 of 1 faults happened: silent device path"),
+        (_rest_long, "link 1>0 ran with {'longest_rest_s': 60.0} instead of"),
+        (_not_say, "link 0>1 ran with {'first_rest_s': None, "),
     ],
 )
 def test_a_record_shows_what_is_wrong(break_it: Callable[[TrainingRecord], None], problem: str) -> None:

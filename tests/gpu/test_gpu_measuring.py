@@ -53,3 +53,21 @@ def test_memory_is_counted_at_once(device: torch.device, stall: Callable[[float]
     assert memory.shortages() >= 0
     assert time.monotonic() - begun_s < 0.15, "none of it waits for the device"
     torch.cuda.synchronize()
+
+
+def test_memory_that_another_stream_still_uses_counts_in_the_peak(
+    device: torch.device, stall: Callable[[float], None]
+) -> None:
+    memory = CudaMemory(device)
+    before = memory.allocated_nbytes()
+    block = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        stall(0.2)
+        block.record_stream(torch.cuda.current_stream())
+    del block
+    memory.begin_peak()
+    assert memory.allocated_nbytes() == before
+    again = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+    assert memory.allocated_nbytes() - before == again.nbytes
+    assert memory.peak_nbytes() - before >= 128 << 20
+    torch.cuda.synchronize()

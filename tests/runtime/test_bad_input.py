@@ -60,7 +60,7 @@ def test_impossible_plan_is_refused_by_every_rank(
     schedule, message = broken_plans()[name]
     path = tmp_path / "plan.csv"
     path.write_text(schedule_to_csv(schedule))
-    refused(train(start_ranks, "--adaptra-plan-csv", str(path)), "ScheduleError", message, str(path))
+    refused(train(start_ranks, "--adaptra-plan-csv", str(path)), "ConfigError", message, str(path))
 
 
 @pytest.mark.timeout(90)
@@ -68,7 +68,7 @@ def test_plan_that_passes_the_cap_is_refused(tmp_path: Path, start_ranks: Callab
     path = tmp_path / "plan.csv"
     path.write_text(schedule_to_csv(split_backward(one_f_one_b(STAGES, MICRO_BATCHES), None)))
     results = train(start_ranks, "--adaptra-plan-csv", str(path), "--adaptra-max-in-flight", "3")
-    refused(results, "ScheduleError", "stage 0 F(micro-batch 3, chunk 0)", "its cap is 3")
+    refused(results, "ConfigError", "stage 0 F(micro-batch 3, chunk 0)", "its cap is 3")
 
 
 @pytest.mark.timeout(90)
@@ -81,6 +81,17 @@ def test_plan_for_other_micro_batches_is_refused(tmp_path: Path, start_ranks: Ca
 @pytest.mark.timeout(90)
 def test_pipeline_of_one_stage_is_refused(start_ranks: Callable[..., list[RankResult]]) -> None:
     refused(train(start_ranks, stages=1), "UnsupportedFeatureError", "PP 1", "drop --adaptra")
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("transport", ["off", "shm"])
+def test_a_timeout_that_is_too_short_is_named(
+    transport: str, tmp_path: Path, start_ranks: Callable[..., list[RankResult]]
+) -> None:
+    path = tmp_path / "plan.csv"
+    path.write_text(schedule_to_csv(one_f_one_b(STAGES, MICRO_BATCHES)))
+    given = ("--adaptra-plan-csv", str(path), "--adaptra-host-transport", transport, "--adaptra-timeout-s", "0.0005")
+    refused(train(start_ranks, *given), "TransportError", "0.0005 s (--adaptra-timeout-s)")
 
 
 def refused(results: list[RankResult], error: str, *messages: str) -> None:

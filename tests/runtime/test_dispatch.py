@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from adaptra_megatron.config import AdaptraConfig, ConfigError
+from adaptra_megatron.runtime import dispatch
 from adaptra_megatron.runtime.dispatch import Dispatcher, count_moved
 from adaptra_megatron.runtime.inbox import Inbox
 from adaptra_megatron.runtime.program import Program, Step, compile_program
@@ -309,3 +310,10 @@ def test_who_keeps_stocks_order_cannot_dispatch_online(policy: str) -> None:
 def test_an_unknown_way_to_dispatch_is_refused() -> None:
     with pytest.raises(ConfigError, match="--adaptra-dispatch is 'never'; it must be one of planned, auto, online"):
         AdaptraConfig(dispatch="never")
+
+
+def test_online_is_refused_where_arrivals_are_never_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "current_device", lambda: torch.device("cuda", 0))
+    anything: Any = None
+    with pytest.raises(ConfigError, match="--adaptra-dispatch online needs to see messages arrive"):
+        dispatch.make_dispatcher(anything, AdaptraConfig(dispatch="online"), anything)

@@ -25,8 +25,8 @@ def test_wrappers_split_under_distributed_data_parallel_with_overlapped_reductio
         _check_signatures()
         _join_job_of_one()
         try:
-            for fused in (False, True):
-                expected, actual = _train(fused, split=False), _train(fused, split=True)
+            for fused, fp8 in ((False, None), (True, None), (True, "hybrid")):
+                expected, actual = _train(fused, fp8, split=False), _train(fused, fp8, split=True)
                 assert expected.keys() == actual.keys()
                 assert all(torch.equal(expected[name], actual[name]) for name in expected)
                 assert all(gradient.abs().sum() > 0 for gradient in actual.values())
@@ -55,7 +55,7 @@ def _join_job_of_one() -> None:
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
 
 
-def _train(fused: bool, *, split: bool) -> dict[str, torch.Tensor]:
+def _train(fused: bool, fp8: str | None, *, split: bool) -> dict[str, torch.Tensor]:
     """Main gradients by name, after all forwards, then backwards, then weight gradients where they are split."""
     from megatron.core.tensor_parallel import layers
 
@@ -67,7 +67,7 @@ def _train(fused: bool, *, split: bool) -> dict[str, torch.Tensor]:
     stock, linear.backward = linear.backward, staticmethod(queue.wrap(linear.backward, linear.forward))
     exchanged = EngineLayers(queue)
     try:
-        model = _model(fused)
+        model = _model(fused, fp8)
         if split:
             exchanged.split([model], model.config)
         losses = [_loss(model, micro_batch) for micro_batch in range(MICRO_BATCHES)]
@@ -92,7 +92,7 @@ def _train(fused: bool, *, split: bool) -> dict[str, torch.Tensor]:
         linear.backward = staticmethod(stock)
 
 
-def _model(fused: bool) -> Any:
+def _model(fused: bool, fp8: str | None) -> Any:
     """A native layer, and one of Transformer Engine's of each kind that is in every layer of a model."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
@@ -105,6 +105,7 @@ def _model(fused: bool) -> Any:
         num_attention_heads=1,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=fused,
+        fp8=fp8,
     )
     torch.manual_seed(1)
     init = torch.nn.init.normal_
@@ -117,6 +118,8 @@ def _model(fused: bool) -> Any:
             ColumnParallelLinear(WIDTH, WIDTH, gather_output=False, **shared),
         ]
     )
+    for layer in model.layers:
+        layer.fp8 = fp8 is not None  # as Transformer Engine sets it where fp8_autocast is on
     ddp = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=False)
     return DistributedDataParallel(config, ddp, model)
 

@@ -19,14 +19,15 @@ from adaptra_megatron.runtime.transformer_engine_layers import CollectingStore, 
 WIDTH, ROWS, MICRO_BATCHES = 8, 6, 4
 WHOLE = "B0 B1 B2 B3"
 ORDERS = ("I0 W0 I1 W1 I2 W2 I3 W3", "I0 I1 W0 I2 W1 I3 W2 W3", "I0 I1 I2 I3 W0 W1 W2 W3", "B0 I1 I2 W1 W2 B3")
-KINDS = ("Linear", "LayerNormLinear", "GroupedLinear")
 CONFIG = SimpleNamespace(fp8=None, fp4=None, tp_comm_overlap=False, cpu_offloading=False)
+QUANTIZED = SimpleNamespace(**{**vars(CONFIG), "fp8": "hybrid"})
 
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in stand_in_te.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys.modules["transformer_engine"], "__version__", "2.8.0+stand-in")
 
 
 @pytest.fixture
@@ -46,9 +47,11 @@ def make(kind: str, *, fused: bool = False, bias: bool = True, **options: Any) -
 class Model(torch.nn.Module):
     """Two layers, and hooks as those of Megatron's DistributedDataParallel with overlapped reduction."""
 
-    def __init__(self, kind: str, *, hooked: bool = True, **options: Any) -> None:
+    def __init__(self, kind: str, *, hooked: bool = True, fp8: bool = False, **options: Any) -> None:
         super().__init__()
         self.stack = torch.nn.ModuleList(make(kind, **options) for _ in range(2))
+        for layer in self.stack:
+            layer.fp8 = fp8
         self.hook_runs: list[str] = []
         for name, parameter in self.named_parameters() if hooked else ():
             self._hook(name, parameter)
@@ -97,36 +100,39 @@ def train(model: Model, order: str, queue: WeightGradientQueue) -> list[torch.Te
     return [given.grad for given, _loss in runs if given.grad is not None] + list(model.gradients().values())
 
 
+CASES: dict[str, tuple[str, dict[str, bool]]] = {
+    "Linear": ("Linear", {}),
+    "Linear, no bias": ("Linear", {"bias": False}),
+    "Linear, bare": ("Linear", {"hooked": False}),
+    "Linear, fused": ("Linear", {"fused": True}),
+    "Linear, fused, no bias": ("Linear", {"fused": True, "bias": False}),
+    "Linear, quantized": ("Linear", {"bias": False, "fp8": True}),
+    "Linear, quantized, bare": ("Linear", {"bias": False, "fp8": True, "hooked": False}),
+    "Linear, quantized, fused": ("Linear", {"bias": False, "fp8": True, "fused": True}),
+    "LayerNormLinear": ("LayerNormLinear", {}),
+    "LayerNormLinear, fused": ("LayerNormLinear", {"fused": True}),
+    "LayerNormLinear, quantized, fused": ("LayerNormLinear", {"bias": False, "fp8": True, "fused": True}),
+    "GroupedLinear, fused": ("GroupedLinear", {"fused": True, "bias": False}),
+    "GroupedLinear, quantized, fused": ("GroupedLinear", {"fused": True, "bias": False, "fp8": True}),
+}
+
+
+def config_of(model: Model) -> SimpleNamespace:
+    return QUANTIZED if model.stack[0].fp8 else CONFIG
+
+
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("keeps", [True, False])
-@pytest.mark.parametrize(
-    ("kind", "fused", "hooked"),
-    [
-        ("Linear", False, True),
-        ("Linear", False, False),
-        ("Linear", True, True),
-        ("LayerNormLinear", False, True),
-        ("LayerNormLinear", True, True),
-        ("GroupedLinear", True, True),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)
+@pytest.mark.parametrize("case", CASES)
 def test_gradients_are_bitwise_those_of_the_whole_backward(
-    queue: WeightGradientQueue,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    fused: bool,
-    keeps: bool,
-    hooked: bool,
-    bias: bool,
-    order: str,
+    queue: WeightGradientQueue, monkeypatch: pytest.MonkeyPatch, case: str, keeps: bool, order: str
 ) -> None:
+    kind, options = CASES[case]
     monkeypatch.setattr(stand_in_te.TransformerEngineBaseModule, "keeps_gradients", keeps)
-    stock = Model(kind, fused=fused, bias=bias, hooked=hooked)
+    stock = Model(kind, **options)
     expected = train(stock, WHOLE, queue)
-    ours = Model(kind, fused=fused, bias=bias, hooked=hooked)
-    EngineLayers(queue).split([ours], CONFIG)
+    ours = Model(kind, **options)
+    EngineLayers(queue).split([ours], config_of(ours))
     actual = train(ours, order, queue)
     assert len(actual) == len(expected) > MICRO_BATCHES
     assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
@@ -135,13 +141,41 @@ def test_gradients_are_bitwise_those_of_the_whole_backward(
     splits = order.count("W")
     assert queue.computed == 2 * splits
     assert [layer.backward_dw_calls for layer in ours.stack] == [splits] * 2, "one backward_dw per queued micro-batch"
-    assert not hooked or all(parameter.grad is None for parameter in ours.parameters())
+    assert not options.get("hooked", True) or all(parameter.grad is None for parameter in ours.parameters())
 
 
-@pytest.mark.parametrize(("kind", "fused"), [("Linear", False), ("LayerNormLinear", True), ("GroupedLinear", True)])
-def test_weights_and_biases_wait_for_w_and_norms_do_not(queue: WeightGradientQueue, kind: str, fused: bool) -> None:
-    model = Model(kind, fused=fused)
-    EngineLayers(queue).split([model], CONFIG)
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "GroupedLinear"])
+def test_gradients_are_those_of_the_layers_own_delaying(queue: WeightGradientQueue, kind: str, fp8: bool) -> None:
+    """As Megatron's delay_wgrad_compute has it: layers built so, and a `backward_dw` of each for each backward."""
+    options = {"fused": True, "bias": False, "fp8": fp8}
+    theirs = Model(kind, delay_wgrad_compute=True, **options)
+    for loss in [theirs.run(micro_batch)[1] for micro_batch in range(MICRO_BATCHES)]:
+        loss.backward()  # type: ignore[no-untyped-call]
+    for layer in [layer for _ in range(MICRO_BATCHES) for layer in theirs.stack]:
+        layer.backward_dw()
+    ours = Model(kind, **options)
+    EngineLayers(queue).split([ours], config_of(ours))
+    train(ours, ORDERS[2], queue)
+    for name, gradient in theirs.gradients().items():
+        assert gradient.abs().sum() > 0
+        assert torch.equal(gradient, ours.gradients()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Linear", {}),
+        ("LayerNormLinear", {"fused": True}),
+        ("GroupedLinear", {"fused": True, "bias": False}),
+        ("Linear", {"bias": False, "fp8": True}),
+    ],
+)
+def test_weights_and_biases_wait_for_w_and_norms_do_not(
+    queue: WeightGradientQueue, kind: str, options: dict[str, bool]
+) -> None:
+    model = Model(kind, **options)
+    EngineLayers(queue).split([model], config_of(model))
     with queue.collect() as left:
         model.run(0)[1].backward()
     there = {name for name, gradient in model.gradients().items() if gradient.abs().sum() > 0}
@@ -198,8 +232,47 @@ def test_a_backward_within_a_backward_is_split_too(queue: WeightGradientQueue) -
         assert torch.equal(gradient, ours.gradients()[name]), name
 
 
+EARLY_BIASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "quantized": ("Linear", {"fp8": True}, {}),
+    "quantized, fused": ("LayerNormLinear", {"fp8": True, "fused": True}, {}),
+    "experts computed as one": ("GroupedLinear", {"fused": True}, {"use_grouped_tensor": True}),
+}
+
+
+@pytest.mark.parametrize("case", EARLY_BIASES)
+def test_biases_whose_gradients_come_at_b_are_not_waited_for(queue: WeightGradientQueue, case: str) -> None:
+    kind, options, changes = EARLY_BIASES[case]
+    stock, ours = Model(kind, **options), Model(kind, **options)
+    for layer in (*stock.stack, *ours.stack):
+        vars(layer).update(changes)
+    EngineLayers(queue).split([ours], config_of(ours))
+    for micro_batch in range(MICRO_BATCHES):
+        stock.run(micro_batch)[1].backward()  # type: ignore[no-untyped-call]
+        with queue.collect() as left:
+            ours.run(micro_batch)[1].backward()  # type: ignore[no-untyped-call]
+        queue.compute(left)
+    for name, gradient in stock.gradients().items():
+        assert gradient.abs().sum() > 0
+        assert torch.equal(gradient, ours.gradients()[name]), name
+
+
+def test_experts_of_old_releases_leave_hooks_their_gradients(
+    queue: WeightGradientQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 2.8 autograd gets nothing from a delayed GroupedLinear, and hooks with overlapped reduction insist."""
+    monkeypatch.setattr(sys.modules["transformer_engine"], "__version__", "2.7.0+stand-in")
+    monkeypatch.setattr(stand_in_te.GroupedLinear, "before_2_8", True)
+    model = Model("GroupedLinear", fused=True, bias=False)
+    EngineLayers(queue).split([model], CONFIG)
+    with queue.collect() as left:
+        model.run(0)[1].backward()  # type: ignore[no-untyped-call]
+    assert left == []
+    assert all(gradient.abs().sum() > 0 for gradient in model.gradients().values())
+
+
 WHOLE_LAYERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "quantized": ("Linear", {}, {"fp8": "hybrid"}),
+    "quantized or grouped, and with a bias": ("Linear", {}, {"fp8": "hybrid"}),
+    "with a bias, whose gradient then comes at B": ("GroupedLinear", {"fused": True}, {}),
     "--tp-comm-overlap": ("Linear", {}, {"tp_comm_overlap": True}),
     "offloaded to the CPU": ("Linear", {}, {"cpu_offloading": True}),
     "without gradient accumulation fusion": ("GroupedLinear", {"fused": False}, {}),
@@ -224,6 +297,22 @@ def test_what_cannot_be_split_runs_whole_and_is_named(
     assert f"1 {kind} (" in whole
     assert reason in whole
     assert ("split none" if settings else "split 1 Linear") in split
+
+
+@pytest.mark.parametrize("settings", [{"fp8": "e4m3"}, {"fp4": "e2m1"}, {"te_quant_params": object()}])
+def test_what_is_quantized_is_split_where_it_has_no_bias(settings: dict[str, Any]) -> None:
+    config = SimpleNamespace(**{**vars(CONFIG), **settings})
+    for bias in (False, True):
+        layer = make("Linear", bias=bias)
+        layer.te_quant_params = settings.get("te_quant_params")
+        assert (why_whole(layer, stand_in_te.Linear, config) is not None) == bias
+
+
+def test_sharded_weights_run_whole() -> None:
+    """Generalized tensor parallelism: a gradient is reduced and scattered by the backward that computes it."""
+    layer = make("Linear")
+    layer.weight.is_distributed_weight = True
+    assert why_whole(layer, stand_in_te.Linear, CONFIG) == "its weight is sharded and gathered for each use"
 
 
 def test_layers_of_two_linears_run_whole(queue: WeightGradientQueue) -> None:

@@ -58,8 +58,9 @@ class Links:
         if target == source:
             return end_s
         cost = self.costs.link(source, target)
-        self.free_s[source, target] = max(end_s, self.free_s[source, target]) + cost.occupancy_s
-        return self.free_s[source, target] + cost.latency_s
+        busy_s = cost.occupancy_s + cost.latency_s if cost.rendezvous else cost.occupancy_s
+        self.free_s[source, target] = max(end_s, self.free_s[source, target]) + busy_s
+        return self.free_s[source, target] + (0.0 if cost.rendezvous else cost.latency_s)
 
 
 def reference_replay(schedule: Schedule, costs: Costs) -> tuple[Times, Times] | None:
@@ -216,11 +217,13 @@ def random_costs(
     whole_milliseconds: bool = False,
     added: bool = False,
     whole: bool = False,
+    rendezvous: bool = False,
 ) -> Costs:
     """Any costs: some actions and links may take no time at all.
 
     In whole milliseconds, for CP-SAT, only links may: there, an F and its I of no length would hold no memory. `added`:
-    input gradients may add to what is held. `whole`: whole backwards may have seconds of their own.
+    input gradients may add to what is held. `whole`: whole backwards may have seconds of their own. `rendezvous`: links
+    may be such ones, and stages may share a queue.
     """
     stages = draw(st.integers(1, max_stages))
     chunks = draw(st.integers(1, max_chunks))
@@ -245,8 +248,11 @@ def random_costs(
         forward_s=table(),
         backward_input_s=table(),
         backward_weight_s=table(),
-        links={ends: LinkCost(draw(link_seconds), draw(link_seconds)) for ends in slow},
+        links={
+            ends: LinkCost(draw(link_seconds), draw(link_seconds), rendezvous and draw(st.booleans())) for ends in slow
+        },
         max_in_flight=tuple(draw(cap) for _ in range(stages)),
         released_at_backward_input=tuple(draw(released) for _ in range(stages)),
         backward_s=table() if whole and draw(st.booleans()) else None,
+        shared_queue=rendezvous and draw(st.booleans()),
     )

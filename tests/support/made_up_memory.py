@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from adaptra_megatron.runtime.memory import DeviceBytes
 from adaptra_megatron.schedule.actions import Kind
 
@@ -16,6 +18,8 @@ class MadeUpMemory:
         self.of_others = 0
         """What other processes, and libraries of this one, have taken."""
         self.allocated = self.reserved = self.peak = self.peak_ever = static
+        self.lingering = 0
+        """Freed, but not to be had before another stream is done with it."""
         self.shortage_count = 0
         self.asked = 0
         """How often the allocated bytes were asked for."""
@@ -23,8 +27,9 @@ class MadeUpMemory:
     def allocate(self, nbytes: int) -> None:
         """Negative: free."""
         self.allocated += nbytes
-        self.peak, self.peak_ever = max(self.peak, self.allocated), max(self.peak_ever, self.allocated)
-        self.reserved = max(self.reserved, self.allocated)
+        active = self.allocated + self.lingering
+        self.peak, self.peak_ever = max(self.peak, active), max(self.peak_ever, active)
+        self.reserved = max(self.reserved, active)
         assert self.allocated >= 0, "freed more than there was"
 
     def allocated_nbytes(self) -> int:
@@ -35,7 +40,7 @@ class MadeUpMemory:
         return self.reserved
 
     def begin_peak(self) -> None:
-        self.peak = self.allocated
+        self.peak = self.allocated + self.lingering
 
     def peak_nbytes(self) -> int:
         return self.peak
@@ -55,11 +60,19 @@ class MadeUpStage:
     """
 
     def __init__(
-        self, memory: MadeUpMemory, activation: int, *, message: int, released: float = 0.0, scratch: int = 0
+        self,
+        memory: MadeUpMemory,
+        activation: int,
+        *,
+        message: int,
+        released: float = 0.0,
+        scratch: int | Mapping[Kind, int] = 0,
     ) -> None:
-        """`released`: of `activation`, by an input gradient. `scratch`: what each action needs while it runs."""
+        """`released`: of `activation`, by an input gradient; negative: it keeps more. `scratch`: what each action needs
+        before it gives anything back."""
         self.memory = memory
-        self._activation, self._message, self._scratch = activation, message, scratch
+        self._activation, self._message = activation, message
+        self._scratch = scratch if isinstance(scratch, Mapping) else dict.fromkeys(Kind, scratch)
         self._after_input = round((1.0 - released) * activation)
         self._in_transport = 0
 
@@ -71,9 +84,10 @@ class MadeUpStage:
     def compute(self, kind: Kind) -> None:
         """Everything between the executor's two words to its account."""
         memory, message = self.memory, self._message
-        memory.allocate(self._scratch)
         sends = kind is not Kind.BACKWARD_WEIGHT
         memory.allocate(message if sends else 0)
+        memory.allocate(self._scratch[kind])
+        memory.allocate(-self._scratch[kind])
         if kind is Kind.FORWARD:
             memory.allocate(self._activation)
         elif kind is Kind.BACKWARD:
@@ -82,7 +96,6 @@ class MadeUpStage:
             memory.allocate(self._after_input - self._activation - message)
         else:
             memory.allocate(-self._after_input)
-        memory.allocate(-self._scratch)
         self._sent = message if sends else 0
 
     def end(self, kind: Kind) -> None:

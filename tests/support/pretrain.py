@@ -45,14 +45,19 @@ def command(dump: Path, *arguments: str, training: tuple[str, ...] = TRAINING) -
 
 
 def pretrain(
-    ranks: int, dump: Path, *arguments: str, training: tuple[str, ...] = TRAINING, timeout_s: float = 150.0
+    ranks: int,
+    dump: Path,
+    *arguments: str,
+    training: tuple[str, ...] = TRAINING,
+    timeout_s: float = 150.0,
+    **environment: str,
 ) -> list[RankResult]:
     """Train with `arguments` on plain Python processes; `dump` gets what each rank came to."""
     check_start_up_line()
     logs = dump.with_name(f"{dump.name}-logs")
     # At its start Megatron calls make, and that the python3 which it finds.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PATH": path}
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PATH": path, **environment}
     argv = command(dump, *arguments, training=training)
     return run_ranks(ranks, argv, timeout_s=timeout_s, log_directory=logs, env=env)
 

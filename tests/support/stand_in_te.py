@@ -2,14 +2,14 @@
 """A stand-in of Transformer Engine: its linear layers' documented signatures, and their results by plain torch.
 
 Written after the documentation of Linear, LayerNormLinear and GroupedLinear of transformer_engine.pytorch (2.3 to
-2.18), and after what their backwards do with delayed weight gradients.
+2.19), and after what their backwards do with delayed weight gradients, quantized ones among them.
 """
 
 from __future__ import annotations
 
 import queue
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -46,6 +46,31 @@ class WeightGradStore:
         return func(*tensor_list), tensor_list
 
 
+class Quantizer:
+    """As with delayed scaling: tensors are rounded by what was largest before, and carry the scale of that."""
+
+    def __init__(self) -> None:
+        self.scale, self._largest = 10.0, 0.0
+
+    def __call__(self, tensor: torch.Tensor) -> Quantized:
+        self._largest = max(self._largest, float(tensor.abs().max()))
+        return Quantized((tensor * self.scale).round().clamp(-127, 127), 1 / self.scale)
+
+    def update(self) -> None:
+        """FP8GlobalStateManager.reduce_and_update_fp8_tensors, at the end of a forward or backward."""
+        self.scale, self._largest = 127 / self._largest, 0.0
+
+
+class Quantized:
+    """QuantizedTensorStorage: has nothing of a torch.Tensor's."""
+
+    def __init__(self, data: torch.Tensor, scale_inv: float) -> None:
+        self.data, self.scale_inv = data, scale_inv
+
+    def dequantize(self) -> torch.Tensor:
+        return self.data * self.scale_inv
+
+
 class _Linears(torch.autograd.Function):
     """One product per weight, each with its share of the rows."""
 
@@ -59,45 +84,54 @@ class _Linears(torch.autograd.Function):
         ctx.store = layer.store_of_forward
         ctx.save_for_backward(inp)
         weights, biases = parameters[: layer.num_gemms], parameters[layer.num_gemms :]
-        parts = inp.reshape(-1, inp.shape[-1]).split(splits)
-        products = [part @ weight.t() for part, weight in zip(parts, weights, strict=True)]
+        ctx.inputs = parts = layer.quantized("input", inp.reshape(-1, inp.shape[-1]).split(splits))
+        products = [_plain(part) @ weight.t() for part, weight in zip(parts, weights, strict=True)]
         if biases:
             products = [product + bias for product, bias in zip(products, biases, strict=True)]
         return torch.cat(products).reshape(*inp.shape[:-1], weights[0].shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        layer, (inp,) = ctx.layer, ctx.saved_tensors
+        layer, (inp,), inputs = ctx.layer, ctx.saved_tensors, ctx.inputs
         weights = layer.weights()
-        inputs = inp.reshape(-1, inp.shape[-1]).split(ctx.splits)
-        outputs = grad_output.reshape(-1, grad_output.shape[-1]).split(ctx.splits)
-        dgrad = torch.cat([dy @ weight for dy, weight in zip(outputs, weights, strict=True)]).reshape(inp.shape)
+        split_output = grad_output.reshape(-1, grad_output.shape[-1]).split(ctx.splits)
+        outputs = layer.quantized("grad_output", split_output)
+        dgrad = torch.cat([_plain(dy) @ weight for dy, weight in zip(outputs, weights, strict=True)]).reshape(inp.shape)
         fused = layer.fuse_wgrad_accumulation
+        # Quantizing adds up the bias gradient on the way, and so do, in any precision, experts computed as one.
+        early = ctx.biases and (layer.fp8 or layer.use_grouped_tensor)
+        bgrads: list[Any] = [part.sum(dim=0) if early else None for part in split_output]
         if fused:
             wgrads: list[Any] = [weight.main_grad for weight in weights]
         else:
             wgrads = [torch.full_like(weight, float("nan")) for weight in weights]
 
         def gemm(xs: Any, dys: Any, out: list[torch.Tensor]) -> tuple[Any, Any]:
+            xs, dys = [_plain(x) for x in xs], [_plain(dy) for dy in dys]
             for x, dy, into in zip(xs, dys, out, strict=True):
                 product = (dy.t().to(into.dtype) @ x.to(into.dtype)) if fused else dy.t() @ x
                 if fused and ctx.accumulate:
                     into.add_(product)
                 else:
                     into.copy_(product)
-            return out, [dy.sum(dim=0) for dy in dys] if ctx.biases else [None] * len(dys)
+            return out, [dy.sum(dim=0) if ctx.biases and not early else None for dy in dys]
 
         delayed = ctx.store is not None and ctx.store.delay_wgrad_compute()
-        bgrads: list[Any] = [None] * len(weights)
         if delayed:
             ctx.store.put([inputs, outputs, wgrads], gemm)
         else:
-            _, bgrads = gemm(inputs, outputs, wgrads)
+            _, late = gemm(inputs, outputs, wgrads)
+            bgrads = bgrads if early else late
         if fused:
             wgrads = [_dummy(weight) for weight in weights]
-        elif delayed and not isinstance(layer, GroupedLinear):  # which does return what it has not computed
+        # GroupedLinear: since 2.8 what it has not computed, with fusion a dummy, as the others; before, nothing.
+        if delayed and (layer.before_2_8 if isinstance(layer, GroupedLinear) else not fused):
             wgrads = [None] * len(weights)
         return dgrad, None, None, None, *wgrads, *(bgrads if ctx.biases else ())
+
+
+def _plain(tensor: Any) -> torch.Tensor:
+    return tensor.dequantize() if isinstance(tensor, Quantized) else tensor
 
 
 def _dummy(weight: Any) -> torch.Tensor | None:
@@ -111,6 +145,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
     __module__ = f"{MODULE}.base"
     num_gemms = 1
     gemm_bias_unfused_add = False
+    use_grouped_tensor = False
+    before_2_8 = False
     keeps_gradients = False
     """As 2.3 does: a gradient that is in .grad already is not overwritten."""
 
@@ -121,6 +157,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
         self.wgrad_store: Any = store
         self.backward_dw_calls = 0
+        self.fp8 = False
+        self.quantizers = {"input": Quantizer(), "grad_output": Quantizer()}
         for name in self._names("weight"):
             self.register_parameter(name, torch.nn.Parameter(torch.randn(out_features, in_features)))
         for name in self._names("bias") if bias else []:
@@ -138,6 +176,13 @@ class TransformerEngineBaseModule(torch.nn.Module):
         out = _Linears.apply(inp, self, first, splits, *self.weights(), *(biases if self.apply_bias else []))
         return (out, biases[0] if len(biases) == 1 else biases) if self.return_bias else out
 
+    def quantized(self, what: str, tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
+        if not self.fp8:
+            return tensors
+        found = [self.quantizers[what](tensor) for tensor in tensors]
+        self.quantizers[what].update()
+        return found
+
     def need_backward_dw(self) -> bool:
         return self.wgrad_store is not None and self.wgrad_store.delay_wgrad_compute()
 
@@ -151,7 +196,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
             if not self.fuse_wgrad_accumulation and not (self.keeps_gradients and weight.grad is not None):
                 weight.grad = wgrad.to(weight.dtype)
         for name, bgrad in zip(self._names("bias"), bgrads, strict=True):
-            if self.use_bias and getattr(self, name).grad is None:
+            nothing_yet = self.use_bias and getattr(self, name).grad is None
+            if nothing_yet and not (bgrad is None and self.use_grouped_tensor):
                 getattr(self, name).grad = bgrad.to(getattr(self, name).dtype)
 
 

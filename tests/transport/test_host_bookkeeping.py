@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from adaptra_megatron.transport import placement
 from adaptra_megatron.transport.arrivals import Arrival, Arrivals
+from adaptra_megatron.transport.control import Start
 from adaptra_megatron.transport.device_copies import HostPayload, HostReceipt
 from adaptra_megatron.transport.frames import check_can_travel
 from adaptra_megatron.transport.host_link import CPU
@@ -21,6 +22,7 @@ from adaptra_megatron.transport.host_path import neighbours
 from adaptra_megatron.transport.link_health import LinkHealth
 from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
 from adaptra_megatron.transport.outbox import Outbox
+from adaptra_megatron.transport.tagged_json import packed
 
 NUMBERS = st.integers(0, 9)
 
@@ -134,6 +136,18 @@ def test_the_window_counts_bytes_and_lets_one_large_message_through() -> None:
     assert oldest.sequence == 1
 
 
+def test_a_probe_is_on_its_way_until_it_is_acknowledged() -> None:
+    outbox = Outbox(10, 100)
+    outbox.post(key(0), HostPayload(torch.zeros(1)), 0, 0.0)
+    assert not outbox.probing
+    probe = outbox.post(None, HostPayload(torch.zeros(1)), 0, 0.0, probe=True)
+    outbox.mark_written(probe)
+    outbox.rewind()
+    assert outbox.probing
+    outbox.acknowledge(probe.sequence)
+    assert not outbox.probing
+
+
 def test_a_key_that_comes_twice_is_kept_once() -> None:
     arrivals = Arrivals()
     arrivals.arrive(key(0), Arrival(0, HostReceipt(torch.zeros(1)), 1.0))
@@ -154,9 +168,10 @@ def test_health_says_until_when_waiting_makes_sense() -> None:
     health.down("connection refused", 203.0)
     assert health.broken_from_s() == 205.0, "failed attempts do not prolong the grace period"
     text = str(health.error("waited for", key(3), 199.0, 206.0, receiving=True))
-    for part in ("stage 1, link 2->1", str(key(3)), "for 7.0 s", "down for 6.0 s: connection refused", "stage 2 first"):
+    for part in ("stage 1, link 2->1", str(key(3)), "for 7 s", "down for 6.0 s: connection refused", "stage 2 first"):
         assert part in text
     health.up()
+    assert "(--adaptra-timeout-s)" in str(health.error("waited for", key(3), 0.0, 600.0, receiving=True))
     health.said_bye = True
     assert health.broken_from_s() == -math.inf
     assert "stage 2 has closed its end" in str(health.error("x", key(0), 0.0, 1.0, receiving=False))
@@ -207,6 +222,25 @@ def test_all_ranks_get_the_same_secret() -> None:
     assert len(secrets) == 1
     assert len(secrets.pop()) == 32
     assert placement.job_secret(dist.HashStore()) != placement.job_secret(store), "another job, another secret"
+
+
+@pytest.mark.parametrize("found", ["", "00", "0" * 63 + "g", "0" * 66])
+def test_what_is_no_secret_is_not_taken_for_one(found: str) -> None:
+    class Tampered:
+        def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+            return found.encode()
+
+    with pytest.raises(TransportError, match="no secret of this release") as caught:
+        placement.job_secret(Tampered())
+    assert not found or found not in str(caught.value)
+
+
+def test_the_secret_is_in_no_description_of_what_a_delegate_is_told() -> None:
+    secret = "ab" * 32
+    limits = {"handshake_s": 1.0, "stall_s": 1.0, "max_message_nbytes": 1}
+    start = Start(stage=0, pipeline="00", secret=secret, listeners=[], rnics=[], **limits)
+    assert secret not in repr(start)
+    assert secret.encode() in packed(start), "the delegate is told"
 
 
 @given(st.integers(2, 9), st.booleans())

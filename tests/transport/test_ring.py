@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from process_usage import wakes_of
 from ring_producer import message, write
+from support.raw_frames import NOTE, Frame, cut, put_frame
 
 from adaptra_megatron.transport import _ring
 from adaptra_megatron.transport._ring import Event, FrameError, Inbox, Ring, RingClosedError, RingError
@@ -178,6 +179,18 @@ def test_only_rings_are_attached() -> None:
             Ring.attach(other.fd)
 
 
+def test_a_ring_cannot_be_executed_where_the_kernel_lets_it_be_said() -> None:
+    try:
+        os.close(os.memfd_create("looking", 8))  # MFD_NOEXEC_SEAL
+    except OSError:
+        pytest.skip("a kernel before 6.3")
+    ring = Ring.create(4, SLOT)
+    assert not os.fstat(ring.fd).st_mode & 0o111
+    with pytest.raises(PermissionError):
+        os.fchmod(ring.fd, 0o777)
+    Ring.attach(ring.fd)
+
+
 # Byte of the header, and what is written there: see FrameHeader in csrc/ring/frame.hpp.
 SPOILT = {
     "magic": (0, b"XXXX"),
@@ -233,6 +246,57 @@ def test_parts_of_different_messages_do_not_mix() -> None:
     write(ring, 0, numpy.zeros(2 * SLOT, numpy.uint8))
     with pytest.raises(FrameError, match="different messages"):
         box.next(ring, soon())
+
+
+@pytest.mark.parametrize(
+    ("total", "parts"),
+    [
+        (20, [(0, 10), (5, 10)]),
+        (20, [(0, 10), (10, 10)]),
+        (2 * SLOT, [(0, SLOT), (SLOT // 2, SLOT)]),
+        (2 * SLOT, [(SLOT, SLOT), (1, SLOT)]),
+        (2 * SLOT, [(0, SLOT), (SLOT, SLOT - 1)]),
+        (2 * SLOT, [(0, SLOT - 1), (SLOT, SLOT)]),
+        (2 * SLOT + 1, [(0, SLOT), (SLOT, SLOT), (SLOT + 1, SLOT)]),
+        (1 << 30, [(at << 21, 1) for at in range(512)]),
+    ],
+)
+def test_frames_that_overlap_or_leave_a_gap_are_refused(total: int, parts: list[tuple[int, int]]) -> None:
+    ring, box = Ring.create(1024, SLOT), inbox()
+    for offset, nbytes in parts:
+        put_frame(ring, Frame(sequence=0, total_nbytes=total, offset=offset, payload=b"x" * nbytes))
+    with pytest.raises(FrameError, match="slot"):
+        box.next(ring, time.monotonic())
+
+
+def test_a_message_goes_on_in_slots_of_the_size_it_began_in() -> None:
+    ring, larger, box = Ring.create(4, SLOT), Ring.create(4, 2 * SLOT), inbox()
+    content = bytes(range(256)) * (4 * SLOT // 256)
+    put_frame(ring, cut(0, content, SLOT)[1])
+    assert box.next(ring, time.monotonic()) is None
+    put_frame(larger, cut(0, content, 2 * SLOT)[0])
+    with pytest.raises(FrameError, match="slots"):
+        box.next(larger, time.monotonic())
+
+
+@pytest.mark.parametrize("direction", [0, NOTE])
+def test_what_is_begun_and_not_finished_is_bounded_by_the_window(direction: int) -> None:
+    """As its sender does: one message may be larger than the window, and lanes change the order in which they begin."""
+    ring, box = Ring.create(64, SLOT), Inbox(max_message_nbytes=1 << 40, pooled_nbytes=0, window_nbytes=8 * SLOT)
+    contents = [bytes([number]) * (size * SLOT) for number, size in enumerate([100, 2, 2, 2, 2])]
+    for number in range(4):
+        put_frame(ring, cut(number, contents[number], SLOT, direction=direction)[0])
+    assert box.next(ring, time.monotonic()) is None
+    put_frame(ring, cut(7, contents[4], SLOT, direction=NOTE - direction)[0])  # notes and probes: a window of their own
+    assert box.next(ring, time.monotonic()) is None
+    put_frame(ring, cut(3, contents[3], SLOT, direction=direction)[1])
+    event = box.next(ring, time.monotonic())
+    assert event is not None
+    assert bytes(event.payload) == contents[3]
+    for number in (4, 5):
+        put_frame(ring, cut(number, contents[4], SLOT, direction=direction)[0])
+    with pytest.raises(FrameError, match="under way"):
+        box.next(ring, time.monotonic())
 
 
 def test_memory_is_used_again_and_let_go() -> None:

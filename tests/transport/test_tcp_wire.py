@@ -13,6 +13,8 @@ import pytest
 
 from adaptra_megatron.transport import tcp_wire
 from adaptra_megatron.transport._ring import PEER_ENDED, Inbox, PumpCounters, Ring, send_frames
+from adaptra_megatron.transport.control import Open
+from adaptra_megatron.transport.link_session import _unconnected
 from adaptra_megatron.transport.tcp_wire import TcpWire
 
 ENDING_S = 0.3
@@ -127,3 +129,20 @@ def test_a_wire_that_is_stopped_looks_no_more(lanes: tuple, ended: bool) -> None
         return found
 
     assert asyncio.run(session()) == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_lane_takes_a_port_only_when_it_connects(host: str) -> None:
+    """One that is taken before is taken for all peers; connections to different peers may have the same."""
+    try:
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError:
+        pytest.skip(f"no {host} here")
+    address = list(listener.getsockname()[:2])
+    request = Open(peer=1, session=1, transport="tcp", connects=True, address=address, source=host, lanes=1)
+    with listener, _unconnected(request) as connection:
+        assert connection.getsockname()[:2] == (host, 0)
+        connection.setblocking(True)
+        connection.connect(listener.getsockname())
+        assert connection.getsockname()[0] == host
+        assert connection.getsockname()[1] > 0

@@ -113,6 +113,8 @@ def test_messages_survive_any_cutting(step: int) -> None:
         {"is": "grant", "chunks": True},
         {"is": "grant", "chunks": 1 << 64},
         {"is": "nothing"},
+        {"is": []},
+        {},
         [],
         {"is": "ready", "rail": "0", "attempt": 1},
         {"is": "raise", "rail": 0, "attempt": 1, "endpoint": ["gid", 0, 1, 2, 3, 4]},
@@ -124,6 +126,12 @@ def test_what_is_no_message_is_refused(body: object) -> None:
     encoded = json.dumps(body).encode()
     with pytest.raises(ValueError, match="a message"):
         Decoder().feed(struct.pack("<I", len(encoded)) + encoded)
+
+
+def test_a_message_nested_deep_is_refused() -> None:
+    body = b"[" * (LARGEST_NBYTES - 1)
+    with pytest.raises(ValueError, match="a message"):
+        Decoder().feed(struct.pack("<I", len(body)) + body)
 
 
 def test_an_oversized_message_is_refused_before_it_is_there() -> None:

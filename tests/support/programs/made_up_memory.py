@@ -22,6 +22,7 @@ install(with_fused_weight_gradient=True)
 import torch.distributed as dist  # noqa: E402  (Megatron on the CPU must be installed first)
 from support.made_up_memory import MadeUpMemory, MadeUpStage  # noqa: E402
 
+from adaptra_megatron.config import AdaptraConfig  # noqa: E402
 from adaptra_megatron.emulation.arguments import parse_arguments  # noqa: E402
 from adaptra_megatron.emulation.process_groups import leave_job  # noqa: E402
 from adaptra_megatron.emulation.replacing import Replaced, Replacement  # noqa: E402
@@ -33,7 +34,6 @@ MB = 1_000_000
 ACTIVATION, STATIC, MESSAGE = 100 * MB, 500 * MB, 2 * MB
 TAKES = ACTIVATION + 2 * MESSAGE
 """With its input, and its output on the way."""
-FRACTION = 0.9
 
 
 class CountedComputation(runtime.MegatronComputation):
@@ -74,7 +74,7 @@ class Rank:
         """Stands in for MegatronComputation, which every iteration makes one of."""
         self._note_peak()
         stage, story = dist.get_rank(), self._story
-        self.memory.total = round((STATIC + story["room"][stage] * TAKES) / FRACTION)
+        self.memory.total = round((STATIC + story["room"][stage] * TAKES) / AdaptraConfig.memory_fraction)
         if stage == 1 and len(self._peaks) >= story["shrinks"]:
             self.memory.of_others = story["taken"] * TAKES
         self._peaks.append(0)

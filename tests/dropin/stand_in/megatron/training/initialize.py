@@ -9,4 +9,6 @@ from megatron.training.arguments import parse_args
 
 
 def initialize_megatron() -> argparse.Namespace:
+    for _restart in ("in job", "in process"):  # whether they are wanted is looked up before
+        parse_args(ignore_unknown_args=True)
     return parse_args()

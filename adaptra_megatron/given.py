@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What settings name: files of plans and costs, a network interface. Judged before training, without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from adaptra_megatron.config import AdaptraConfig, ConfigError
+from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.schedule.checks import check_schedule
+from adaptra_megatron.schedule.costs import CostError, Costs
+from adaptra_megatron.schedule.csv_format import schedule_from_csv
+from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.job_costs import worst_costs
+from adaptra_megatron.schedule.job_json import job_costs_from_json
+from adaptra_megatron.transport.interfaces import InterfaceError, interface_address
+
+
+def check_given(config: AdaptraConfig, stages: int | None = None) -> None:
+    """Raise ConfigError unless `config` names what can be used: by a pipeline of `stages`, or by any (None)."""
+    if config.plan_csv is not None:
+        read_plan(config.plan_csv, stages=stages, max_in_flight=config.max_in_flight)
+    if config.costs_json is not None:
+        read_costs(config.costs_json, stages=stages)
+    if config.interface is not None:
+        try:
+            interface_address(config.interface)
+        except InterfaceError as error:
+            raise ConfigError(f"--adaptra-interface: {error}") from error
+
+
+def read_plan(
+    path: Path, *, stages: int | None = None, chunks: int | None = None, max_in_flight: float | None = None
+) -> Schedule:
+    """The plan in a CSV file, for a pipeline of `stages` with `chunks` each (None: any).
+
+    Raises ConfigError if it cannot be read, cannot run, is for another pipeline, or holds more than `max_in_flight`
+    activations (None: no cap).
+    """
+    try:
+        schedule = schedule_from_csv(_read_text("--adaptra-plan-csv", path), chunks=chunks)
+        check_schedule(schedule, max_in_flight=(max_in_flight,) * schedule.stages)
+    except ScheduleError as error:
+        raise ConfigError(f"--adaptra-plan-csv {path}: {error}") from error
+    if stages not in (None, schedule.stages):
+        raise ConfigError(
+            f"--adaptra-plan-csv {path} is a plan for {schedule.stages} stages, but this pipeline has {stages}; write "
+            "one row of actions per stage"
+        )
+    return schedule
+
+
+def read_costs(path: Path, *, stages: int | None = None, chunks: int | None = None) -> Costs:
+    """The costs in a JSON file, for a pipeline of `stages` with `chunks` each (None: any).
+
+    Raises ConfigError if it cannot be read, says something impossible, or is for another pipeline.
+    """
+    try:
+        document = json.loads(_read_text("--adaptra-costs", path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"--adaptra-costs {path} is not valid JSON: {error}") from error
+    try:
+        # All replicas run one plan here: the one for the slowest of every stage and link.
+        costs = worst_costs(job_costs_from_json(document).groups)
+    except CostError as error:
+        raise ConfigError(f"--adaptra-costs {path}: {error}") from error
+    wanted = {"stages": stages, "chunks per stage": chunks}
+    found = {"stages": costs.stages, "chunks per stage": costs.chunks}
+    for what, number in wanted.items():
+        if number not in (None, found[what]):
+            raise ConfigError(f"--adaptra-costs {path} is for {found[what]} {what}, but this pipeline has {number}")
+    return costs
+
+
+def _read_text(flag: str, path: Path) -> str:
+    if not path.is_file():
+        raise ConfigError(f"{flag}: there is no file {path}")
+    try:
+        return path.read_text(encoding="utf-8-sig")  # a byte order mark, which spreadsheets write, is no text
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {path} cannot be read as text: {error}") from error
