@@ -66,9 +66,10 @@ def plan(
 
     Deterministic: the work is limited by a number of simulated actions, never by a clock. `deadline_s` sets that
     number to `deadline_s * ACTIONS_PER_SECOND`; at least one schedule is always made. What a first search leaves of it
-    is spent on the schedules of slightly different costs; `progress` is told how many of these searches are over. With
-    `split` False each backward is whole, for models whose backward cannot be split. Raises PlanError if no schedule
-    fits the caps.
+    is spent on the schedules of slightly different costs; `progress` is told how many of these searches are over. Where
+    whole backwards take less than split ones, or hold less, stages are found that had better not split theirs. With
+    `split` False each backward is whole, for models whose backward cannot be split. In a shared queue a plan is never
+    slower than stock's order, where that fits the caps. Raises PlanError if no schedule fits the caps.
     """
     try:
         require_room_for_chunks(costs)
@@ -104,9 +105,10 @@ def plan(
 
 
 def _one_search(costs: Costs, split: bool) -> int:
-    """Simulated actions of a search that nobody has limited."""
+    """Simulated actions of a search that nobody has limited: twice as many where stages may keep backwards whole."""
     actions = costs.stages * costs.chunks * costs.micro_batches * (3 if split else 2)
-    return max(_PASSES * actions, _ACTIONS_PER_STAGE_SQUARED * costs.stages**2)
+    searches = 2 if split and (costs.backward_s is not None or min(costs.released_at_backward_input) < 0.0) else 1
+    return searches * max(_PASSES * actions, _ACTIONS_PER_STAGE_SQUARED * costs.stages**2)
 
 
 def _improve(best: Plan, costs: Costs, number: int, *, split: bool, budget: int) -> Plan:

@@ -15,47 +15,46 @@ int reference_index(const Problem& problem, int group, int chunk, int micro_batc
     return first * problem.chunks + chunk * size + (micro_batch - first);
 }
 
-double room_needed(const Problem& problem, int group, int stage, int whole) {
+double room_needed(const Problem& problem, int group, int stage, bool split) {
     // Backwards run in the same groups with the chunks reversed; the first of a group waits for the most forwards.
     int needed = 1;
     for (int first = 0; first < problem.micro_batches; first += group) {
         const int forward = reference_index(problem, group, problem.chunks - 1, first);
         needed = std::max(needed, forward + 1 - first * problem.chunks);
     }
-    return needed + (whole < problem.micro_batches ? added_by_input(problem.released[stage]) : 0.0);
+    return needed + (split ? added_by_input(problem.released[stage]) : 0.0);
 }
 
-int largest_group(const Problem& problem, const Whole& whole) {
+int largest_group(const Problem& problem, const Split& split) {
     int group = std::min(problem.stages, problem.micro_batches);
     for (int stage = 0; stage < problem.stages; ++stage) {
-        while (group > 0 && room_needed(problem, group, stage, whole[stage]) > problem.cap[stage] + kCapTolerance) --group;
+        while (group > 0 && room_needed(problem, group, stage, split[stage]) > problem.cap[stage] + kCapTolerance) --group;
     }
     return group;
 }
 
-Whole least_whole(const Problem& problem) {
-    Whole whole;
+Split most_split(const Problem& problem) {
+    Split split;
     for (int stage = 0; stage < problem.stages; ++stage) {
-        const bool fits = room_needed(problem, 1, stage, 0) <= problem.cap[stage] + kCapTolerance;
-        whole.push_back(fits ? 0 : problem.micro_batches);
+        split.push_back(room_needed(problem, 1, stage, true) <= problem.cap[stage] + kCapTolerance);
     }
-    return whole;
+    return split;
 }
 
-std::int64_t actions_of(const Problem& problem, const Whole& whole) {
+std::int64_t actions_of(const Problem& problem, const Split& split) {
     std::int64_t actions = 0;
-    for (int of_stage : whole) actions += problem.chunks * (3 * problem.micro_batches - of_stage);
+    for (bool of_stage : split) actions += problem.chunks * problem.micro_batches * (of_stage ? 3 : 2);
     return actions;
 }
 
 double Dispatcher::run(const Policy& policy) {
     policy_ = policy;
     for (int stage = 0; stage < problem_.stages; ++stage) {
-        const double needed = room_needed(problem_, policy.group, stage, policy.whole[stage]);
+        const double needed = room_needed(problem_, policy.group, stage, policy.split[stage]);
         if (policy.cap[stage] + kCapTolerance < needed) return kNever;
     }
     reset();
-    const std::int64_t actions = actions_of(problem_, policy.whole);
+    const std::int64_t actions = actions_of(problem_, policy.split);
     double makespan = 0.0;
     for (std::int64_t done = 0; done < actions;) {
         const int stage = winner_[1];
@@ -90,10 +89,9 @@ void Dispatcher::reset() {
     }
     for (int v = 0; v < problem_.virtual_stages(); ++v) {
         const int row = problem_.row(v), stage = problem_.stage_of(v);
-        const int whole = policy_.whole[stage];
-        state_[stage].work += whole * (problem_.forward[row] + problem_.backward[row]);
-        state_[stage].work += (problem_.micro_batches - whole) *
-                              (problem_.forward[row] + problem_.backward_input[row] + problem_.backward_weight[row]);
+        const double backward = policy_.split[stage] ? problem_.backward_input[row] + problem_.backward_weight[row]
+                                                     : problem_.backward[row];
+        state_[stage].work += problem_.micro_batches * (problem_.forward[row] + backward);
     }
     leaves_ = 1;
     while (leaves_ < stages) leaves_ *= 2;
@@ -108,8 +106,7 @@ bool Dispatcher::forward_fits(int stage, int index) const {
     const int charged = std::max(index, state.highest) + 1;
     const double cap = policy_.cap[stage] + kCapTolerance, released = policy_.released[stage];
     if (held(charged, state.inputs, state.weights, released) > cap) return false;
-    const int whole = policy_.whole[stage];
-    return whole == problem_.micro_batches || charged - std::max(state.inputs, whole) + added_by_input(released) <= cap;
+    return !policy_.split[stage] || charged - state.inputs + added_by_input(released) <= cap;
 }
 
 bool Dispatcher::input_fits(int stage) const {
@@ -142,7 +139,7 @@ Dispatcher::Choice Dispatcher::next_backward(int stage) const {
         if (micro_batch == problem_.micro_batches) continue;
         const int slot = virtual_stage * problem_.micro_batches + micro_batch;
         if (messages_.gradient[slot] == kNever) continue;
-        const Kind kind = backward_kind(stage, micro_batch);
+        const Kind kind = backward_kind(stage);
         if (kind == kBackwardInput && !input_fits(stage)) continue;
         const double time =
             std::max({state_[stage].free, messages_.gradient[slot], link_ready(kind, virtual_stage)});
@@ -177,9 +174,8 @@ Dispatcher::Choice Dispatcher::next_forward(int stage) const {
 
 Dispatcher::Choice Dispatcher::next_weight(int stage) const {
     const Stage& state = state_[stage];
-    const int due = state.weights - state.whole;
-    if (due == static_cast<int>(weight_queue_[stage].size())) return {};
-    const Code code = weight_queue_[stage][due];
+    if (!policy_.split[stage] || state.weights == static_cast<int>(weight_queue_[stage].size())) return {};
+    const Code code = weight_queue_[stage][state.weights];
     const int virtual_stage = problem_.chunk_in(code) * problem_.stages + stage;
     const int slot = virtual_stage * problem_.micro_batches + problem_.micro_batch_in(code);
     return {state.free, code, urgency(kBackwardWeight, slot)};
@@ -230,7 +226,7 @@ Dispatcher::Choice Dispatcher::expected_message(int stage, Kind kind) const {
         const int chunk = problem_.chunk_of(virtual_stage);
         if (known[slot] < kNever || expected[slot] >= best.time || expected[slot] <= state_[stage].free) continue;
         const int index = reference_index(problem_, policy_.group, chunk, micro_batch);
-        const Kind awaited = forward ? kForward : backward_kind(stage, micro_batch);
+        const Kind awaited = forward ? kForward : backward_kind(stage);
         if (forward ? !forward_fits(stage, index) : awaited == kBackwardInput && !input_fits(stage)) continue;
         best = {expected[slot], problem_.code(awaited, chunk, micro_batch), urgency(kind, slot)};
     }
@@ -285,7 +281,6 @@ void Dispatcher::start_action(int stage, const Choice& choice) {
         ++next_backward_[virtual_stage];
         if (kind == kBackward) {
             ++state.weights;
-            ++state.whole;
         } else {
             weight_queue_[stage].push_back(problem_.code(kBackwardWeight, chunk, micro_batch));
         }

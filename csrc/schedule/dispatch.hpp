@@ -6,12 +6,12 @@
 
 namespace adaptra {
 
-// [stage]: for so many micro-batches, from the first one on, backwards run whole, I and W in one go; then they are split.
-using Whole = std::vector<int>;
+// [stage]: whether backwards are split there, or I and W run in one go.
+using Split = std::vector<char>;
 
 // How a dispatcher decides. The default is what the executor does online: B > F > W, never idle by choice.
 struct Policy {
-    Whole whole;
+    Split split;
     const Urgency* urgency = nullptr;
     // Makespan to reach: with urgencies that are remaining times, what is more urgent is waited for if it would be late
     // otherwise, and by more than what waiting delays.
@@ -54,7 +54,6 @@ private:
         int forwards = 0;
         int inputs = 0;
         int weights = 0;
-        int whole = 0;      // of them, as part of a whole backward
         double work = 0.0;  // seconds of actions that have not started
         int highest = -1;  // highest index in the reference order of a forward started here
     };
@@ -77,9 +76,7 @@ private:
     bool forward_fits(int stage, int index) const;
     bool input_fits(int stage) const;
     double link_ready(Kind kind, int virtual_stage) const;
-    Kind backward_kind(int stage, int micro_batch) const {
-        return micro_batch < policy_.whole[stage] ? kBackward : kBackwardInput;
-    }
+    Kind backward_kind(int stage) const { return policy_.split[stage] ? kBackwardInput : kBackward; }
     void start_action(int stage, const Choice& choice);
     void update(int stage);
 
@@ -103,15 +100,15 @@ private:
 int reference_index(const Problem& problem, int group, int chunk, int micro_batch);
 
 // Activations that `stage` must be able to hold so that groups of `group` cannot deadlock.
-double room_needed(const Problem& problem, int group, int stage, int whole);
+double room_needed(const Problem& problem, int group, int stage, bool split);
 
 // The largest group, up to one per stage, that the caps have room for; 0 if not even 1 fits.
-int largest_group(const Problem& problem, const Whole& whole);
+int largest_group(const Problem& problem, const Split& split);
 
 // How many a schedule has.
-std::int64_t actions_of(const Problem& problem, const Whole& whole);
+std::int64_t actions_of(const Problem& problem, const Split& split);
 
-// The least that must run whole: all where the cap has no room for what an input gradient adds, nothing elsewhere.
-Whole least_whole(const Problem& problem);
+// Where backwards can be split: wherever the cap has room for what an input gradient adds.
+Split most_split(const Problem& problem);
 
 }  // namespace adaptra

@@ -12,15 +12,6 @@ constexpr double kSame = 1e-12;       // relative: times that differ by less are
 
 }  // namespace
 
-bool may_swap(const Problem& problem, Code first, Code second, int stage) {
-    const Kind kind = kind_of(first), other = kind_of(second);
-    const bool same_chunk = problem.chunk_in(first) == problem.chunk_in(second);
-    if (same_chunk && (kind == other || (sends_gradient(kind) && sends_gradient(other)))) return false;
-    if (!same_chunk || problem.micro_batch_in(first) != problem.micro_batch_in(second)) return true;
-    const bool last = problem.chunk_in(first) * problem.stages + stage + 1 == problem.virtual_stages();
-    return !(kind == kBackwardInput && other == kBackwardWeight) && !(kind == kForward && last);
-}
-
 LocalSearch::LocalSearch(const Problem& problem, const Orders& orders)
     : problem_(&problem), replay_(problem), current_(orders), best_(orders), tabu_(kTenure) {
     for (const Order& order : orders) size_ += static_cast<std::int64_t>(order.size());
@@ -139,10 +130,20 @@ bool LocalSearch::may_move(const Move& move) const {
         position += move.from < move.to ? 1 : -1;
         const bool later = move.from < move.to;
         const Code first = later ? moved : order[position], second = later ? order[position] : moved;
-        if (!may_swap(*problem_, first, second, move.stage)) return false;
+        if (!may_swap(first, second, move.stage)) return false;
     }
     return true;
 }
+
+bool LocalSearch::may_swap(Code first, Code second, int stage) const {
+    const Kind kind = kind_of(first), other = kind_of(second);
+    const bool same_chunk = problem_->chunk_in(first) == problem_->chunk_in(second);
+    if (same_chunk && (kind == other || (sends_gradient(kind) && sends_gradient(other)))) return false;
+    if (!same_chunk || problem_->micro_batch_in(first) != problem_->micro_batch_in(second)) return true;
+    const bool last = problem_->chunk_in(first) * problem_->stages + stage + 1 == problem_->virtual_stages();
+    return !(kind == kBackwardInput && other == kBackwardWeight) && !(kind == kForward && last);
+}
+
 
 bool LocalSearch::keeps_cap(const Move& move) const {
     const double cap = problem_->cap[move.stage] + kCapTolerance;

@@ -7,10 +7,6 @@
 
 namespace adaptra {
 
-// Whether two neighbours in the order of `stage` may change places: each kind stays in ascending order per chunk, and what
-// the stage itself makes is made first.
-bool may_swap(const Problem& problem, Code first, Code second, int stage);
-
 // Tabu search over the orders of one schedule. A makespan is a longest path through actions and messages. Only moving
 // an action of a critical block (actions of one stage that follow each other on such a path without a gap) before or
 // after others of its block can shorten it: the neighbourhoods of van Laarhoven et al. 1992 and of Balas and
@@ -48,6 +44,7 @@ private:
     void consider_block(int stage, int first, int last, bool shaking, Move& best);
     void consider_move(const Move& move, bool shaking, Move& best);
     bool may_move(const Move& move) const;
+    bool may_swap(Code first, Code second, int stage) const;
     bool keeps_cap(const Move& move) const;
     bool is_tabu(const Move& move) const;
     double estimate(const Move& move) const;

@@ -2,13 +2,13 @@
 #include "search.hpp"
 
 #include <cmath>
+#include <optional>
 #include <numeric>
 
 #include "bounds.hpp"
 #include "dispatch.hpp"
 #include "launch.hpp"
 #include "local_search.hpp"
-#include "queue_search.hpp"
 
 namespace adaptra {
 namespace {
@@ -33,7 +33,7 @@ struct Taper {
 
 // 1F1B, or Megatron's interleaved 1F1B with groups of one micro-batch per stage, so that a plan is never worse than
 // stock. With `delay_weights`, stage s runs W s backwards later: ZB-H1, which holds no more than stock's first stage.
-Orders stock_orders(const Problem& problem, const Whole& whole, bool delay_weights) {
+Orders stock_orders(const Problem& problem, const Split& split, bool delay_weights) {
     const int total = problem.chunks * problem.micro_batches, group = problem.stages;
     std::vector<Code> forwards(total), backwards(total), inputs(total), weights(total);
     for (int micro_batch = 0; micro_batch < problem.micro_batches; ++micro_batch) {
@@ -49,19 +49,15 @@ Orders stock_orders(const Problem& problem, const Whole& whole, bool delay_weigh
     for (int stage = 0; stage < problem.stages; ++stage) {
         const int later = problem.stages - 1 - stage;
         const int warm_up = problem.chunks == 1 ? later : 2 * later + (problem.chunks - 1) * group;
-        const std::size_t delay = delay_weights ? std::min(stage, total) : 0;
-        std::vector<Code> pending;
-        std::size_t ended = 0;
+        const int delay = delay_weights ? std::min(stage, total) : 0;
         Order& order = orders[stage];
         order.assign(forwards.begin(), forwards.begin() + std::min(warm_up, total));
         for (int index = 0; index < total; ++index) {
             if (warm_up + index < total) order.push_back(forwards[warm_up + index]);
-            const bool split = problem.micro_batch_in(inputs[index]) >= whole[stage];
-            order.push_back((split ? inputs : backwards)[index]);
-            if (split) pending.push_back(weights[index]);
-            if (pending.size() > ended + delay) order.push_back(pending[ended++]);
+            order.push_back((split[stage] ? inputs : backwards)[index]);
+            if (split[stage] && index >= delay) order.push_back(weights[index - delay]);
         }
-        order.insert(order.end(), pending.begin() + ended, pending.end());
+        if (split[stage]) order.insert(order.end(), weights.end() - delay, weights.end());
     }
     return orders;
 }
@@ -73,12 +69,14 @@ struct Seed {
 
 class Search {
 public:
-    Search(const Problem& problem, const Whole& whole, double bound, std::int64_t budget)
-        : problem_(problem), whole_(whole), bound_(bound), budget_(budget), shares_queue_(problem.queue_matters()),
-          dispatcher_(problem), replay_(problem), launch_(problem), group_(largest_group(problem, whole)),
-          actions_(actions_of(problem, whole)),
+    Search(const Problem& problem, const Split& split, double bound, std::int64_t budget)
+        : problem_(problem), split_(split), bound_(bound), budget_(budget), shares_queue_(problem.queue_matters()),
+          dispatcher_(problem), replay_(problem), group_(largest_group(problem, split)),
+          actions_(actions_of(problem, split)),
           memory_steps_(static_cast<int>(
-              std::min<std::int64_t>(kMemorySteps, kMemoryShare * budget / (kDispatchWeight * actions_)))) {}
+              std::min<std::int64_t>(kMemorySteps, kMemoryShare * budget / (kDispatchWeight * actions_)))) {
+        if (shares_queue_) launch_.emplace(problem);
+    }
 
     SearchResult run();
 
@@ -87,7 +85,6 @@ private:
     void seed_as_if_released(double share);
     double makespan_of(const Orders& orders);
     void improve();
-    void improve_in_shared_queue();
     bool local_round(LocalSearch& local);
     void redispatch();
     void save_memory();
@@ -97,20 +94,20 @@ private:
     bool within_caps(const Orders& orders) const;
     bool spent() const { return best_.simulated_actions >= budget_ - memory_steps_ * dispatch_actions(); }
     std::int64_t dispatch_actions() const { return kDispatchWeight * actions_; }
-    double least_cap(int stage) const { return room_needed(problem_, group_, stage, whole_[stage]); }
+    double least_cap(int stage) const { return room_needed(problem_, group_, stage, split_[stage]); }
     bool optimal() const { return best_.makespan <= bound_ * (1.0 + kSame); }
     std::vector<double> tapered(const Taper& taper) const;
     Policy policy_with(const std::vector<double>& cap) const;
     Policy urgent_policy_with(const std::vector<double>& cap, double target, int horizon) const;
 
     const Problem& problem_;
-    const Whole whole_;
+    const Split split_;
     const double bound_;
     const std::int64_t budget_;
     const bool shares_queue_;
     Dispatcher dispatcher_;
     Replay replay_;
-    Launch launch_;
+    std::optional<Launch> launch_;  // where there is a shared queue
     const int group_;
     const std::int64_t actions_;
     const int memory_steps_;  // what is kept of the budget for them
@@ -136,7 +133,7 @@ SearchResult Search::run() {
 
 Policy Search::policy_with(const std::vector<double>& cap) const {
     Policy policy;
-    policy.whole = whole_;
+    policy.split = split_;
     policy.cap = cap;
     policy.group = group_;
     policy.released = problem_.released;
@@ -157,7 +154,7 @@ void Search::seed() {
     const std::vector<double>& full = problem_.cap;
     const std::vector<double> tight = tapered({1.0, 1.0}), loose = tapered({1.5, 1.0});
     for (bool delay_weights : {false, true}) {
-        const Orders stock = stock_orders(problem_, whole_, delay_weights);
+        const Orders stock = stock_orders(problem_, split_, delay_weights);
         if (within_caps(stock)) consider(stock, makespan_of(stock));
     }
     attempt(policy_with(full));
@@ -172,7 +169,7 @@ void Search::seed() {
     if (shares_queue_) attempt(urgent_policy_with(tapered({0.6, 1.0}), 0.0, kHorizon));
     const bool capped = std::any_of(full.begin(), full.end(), [](double cap) { return cap < kNever; });
     const auto releases = [](double released) { return released > 0.0; };
-    const bool any_split = *std::min_element(whole_.begin(), whole_.end()) < problem_.micro_batches;
+    const bool any_split = *std::max_element(split_.begin(), split_.end());
     if (!capped || !any_split || std::none_of(problem_.released.begin(), problem_.released.end(), releases)) return;
     // As if input gradients released less: W then runs early enough that F rarely waits for one.
     for (double share : {0.0, 0.5}) seed_as_if_released(share);
@@ -228,12 +225,12 @@ void Search::consider(const Orders& orders, double makespan) {
 double Search::makespan_of(const Orders& orders) {
     if (!shares_queue_) return replay_.run(orders);
     best_.simulated_actions += kLaunchWeight * actions_;
-    return launch_.run(orders);
+    return launch_->run(orders);
 }
 
 // A round from each of the best seeds, then more rounds from the best schedule.
 void Search::improve() {
-    if (shares_queue_) return improve_in_shared_queue();
+    if (shares_queue_) return;  // which moves help there is not told by critical paths
     std::vector<LocalSearch> searches;
     for (const Seed& seed : seeds_) {
         if (optimal() || spent()) return;
@@ -252,15 +249,6 @@ void Search::improve() {
         redispatch();
         if (best_.makespan < makespan * (1.0 - kSame)) local = LocalSearch(problem_, best_.orders);
     }
-}
-
-void Search::improve_in_shared_queue() {
-    if (optimal() || spent()) return;
-    QueueSearch local(problem_, launch_, best_.orders, best_.makespan);
-    const std::int64_t left = budget_ - memory_steps_ * dispatch_actions() - best_.simulated_actions;
-    local.run(left / (kLaunchWeight * actions_), bound_ * (1.0 + kSame));
-    best_.simulated_actions += local.replays() * kLaunchWeight * actions_;
-    consider(local.orders(), local.makespan());
 }
 
 bool Search::local_round(LocalSearch& local) {
@@ -339,8 +327,8 @@ bool Search::within_caps(const Orders& orders) const {
 
 }  // namespace
 
-SearchResult search(const Problem& problem, const Whole& whole, double bound, std::int64_t budget) {
-    return Search(problem, whole, bound, budget).run();
+SearchResult search(const Problem& problem, const Split& split, double bound, std::int64_t budget) {
+    return Search(problem, split, bound, budget).run();
 }
 
 }  // namespace adaptra

@@ -10,7 +10,7 @@
 #include "input_checks.hpp"
 #include "launch.hpp"
 #include "replay.hpp"
-#include "whole_choice.hpp"
+#include "split_choice.hpp"
 
 namespace py = pybind11;
 
@@ -131,10 +131,10 @@ Ranks launch_ranks(const Problem& problem, const Orders& orders) {
 
 double run_online(const Problem& problem, Dispatcher& dispatcher) {
     Policy policy;
-    policy.whole = least_whole(problem);
+    policy.split = most_split(problem);
     policy.cap = problem.cap;
     policy.released = problem.released;
-    policy.group = largest_group(problem, policy.whole);
+    policy.group = largest_group(problem, policy.split);
     return policy.group > 0 ? dispatcher.run(policy) : kNever;
 }
 

@@ -36,7 +36,7 @@ def ticks(seconds: float) -> int:
 
 
 class Model:
-    """A whole backward is an I as long as it, and a W of no length right after. There are none where they can do no better
+    """A whole backward is an I as long as it, and a W of no length right after. There are none where they do no better
     than I and W in one go: without `Costs.backward_s`, if input gradients add nothing to what is held.
 
     Micro-batches of a virtual stage cost the same, so F, I and W in ascending micro-batch order lose nothing. What a

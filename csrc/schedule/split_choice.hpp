@@ -5,7 +5,7 @@
 
 namespace adaptra {
 
-// `search` that also finds how many backwards each stage had better run whole. With `may_split` false, all of them.
+// `search` that also finds which stages had better not split their backwards. With `may_split` false, none does.
 SearchResult search_any_split(const Problem& problem, bool may_split, double bound, std::int64_t budget);
 
 }  // namespace adaptra
