@@ -100,12 +100,21 @@ def test_emulated_cases_near_the_bound(times_ms: tuple[int, int, int], latency_m
 
 
 def test_a_stage_keeps_its_backwards_whole_where_splitting_costs_more_than_it_gains() -> None:
-    """The first stage has most to do, and whole backwards save it a tenth; elsewhere they save nothing."""
-    split_s = ((0.03,), (0.02,), (0.02,), (0.02,))
-    whole_s = ((0.05,), (0.04,), (0.04,), (0.04,))
-    base = uniform_costs(4, 16, forward_s=0.02, backward_input_s=0.02, backward_weight_s=0.02, max_in_flight=4)
-    costs = dataclasses.replace(base, backward_input_s=split_s, backward_weight_s=split_s, backward_s=whole_s)
+    """A slow link; the first stage has most to do, and whole backwards save it time, elsewhere nothing."""
+    costs = uniform_costs(
+        4,
+        16,
+        forward_s=0.02,
+        backward_input_s=0.02,
+        backward_weight_s=0.02,
+        links={(2, 3): LinkCost(0.06), (3, 2): LinkCost(0.06)},
+        max_in_flight=6,
+    )
+    split_s = ((0.026,), (0.02,), (0.02,), (0.02,))
+    whole_s = ((0.045,), (0.04,), (0.04,), (0.04,))
+    costs = dataclasses.replace(costs, backward_input_s=split_s, backward_weight_s=split_s, backward_s=whole_s)
     planned = plan(costs)
+    assert_sound(planned, costs)
     kinds = [{action.kind for action in order} for order in planned.schedule.orders]
     assert Kind.BACKWARD in kinds[0]
     assert all(Kind.BACKWARD_INPUT in others for others in kinds[1:])
