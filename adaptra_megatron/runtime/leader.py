@@ -168,8 +168,7 @@ class PlanLeader:
         return estimate_costs(
             estimates,
             in_use,
-            stages=layout.stages,
-            chunks=layout.chunks,
+            layout,
             micro_batches=micro_batches,
             can_split=self._book.adapts and layout.can_split,
             caps=caps,

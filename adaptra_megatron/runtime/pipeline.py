@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 
@@ -57,6 +58,8 @@ class Pipeline:
             chunks=call.chunks,
             group_size=call.group_size,
             can_split=call.config.recompute_granularity != "full",
+            rendezvous=current_device().type == "cuda",
+            shared_queue=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and current_device().type == "cuda",
         )
         device = current_device()
         memory = memory or memory_of(device)

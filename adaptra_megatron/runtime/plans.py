@@ -16,7 +16,7 @@ from adaptra_megatron.schedule.classic import forward_only, stock_order
 from adaptra_megatron.schedule.costs import Costs, Released, released_per_stage, uniform_costs
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import peak_in_flight
-from adaptra_megatron.schedule.split import split_backward
+from adaptra_megatron.schedule.split import split_every_other
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 
@@ -39,6 +39,10 @@ class Layout:
     group_size: int | None
     can_split: bool
     """False: weight gradients stay in the backward (full recompute would hold whole layers for each pending W)."""
+    rendezvous: bool = False
+    """Whether a message of the device path starts only when its receive has been posted, as over NCCL."""
+    shared_queue: bool = False
+    """Whether a stage's computation and its messages of that path stand in one hardware queue."""
 
 
 Caps = tuple[float | None, ...]
@@ -164,11 +168,11 @@ class PlanBook:
         return self._peaks[micro_batches]
 
     def calibration_schedule(self, micro_batches: int) -> Schedule:
-        """What runs until costs are known: stock's order with W right after I, if that is within the caps."""
+        """What runs until costs are known: stock's order with every other B as I and W, if that is within the caps."""
         layout, caps = self.layout, self.caps(micro_batches)
         stock = self._stock_schedule(micro_batches)
         if all(cap is None or peak <= cap for peak, cap in zip(self._stock_peaks(micro_batches), caps, strict=True)):
-            return split_backward(stock, 0) if layout.can_split else stock
+            return split_every_other(stock) if layout.can_split else stock
         equal = uniform_costs(
             layout.stages,
             micro_batches,

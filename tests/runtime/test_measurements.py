@@ -17,6 +17,7 @@ from adaptra_megatron.detector.settings import DetectorSettings
 from adaptra_megatron.runtime.cost_estimates import InUse, estimate_costs, link_figures, paths_in_use
 from adaptra_megatron.runtime.joining import iteration_sample
 from adaptra_megatron.runtime.measurements import StageMeasurement, iteration_s, mean_idle_share, stage_measurement
+from adaptra_megatron.runtime.plans import Layout
 from adaptra_megatron.runtime.program import message_key
 from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.schedule.classic import one_f_one_b, stock_order
@@ -114,12 +115,11 @@ class Observed:
 
     def costs(self, **changes: Any) -> Costs | None:
         arguments: dict[str, Any] = {
-            "stages": STAGES,
-            "chunks": 1,
+            "layout": Layout(stages=STAGES, chunks=1, group_size=None, can_split=True),
             "micro_batches": MICRO_BATCHES,
             "can_split": True,
             "caps": (4.0,) * STAGES,
-            "released_at_backward_input": 0.0,
+            "released_at_backward_input": (0.0,) * STAGES,
         }
         return estimate_costs(self.estimates, self.in_use, **(arguments | changes))
 
@@ -240,9 +240,26 @@ def test_whole_backwards_keep_the_split_costs_known_before() -> None:
     assert_close(seen.costs(), faster)
 
 
+def test_whole_backwards_count_beside_split_ones_once_both_were_measured() -> None:
+    seen = Observed().see(*(measured(costs_of(), split=number < 4, iteration=number) for number in range(8)))
+    costs = seen.costs()
+    assert costs is not None
+    assert costs.backward_s is not None
+    assert np.allclose(costs.backward_s, costs_of().whole_backward_s)
+
+
+def test_links_over_nccl_are_rendezvous_links_and_may_share_the_queue() -> None:
+    layout = Layout(stages=STAGES, chunks=1, group_size=None, can_split=True, rendezvous=True, shared_queue=True)
+    costs = estimate(measured(costs_of()), layout=layout)
+    assert costs is not None
+    assert costs.shared_queue
+    assert costs.links
+    assert all(link.rendezvous for link in costs.links.values())
+
+
 def test_where_backwards_cannot_be_split_the_whole_counts_as_input_gradient() -> None:
     costs = costs_of()
-    expected = dataclasses.replace(costs, backward_input_s=costs.backward_s, backward_weight_s=((0.0,),) * STAGES)
+    expected = dataclasses.replace(costs, backward_input_s=costs.whole_backward_s, backward_weight_s=((0.0,),) * STAGES)
     assert_close(estimate(measured(costs, split=False), can_split=False), expected)
 
 
