@@ -30,6 +30,7 @@ from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTi
 from adaptra_megatron.transport.paths import Path
 
 STAGES, MICRO_BATCHES = 4, 8
+LAYOUT = Layout(stages=STAGES, chunks=1, group_size=None, can_split=True)
 NBYTES = 1 << 20
 CLOCK_OFFSETS_S = (0.0, 1000.0, -50.0, 3.0)
 """What each stage's own clock shows later than the common one."""
@@ -115,7 +116,7 @@ class Observed:
 
     def costs(self, **changes: Any) -> Costs | None:
         arguments: dict[str, Any] = {
-            "layout": Layout(stages=STAGES, chunks=1, group_size=None, can_split=True),
+            "layout": LAYOUT,
             "micro_batches": MICRO_BATCHES,
             "can_split": True,
             "caps": (4.0,) * STAGES,
@@ -141,7 +142,7 @@ def assert_close(estimated: Costs | None, expected: Costs) -> None:
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_compute_and_link_costs_come_out_as_they_went_in(chunks: int) -> None:
     costs = costs_of(chunks, l0_1=0.25, l1_0=0.5, l2_3=4.0, l3_0=0.125 if chunks > 1 else 0.0)
-    estimated = estimate(measured(costs), chunks=chunks)
+    estimated = estimate(measured(costs), layout=dataclasses.replace(LAYOUT, chunks=chunks))
     assert_close(estimated, costs)
     assert estimated is not None
     assert estimated.max_in_flight == (4.0,) * STAGES
@@ -249,8 +250,7 @@ def test_whole_backwards_count_beside_split_ones_once_both_were_measured() -> No
 
 
 def test_links_over_nccl_are_rendezvous_links_and_may_share_the_queue() -> None:
-    layout = Layout(stages=STAGES, chunks=1, group_size=None, can_split=True, rendezvous=True, shared_queue=True)
-    costs = estimate(measured(costs_of()), layout=layout)
+    costs = estimate(measured(costs_of()), layout=dataclasses.replace(LAYOUT, rendezvous=True, shared_queue=True))
     assert costs is not None
     assert costs.shared_queue
     assert costs.links
