@@ -22,6 +22,9 @@ SECONDS ?= 60
 SEED ?= 1
 FUZZ ?=
 
+# What torch 2.8, 2.9 and 2.10, 2.11, and 2.12 come with, and the latest.
+NCCL := cu12==2.27.3 cu12==2.27.5 cu13==2.28.9 cu13==2.29.7 cu13==2.32.3
+
 # One stamp per step: a step is done again only if its list of requirements has changed.
 CREATED := $(VENV)/.adaptra-created
 FOUNDATION := $(VENV)/.adaptra-foundation
@@ -29,8 +32,8 @@ INSTALLED := $(VENV)/.adaptra-installed
 NATIVE := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo megatron test test-slow test-native-sanitized test-dropin test-versions docs test-rdma \
-	bench-rdma soak closed-loop lint
+.PHONY: help install lock demo megatron test test-slow test-native-sanitized test-dropin test-versions test-nccl docs \
+	test-rdma bench-rdma soak closed-loop postings lint
 .DELETE_ON_ERROR:
 
 help:
@@ -42,9 +45,11 @@ help:
 	@echo 'make test-rdma  the verbs transport on Soft-RoCE in a virtual machine (installs QEMU if it is missing)'
 	@echo 'make soak     fault campaign: real training while paths, delegates and ranks fail (SOAK=--rounds=5 for more)'
 	@echo 'make closed-loop  200 iterations while links turn slow, move and heal at random (CLOSED_LOOP=--seed=7 for another)'
+	@echo 'make postings  20000 random jobs on a model of GPUs, for each rule of posting receives (POSTINGS=--cases=500 for fewer)'
 	@echo 'make bench-rdma  its throughput there, beside that of ib_write_bw'
 	@echo 'make megatron  the sources of Megatron-LM $(MEGATRON_LM_TAG), into $(MEGATRON_LM)'
 	@echo 'make test-dropin  its own pretrain_gpt.py with and without --adaptra (minutes)'
+	@echo 'make test-nccl  calls of NCCL against the libraries that torch comes with (fetches 1.5 GB)'
 	@echo 'make test-versions  the same for every supported release (an hour; needs Python 3.11 and 3.12)'
 	@echo 'make docs     the pages and pictures of docs/ that are made from the code'
 	@echo 'make lint     ruff and mypy'
@@ -97,6 +102,12 @@ megatron: $(INSTALLED)
 test-dropin: megatron
 	MEGATRON_LM=$(abspath $(MEGATRON_LM)) $(BIN)/python -m pytest -q -m megatron_lm
 
+test-nccl: $(INSTALLED)
+	for nccl in $(NCCL); do \
+	  $(PIP) install --quiet --no-deps --upgrade --target build/nccl/$$nccl nvidia-nccl-$$nccl && \
+	  NCCL_DIRECTORY=$(CURDIR)/build/nccl/$$nccl/nvidia/nccl $(BIN)/python -m pytest -q tests/transport/test_nccl_library.py || exit 1; \
+	done
+
 # Each release in an environment with the Python that it asks for.
 test-versions:
 	$(MAKE) megatron VENV=.venv PYTHON=python3.11
@@ -115,6 +126,9 @@ soak: $(INSTALLED)
 
 closed-loop: $(INSTALLED)
 	$(BIN)/python -m adaptra_megatron.emulation.closed_loop $(CLOSED_LOOP)
+
+postings: $(INSTALLED)
+	$(BIN)/python scripts/play_postings.py $(POSTINGS)
 
 bench-rdma: $(INSTALLED)
 	$(BIN)/python scripts/softroce_vm.py bench

@@ -10,6 +10,8 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from adaptra_megatron.transport.nccl_library import CommunicatorConfig
+
 POLICIES = ("off", "observe", "adapt")
 HOST_TRANSPORTS = ("off", "auto", "shm", "tcp", "verbs")
 PATHS = ("device", "host")
@@ -98,19 +100,22 @@ class AdaptraConfig:
     prometheus_address: str = _option(
         "127.0.0.1", "The address that --adaptra-prometheus-port is opened on.", metavar="ADDRESS"
     )
-    timeout_s: float = _option(
-        600.0,
-        "Longest wait for a message or a decision of another rank before the run stops with an error.",
-        accepts=lambda timeout_s: math.isfinite(timeout_s) and timeout_s > 0,
+    timeout_s: float | None = _option(
+        None,
+        "Longest wait for a message or a decision of another rank before the run stops with an error. Default: "
+        "that of torch.distributed's default group, which is Megatron's --distributed-timeout-minutes.",
+        accepts=lambda timeout_s: timeout_s is None or (math.isfinite(timeout_s) and timeout_s > 0),
         expects="it must be above 0",
         type=float,
         metavar="SECONDS",
     )
     host_transport: str = _option(
-        "off",
+        "auto",
         "Give every link between stages a second path, through host memory and a delegate process, which takes "
         "over when torch.distributed fails: over shared memory (shm), TCP (tcp), RDMA (verbs; auto's choice where a "
-        "stage has none), or shared memory within a host, and RDMA or else TCP between hosts (auto).",
+        "stage has none), or shared memory within a host, and RDMA or else TCP between hosts (auto). With auto, a run "
+        "goes on without it, and says so, where it cannot be set up; with the others that is an error. off: links have "
+        "one path, torch.distributed's.",
         choices=HOST_TRANSPORTS,
     )
     rnics: tuple[str, ...] = _option(
@@ -144,8 +149,14 @@ class AdaptraConfig:
         "host path and at random (auto).",
         choices=DISPATCHES,
     )
-    receive_lookahead: int = 8
-    """Receives posted ahead per neighbour; each holds one activation-sized buffer. Has no flag."""
+    communicators: CommunicatorConfig = CommunicatorConfig()
+    """Of links between GPUs. Has no flag: Megatron's --nccl-communicator-config-path sets it."""
+
+    @property
+    def needs_host_path(self) -> bool:
+        """Whether a flag was given that makes no sense without a host path."""
+        named = self.host_transport not in ("off", "auto")
+        return named or self.path == "host" or self.interface is not None or bool(self.rnics)
 
     def __post_init__(self) -> None:
         from adaptra_megatron.given import check_given
@@ -154,8 +165,6 @@ class AdaptraConfig:
             value = getattr(self, option.name)
             if not option.metadata["accepts"](value):
                 raise ConfigError(f"{_flag(option)} is {_shown(value)!r}; {option.metadata['expects']}")
-        if self.receive_lookahead < 1:
-            raise ConfigError(f"receive_lookahead is {self.receive_lookahead}; at least 1 receive must be posted")
         for rule in RULES:
             for option in (option for option in OPTIONS if option.name in rule.settings):
                 value = getattr(self, option.name)
@@ -250,5 +259,9 @@ def add_adaptra_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentP
 
 def config_from_arguments(arguments: argparse.Namespace) -> AdaptraConfig:
     """The settings in parsed arguments. Raises ConfigError."""
+    from adaptra_megatron.given import communicators_from
+
     destinations = {option.name: _flag(option)[2:].replace("-", "_") for option in OPTIONS}
-    return AdaptraConfig(**{name: getattr(arguments, destination) for name, destination in destinations.items()})
+    given = {name: getattr(arguments, destination) for name, destination in destinations.items()}
+    path = getattr(arguments, "nccl_communicator_config_path", None)
+    return AdaptraConfig(**given, communicators=CommunicatorConfig() if path is None else communicators_from(path))

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What settings name: files of plans and costs, a network interface. Judged before training, without torch."""
+"""What settings name: files of plans, costs and communicators; an interface. Judged before training, without torch."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from adaptra_megatron.config import AdaptraConfig, ConfigError
 from adaptra_megatron.schedule.actions import Schedule
@@ -15,6 +16,7 @@ from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.job_costs import worst_costs
 from adaptra_megatron.schedule.job_json import job_costs_from_json
 from adaptra_megatron.transport.interfaces import InterfaceError, interface_address
+from adaptra_megatron.transport.nccl_library import CommunicatorConfig
 
 
 def check_given(config: AdaptraConfig, stages: int | None = None) -> None:
@@ -71,6 +73,30 @@ def read_costs(path: Path, *, stages: int | None = None, chunks: int | None = No
         if number not in (None, found[what]):
             raise ConfigError(f"--adaptra-costs {path} is for {found[what]} {what}, but this pipeline has {number}")
     return costs
+
+
+def communicators_from(path: str) -> CommunicatorConfig:
+    """The entry "pp" of Megatron's --nccl-communicator-config-path, which its own pipeline group would have.
+
+    Raises ConfigError if it cannot be read, or says something impossible.
+    """
+    try:
+        import yaml  # as Megatron does for the same file
+
+        with open(path) as file:
+            settings: dict[str, Any] = yaml.safe_load(file).get("pp", {})
+    except Exception as cause:  # PyYAML's errors have no name where it is not installed
+        raise ConfigError(f"--nccl-communicator-config-path {path} cannot be read: {cause}") from cause
+    least = settings.get("min_ctas", 1)
+    most = settings.get("max_ctas", max(CommunicatorConfig.max_ctas, least))
+    if not 1 <= least <= most:
+        raise ConfigError(f"--nccl-communicator-config-path {path}: pp has min_ctas {least} and max_ctas {most}")
+    return CommunicatorConfig(
+        max_ctas=most,
+        min_ctas=settings.get("min_ctas"),
+        cga_cluster_size=settings.get("cga_cluster_size"),
+        net_name=settings.get("net_name"),
+    )
 
 
 def _read_text(flag: str, path: Path) -> str:

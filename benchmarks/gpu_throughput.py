@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Throughput of the host path between two processes that share a GPU, from device memory to device memory, beside the
-copies that it is made of: device to page-locked host memory, into shared memory, out of it, and back to the device."""
+copies that it is made of: device to page-locked host memory, and back to the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.transport._ring import DATA_TYPES, Description, Inbox, Ring
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Direction, MessageKey
@@ -29,7 +28,7 @@ ROUND_TRIPS = 300
 COPIES = 8
 ROUNDS = 7
 TIMEOUT_S = 60.0
-COPY_NAMES = ("device to host", "into the ring", "out of the ring", "host to device")
+COPY_NAMES = ("device to host", "host to device")
 
 
 def soon() -> float:
@@ -102,8 +101,6 @@ class Yardsticks:
         nbytes = max(SIZES_MIB) * MEBIBYTE
         self._on_device = torch.ones(nbytes, dtype=torch.uint8, device=device)
         self._pinned = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
-        self._inbox = Inbox(max_message_nbytes=nbytes, pooled_nbytes=4 * nbytes)
-        self._sequence = 0
 
     def device_to_host(self, nbytes: int) -> float:
         """Into page-locked memory."""
@@ -113,14 +110,6 @@ class Yardsticks:
         """Out of page-locked memory."""
         return self._device_copies(nbytes, self._on_device, self._pinned)
 
-    def into_ring(self, nbytes: int) -> float:
-        """Into shared memory by one thread, a ring's slots being as large as the message."""
-        return self._ring(nbytes)[0]
-
-    def out_of_ring(self, nbytes: int) -> float:
-        """Out of shared memory by one thread."""
-        return self._ring(nbytes)[1]
-
     def _device_copies(self, nbytes: int, target: torch.Tensor, source: torch.Tensor) -> float:
         torch.cuda.synchronize()
         start_s = time.monotonic()
@@ -128,28 +117,6 @@ class Yardsticks:
             target[:nbytes].copy_(source[:nbytes], non_blocking=True)
         torch.cuda.synchronize()
         return nbytes * COPIES / (time.monotonic() - start_s) / 1e9
-
-    def _ring(self, nbytes: int) -> tuple[float, float]:
-        ring = Ring.create(16, max(MEBIBYTE // 4, nbytes // 16))
-        into_s = out_s = 0.0
-        for _ in range(COPIES):
-            description = Description(
-                sequence=self._sequence,
-                iteration=0,
-                direction=0,
-                chunk=0,
-                micro_batch=0,
-                dtype=DATA_TYPES["uint8"],
-                shape=[nbytes],
-            )
-            self._sequence += 1
-            start_s = time.monotonic()
-            ring.write(description, self._pinned.data_ptr(), nbytes, soon())
-            written_s = time.monotonic()
-            assert self._inbox.next(ring, soon()) is not None
-            into_s += written_s - start_s
-            out_s += time.monotonic() - written_s
-        return nbytes * COPIES / into_s / 1e9, nbytes * COPIES / out_s / 1e9
 
 
 def measure(report: Path) -> None:
@@ -160,8 +127,6 @@ def measure(report: Path) -> None:
     yardsticks = Yardsticks(device)
     copies: Sequence[Callable[[int], float]] = (
         yardsticks.device_to_host,
-        yardsticks.into_ring,
-        yardsticks.out_of_ring,
         yardsticks.host_to_device,
     )
     found: dict[str, Any] = {"throughput": [], "one_way_us": {}}
@@ -190,10 +155,10 @@ def table(report: dict[str, Any]) -> str:
         "## Device to host to device",
         "",
         "Messages from one process's device memory to another's, both on the same GPU, in GB/s, and the copies that",
-        f"they are made of, each alone. All overlap, so the slowest is the limit. Medians of {ROUNDS} rounds; each",
+        f"they are made of, each alone. Both overlap, so the slower is the limit. Medians of {ROUNDS} rounds; each",
         "ratio is of measurements right after one another.",
         "",
-        f"| transport | message | host path | {' | '.join(COPY_NAMES)} | of the slowest |",
+        f"| transport | message | host path | {' | '.join(COPY_NAMES)} | of the slower |",
         "|---" * (4 + len(COPY_NAMES)) + "|",
     ]
     for transport, size, rounds in report["throughput"]:

@@ -26,8 +26,8 @@ def _wait_for_computation_alone(stock: Callable[..., Any], runtime: AdaptraRunti
 
 
 _REASON = (
-    "between the actions of an iteration it waits for computation, not for the whole GPU: receives under way there end "
-    "only when the rank goes on"
+    "between the actions of an iteration it waits for computation, not for the whole GPU: messages that are being "
+    "received there would count as computation"
 )
 
 PATCHES = tuple(

@@ -22,6 +22,7 @@ from adaptra_megatron.config import (
     add_adaptra_arguments,
     config_from_arguments,
 )
+from adaptra_megatron.transport.nccl_library import CommunicatorConfig
 
 PLAN = "0F0,0B0\n1F0,1B0\n"
 COSTS = '{"stages": 2, "micro_batches": 1, "forward_s": 1, "backward_input_s": 1, "backward_weight_s": 1}'
@@ -65,11 +66,11 @@ def test_unknown_policy_is_refused(policy: Any) -> None:
 
 CONTEXTS: dict[str, dict[str, Any]] = {
     "off": {"policy": "off"},
-    "observe": {"policy": "observe"},
-    "adapt": {},
-    "fixed plan": {"plan_csv": "plan"},
-    "given costs": {"costs_json": "costs"},
-    "host path": {"host_transport": "auto"},
+    "observe": {"policy": "observe", "host_transport": "off"},
+    "adapt": {"host_transport": "off"},
+    "fixed plan": {"plan_csv": "plan", "host_transport": "off"},
+    "given costs": {"costs_json": "costs", "host_transport": "off"},
+    "host path": {},
     "tcp": {"host_transport": "tcp"},
     "observed host path": {"policy": "observe", "host_transport": "shm"},
 }
@@ -87,7 +88,7 @@ ACCEPTED: dict[str, tuple[Any, set[str], str]] = {
     "prometheus_port": (9400, EVERY, ""),
     "prometheus_address": ("0.0.0.0", set(), "prometheus-port"),
     "timeout_s": (5.0, EVERY, ""),
-    "host_transport": ("auto", EVERY, ""),
+    "host_transport": ("shm", EVERY, ""),
     "rnics": (("mlx5_0",), {"host path"}, "host-transport"),
     "interface": ("lo", MEASURED, "host-transport"),
     "path": ("host", {"host path", "tcp", "observed host path"}, "host-transport"),
@@ -209,13 +210,6 @@ def test_timeouts_are_positive_and_end(timeout_s: float) -> None:
     AdaptraConfig(timeout_s=0.001)
 
 
-@pytest.mark.parametrize("lookahead", [0, -3])
-def test_at_least_one_receive_is_posted(lookahead: int) -> None:
-    with pytest.raises(ConfigError, match=f"receive_lookahead is {lookahead}"):
-        AdaptraConfig(receive_lookahead=lookahead)
-    AdaptraConfig(receive_lookahead=1)
-
-
 def test_flags_make_the_settings(parser: argparse.ArgumentParser, plan: Path, costs: Path) -> None:
     arguments = parser.parse_args(
         f"--adaptra --adaptra-plan-csv {plan} --adaptra-max-in-flight 12 "
@@ -332,6 +326,44 @@ def test_an_interface_is_one_of_this_host(parser: argparse.ArgumentParser) -> No
         AdaptraConfig(host_transport="tcp", interface="")
     with pytest.raises(ConfigError, match="--adaptra-interface: the network interface 'eht0' does not exist; .* lo "):
         AdaptraConfig(host_transport="tcp", interface="eht0")
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ({}, False),
+        ({"host_transport": "auto"}, False),
+        ({"host_transport": "shm"}, True),
+        ({"path": "host"}, True),
+        ({"interface": "lo"}, True),
+        ({"rnics": ("mlx5_0",)}, True),
+    ],
+)
+def test_settings_of_the_host_path_need_it(settings: dict[str, Any], needed: bool) -> None:
+    assert AdaptraConfig(**settings).needs_host_path is needed
+
+
+def test_communicators_are_configured_as_megatrons_are(tmp_path: Path) -> None:
+    """By the entry "pp" of --nccl-communicator-config-path, which Megatron's own process group would have."""
+    file = tmp_path / "nccl.yaml"
+
+    def configured(text: str | None) -> CommunicatorConfig:
+        parser = add_adaptra_arguments(argparse.ArgumentParser())
+        arguments = parser.parse_args([])
+        if text is not None:
+            file.write_text(text)
+            arguments.nccl_communicator_config_path = str(file)
+        return config_from_arguments(arguments).communicators
+
+    assert configured(None) == configured("dp_cp:\n  max_ctas: 8\n") == CommunicatorConfig(max_ctas=2)
+    given = (
+        "pp:\n  max_ctas: 4\n  min_ctas: 3\n  cga_cluster_size: 1\n  net_name: IB\n  is_high_priority_stream: true\n"
+    )
+    assert configured(given) == CommunicatorConfig(max_ctas=4, min_ctas=3, cga_cluster_size=1, net_name="IB")
+    assert configured("pp:\n  min_ctas: 5\n").max_ctas == 5
+    for wrong in ("pp:\n  max_ctas: 0\n", "pp:\n  max_ctas: 1\n  min_ctas: 2\n", "- pp\n", "pp: {\n", ""):
+        with pytest.raises(ConfigError, match=f"--nccl-communicator-config-path {file}"):
+            configured(wrong)
 
 
 def test_traces_are_of_all_iterations_or_of_those_asked_for(parser: argparse.ArgumentParser) -> None:

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from adaptra_megatron.emulation.link_faults import LinkClock, LinkFault
 from adaptra_megatron.emulation.replacing import Replaced, Replacement
 from adaptra_megatron.emulation.slow_ring import SlowRing
@@ -108,11 +106,10 @@ class SlowHostPaths:
 
     def _decorate(self, make_link: Callable[..., HostLink]) -> Callable[..., HostLink]:
         @functools.wraps(make_link)
-        def make_slow_link(
-            transport: HostTransport, group: dist.ProcessGroup, peer: int, *settings: Any, **more: Any
-        ) -> HostLink:
-            link = make_link(transport, group, peer, *settings, **more)
-            self._slow_down(link, dist.get_rank(), dist.get_global_rank(group, peer))
+        def make_slow_link(transport: HostTransport, peer: int, *settings: Any) -> HostLink:
+            link = make_link(transport, peer, *settings)
+            ranks = transport.rendezvous.ranks
+            self._slow_down(link, ranks[transport.stage], ranks[peer])
             return link
 
         return make_slow_link

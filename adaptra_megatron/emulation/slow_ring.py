@@ -2,7 +2,8 @@
 """A decorator around the ring into which a host path writes: what is written comes out late, in order and whole.
 
 Everything that the host path says to its peer goes through that ring (messages, notes, acknowledgements), so all of it
-travels over the slow link. A message is copied when it is written and enters the real ring at its arrival time.
+travels over the slow link. A message is copied when it is written and enters the real ring at its arrival time. For
+messages in host memory: into this ring no device copies.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ class SlowRing:
     def __init__(self, ring: Ring, name: str, due_s: DueTime) -> None:
         """`name`: of the link, for the thread."""
         self._ring, self._due_s = ring, due_s
-        self._message_due_s = 0.0
         self._unwritten = 0
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Delayed | None] = queue.SimpleQueue()
@@ -56,35 +56,17 @@ class SlowRing:
         """Whether the real ring is."""
         return self._ring.closed
 
-    def write(
-        self,
-        description: Description,
-        address: int,
-        nbytes: int,
-        deadline_s: float,
-        begin: int = 0,
-        end: int | None = None,
-    ) -> None:
-        """As Ring.write, but late. All parts of a message arrive when it does.
-
-        Raises RingClosedError, and what Ring.write raises where the link is healthy.
-        """
-        if begin == 0:
-            self._message_due_s = self._due_s(nbytes)
-        due_s = self._message_due_s
+    def write(self, description: Description, address: int, nbytes: int, deadline_s: float) -> None:
+        """As Ring.write, but late. Raises RingClosedError, and what Ring.write raises where the link is healthy."""
+        due_s = self._due_s(nbytes)
         if self._passes(due_s):
-            self._ring.write(description, address, nbytes, deadline_s, begin, end)
+            self._ring.write(description, address, nbytes, deadline_s)
             return
-        stop = nbytes if end is None else end
-        content = ctypes.create_string_buffer(stop - begin)
-        ctypes.memmove(content, address + begin, stop - begin)
-        # Ring.write adds `begin` to the address of a whole message.
-        origin = ctypes.addressof(content) - begin
-
-        def write(until_s: float, content: object = content) -> None:
-            self._ring.write(description, origin, nbytes, until_s, begin, stop)
-
-        self._put(_Delayed(due_s, write))
+        content = ctypes.create_string_buffer(nbytes)
+        ctypes.memmove(content, address, nbytes)
+        self._put(
+            _Delayed(due_s, lambda until_s: self._ring.write(description, ctypes.addressof(content), nbytes, until_s))
+        )
 
     def write_ack(self, sequence: int, deadline_s: float) -> None:
         """As Ring.write_ack, but late."""

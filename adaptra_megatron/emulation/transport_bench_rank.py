@@ -30,6 +30,7 @@ from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Direction, MessageKey
 from adaptra_megatron.transport.placement import host_identity
+from adaptra_megatron.transport.rendezvous import Rendezvous
 from adaptra_megatron.transport.verbs_device import why_unavailable
 
 TIMEOUT_S = 60.0
@@ -55,7 +56,7 @@ class Pair:
         settings = HostSettings(transport=transport, lanes=lanes, timeout_s=TIMEOUT_S)
         world = dist.group.WORLD
         assert world is not None, "torch.distributed has been initialised"
-        self._transport = HostTransport(world, 1, settings)
+        self._transport = HostTransport(Rendezvous.of(world, TIMEOUT_S), 1, settings)
         self._rank = dist.get_rank()
         self._iteration = 0
 

@@ -35,6 +35,8 @@ class Decision(NamedTuple):
     predicted_s: float | None = None
     """Of an iteration with a new plan; `before_predicted_s` of one with what ran before, at the same costs."""
     before_predicted_s: float | None = None
+    costs: str | None = None
+    """What a new order was planned for, as the JSON text of `costs_to_json`: all ranks post receives by it."""
     caps: tuple[float | None, ...] = ()
     """Activations that each stage may hold under a new order; empty where there is none."""
     released_at_backward_input: tuple[float, ...] = ()
@@ -54,6 +56,7 @@ class Decision(NamedTuple):
         ordered = self if later.csv is None else later
         return later._replace(
             csv=ordered.csv,
+            costs=ordered.costs,
             caps=ordered.caps,
             released_at_backward_input=ordered.released_at_backward_input,
             requests=self.requests + later.requests,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +15,11 @@ def current_device() -> torch.device:
     # Emulation on CPU makes torch.cuda.current_device() a torch.device; CUDA's own returns an index.
     current = torch.cuda.current_device()
     return current if isinstance(current, torch.device) else torch.device("cuda", current)
+
+
+def synchronizer_of(device: torch.device) -> Callable[[], None] | None:
+    """What waits until a GPU has done all that it was given; None where computation blocks the thread that calls it."""
+    return functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
 
 
 def current_stream() -> torch.cuda.Stream | None:

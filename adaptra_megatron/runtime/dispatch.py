@@ -5,6 +5,12 @@ A stage dispatches online (see online_order.py) where it sees what has arrived. 
 neighbour's messages come by the host path, and at other moments in each iteration (see steadiness.py): what is slow but
 steady is what plans are for. Stages decide on their own, and any of them may be online while others run the plan; the
 ranks of one stage that share collectives follow one of them, the leader (see stage_leader.py).
+
+What goes by the device path of a GPU stands in queues of the device, where only the plan's order is safe (see
+schedule.launch_order). So a stage is online only while all of its links go by the host path. If one leaves that in the
+middle of an iteration, because the host path has failed, the stage runs what is left of it as planned. What it has sent
+out of the plan's order by then may have to be sent again, by the device path: a failure on top of a failure, where a
+device that waits for ever ends with the watchdog's error.
 """
 
 from __future__ import annotations
@@ -59,9 +65,12 @@ class Dispatcher:
         """How many were dispatched online here."""
         self.moved_actions = 0
         """How many actions ran before one that the plan had before them."""
+        self.all_by_host_path = True
+        """Whether every link of the job is to go by the host path: ranks of a stage cannot tell of each other's."""
         self._mode, self._transport, self._team = mode, transport, team
         self._timeout_s = timeout_s
-        self._pace = _GpuPace() if device.type == "cuda" else _Pace()
+        self._on_gpu = device.type == "cuda"
+        self._pace = _GpuPace() if self._on_gpu else _Pace()
         self._patience_s = 0.0
         self._online_for: str | None = None
         """Why the latest iteration was dispatched online."""
@@ -84,7 +93,7 @@ class Dispatcher:
             cap = peak_in_flight(program.schedule, released_at_backward_input)[program.stage]
         self.online_iterations += 1
         order = OnlineOrder(program, cap, released_at_backward_input)
-        return lambda inbox: self._lead(_ONLINE, self._decide(order, inbox), team)
+        return lambda inbox: self._lead(_ONLINE, self._decide(order, _peers(program), inbox), team)
 
     def ran(self, steps: Sequence[Step], records: Sequence[ActionRecord], arrivals: Sequence[ArrivalRecord]) -> None:
         """Call after each training iteration with what it ran, and with what came and when."""
@@ -100,8 +109,8 @@ class Dispatcher:
 
     def _reason_to_leave_the_plan(self, program: Program) -> str | None:
         """Why the next iteration is dispatched online, in words; None if it is not."""
-        peers = [peer for peer, messages in program.expected.items() if messages]
-        if not all(map(self._transport.sees_arrivals, peers)):
+        peers = _peers(program)
+        if not self._sees(peers) or (self._on_gpu and self._team is not None and not self.all_by_host_path):
             return None
         if self._mode == "online":
             return "--adaptra-dispatch online"
@@ -119,24 +128,27 @@ class Dispatcher:
             logger.info("adaptra: stage %d runs its plan again", stage)
         self._online_for = reason
 
-    def _decide(self, order: OnlineOrder, inbox: Inbox) -> Iterator[Step]:
+    def _sees(self, peers: Sequence[int]) -> bool:
+        return all(map(self._transport.sees_arrivals, peers))
+
+    def _decide(self, order: OnlineOrder, peers: Sequence[int], inbox: Inbox) -> Iterator[Step]:
         while not order.finished:
             self._pace.catch_up(time.monotonic() + self._timeout_s)
-            step = self._next(order, inbox)
+            step = self._next(order, inbox) if self._sees(peers) else order.planned()
             order.take(step)
+            if self._sees(peers):
+                # It may have been sent long ago: to be seen when the next decision is due, it must be asked for now.
+                inbox.ask_for([each.receive for each in order.candidates() if each.receive is not None])
             yield step
             self._pace.launched()
 
     def _next(self, order: OnlineOrder, inbox: Inbox) -> Step:
         """What can run now, or as soon as something has arrived."""
         planned = order.planned()
-        if planned.receive is not None and planned in order.candidates() and inbox.sees_arrivals([planned.receive]):
+        if planned.receive is not None and planned in order.candidates():
             self._wait_a_little(planned.receive, inbox)
         while (step := order.next(inbox.has)) is None:
-            awaited = [candidate.receive for candidate in order.candidates() if candidate.receive is not None]
-            if not inbox.sees_arrivals(awaited):
-                return order.planned()  # and wait for its message, whose arrival nobody sees
-            inbox.wait_any(awaited)
+            inbox.wait_any([candidate.receive for candidate in order.candidates() if candidate.receive is not None])
         return step
 
     def _wait_a_little(self, message: Message, inbox: Inbox) -> None:
@@ -166,7 +178,7 @@ class Dispatcher:
             yield program.steps[team.follow()]
 
 
-def make_dispatcher(call: PipelineCall, config: AdaptraConfig, transport: Transport) -> Dispatcher:
+def make_dispatcher(call: PipelineCall, config: AdaptraConfig, transport: Transport, timeout_s: float) -> Dispatcher:
     """This rank's. Collective over all ranks of the job where any stage may come to dispatch online.
 
     Raises StageTeamError when ranks of the stage do not meet, ConfigError for `online` where it would never happen.
@@ -179,8 +191,13 @@ def make_dispatcher(call: PipelineCall, config: AdaptraConfig, transport: Transp
         )
     if mode == "auto" and (config.policy != "adapt" or config.plan_csv is not None or config.host_transport == "off"):
         mode = "planned"  # an order that somebody asked for, or no host path
-    team = form_team(call, config.timeout_s) if mode != "planned" else None
-    return Dispatcher(mode, transport, team, current_device(), config.timeout_s)
+    team = form_team(call, timeout_s) if mode != "planned" else None
+    return Dispatcher(mode, transport, team, current_device(), timeout_s)
+
+
+def _peers(program: Program) -> Sequence[int]:
+    """Stages that messages come from, which are those that messages go to."""
+    return sorted({message.source for message in program.receives})
 
 
 def count_moved(steps: Sequence[Step]) -> int:

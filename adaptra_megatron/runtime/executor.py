@@ -8,6 +8,7 @@ are accumulated in that order. Only the interleaving of the three, and the waiti
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -31,12 +32,22 @@ from adaptra_megatron.transport.messages import MessageKey, TensorSpecification,
 
 @dataclass(frozen=True)
 class IterationReport:
-    """What one rank did in one iteration."""
+    """What one rank did in one iteration: on a GPU it has been launched, and may not have happened yet."""
 
-    records: list[ActionRecord]
     peak_in_flight: float
     steps: list[Step]
     """What it ran, in order: those of the records."""
+    received_nbytes: int
+    """Of the largest activation that came from another stage; 0 if there is none."""
+    over: Callable[[], bool]
+    """Whether all of it has happened; never waits."""
+    resolve: Callable[[], list[ActionRecord]]
+    """To be called once: see `records`."""
+
+    @functools.cached_property
+    def records(self) -> list[ActionRecord]:
+        """When each step ran. Waits for the end of the last one, the first time."""
+        return self.resolve()
 
     def computed_s(self) -> dict[MessageKey, float]:
         """When each message that was sent had been computed."""
@@ -68,6 +79,7 @@ class _Run:
     parameters: ParameterSync | None
     account: ActivationAccount
     iteration: int
+    received_nbytes: int = 0
     inputs: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
     outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
@@ -75,11 +87,10 @@ class _Run:
 class PipelineExecutor:
     """Executes programs on one stage, with one transport and one timer for the life of the job."""
 
-    def __init__(self, transport: Transport, timer: ActionTimer, *, lookahead: int, timeout_s: float) -> None:
-        """`lookahead`: receives posted ahead per neighbour. `timeout_s`: longest wait for one message."""
+    def __init__(self, transport: Transport, timer: ActionTimer, *, timeout_s: float) -> None:
+        """`timeout_s`: longest wait for one message."""
         self._transport = transport
         self._timer = timer
-        self._lookahead = lookahead
         self._timeout_s = timeout_s
         self._run_action: dict[Kind, Callable[[_Run, Step, torch.Tensor | None], None]] = {
             Kind.FORWARD: self._forward,
@@ -98,8 +109,9 @@ class PipelineExecutor:
         account: ActivationAccount,
         steps: Steps | None = None,
     ) -> IterationReport:
-        """Run every step of `program`; gradients are complete (not yet finalized) when this returns. What was sent last
-        may still be on its way: the next run waits for it, or whoever closes the transport.
+        """Run every step of `program`; gradients are complete (not yet finalized) when this returns, on a GPU for what
+        is launched from now on. What was sent last may still be on its way: the next run waits for it, or whoever
+        closes the transport.
 
         `steps`: those of `program` in another order; None: in its own. Raises TransportError when a peer fails or stays
         silent for longer than the timeout, and what `steps` raises.
@@ -111,25 +123,28 @@ class PipelineExecutor:
         training = not call.forward_only
         run = _Run(
             call=call,
-            inbox=Inbox(self._transport, program, iteration, lookahead=self._lookahead, timeout_s=self._timeout_s),
+            inbox=Inbox(self._transport, program, iteration, timeout_s=self._timeout_s),
             computation=computation,
             gradients=_gradient_sync(call, program) if training else None,
             parameters=ParameterSync(call.config, call.model_chunks) if training else None,
             account=account,
             iteration=iteration,
         )
-        run.inbox.open()
         ran, marks = self._run_steps(run, (steps or planned_steps(program))(run.inbox))
         assert len(ran) == len(program.steps), f"stage {call.stage} ran {len(ran)} of {len(program.steps)} steps"
         if run.gradients is not None:
             run.gradients.finish()
-        return IterationReport(self._records(run, ran, marks), account.peak, ran)
+        over = functools.partial(self._timer.over, marks)
+        return IterationReport(
+            account.peak, ran, run.received_nbytes, over, functools.partial(self._records, iteration, ran, marks)
+        )
 
     def _run_steps(self, run: _Run, steps: Iterator[Step]) -> tuple[list[Step], list[Any]]:
         """Returns the steps and the marks around them: each step begins to wait where the one before it ended."""
         ran: list[Step] = []
         marks = [self._timer.mark()]
         for step in steps:
+            run.inbox.post_before(step)
             received = run.inbox.take(step.receive) if step.receive is not None else None
             marks.append(self._timer.mark())
             self._perform(run, step, received)
@@ -152,10 +167,10 @@ class PipelineExecutor:
         if run.parameters is not None:
             run.parameters.before_forward(action.chunk)
         if received is not None:
+            run.received_nbytes = max(run.received_nbytes, received.nbytes)
             received.requires_grad_()
         output = run.computation.forward(action.chunk, action.micro_batch, received)
-        if step.send is not None:
-            self._transport.post_send(message_key(step.send, run.iteration), step.send.target, output)
+        self._send(run, step, output)
         if call.forward_only:
             return
         # Sent tensors are held by the transport; autograd needs the graph of this one, not its bytes.
@@ -175,19 +190,25 @@ class PipelineExecutor:
             received,
             split=action.kind is Kind.BACKWARD_INPUT,
         )
-        if step.send is not None:
-            assert input_gradient is not None, f"{action} has no input gradient to send"
-            self._transport.post_send(message_key(step.send, run.iteration), step.send.target, input_gradient)
+        self._send(run, step, input_gradient)
 
     def _weight_gradient(self, run: _Run, step: Step, received: torch.Tensor | None) -> None:
         assert received is None
         run.computation.weight_gradient(step.action.chunk, step.action.micro_batch)
 
-    def _records(self, run: _Run, ran: list[Step], marks: list[Any]) -> list[ActionRecord]:
+    def _send(self, run: _Run, step: Step, tensor: torch.Tensor | None) -> None:
+        """Right behind what computes it: see schedule.launch_order."""
+        if step.send is None:
+            return
+        assert tensor is not None, f"{step.action} has nothing to send"
+        run.inbox.post_before_send(step)
+        self._transport.post_send(message_key(step.send, run.iteration), step.send.target, tensor)
+
+    def _records(self, iteration: int, ran: list[Step], marks: list[Any]) -> list[ActionRecord]:
         times = self._timer.resolve(marks)
         return [
             ActionRecord(
-                run.iteration,
+                iteration,
                 step.action.stage,
                 step.action.kind.value,
                 step.action.chunk,

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a stage receives in one iteration: asked for early, in the order in which each neighbour sends it."""
+"""What a stage receives in one iteration: asked for in the launch order of what makes it.
+
+On GPUs a receive that is posted stands on the device until its message comes. Posted by that order and no further
+ahead, none of them keeps the device from what others wait for (see schedule.launch_order).
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Collection, Sequence
 
 import torch
 
-from adaptra_megatron.runtime.program import Program, ReceiveWindow, message_key
+from adaptra_megatron.runtime.program import Program, Step, message_key
 from adaptra_megatron.schedule.routing import Message
 from adaptra_megatron.transport.messages import Transport
 
@@ -16,33 +21,37 @@ from adaptra_megatron.transport.messages import Transport
 class Inbox:
     """Every wait ends by itself: with TransportError when a peer fails or is silent for longer than the timeout."""
 
-    def __init__(
-        self, transport: Transport, program: Program, iteration: int, *, lookahead: int, timeout_s: float
-    ) -> None:
-        """`lookahead`: receives posted ahead per neighbour. `timeout_s`: longest wait for one message."""
+    def __init__(self, transport: Transport, program: Program, iteration: int, *, timeout_s: float) -> None:
+        """`timeout_s`: longest wait for one message."""
         self._transport = transport
         self._iteration = iteration
         self._timeout_s = timeout_s
-        self._windows = {peer: ReceiveWindow(messages, lookahead) for peer, messages in program.expected.items()}
+        self._places = program.receives
+        self._unposted = iter(program.receives)
+        self._posted = 0
 
-    def open(self) -> None:
-        """Post the first receives."""
-        for peer in self._windows:
-            self._post(peer, None)
+    def post_before(self, step: Step) -> None:
+        """Post the receives that come before `step`; call before anything of it is launched."""
+        self._post(step.receives_before)
 
-    def sees_arrivals(self, messages: Collection[Message]) -> bool:
-        """Whether `has` can tell of all of them."""
-        return all(self._transport.sees_arrivals(message.source) for message in messages)
+    def post_before_send(self, step: Step) -> None:
+        """Post the receives that come between `step` and its send."""
+        self._post(step.receives_before_send)
+
+    def ask_for(self, messages: Collection[Message]) -> None:
+        """Post the receives of `messages`, and of those before them, ahead of the steps that they come before. Only
+        where the CPU sees arrivals."""
+        for message in messages:
+            self._post(self._places[message] + 1)
 
     def has(self, message: Message) -> bool:
         """Whether `take` would return at once."""
-        self._post(message.source, message)
+        self.ask_for([message])
         return self._transport.ready(message_key(message, self._iteration))
 
     def wait_any(self, messages: Sequence[Message], patience_s: float | None = None) -> bool:
         """Until one of them is here, or for `patience_s`; returns whether one is."""
-        for message in messages:
-            self._post(message.source, message)
+        self.ask_for(messages)
         keys = [message_key(message, self._iteration) for message in messages]
         if patience_s is not None and patience_s < self._timeout_s:
             return self._transport.wait_any(keys, time.monotonic() + patience_s)
@@ -51,16 +60,14 @@ class Inbox:
         return True
 
     def take(self, message: Message) -> torch.Tensor:
-        """The message, as soon as it is here."""
-        self._post(message.source, message)
-        tensor = self._transport.wait(message_key(message, self._iteration), self._deadline_s())
-        self._windows[message.source].consume()
-        self._post(message.source, None)
-        return tensor
+        """The message, as soon as it is here. Its receive must have been posted."""
+        return self._transport.wait(message_key(message, self._iteration), self._deadline_s())
 
-    def _post(self, peer: int, message: Message | None) -> None:
-        for due in self._windows[peer].open_until(message):
-            self._transport.post_receive(message_key(due, self._iteration), peer)
+    def _post(self, count: int) -> None:
+        """Until `count` are posted, or more."""
+        for message in itertools.islice(self._unposted, max(0, count - self._posted)):
+            self._transport.post_receive(message_key(message, self._iteration), message.source)
+            self._posted += 1
 
     def _deadline_s(self) -> float:
         return time.monotonic() + self._timeout_s

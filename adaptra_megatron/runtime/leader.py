@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from adaptra_megatron.runtime.path_leader import PathLeader, PathPolicy, reasons
 from adaptra_megatron.runtime.plans import Caps, PlanBook
 from adaptra_megatron.runtime.replanner import Replanner, describe
 from adaptra_megatron.schedule.actions import Schedule
-from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.costs import Costs, costs_to_json
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.telemetry.events import LinkDetection, PathChosen, StageDetection
@@ -134,6 +135,7 @@ class PlanLeader:
         self._running[micro_batches] = chosen
         return decision._replace(
             csv=schedule_to_csv(chosen),
+            costs=json.dumps(costs_to_json(costs)),
             caps=costs.max_in_flight,
             released_at_backward_input=costs.released_at_backward_input,
         )

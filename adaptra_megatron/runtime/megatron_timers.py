@@ -44,7 +44,7 @@ def waiting_for_computation_alone() -> Iterator[None]:
     """While open, torch.cuda.synchronize() waits for the current stream, not for the whole device.
 
     Receives are posted before their senders have what they send: a rank that waits for its whole device in the midst of
-    an iteration waits for messages that its peers can only send when it has gone on.
+    an iteration waits for messages that its peers are still to make, and Megatron would count that as computation.
     """
     whole_device = torch.cuda.synchronize
     torch.cuda.synchronize = _wait_for_current_stream

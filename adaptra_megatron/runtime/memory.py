@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from adaptra_megatron.schedule.actions import Kind
-from adaptra_megatron.transport.messages import Direction, MessageTimes
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 
@@ -108,12 +107,6 @@ class CudaMemory:
 def make_meter(source: MemorySource, fraction: float, *, fp16: bool) -> MemoryMeter:
     """A meter for a job that trains in fp16, with dynamic loss scaling, or not. `fraction`: as for MemoryMeter."""
     return MemoryMeter(source, fraction, SETTLED_ITERATIONS_FP16 if fp16 else SETTLED_ITERATIONS)
-
-
-def largest_activation_nbytes(received: Sequence[MessageTimes]) -> int:
-    """Of the messages that a rank received in an iteration; 0 if there is none, as on the first stage."""
-    activations = (entry.nbytes for entry in received if entry.key.direction is Direction.ACTIVATION)
-    return max(activations, default=0)
 
 
 def memory_of(device: torch.device) -> MemorySource | None:

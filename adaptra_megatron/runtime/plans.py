@@ -53,6 +53,7 @@ class _Installed:
     schedule: Schedule
     caps: Caps
     released_at_backward_input: Released = RELEASED_AT_BACKWARD_INPUT
+    costs: Costs | None = None
 
 
 class PlanBook:
@@ -118,6 +119,11 @@ class PlanBook:
         released = RELEASED_AT_BACKWARD_INPUT if installed is None else installed.released_at_backward_input
         return released_per_stage(released, self.layout.stages)[stage]
 
+    def planned_for(self, micro_batches: int) -> Costs | None:
+        """The costs that `schedule_for` was planned for, equal on all ranks; None where it was made without."""
+        installed = self._plans.get(micro_batches)
+        return None if installed is None else installed.costs
+
     def schedule_for(self, micro_batches: int) -> Schedule:
         """The schedule for an iteration of `micro_batches`. Raises PlanMismatchError, ScheduleError or PlanError."""
         if self._config.policy == "observe":
@@ -145,15 +151,27 @@ class PlanBook:
             )
         return self._evaluation[micro_batches]
 
+    def whole_schedule(self, micro_batches: int) -> Schedule:
+        """Stock's order with whole backwards, or where that would hold more than the caps allow one that keeps them."""
+        installed = self._plans.get(micro_batches)
+        caps = self.caps(micro_batches) if installed is None else installed.caps
+        return self._order_of_equal_costs(micro_batches, caps, split=False)
+
     def install(
-        self, schedule: Schedule, number: int, caps: Caps, released: Released = RELEASED_AT_BACKWARD_INPUT
+        self,
+        schedule: Schedule,
+        number: int,
+        caps: Caps,
+        released: Released = RELEASED_AT_BACKWARD_INPUT,
+        costs: Costs | None = None,
     ) -> None:
         """Run `schedule` from now on. Raises ScheduleError and changes nothing if it is not valid under the caps.
 
-        `released`: the fraction of an activation that input gradients give back, by which the caps count.
+        `released`: the fraction of an activation that input gradients give back, by which the caps count. `costs`: what
+        it was planned for.
         """
         check_schedule(schedule, max_in_flight=caps, released_at_backward_input=released)
-        self._plans[schedule.micro_batches] = _Installed(schedule, caps, released)
+        self._plans[schedule.micro_batches] = _Installed(schedule, caps, released, costs)
         self.number = number
 
     def _stock_schedule(self, micro_batches: int) -> Schedule:
@@ -169,10 +187,12 @@ class PlanBook:
 
     def calibration_schedule(self, micro_batches: int) -> Schedule:
         """What runs until costs are known: stock's order with every other B as I and W, if that is within the caps."""
-        layout, caps = self.layout, self.caps(micro_batches)
-        stock = self._stock_schedule(micro_batches)
+        return self._order_of_equal_costs(micro_batches, self.caps(micro_batches), split=self.layout.can_split)
+
+    def _order_of_equal_costs(self, micro_batches: int, caps: Caps, *, split: bool) -> Schedule:
+        layout, stock = self.layout, self._stock_schedule(micro_batches)
         if all(cap is None or peak <= cap for peak, cap in zip(self._stock_peaks(micro_batches), caps, strict=True)):
-            return split_every_other(stock) if layout.can_split else stock
+            return split_every_other(stock) if split else stock
         equal = uniform_costs(
             layout.stages,
             micro_batches,
@@ -183,7 +203,7 @@ class PlanBook:
             released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
         )
         equal = dataclasses.replace(equal, max_in_flight=caps)
-        return plan(equal, split=layout.can_split).schedule
+        return plan(equal, split=split).schedule
 
     def _install_file(self, path: Path) -> None:
         layout, cap = self.layout, self._config.max_in_flight
@@ -204,4 +224,4 @@ class PlanBook:
             released_at_backward_input=(RELEASED_AT_BACKWARD_INPUT,) * costs.stages,
         )
         chosen = plan(costs, deadline_s=PLANNING_S, split=self.layout.can_split)
-        self.install(chosen.schedule, self.number + 1, caps)
+        self.install(chosen.schedule, self.number + 1, caps, costs=costs)

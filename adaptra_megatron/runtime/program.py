@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adaptra_megatron.schedule.actions import Action, Kind, Schedule
-from adaptra_megatron.schedule.routing import Message, needed, produced, sent_to
+from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.launch_order import Posting, launch_ranks, receives_at_ends, receives_before
+from adaptra_megatron.schedule.routing import Message, needed, produced
 from adaptra_megatron.transport.messages import Direction, MessageKey
 
 
@@ -20,6 +22,9 @@ class Step:
     action: Action
     receive: Message | None
     send: Message | None
+    receives_before: int
+    """How many of the program's receives are posted before it is launched, and before its message is sent."""
+    receives_before_send: int
     completes_chunk: bool
     """Whether it computes the last gradient of its chunk in this iteration."""
 
@@ -31,8 +36,9 @@ class Program:
     schedule: Schedule
     stage: int
     steps: tuple[Step, ...]
-    expected: dict[int, tuple[Message, ...]]
-    """Messages from each neighbour, in the order in which it sends them."""
+    receives: dict[Message, int]
+    """Messages from other stages and their places, from 0, in the order in which their receives are posted. In it, each
+    neighbour's messages keep the order in which it sends them."""
 
     @property
     def completion(self) -> tuple[int, ...]:
@@ -46,8 +52,12 @@ class Program:
         return self.schedule.chunks == 1 or Kind.BACKWARD_INPUT not in kinds
 
 
-def compile_program(schedule: Schedule, stage: int) -> Program:
-    """Compile the order of `stage`. The schedule must have passed `check_schedule`."""
+def compile_program(schedule: Schedule, stage: int, costs: Costs | None = None, *, sizes_known: bool = True) -> Program:
+    """Compile the order of `stage`. The schedule must have passed `check_schedule`.
+
+    `costs`: what the schedule was planned for, the same on every rank of the pipeline, for they tell the launch order;
+    None: all actions take equally long. `sizes_known`: whether receives can be posted before their messages are there.
+    """
     stages, chunks = schedule.stages, schedule.chunks
     order = schedule.orders[stage]
     last_gradient = {
@@ -55,43 +65,31 @@ def compile_program(schedule: Schedule, stage: int) -> Program:
         for index, action in enumerate(order)
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     }
-    steps = tuple(
-        Step(
+    messages: list[Message] = []
+    steps = []
+    for index, (action, posting) in enumerate(zip(order, _postings(schedule, stage, costs, sizes_known), strict=True)):
+        messages += posting.before
+        posted = len(messages)
+        messages += posting.before_send
+        step = Step(
             position=index,
             action=action,
             receive=needed(action, stages, chunks),
             send=produced(action, stages, chunks),
+            receives_before=posted,
+            receives_before_send=len(messages),
             completes_chunk=last_gradient.get(action.chunk) == index,
         )
-        for index, action in enumerate(order)
-    )
-    neighbours = {(stage - 1) % stages, (stage + 1) % stages} - {stage}
-    expected = {peer: tuple(sent_to(schedule.orders[peer], stage, stages, chunks)) for peer in sorted(neighbours)}
-    return Program(schedule, stage, steps, expected)
+        steps.append(step)
+    return Program(schedule, stage, tuple(steps), {message: place for place, message in enumerate(messages)})
+
+
+def _postings(schedule: Schedule, stage: int, costs: Costs | None, sizes_known: bool) -> Sequence[Posting]:
+    if not sizes_known:
+        return receives_at_ends(schedule, stage, costs)
+    return [Posting(before, ()) for before in receives_before(schedule, stage, launch_ranks(schedule, costs))]
 
 
 def message_key(message: Message, iteration: int) -> MessageKey:
     direction = Direction.GRADIENT if message.gradient else Direction.ACTIVATION
     return MessageKey(iteration, direction, message.chunk, message.micro_batch)
-
-
-class ReceiveWindow:
-    """Which of a neighbour's messages to post receives for: a few ahead of what has been consumed."""
-
-    def __init__(self, expected: Sequence[Message], lookahead: int) -> None:
-        self._expected = expected
-        self._lookahead = lookahead
-        self._posted = 0
-        self._consumed = 0
-        self._position = {message: index for index, message in enumerate(expected)}
-
-    def open_until(self, message: Message | None) -> Sequence[Message]:
-        """Messages to post now, in order; `message` (if given) is always posted when this returns."""
-        target = self._consumed + self._lookahead
-        if message is not None:
-            target = max(target, self._position[message] + 1)
-        first, self._posted = self._posted, max(self._posted, min(target, len(self._expected)))
-        return self._expected[first : self._posted]
-
-    def consume(self) -> None:
-        self._consumed += 1

@@ -93,6 +93,11 @@ SEEN_IN_ARGUMENTS = (
         _setting("inprocess_restart"),
         "they keep the process but not the process groups, on which the links between stages were built",
     ),
+    Refusal(
+        "UCC between stages (--pipeline-model-parallel-comm-backend ucc)",
+        lambda arguments: getattr(arguments, "pipeline_model_parallel_comm_backend", None) == "ucc",
+        "links between stages are made here, over NCCL and host memory, and UCC would carry none of their messages",
+    ),
 )
 
 

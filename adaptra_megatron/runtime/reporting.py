@@ -24,8 +24,7 @@ from adaptra_megatron.telemetry.events import RunStarted
 from adaptra_megatron.telemetry.records import ArrivalRecord
 from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
 from adaptra_megatron.telemetry.scalars import RankFigures
-from adaptra_megatron.transport.host_path import HostTransport
-from adaptra_megatron.transport.messages import Direction, MessageTimes, Transport
+from adaptra_megatron.transport.messages import Direction, MessageTimes, Transport, TwoPathTransport
 from adaptra_megatron.transport.paths import PathCounters
 
 _KINDS = {Direction.ACTIVATION: "F", Direction.GRADIENT: "B"}
@@ -101,10 +100,10 @@ def path_states(transport: Transport) -> tuple[dict[int, PathState], int | None]
     states = {
         peer: PathState(link.path.value, link.switches, link.sessions_lost) for peer, link in _paths(transport).items()
     }
-    return states, transport.delegate_starts if isinstance(transport, HostTransport) else None
+    return states, transport.delegate_starts if isinstance(transport, TwoPathTransport) else None
 
 
 def _paths(transport: Transport) -> Mapping[int, PathCounters]:
-    if not isinstance(transport, HostTransport):
+    if not isinstance(transport, TwoPathTransport):
         return {}
     return {peer: counters.paths for peer, counters in transport.link_counters().items() if counters.paths is not None}

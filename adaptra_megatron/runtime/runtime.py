@@ -17,7 +17,6 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.compat import finalize_gradients
 from adaptra_megatron.runtime.computation import MegatronComputation, StageComputation
 from adaptra_megatron.runtime.megatron_call import PipelineCall, pipeline_call
-from adaptra_megatron.runtime.megatron_timers import add_times
 from adaptra_megatron.runtime.memory import MemorySource
 from adaptra_megatron.runtime.pipeline import Pipeline
 from adaptra_megatron.runtime.random_draws import flags_drawn_in_other_order
@@ -26,7 +25,8 @@ from adaptra_megatron.runtime.transformer_engine_layers import EngineLayers
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs import costs_to_json
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
-from adaptra_megatron.transport.host_path import HostTransport
+from adaptra_megatron.transport.messages import TwoPathTransport
+from adaptra_megatron.transport.stream_path import end_process
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 
@@ -60,7 +60,7 @@ class AdaptraRuntime:
         self._memory = memory
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
         # Threads that wait in native code must not outlive the interpreter, and Megatron's scripts undo nothing.
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
 
     def forward_backward(self, arguments: Mapping[str, Any], *, interleaved: bool) -> list[Any]:
         """One call of Megatron's forward_backward function, training or evaluation.
@@ -71,6 +71,14 @@ class AdaptraRuntime:
         """
         call = pipeline_call(arguments, interleaved=interleaved)
         pipeline = self._pipeline(call)
+        try:
+            return self._iterate(pipeline, call)
+        except BaseException as cause:
+            # Receives that stand on the GPU would keep whatever waits for it, and this process from ending.
+            pipeline.fail(cause)
+            raise
+
+    def _iterate(self, pipeline: Pipeline, call: PipelineCall) -> list[Any]:
         schedule = pipeline.begin(call)
         computation = MegatronComputation(call, self.weight_gradients)
         decorated = self._decorate(computation, call.stage) if self._decorate is not None else computation
@@ -86,7 +94,6 @@ class AdaptraRuntime:
             self.last_schedule = schedule
         pipeline.end(call, report)
         if call.config.timers is not None:
-            add_times(call.config.timers, report)
             call.config.timers("forward-backward").stop()
         return computation.losses
 
@@ -119,7 +126,7 @@ class AdaptraRuntime:
         return {
             f"{transport.stage}-{peer}": asdict(counters)
             for transport in transports
-            if isinstance(transport, HostTransport)
+            if isinstance(transport, TwoPathTransport)
             for peer, counters in transport.link_counters().items()
         }
 
@@ -129,13 +136,21 @@ class AdaptraRuntime:
                 return costs_to_json(pipeline.leader.costs)
         return None
 
-    def close(self) -> None:
-        """Release transports, threads and trace files; happens by itself when the process ends."""
-        atexit.unregister(self.close)
+    def close(self) -> bool:
+        """Release transports, threads and trace files; happens by itself when the process ends.
+
+        Returns False where a GPU still works on what cannot be ended.
+        """
+        atexit.unregister(self._close_at_exit)
         self._engine_layers.restore()
-        for pipeline in self._pipelines.values():
-            pipeline.close()
+        ended = [pipeline.close() for pipeline in self._pipelines.values()]
         self._pipelines.clear()
+        return all(ended)
+
+    def _close_at_exit(self) -> None:
+        if not self.close():
+            logger.error("adaptra: what is on the GPU cannot be ended, so this process ends without waiting for it")
+            end_process()
 
     def _pipeline(self, call: PipelineCall) -> Pipeline:
         identity = (*dist.get_process_group_ranks(call.pipeline_group), call.chunks)

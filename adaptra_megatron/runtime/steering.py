@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from adaptra_megatron.runtime.decisions import Decision
 from adaptra_megatron.runtime.measurements import BrokenPath
-from adaptra_megatron.transport.host_path import HostTransport
+from adaptra_megatron.transport.messages import TwoPathTransport
 from adaptra_megatron.transport.paths import Path, ProbeTimes
 
 
 class LinkSteering:
     """Of the links that this rank sends over. Nothing here waits for a peer."""
 
-    def __init__(self, transport: HostTransport, pipeline: int, preferred: Path) -> None:
+    def __init__(self, transport: TwoPathTransport, pipeline: int, preferred: Path) -> None:
         """`pipeline`: the first global rank of this rank's pipeline."""
         self._transport, self._pipeline, self._preferred = transport, pipeline, preferred
         self._taken: dict[int, Path] = {}

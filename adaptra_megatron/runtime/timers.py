@@ -15,8 +15,11 @@ class ActionTimer(Protocol):
     def mark(self) -> Any:
         """Now, where compute happens."""
 
+    def over(self, marks: list[Any]) -> bool:
+        """Whether all of them have been reached; never waits."""
+
     def resolve(self, marks: list[Any]) -> list[float]:
-        """Seconds of the marks, which are not used again. On a GPU, waits once for the work before the last of them."""
+        """Seconds of the marks, which are not used again. On a GPU, waits for the work before the last of them."""
 
 
 class ClockTimer:
@@ -24,6 +27,9 @@ class ClockTimer:
 
     def mark(self) -> float:
         return time.monotonic()
+
+    def over(self, marks: list[float]) -> bool:
+        return True
 
     def resolve(self, marks: list[float]) -> list[float]:
         return marks
@@ -33,14 +39,17 @@ class CudaEventTimer:
     """Compute runs on the current CUDA stream: an event before and after each action."""
 
     def __init__(self, clock: DeviceClock) -> None:
-        """`clock`: is related to the host's at each `resolve`; a transport may tell its own marks by it afterwards."""
+        """`clock`: a transport may tell its own marks by it, too."""
         self._clock = clock
         self.mark = clock.mark
+
+    def over(self, marks: list[Mark]) -> bool:
+        return not marks or self._clock.reached(marks[-1])
 
     def resolve(self, marks: list[Mark]) -> list[float]:
         if not marks:
             return []
-        self._clock.relate(marks[-1])
+        marks[-1].synchronize()
         seconds = self._clock.seconds(marks)
         self._clock.use_again(marks)
         return seconds

@@ -36,8 +36,12 @@ class Description:
     ) -> None: ...
 
 class Ring:
-    """Slots in an anonymous memfd, from one producing to one consuming process. Deadlines: time.monotonic()."""
+    """Slots in an anonymous memfd, from one producing to one consuming process. Deadlines: time.monotonic().
 
+    A buffer, too: uint8 [slots_nbytes], the memory that hardware copies into and out of. Holding it holds the mapping.
+    """
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
     @staticmethod
     def create(slots: int, slot_nbytes: int) -> Ring: ...
     @staticmethod
@@ -51,7 +55,8 @@ class Ring:
     @property
     def closed(self) -> bool: ...
     @property
-    def backlog(self) -> int: ...
+    def backlog(self) -> int:
+        """For the consumer: frames that it has not taken yet."""
     @property
     def pokes(self) -> int:
         """How often this object was poked."""
@@ -60,19 +65,8 @@ class Ring:
     def close(self) -> None: ...
     def disown(self) -> None:
         """In a forked child: leave memory and `fd` to the parent. What stays is a closed, empty ring of its own."""
-    def write(
-        self,
-        description: Description,
-        address: int,
-        nbytes: int,
-        deadline_s: float,
-        begin: int = 0,
-        end: int | None = None,
-    ) -> None:
-        """Copy a message in, or its bytes from `begin` to `end` (multiples of the slot size, or the message's end).
-
-        Raises RingClosedError, TimeoutError, or FrameError before anything is written.
-        """
+    def write(self, description: Description, address: int, nbytes: int, deadline_s: float) -> None:
+        """Copy a message in. Raises RingClosedError, TimeoutError, or FrameError before anything is written."""
     def write_ack(self, sequence: int, deadline_s: float) -> None: ...
     def write_bye(self, deadline_s: float) -> None: ...
     @property
@@ -93,12 +87,24 @@ class Ring:
         """Index of the next slot to fill. None at the deadline, or when closed."""
     def commit_slot(self, index: int) -> int:
         """The slot holds a frame now. Returns the payload size that it claims to have."""
+    def claim_slots(self, most: int, deadline_s: float) -> tuple[int, int]:
+        """Index of the first and number of the next slots to fill, `most` at most: as many as are free and follow one
+        another in memory. (0, 0) at the deadline. Raises RingClosedError.
+        """
+    def commit_frames(self, index: int, count: int, description: Description, offset: int, total_nbytes: int) -> None:
+        """The payloads of these slots hold a message of so many bytes from `offset` on, up to its end at most."""
+    def commit_void(self, index: int, count: int) -> None:
+        """These slots hold nothing, and are skipped."""
+    def release_frames(self, index: int, count: int) -> None:
+        """These slots, of a part of a message, may be used again."""
 
 class Event:
     class Kind(enum.Enum):
         """Compare with ==: values are not singletons."""
 
         MESSAGE = ...
+        PART = ...
+        """Of a message that was asked for: where its bytes are in the ring, until those slots are released."""
         REPEATED = ...
         ACK = ...
         BYE = ...
@@ -122,16 +128,44 @@ class Event:
     @property
     def shape(self) -> list[int]: ...
     @property
-    def payload(self) -> memoryview: ...
+    def total_nbytes(self) -> int:
+        """Of the message."""
+    @property
+    def payload(self) -> memoryview:
+        """Of a whole message."""
+    @property
+    def block_nbytes(self) -> int:
+        """Of the memory that the payload begins, and that stays with the inbox; 0 where there is no payload."""
+    @property
+    def offset(self) -> int:
+        """Of a part, in its message."""
+    @property
+    def nbytes(self) -> int:
+        """Of a part."""
+    @property
+    def first_slot(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
 
 class Inbox:
     """Puts one sender's messages together, over any number of rings; each message comes out once."""
 
-    def __init__(self, *, max_message_nbytes: int, pooled_nbytes: int, window_nbytes: int = 256 << 20) -> None:
+    def __init__(
+        self,
+        *,
+        max_message_nbytes: int,
+        pooled_nbytes: int,
+        window_nbytes: int = 256 << 20,
+        for_device: bool = False,
+    ) -> None:
         """`window_nbytes`: the sender's; what is begun and not finished, less the largest, stays below it.
 
-        Notes and probes have as much for themselves.
+        Notes and probes have as much for themselves. `for_device`: messages are on their way to a device. Forked
+        children do not have their memory, and what was asked for comes out in parts, without a copy: each part once, in
+        no particular order.
         """
+    def ask(self, *, iteration: int, direction: int, chunk: int, micro_batch: int) -> None:
+        """Have this message come out in parts, unless it has begun to come. Iterations only go up."""
     def next(self, ring: Ring, deadline_s: float, seen_pokes: int | None = None, hurry: bool = False) -> Event | None:
         """None at the deadline, or when the ring's pokes are not `seen_pokes` (None: what they are at the call).
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which RNICs are near a GPU or a NUMA node, as the kernel's sysfs tells it, and which ones a rank uses.
+"""Which RNICs and CPUs are near a GPU or a NUMA node, as the kernel's sysfs tells it, and which ones a rank uses.
 
-Pure functions of a sysfs tree (`/sys`, or one made up): nothing is opened but its files. Neither torch nor pyverbs.
+Functions of a sysfs tree (`/sys`, or one made up): nothing is opened but its files. Neither torch nor pyverbs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,12 +90,38 @@ def rdma_devices(sysfs: Path = SYSFS) -> list[RdmaDevice]:
 
 def pci_place(sysfs: Path, pci_bus_id: str) -> Place | None:
     """Where the PCI device with this bus id is ("0000:3b:00.0", or as CUDA spells it); None if there is none."""
-    found = _BUS_ID.fullmatch(pci_bus_id.lower())
-    if found is None:
-        return None
-    domain, bus, device, function = found.groups()
-    entry = sysfs / "bus/pci/devices" / f"{int(domain or '0', 16):04x}:{bus}:{device}.{function}"
-    return _place(sysfs, entry) if entry.exists() else None
+    entry = _pci_entry(sysfs, pci_bus_id)
+    return _place(sysfs, entry) if entry is not None else None
+
+
+def pci_cpus(sysfs: Path, pci_bus_id: str) -> str:
+    """CPUs on the NUMA node of a PCI device, as the kernel lists them ("0-15,32-47"); empty where it does not."""
+    entry = _pci_entry(sysfs, pci_bus_id)
+    return _read(entry / "local_cpulist") if entry is not None else ""
+
+
+def cpus_to_bind(pci_bus_id: str | None, sysfs: Path = SYSFS) -> frozenset[int]:
+    """What this process's copies of a GPU's messages should run on: of the CPUs that it may run on, those near the GPU.
+
+    None to bind nothing: without a GPU, where the kernel tells nothing, where all are near, and where none is, because
+    the user has bound the process elsewhere.
+    """
+    may_run_on = os.sched_getaffinity(0)
+    near = _parse_cpus(pci_cpus(sysfs, pci_bus_id)) & may_run_on if pci_bus_id is not None else set()
+    return frozenset(near if near != may_run_on else ())
+
+
+@contextlib.contextmanager
+def started_on(cpus: Collection[int]) -> Iterator[None]:
+    """Within, what the calling thread starts (threads, processes, and theirs) runs on these CPUs; none: on any."""
+    before = os.sched_getaffinity(0)
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        if cpus:
+            os.sched_setaffinity(0, before)
 
 
 def cpus_numa_node(sysfs: Path, cpus: Collection[int]) -> int | None:
@@ -186,6 +213,15 @@ def _port(directory: Path) -> RdmaPort:
         rate=_read(directory / "rate"),
         link_layer=_read(directory / "link_layer"),
     )
+
+
+def _pci_entry(sysfs: Path, pci_bus_id: str) -> Path | None:
+    found = _BUS_ID.fullmatch(pci_bus_id.lower())
+    if found is None:
+        return None
+    domain, bus, device, function = found.groups()
+    entry = sysfs / "bus/pci/devices" / f"{int(domain or '0', 16):04x}:{bus}:{device}.{function}"
+    return entry if entry.exists() else None
 
 
 def _place(sysfs: Path, hardware: Path) -> Place:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from adaptra_megatron.transport.device_copies import Receipt
+from adaptra_megatron.transport.copies import Receipt
 from adaptra_megatron.transport.messages import MessageKey
 
 

@@ -19,12 +19,12 @@ import torch
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.arrivals import Arrival
 from adaptra_megatron.transport.bell import Bell
-from adaptra_megatron.transport.cuda_device import Computed, is_computed
+from adaptra_megatron.transport.cuda_device import Computed, Device, is_computed
 from adaptra_megatron.transport.device_path import DevicePath, DeviceWork, MakeGroup
 from adaptra_megatron.transport.dual_link_device import DeviceSide
 from adaptra_megatron.transport.dual_link_host import HostSide, confirmation
 from adaptra_megatron.transport.dual_link_keeper import Keeper
-from adaptra_megatron.transport.host_link import CPU, HostLink
+from adaptra_megatron.transport.host_link import HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.inlet import Inlet, InletEffects
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
@@ -51,12 +51,12 @@ class DualLink(HostLink):
         paths: PathSettings,
         make_group: MakeGroup,
         mail: NoteMail,
-        device: torch.device = CPU,
+        device: Device | None = None,
         bell: Bell | None = None,
     ) -> None:
         super().__init__(stage, peer, settings, device, bell)
         self._paths, self._mail = paths, mail
-        self._outlet: Outlet[Computed] = Outlet(paths, is_computed)
+        self._outlet: Outlet[Computed] = Outlet(paths, lambda message: message.tensor.nbytes, is_computed)
         self._inlet: Inlet[TensorSpecification] = Inlet(paths)
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
         self._wait_began_s = math.inf
@@ -68,9 +68,14 @@ class DualLink(HostLink):
         self._host_side = HostSide(self._state, self._outbox, self._copies, self._writer, self._arrivals.due, mail)
         self._host_probes = HostProber(peer, paths.measuring_probes, self._host_side.send_probe)
         self._keeper = Keeper(self._state, mail, self._device_side, self)
-        self._keeper.start()
+        self._begun = False
 
     # What the training thread calls.
+
+    def begin(self) -> None:
+        """Bring up the device path too. Until then, all goes by the host path."""
+        self._begun = True
+        self._keeper.start()
 
     def prefer(self, path: Path) -> None:
         """Send by this path while it is healthy, from the next agreed message on."""
@@ -87,7 +92,7 @@ class DualLink(HostLink):
                 self._outlet.measure(self._usual_nbytes)
             elif not (self._host_probes.under_way or self._outbox.probing) and self._state.session is not None:
                 nothing = torch.empty(self._usual_nbytes, dtype=torch.uint8, device=self._copies.device)
-                self._host_probes.begin(self._copies.computed(nothing), time.monotonic())
+                self._host_probes.begin(Computed(nothing, None), time.monotonic())  # its bytes mean nothing
             work = self._due_here()
         self._device_side.do(work)
 
@@ -112,6 +117,11 @@ class DualLink(HostLink):
                 device_down=self._outlet.given_up,
                 host_down=self._health.cause if down else None,
             )
+
+    @property
+    def uses_device(self) -> bool:
+        with self._lock:
+            return self._outlet.path is Path.DEVICE or self._outlet.retained > 0 or self._inlet.in_use
 
     def post_send(self, key: MessageKey, tensor: torch.Tensor) -> MessageTimes:
         outgoing = self._outgoing(key, tensor)
@@ -153,7 +163,8 @@ class DualLink(HostLink):
         super().close()  # says good-bye: what the peer then sees of the device path is no failure
         with self._lock:
             self._keeper.wake()
-        self._keeper.join(self._paths.probe_limit_s + 1.0)
+        if self._begun:
+            self._keeper.join(self._paths.probe_limit_s + 1.0)
         self._device.close()
 
     # What the supervisor calls.

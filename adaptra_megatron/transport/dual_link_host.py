@@ -10,8 +10,9 @@ from collections import deque
 
 import torch
 
+from adaptra_megatron.transport.copies import Copies
 from adaptra_megatron.transport.cuda_device import Computed
-from adaptra_megatron.transport.device_copies import Copies, HostPayload
+from adaptra_megatron.transport.device_copies import HostPayload
 from adaptra_megatron.transport.host_link_state import HostLinkState
 from adaptra_megatron.transport.host_link_writer import HostLinkWriter
 from adaptra_megatron.transport.messages import TransportError

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event
-from adaptra_megatron.transport.device_copies import Payload
+from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event, Inbox
+from adaptra_megatron.transport.copies import Payload
 from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
 from adaptra_megatron.transport.notes import NOTE_NBYTES
 
@@ -76,8 +76,18 @@ def is_probe(event: Event) -> bool:
     return event.kind == Event.Kind.MESSAGE and event.direction == _NOTE and event.chunk == _PROBE
 
 
+def ask(inbox: Inbox, key: MessageKey) -> None:
+    """Have this message come out of `inbox` in parts, unless it has begun to come."""
+    inbox.ask(
+        iteration=key.iteration,
+        direction=_DIRECTIONS.index(key.direction),
+        chunk=key.chunk,
+        micro_batch=key.micro_batch,
+    )
+
+
 def is_tensor(event: Event) -> bool:
-    """Whether this is a message with a key, neither a note nor news of the link."""
+    """Whether this is a whole message with a key, neither a note nor news of the link."""
     return event.kind == Event.Kind.MESSAGE and event.direction != _NOTE
 
 
@@ -94,9 +104,14 @@ def key_of(event: Event) -> MessageKey:
     return MessageKey(event.iteration, _DIRECTIONS[event.direction], event.chunk, event.micro_batch)
 
 
+def type_of(event: Event) -> torch.dtype:
+    """The data type of a message, or of one that a part belongs to."""
+    return _TYPES[event.dtype]
+
+
 def tensor_of(event: Event) -> torch.Tensor:
     """The received tensor, on the very memory that the message was received into."""
-    shape, dtype = event.shape, _TYPES[event.dtype]
+    shape, dtype = event.shape, type_of(event)
     if 0 in shape:  # no memory to make it from
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(event.payload, dtype=dtype).view(shape)

@@ -19,30 +19,38 @@ import torch
 from adaptra_megatron.transport._ring import Event, Ring
 from adaptra_megatron.transport.arrivals import Arrival, Arrivals
 from adaptra_megatron.transport.bell import Bell
-from adaptra_megatron.transport.cuda_device import Computed
-from adaptra_megatron.transport.device_copies import Receipt, copies_for
+from adaptra_megatron.transport.copies import Receipt
+from adaptra_megatron.transport.cuda_device import Computed, Device
+from adaptra_megatron.transport.device_copies import copies_for
 from adaptra_megatron.transport.frames import check_can_travel, is_probe, key_of, note_of
 from adaptra_megatron.transport.host_link_reader import HostLinkReader
 from adaptra_megatron.transport.host_link_state import HostLinkState, Session
 from adaptra_megatron.transport.host_link_writer import FAREWELL_S, HostLinkWriter
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
+from adaptra_megatron.transport.messages import (
+    Direction,
+    MessageKey,
+    MessageTimes,
+    TensorSpecification,
+    TransportError,
+)
 from adaptra_megatron.transport.outbox import Outbox
 from adaptra_megatron.transport.paths import Path
 
 logger = logging.getLogger("adaptra_megatron.transport.host_link")
 
-CPU = torch.device("cpu")
+_GREETING = MessageKey(0, Direction.ACTIVATION, (1 << 16) - 1, 0)
+"""No model has as many chunks."""
 
 
 class HostLink:
     """Both directions between this stage and `peer`. Made known to the supervisor, which brings it up."""
 
     def __init__(
-        self, stage: int, peer: int, settings: HostSettings, device: torch.device = CPU, bell: Bell | None = None
+        self, stage: int, peer: int, settings: HostSettings, device: Device | None = None, bell: Bell | None = None
     ) -> None:
-        """`device`: where the tensors are that are sent, and that received ones are to be brought to. `bell`: is told
-        of all that arrives."""
+        """`device`: where the tensors are that are sent, and that received ones are to be brought to; None: the CPU.
+        `bell`: is told of all that arrives."""
         self.sessions = 0
         """How often the link came up."""
         self._stage, self._peer, self._settings = stage, peer, settings
@@ -58,9 +66,7 @@ class HostLink:
         self._copies = copies_for(
             device,
             link=f"{stage}<->{peer}",
-            window_nbytes=settings.window_nbytes,
             pooled_nbytes=settings.pooled_nbytes,
-            unit_nbytes=settings.slot_nbytes,
             on_ready=self._writer.payload_ready,
         )
         self._reader = HostLinkReader(self._state, self._copies, self._writer, self._arrivals.due, self, settings)
@@ -77,6 +83,21 @@ class HostLink:
                 if left_s <= 0:
                     raise self._health.not_up_error(self._settings.timeout_s)
                 self._state.news.wait(left_s)
+
+    def send_greeting(self, greeting: torch.Tensor) -> None:
+        """The first message over the link, which both ends know; before all others. Raises as `post_send`."""
+        HostLink.post_send(self, _GREETING, greeting)
+
+    def receive_greeting(self, greeting: torch.Tensor, deadline_s: float) -> None:
+        """Receive the peer's, and wait until it has this end's. Raises TransportError if it is not as this end's."""
+        HostLink.post_receive(self, _GREETING)
+        received, _times = HostLink.wait(self, _GREETING, deadline_s)
+        if not torch.equal(received, greeting):
+            raise TransportError(
+                f"stage {self._stage}, link {self._peer}->{self._stage}: what came over the host path is not what was "
+                f"sent, in a message of {greeting.nbytes} bytes"
+            )
+        HostLink.flush(self, deadline_s)
 
     def post_send(self, key: MessageKey, tensor: torch.Tensor) -> MessageTimes:
         """Returns when it was posted. Raises TransportError for what cannot travel and where the link is broken."""
@@ -165,6 +186,11 @@ class HostLink:
         """Messages that came again and were dropped."""
         return self._reader.doubles + self._arrivals.doubles
 
+    @property
+    def uses_device(self) -> bool:
+        """Whether messages go, or are awaited, by another path than the host path."""
+        return False
+
     # What the supervisor calls.
 
     @property
@@ -174,6 +200,7 @@ class HostLink:
 
     def connected(self, outbound: Ring, inbound: Ring) -> None:
         """A new session has begun: what is not acknowledged is sent again."""
+        self._copies.use_rings(outbound, inbound)
         with self._lock:
             self._state.session = Session(outbound, inbound)
             self._health.up()
@@ -206,6 +233,7 @@ class HostLink:
                 self._writer.wake()
         elif event.kind == Event.Kind.BYE:
             self._state.heard_bye = True
+            self._state.note_farewell()
         elif event.kind == Event.Kind.REPEATED:
             self._arrivals.arrive_again(event.sequence)
         else:
@@ -233,6 +261,8 @@ class HostLink:
 
     def _ask_for(self, key: MessageKey, now_s: float) -> None:
         """The caller holds the lock."""
+        if key not in self._arrivals:
+            self._reader.ask(key)
         self._arrivals.post(key, now_s)
         if self._arrivals.due:
             self._writer.acknowledge()

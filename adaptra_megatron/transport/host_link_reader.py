@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from adaptra_megatron.transport._ring import Event, FrameError, Inbox, RingClosedError, RingError
-from adaptra_megatron.transport.device_copies import Copies, Receipt
-from adaptra_megatron.transport.frames import is_tensor, tensor_of
+from adaptra_megatron.transport._ring import Event, FrameError, Inbox, Ring, RingClosedError, RingError
+from adaptra_megatron.transport.copies import Copies, Receipt
+from adaptra_megatron.transport.frames import ask, is_tensor, tensor_of, type_of
 from adaptra_megatron.transport.host_link_state import HostLinkState, Session
 from adaptra_megatron.transport.host_link_writer import HostLinkWriter
 from adaptra_megatron.transport.host_settings import HostSettings
@@ -62,6 +62,7 @@ class HostLinkReader:
             max_message_nbytes=settings.max_message_nbytes,
             pooled_nbytes=copies.pooled_nbytes,
             window_nbytes=settings.window_nbytes,
+            for_device=copies.by_parts,
         )
         self._new_session = threading.Condition(state.lock)
         self._thread = threading.Thread(
@@ -84,6 +85,11 @@ class HostLinkReader:
     def wake(self) -> None:
         """There is a new session, or the link closes. The caller holds the lock."""
         self._new_session.notify_all()
+
+    def ask(self, key: MessageKey) -> None:
+        """A message is asked for before it is here: let it take the shortest way. With or without the lock."""
+        if self._copies.by_parts:
+            ask(self._inbox, key)
 
     def wait_for(self, done: Callable[[], bool], deadline_s: float, key: MessageKey | None = None) -> bool:
         """Whether `done` became true by the deadline, and before the link was broken. The caller holds the lock.
@@ -126,7 +132,7 @@ class HostLinkReader:
                     if state.closing:
                         return
                     self._new_session.wait(_IDLE_S)
-                session = state.session
+                session, state.read_out = state.session, False
             while self._read(session, time.monotonic() + _IDLE_S):
                 pass
             self._session_ended()
@@ -140,9 +146,8 @@ class HostLinkReader:
                 *(state.stage, state.peer, state.health.cause),
             )
         with state.lock:
-            # Not before: over several connections, a farewell may overtake what was sent before it.
-            state.health.said_bye = state.heard_bye
-            state.news.notify_all()
+            state.read_out = True
+            state.note_farewell()
 
     def _read(self, session: Session, until_s: float, seen_pokes: int | None = None, hurry: bool = False) -> bool:
         """Handle one event of the inbound ring, or return after a while. False once it is closed and empty."""
@@ -157,9 +162,11 @@ class HostLinkReader:
         except MemoryError:
             state.fail(f"there is no memory for what stage {state.peer} sent")
             return False
-        if event is not None:
-            # Before the lock is taken, for new memory may have to be page-locked.
-            receipt = self._copies.receive(tensor_of(event)) if is_tensor(event) else None
+        if event is None:
+            return True
+        # Before the lock is taken, for new memory may have to be page-locked.
+        receipt = self._received(event, session.inbound)
+        if receipt is not None or event.kind != Event.Kind.PART:
             with state.lock:
                 try:
                     self._events.take(event, receipt)
@@ -172,3 +179,9 @@ class HostLinkReader:
                 if due and (due >= ACKNOWLEDGED_TOGETHER or not session.inbound.backlog):
                     self._writer.acknowledge()
         return True
+
+    def _received(self, event: Event, ring: Ring) -> Receipt | None:
+        """The message that is complete with this event; None where there is none with a key."""
+        if event.kind == Event.Kind.PART:
+            return self._copies.receive_part(event, type_of(event), ring)
+        return self._copies.receive(tensor_of(event), event.block_nbytes) if is_tensor(event) else None

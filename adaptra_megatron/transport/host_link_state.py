@@ -34,6 +34,8 @@ class HostLinkState:
         self.closing = False
         self.heard_bye = False
         """Whether the peer has said that it closes its end; what it had sent before may still have to be read."""
+        self.read_out = False
+        """Whether the reader has come to the end of the latest session that it has begun."""
         self.waiting: int | None = None
         """The thread that waits for messages, or for their being sent."""
 
@@ -41,6 +43,16 @@ class HostLinkState:
     def finished(self) -> bool:
         """Whether one of the two ends was closed on purpose. Any thread may ask."""
         return self.heard_bye or self.closing
+
+    def note_farewell(self) -> None:
+        """The peer has closed its end if it has said so and all of the session has been read. With the lock held.
+
+        Over several connections a farewell may overtake what was sent before it; and of two threads that read, one may
+        have it in hand while the other finds the end.
+        """
+        if self.heard_bye and self.read_out:
+            self.health.said_bye = True
+        self.news.notify_all()
 
     def fail(self, cause: str) -> None:
         """The link is of no use any more. Without the lock."""

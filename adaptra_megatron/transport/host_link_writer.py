@@ -13,7 +13,7 @@ import time
 from collections import deque
 
 from adaptra_megatron.transport._ring import Description, RingError
-from adaptra_megatron.transport.device_copies import Payload
+from adaptra_megatron.transport.copies import Payload
 from adaptra_megatron.transport.frames import describe, describe_note, describe_probe
 from adaptra_megatron.transport.host_link_state import HostLinkState, Session
 from adaptra_megatron.transport.messages import MessageKey, TransportError
@@ -88,7 +88,7 @@ class HostLinkWriter:
     def _write_at_once(self, message: Outgoing) -> bool:
         """Whether the message was nobody's turn but its own, and needed no waiting."""
         session = self._state.session
-        if session is None or self._writing or not message.payload.ready:
+        if session is None or self._writing or not message.payload.inline:
             return False
         if self._outbox.next_to_write() is not message:
             return False
@@ -131,10 +131,7 @@ class HostLinkWriter:
             if isinstance(work, int):
                 session.outbound.write_ack(work, deadline_s)
             else:
-                description, payload = _description(work), work.payload
-                for begin, end in payload.parts():
-                    address = payload.address(end, deadline_s)
-                    session.outbound.write(description, address, payload.nbytes, deadline_s, begin, end)
+                work.payload.write(session.outbound, _description(work), deadline_s)
         except TimeoutError:
             return _Outcome.FULL
         except TransportError as cause:

@@ -9,45 +9,35 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
+from adaptra_megatron.transport.affinity import started_on
 from adaptra_megatron.transport.bell import Bell
 from adaptra_megatron.transport.control import Start
-from adaptra_megatron.transport.cuda_device import CudaDevice
+from adaptra_megatron.transport.cuda_device import Device
 from adaptra_megatron.transport.dual_link import DualLink
-from adaptra_megatron.transport.host_link import CPU, HostLink
+from adaptra_megatron.transport.host_link import HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.host_setup import Meeting, meet
+from adaptra_megatron.transport.link_setup import LinkMaker
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
-from adaptra_megatron.transport.nccl_pair_group import NcclPairGroup, gpu_identity
 from adaptra_megatron.transport.note_mail import NoteMail
-from adaptra_megatron.transport.pair_group import LinkGroup, PairEnds, PairGroup
-from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings, ProbeTimes
-from adaptra_megatron.transport.placement import job_secret
+from adaptra_megatron.transport.pair_group import LinkGroup
+from adaptra_megatron.transport.paths import LinkCounters, Path, PathSettings, ProbeTimes
+from adaptra_megatron.transport.placement import agree_on_host_path, job_secret
+from adaptra_megatron.transport.rendezvous import Rendezvous
 from adaptra_megatron.transport.supervisor import Link, Supervisor
 from adaptra_megatron.transport.verbs_wire import SLOT_NBYTES as VERBS_SLOT_NBYTES
 
 logger = logging.getLogger("adaptra_megatron.transport.host_path")
 
-
-@dataclass(frozen=True)
-class LinkCounters:
-    """What one link has seen."""
-
-    transport: str
-    sessions: int
-    """How often it came up."""
-    doubles: int
-    """Messages that came again and were dropped."""
-    unacknowledged: int
-    paths: PathCounters | None
-    """None where there is the host path only."""
+COMES_UP_S = 60.0
+"""How long the links may take, once all stages have met: a delegate has as long to import what it needs."""
+_GREETING_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -66,85 +56,105 @@ class HostTransport:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        rendezvous: Rendezvous,
         chunks: int,
         settings: HostSettings,
         paths: PathSettings | None = None,
-        device: torch.device = CPU,
+        maker: LinkMaker | None = None,
+        device: Device | None = None,
     ) -> None:
-        """Called by all ranks of the pipeline's process group at the same point; returns when all links are up.
+        """Called by all stages of the pipeline at the same point; returns when all links are up and have greeted.
 
-        `chunks`: model chunks per stage; with one, nothing goes between the last stage and the first. `paths`: when to
-        use the device path; None: never. `device`: of the tensors, with its index.
-        Raises TransportError if a link does not come up, on all ranks at once if one cannot take part.
+        `chunks`: model chunks per stage; with one, nothing goes between the last stage and the first. `paths` and
+        `maker`: when to use the device path, and what makes it; None: never. `device`: of the tensors; None: the CPU.
+        Raises TransportError on all stages alike if one cannot take part, or a link does not come up.
         """
-        self._device = device
-        self.stage = group.rank()
+        self.stage = rendezvous.stage
+        self.rendezvous = rendezvous
+        self._maker, self._paths, self._device = maker, paths, device
+        self._timeout_s, self._sizes_vary = settings.timeout_s, False
         self._sent: list[MessageTimes] = []
         self._received: list[MessageTimes] = []
         self._peer_of: dict[MessageKey, int] = {}
         self._came_by: dict[int, Path] = {}
         self._bell = Bell()
-        peers = neighbours(self.stage, group.size(), wrap=chunks > 1)
-        meeting = meet(group, peers, settings)
-        self._transports = meeting.transports
         self._links: dict[int, HostLink] = {}
-        of_link = {peer: _settings_for(meeting.transports[peer], settings) for peer in peers}
+        self._supervisor: Supervisor | None = None
+        peers = neighbours(self.stage, rendezvous.stages, wrap=chunks > 1)
+        meeting = meet(rendezvous, peers, settings)
+        self._transports = meeting.transports
+        limit_s = min(COMES_UP_S, settings.timeout_s)
         try:
-            for peer in peers:
-                self._links[peer] = self._make_link(group, peer, of_link[peer], paths, meeting.pipeline)
-            self._supervisor = Supervisor(
-                _start(meeting, settings),
-                list(meeting.listeners.values()),
-                [
-                    Link(link, meeting.request(peer, settings), of_link[peer].slots, of_link[peer].slot_nbytes)
-                    for peer, link in self._links.items()
-                ],
-            )
+            self._together("started", lambda: self._bring_up(meeting, settings))
+            self._together("greeted", lambda: self._greet(limit_s))
         except BaseException:
-            for link in self._links.values():
-                link.close()
+            self._close_links()
+            raise
+        for link in self._links.values():
+            if isinstance(link, DualLink):
+                link.begin()
+        logger.info("stage %d: the host path is up: %s", self.stage, self._transports)
+        logger.debug("stage %d: it copies on CPUs %s", self.stage, sorted(settings.cpus) or "of any NUMA node")
+
+    def _together(self, name: str, step: Callable[[], None]) -> None:
+        """A step of all stages. Raises TransportError on all of them where it fails on one, whatever it raises."""
+        failure: Exception | None = None
+        try:
+            step()
+        except Exception as cause:
+            failure = cause
+        agree_on_host_path(self.rendezvous, name, failure)
+
+    def _bring_up(self, meeting: Meeting, settings: HostSettings) -> None:
+        of_link = {peer: _settings_for(transport, settings) for peer, transport in meeting.transports.items()}
+        try:
+            with started_on(settings.cpus):
+                for peer in of_link:
+                    self._links[peer] = self._make_link(peer, of_link[peer])
+                self._supervisor = Supervisor(
+                    _start(meeting, settings),
+                    list(meeting.listeners.values()),
+                    [
+                        Link(link, meeting.request(peer, settings), of_link[peer].slots, of_link[peer].slot_nbytes)
+                        for peer, link in self._links.items()
+                    ],
+                )
+        except BaseException:
             meeting.close()
             raise
-        deadline_s = time.monotonic() + settings.timeout_s
-        try:
-            for link in self._links.values():
-                link.wait_until_up(deadline_s)
-        except BaseException:
-            self.close()
-            raise
-        logger.info("stage %d: the host path is up: %s", self.stage, self._transports)
 
-    def _make_link(
-        self, group: dist.ProcessGroup, peer: int, settings: HostSettings, paths: PathSettings | None, pipeline: str
-    ) -> HostLink:
-        if paths is None:
-            return HostLink(self.stage, peer, settings, self._device, self._bell)
-        store: Any = dist.distributed_c10d._get_default_store()
-        store = store.clone()
-        ours, theirs = f"{self.stage}-{peer}", f"{peer}-{self.stage}"
-        ranks = PairEnds(dist.get_global_rank(group, self.stage), dist.get_global_rank(group, peer))
+    def _make_link(self, peer: int, settings: HostSettings) -> HostLink:
+        rendezvous, stage, maker = self.rendezvous, self.stage, self._maker
+        if self._paths is None or maker is None:
+            return HostLink(stage, peer, settings, self._device, self._bell)
 
         def make_group(as_sender: bool, session: int, timeout_s: float) -> LinkGroup:
-            prefix = f"adaptra/device/{pipeline}/{ours if as_sender else theirs}/{session}"
-            ends = ranks if as_sender else PairEnds(ranks.target, ranks.source)
-            # A store of its own: whoever waits in a store keeps others waiting.
-            own = PrefixStore(prefix, store.clone())
-            if self._device.type == "cpu":
-                return PairGroup(own, ends, sends=as_sender, timeout_s=timeout_s)
-            identity = gpu_identity(self._device)
-            return NcclPairGroup(own, ends, CudaDevice(self._device), identity, sends=as_sender, timeout_s=timeout_s)
+            return maker.make((stage, peer) if as_sender else (peer, stage), session, timeout_s)
 
-        mail = NoteMail(store, f"adaptra/notes/{pipeline}/{ours}", f"adaptra/notes/{pipeline}/{theirs}")
-        return DualLink(self.stage, peer, settings, paths, make_group, mail, self._device, self._bell)
+        mail = NoteMail(rendezvous.client("notes"), f"{stage}-{peer}", f"{peer}-{stage}")
+        return DualLink(stage, peer, settings, self._paths, make_group, mail, self._device, self._bell)
+
+    def _greet(self, limit_s: float) -> None:
+        """A tensor each way over the host path of each link, compared bit by bit. Raises TransportError."""
+        deadline_s = time.monotonic() + limit_s
+        greeting = torch.arange(_GREETING_NBYTES, dtype=torch.int32).remainder_(251).to(torch.uint8)
+        if self._device is not None:
+            greeting = greeting.to(self._device.device)
+        for link in self._links.values():
+            link.wait_until_up(deadline_s)
+            link.send_greeting(greeting)
+        for link in self._links.values():
+            link.receive_greeting(greeting, deadline_s)
 
     def describe(self, specification: TensorSpecification) -> None:
         """Messages describe themselves here; only where they live matters. Raises TransportError for another device."""
-        if specification.device != self._device:
+        device = torch.device("cpu") if self._device is None else self._device.device
+        if specification.device != device:
             raise TransportError(
-                f"stage {self.stage}: the host path was made for tensors on {self._device}, not on "
-                f"{specification.device}; use --adaptra-host-transport off"
+                f"stage {self.stage}: the host path was made for tensors on {device}, not on {specification.device}; "
+                "use --adaptra-host-transport off"
             )
+        self._sizes_vary = specification.shape is None
         for link in self._links.values():
             link.describe(specification)
 
@@ -154,13 +164,16 @@ class HostTransport:
     def post_receive(self, key: MessageKey, peer: int) -> None:
         self._links[peer].post_receive(key)
         self._peer_of[key] = peer
+        if self._sizes_vary and not self.sees_arrivals(peer):
+            # A link's thread launches what follows a header: nothing may come between them.
+            self.wait_any([key], time.monotonic() + self._timeout_s)
 
     def ready(self, key: MessageKey) -> bool:
         return self._links[self._peer_of[key]].ready(key)
 
     def sees_arrivals(self, peer: int) -> bool:
-        """Always: a link's threads see what comes by either path."""
-        return True
+        """Threads of a link see what comes by either path, but on a GPU the device path has kernels in its queues."""
+        return self._device is None or not self._links[peer].uses_device
 
     def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
         if any(map(self.ready, keys)):
@@ -196,15 +209,15 @@ class HostTransport:
 
     def counters(self, timeout_s: float = 5.0) -> HostCounters:
         """For reports and tests; waits for the delegate's answer."""
-        answer = self._supervisor.counters(timeout_s)
+        answer = self._delegate.counters(timeout_s)
         refused = {} if answer is None else answer.refused
-        return HostCounters(self._supervisor.starts, refused, self.link_counters())
+        return HostCounters(self.delegate_starts, refused, self.link_counters())
 
     def link_counters(self) -> dict[int, LinkCounters]:
         """By peer. Waits for nobody."""
         return {
             peer: LinkCounters(
-                transport=self._supervisor.transport(peer) or self._transports[peer],
+                transport=self._delegate.transport(peer) or self._transports[peer],
                 sessions=link.sessions,
                 doubles=link.doubles,
                 unacknowledged=link.unacknowledged,
@@ -242,17 +255,27 @@ class HostTransport:
     @property
     def delegate_starts(self) -> int:
         """How often this stage's delegate was started: 1 unless it died."""
-        return self._supervisor.starts
+        return self._delegate.starts
 
     @property
     def delegate_process_id(self) -> int | None:
         """Of the running delegate; None between two."""
-        return self._supervisor.process_id
+        return self._delegate.process_id
 
-    def close(self) -> None:
+    def close(self, *, drained: bool = True) -> bool:
+        self._close_links()
+        return self._maker is None or self._maker.close()
+
+    def _close_links(self) -> None:
         for link in self._links.values():
             link.close()
-        self._supervisor.close()
+        if self._supervisor is not None:
+            self._supervisor.close()
+
+    @property
+    def _delegate(self) -> Supervisor:
+        assert self._supervisor is not None, "there is one once the links have come up"
+        return self._supervisor
 
 
 def _settings_for(transport: str, settings: HostSettings) -> HostSettings:

@@ -31,6 +31,8 @@ class HostSettings:
     """TCP connections per link; no more than either end has cores for."""
     rnics: tuple[str, ...] = ()
     """RDMA devices that verbs uses, in the order in which the other hosts' match them; none for all with a link."""
+    cpus: frozenset[int] = frozenset()
+    """What the delegate and the threads that copy run on: those near this stage's GPU; none for any."""
     slots: int = 16
     slot_nbytes: int = MEBIBYTE // 2
     """A ring holds slots * slot_nbytes; few enough to stay in a cache, enough for copies and wire to overlap. Each slot

@@ -9,16 +9,13 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import torch.distributed as dist
+from dataclasses import asdict, dataclass
 
 from adaptra_megatron.transport.control import Open
 from adaptra_megatron.transport.handshake import PIPELINE_NBYTES
 from adaptra_megatron.transport.host_settings import HostSettings, usable_cores
-from adaptra_megatron.transport.messages import TransportError
 from adaptra_megatron.transport.placement import (
+    agree_on_host_path,
     choose_transport,
     host_identity,
     lacks_verbs,
@@ -27,6 +24,7 @@ from adaptra_megatron.transport.placement import (
     listening_host,
     verbs_or_auto,
 )
+from adaptra_megatron.transport.rendezvous import Rendezvous
 from adaptra_megatron.transport.shm_wire import LANES as SHM_LANES
 from adaptra_megatron.transport.verbs_device import why_unavailable
 
@@ -73,23 +71,22 @@ class _Host:
     """What a stage says first."""
 
     identity: str
-    name: str
     token: str
     lacks_verbs: str | None
     cores: int
 
 
-def meet(group: dist.ProcessGroup, peers: Sequence[int], settings: HostSettings) -> Meeting:
-    """Called by all ranks of the pipeline's process group at the same point; the listeners are the caller's.
+def meet(rendezvous: Rendezvous, peers: Sequence[int], settings: HostSettings) -> Meeting:
+    """Called by all stages of the pipeline at the same point; the listeners are the caller's.
 
     Raises TransportError on all of them if any cannot listen, or cannot be joined to a peer as `settings` ask for;
     it names those ranks and what keeps each.
     """
-    stage = group.rank()
+    stage = rendezvous.stage
     looks = settings.transport in ("auto", "verbs")
     lacking = why_unavailable(list(settings.rnics)) if looks else "it was not asked for"
-    mine = _Host(host_identity(), socket.gethostname(), secrets.token_hex(PIPELINE_NBYTES), lacking, usable_cores())
-    hosts: list[_Host] = _gather(group, mine)
+    mine = _Host(host_identity(), secrets.token_hex(PIPELINE_NBYTES), lacking, usable_cores())
+    hosts = [_Host(**told) for told in rendezvous.gather("places", asdict(mine))]
     transports: dict[int, str] = {}
     listeners: dict[str, socket.socket] = {}
     addresses: dict[str, Address] = {}
@@ -100,16 +97,12 @@ def meet(group: dist.ProcessGroup, peers: Sequence[int], settings: HostSettings)
     except Exception as cause:  # whatever it is, the others are to know
         failure = cause
     try:
-        said = None if failure is None else _spelled(failure)
-        offers: list[tuple[dict[str, Address], str | None]] = _gather(group, (addresses, said))
-        causes = {stage: cause for stage, (_addresses, cause) in enumerate(offers) if cause is not None}
-        if causes:
-            raise _error(group, hosts, causes) from failure
+        offered = rendezvous.gather("addresses", addresses)
+        agree_on_host_path(rendezvous, "listening", failure)
     except BaseException:
         _close(listeners)
         raise
-    addresses_of, cores = [offer[0] for offer in offers], [host.cores for host in hosts]
-    return Meeting(stage, hosts[0].token, transports, listeners, addresses_of, cores)
+    return Meeting(stage, hosts[0].token, transports, listeners, offered, [host.cores for host in hosts])
 
 
 def _choose(hosts: Sequence[_Host], stage: int, peer: int, wanted: str) -> str:
@@ -143,27 +136,3 @@ def _listen(
 def _close(listeners: dict[str, socket.socket]) -> None:
     for listener in listeners.values():
         listener.close()
-
-
-def _spelled(failure: Exception) -> str:
-    return str(failure) if isinstance(failure, TransportError) else f"{type(failure).__name__}: {failure}"
-
-
-def _error(group: dist.ProcessGroup, hosts: Sequence[_Host], causes: dict[int, str]) -> TransportError:
-    """One for all ranks: stages with the same cause are named together."""
-    stages_by_cause: dict[str, list[int]] = {}
-    for stage, cause in causes.items():
-        stages_by_cause.setdefault(cause, []).append(stage)
-    parts = []
-    for cause, stages in stages_by_cause.items():
-        who = [f"rank {dist.get_global_rank(group, stage)} (stage {stage} on {hosts[stage].name})" for stage in stages]
-        parts.append(f"{', '.join(who)}: {cause}")
-    return TransportError(
-        f"the host path cannot be set up: {'; '.join(parts)}; --adaptra-host-transport off runs without the host path"
-    )
-
-
-def _gather(group: dist.ProcessGroup, mine: Any) -> list[Any]:
-    gathered: list[Any] = [None] * group.size()
-    dist.all_gather_object(gathered, mine, group=group)
-    return gathered

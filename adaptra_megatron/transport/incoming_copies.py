@@ -1,42 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """Received messages on their way from host memory to a device.
 
-The copy of a message is put on the copy stream as soon as it is both here and asked for; so the device has no more
-received messages in its memory than if their receives had been posted with torch.distributed. The training thread's
-`take` makes its stream wait for the copy's event, not itself.
+A message that was asked for before it began to come is copied part by part, straight out of the ring, by whichever
+thread reads that; a thread of this object lets the sender have the slots again when the device has read them. Nothing
+that a slot waits for waits for the training, so the ring never stands still for long. Any other message is put together
+in host memory first, and its copy is put on the copy stream when it is asked for: so the device has no more received
+messages in its memory than if their receives had been posted with torch.distributed. The training thread's `take` makes
+its stream wait for the copy's event, not itself.
 
-The tensor comes from the copy stream's share of the device's memory, for there nothing has to be waited for before the
-copy: memory that computation has just freed may still be in use by what is queued. In return its memory must be kept,
-once freed, until computation that uses it is done.
+The tensor comes from a share of the device's memory that only received tensors have, for there nothing has to be waited
+for before the copy: memory that computation has just freed may still be in use by what is queued. In return its memory
+must be kept, once freed, until computation that uses it is done.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
+from typing import NamedTuple
 
 import torch
 
-from adaptra_megatron.transport.cuda_device import Device, Event, device_error
-from adaptra_megatron.transport.page_locks import PageLocks
+from adaptra_megatron.transport._ring import Event as RingEvent
+from adaptra_megatron.transport._ring import Ring
+from adaptra_megatron.transport.cuda_device import Device, Event, bytes_of, device_error
+from adaptra_megatron.transport.page_locks import PageLocks, RingPages
 
 logger = logging.getLogger("adaptra_megatron.transport.incoming_copies")
 
-POLL_S = 0.001
+IDLE_S = 60.0
 
 
 class IncomingCopy:
-    """One message; a `device_copies.Receipt`."""
+    """One message; a `copies.Receipt`."""
 
-    def __init__(self, host: torch.Tensor, copies: IncomingCopies) -> None:
-        self._host: torch.Tensor | None = host
-        self._copies = copies
+    def __init__(self, copies: IncomingCopies, host: torch.Tensor | None) -> None:
+        """`host`: all of it, in host memory; None: it comes part by part."""
+        self.missing_nbytes = 0
+        """Parts that have not come."""
+        self.tensor: torch.Tensor | None = None
+        self.copied: Event | None = None
+        self.failure: RuntimeError | None = None
+        self._copies, self._host = copies, host
         self._lock = threading.Lock()
-        self._tensor: torch.Tensor | None = None
-        self._copied: Event | None = None
-        self._failure: RuntimeError | None = None
 
     def begin(self) -> None:
         with self._lock:
@@ -44,53 +51,89 @@ class IncomingCopy:
                 return
             host, self._host = self._host, None
             try:
-                self._tensor, self._copied = self._copies.launch(host)
+                self.tensor, self.copied = self._copies.launch(host)
             except RuntimeError as cause:
-                self._failure = cause
+                self.failure = cause
 
     def take(self) -> torch.Tensor:
         self.begin()
-        if self._failure is not None:
-            raise device_error(self._copies.link, self._failure) from self._failure
-        assert self._tensor is not None
-        assert self._copied is not None
-        tensor, self._tensor = self._tensor, None
-        self._copies.hand_over(tensor, self._copied)
+        if self.failure is not None:
+            raise device_error(self._copies.link, self.failure) from self.failure
+        assert self.tensor is not None
+        assert self.copied is not None
+        tensor, self.tensor = self.tensor, None
+        self._copies.hand_over(tensor, self.copied)
         return tensor
+
+
+class _UnderWay(NamedTuple):
+    """A copy that was put on the stream."""
+
+    copied: Event
+    held: tuple[torch.Tensor, torch.Tensor]
+    """What it reads and writes."""
+    part: tuple[Ring, int, int] | None
+    """The slots that it reads, and first of all their ring; None for a whole message."""
+    last: bool
+    """Whether the message is complete with it: whoever takes that looks at the event."""
 
 
 class IncomingCopies:
     """All of one link."""
 
-    def __init__(self, device: Device, *, link: str) -> None:
+    def __init__(self, device: Device, *, link: str, locks: PageLocks) -> None:
         self.link = link
-        self._device = device
+        self._device, self._locks = device, locks
         self._stream = device.new_stream()
-        self._page_locks = PageLocks(device, link)
-        self._lock = threading.Lock()
-        self._under_way: deque[tuple[torch.Tensor, Event]] = deque()
-        """Host memory that the device reads, in the order of the copies."""
+        self._pages = RingPages(device, self._stream, locks)
+        self._coming: dict[int, IncomingCopy] = {}
+        """By sequence number: of which parts have come. Guarded, as all parts are, by `self._pages.launching`."""
+        self._changed = threading.Condition()
+        self._under_way: deque[_UnderWay] = deque()
+        self._unused_events: list[Event] = []
+        self._closing = False
+        self._thread = threading.Thread(target=self._release_until_closed, name=f"adaptra-copied-{link}", daemon=True)
+        self._thread.start()
 
-    def receive(self, host: torch.Tensor) -> IncomingCopy:
-        """See `device_copies.Copies`."""
-        self._let_go()
-        copy = IncomingCopy(host, self)
-        if host.nbytes and not self._page_locks.lock(host):
+    def use_ring(self, ring: Ring) -> None:
+        """See `copies.Copies.use_rings`."""
+        self._pages.use(ring)
+
+    def receive(self, host: torch.Tensor, block_nbytes: int) -> IncomingCopy:
+        """See `copies.Copies`."""
+        copy = IncomingCopy(self, host)
+        if host.nbytes and not self._locks.lock(host.data_ptr(), block_nbytes):
             # From pageable memory a copy takes the thread that asks for it: let it be this one, which holds no lock.
             copy.begin()
         return copy
 
+    def receive_part(self, part: RingEvent, dtype: torch.dtype, ring: Ring) -> IncomingCopy | None:
+        """See `copies.Copies`."""
+        with self._pages.launching:
+            copy = self._coming.get(part.sequence)
+            if copy is None:
+                copy = self._coming[part.sequence] = IncomingCopy(self, None)
+                copy.missing_nbytes = part.total_nbytes
+            copy.missing_nbytes -= part.nbytes
+            try:
+                if copy.failure is None:
+                    self._launch_part(copy, part, dtype, ring)
+            except RuntimeError as cause:
+                copy.failure = cause
+            if copy.failure is not None:
+                ring.release_frames(part.first_slot, part.slots)
+            if copy.missing_nbytes:
+                return None
+            return self._coming.pop(part.sequence)
+
     def launch(self, host: torch.Tensor) -> tuple[torch.Tensor, Event]:
         """Put the copy of a message on the copy stream; its host memory is held until that is done."""
-        device, stream = self._device, self._stream
-        with self._lock:
-            tensor = device.empty(host.shape, host.dtype, stream)
-            if host.nbytes == 0:
-                return tensor, device.record(stream)
-            device.copy(tensor, host, stream)
-            copied = device.record(stream)
-            self._under_way.append((host, copied))
-            return tensor, copied
+        tensor = self._device.empty(host.shape, host.dtype, self._device.memory_stream)
+        if host.nbytes:
+            self._device.copy(tensor, host, self._stream)
+        copied = self._device.record(self._stream)
+        self._follow(_UnderWay(copied, (host, tensor), None, last=True))
+        return tensor, copied
 
     def hand_over(self, tensor: torch.Tensor, copied: Event) -> None:
         """Make the calling thread's current stream wait for `tensor`, and its memory wait for that stream."""
@@ -101,27 +144,50 @@ class IncomingCopies:
         except RuntimeError as cause:
             raise device_error(self.link, cause) from cause
 
-    def close(self, timeout_s: float) -> None:
-        """Wait for the copies under way, at most `timeout_s`; see `device_copies.Copies`."""
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            while not self._device.idle(self._stream):
-                if time.monotonic() >= deadline_s:
-                    # What is locked stays locked, for the device may still read it.
-                    logger.warning("link %s: the device does not end its copies; memory stays locked", self.link)
-                    return
-                time.sleep(POLL_S)
-        except RuntimeError as error:
-            logger.debug("link %s: closed on a failed device: %s", self.link, error)
-        with self._lock:
-            self._under_way.clear()
-        self._page_locks.close()
+    def close(self, timeout_s: float) -> bool:
+        """Wait for the copies under way, at most `timeout_s`. False if the device may still read host memory then."""
+        drained = self._pages.use(None, timeout_s)
+        if not drained:
+            logger.warning("link %s: the device does not end its copies; memory stays locked", self.link)
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        return drained
 
-    def _let_go(self) -> None:
-        """Of host memory that the device has read."""
-        with self._lock:
+    def _launch_part(self, copy: IncomingCopy, part: RingEvent, dtype: torch.dtype, ring: Ring) -> None:
+        device, last = self._device, copy.missing_nbytes == 0
+        if copy.tensor is None:
+            copy.tensor = device.empty(part.shape, dtype, device.memory_stream)
+        _header, payload = ring.slot_offsets(part.first_slot)
+        source = torch.frombuffer(ring, dtype=torch.uint8)[payload : payload + part.nbytes]
+        device.copy(bytes_of(copy.tensor)[part.offset : part.offset + part.nbytes], source, self._stream)
+        unused = self._unused_events.pop() if self._unused_events and not last else None
+        copied = device.record(self._stream, unused)
+        if last:
+            copy.copied = copied
+        self._follow(_UnderWay(copied, (source, copy.tensor), (ring, part.first_slot, part.slots), last))
+
+    def _follow(self, copy: _UnderWay) -> None:
+        with self._changed:
+            self._under_way.append(copy)
+            self._changed.notify()
+
+    def _release_until_closed(self) -> None:
+        while True:
+            with self._changed:
+                while not self._under_way:
+                    if self._closing:
+                        return
+                    self._changed.wait(IDLE_S)
+                copy = self._under_way.popleft()
             try:
-                while self._under_way and self._under_way[0][1].query():
-                    self._under_way.popleft()
-            except RuntimeError as error:
-                logger.debug("link %s: host memory is kept for a failed device: %s", self.link, error)
+                copy.copied.synchronize()
+            except RuntimeError as error:  # whoever takes the message meets it, too
+                logger.debug("link %s: a copy to a failed device: %s", self.link, error)
+            if copy.part is not None:
+                ring, first_slot, slots = copy.part
+                ring.release_frames(first_slot, slots)
+            if not copy.last:
+                self._unused_events.append(copy.copied)
+            del copy  # or an idle thread would hold the last message

@@ -28,7 +28,7 @@ from adaptra_megatron.transport.notes import (
     Sent,
     Until,
 )
-from adaptra_megatron.transport.paths import PROBE_NBYTES, PathSettings
+from adaptra_megatron.transport.paths import PROBE_NBYTES, PathSettings, TransferTimes
 
 Specification = TypeVar("Specification")
 
@@ -103,8 +103,9 @@ class _Session:
     """Numbers of the receives under way, in order; negative for probes."""
     asked_s: float = math.inf
     sent: int = 0
-    """How much the sender says it has sent, and when that was heard."""
+    """How much the sender says it has sent, when that was heard, and how large the first of it is that has not come."""
     sent_s: float = math.inf
+    sent_nbytes: int = 0
 
 
 class Inlet(Generic[Specification]):
@@ -119,6 +120,7 @@ class Inlet(Generic[Specification]):
         self.was_healthy = False
         """Whether the session that ended last had carried messages."""
         self._settings = settings
+        self._transfers = TransferTimes(settings)
         self._asked: dict[int, tuple[MessageKey, Specification]] = {}
         self._session: _Session | None = None
 
@@ -131,6 +133,14 @@ class Inlet(Generic[Specification]):
     def carries(self) -> bool:
         """Whether messages have come by the device path, or are expected on it, since it was last made."""
         return self._session is not None and self._session.opened is not None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether messages are to come by the device path from now on, or are still under way on it."""
+        current = self._session
+        if current is None or current.opened is None:
+            return False
+        return current.opened.until is None or any(number >= 0 for number in current.waiting)
 
     def expects(self, key: MessageKey) -> bool:
         """Whether the device path owes this message."""
@@ -168,6 +178,7 @@ class Inlet(Generic[Specification]):
         if current is None or current.number != session:
             return None
         number = current.waiting.popleft()
+        self._transfers.took(nbytes, now_s - current.sent_s if current.sent > current.received else 0.0)
         current.received += 1
         current.asked_s = current.sent_s = math.inf
         current.unconfirmed_nbytes += nbytes
@@ -226,7 +237,7 @@ class Inlet(Generic[Specification]):
             current.frozen = None
             self._issue()
         elif isinstance(note, Sent):
-            current.sent, current.sent_s = note.count, now_s
+            current.sent, current.sent_s, current.sent_nbytes = note.count, now_s, note.nbytes
 
     def suspect(self, since_s: float, now_s: float) -> float:
         """The training has waited since `since_s` for something that the device path owes.
@@ -239,9 +250,11 @@ class Inlet(Generic[Specification]):
             return now_s + settings.suspicion_s
         index = current.received
         if current.sent > index and math.isfinite(current.sent_s):
-            if now_s < current.sent_s + settings.stall_s:
-                return current.sent_s + settings.stall_s
+            until_s = current.sent_s + settings.stall_s + self._transfers.allowed_s(current.sent_nbytes)
+            if now_s < until_s:
+                return until_s
             waited_s = now_s - current.sent_s
+            self._transfers.took(current.sent_nbytes, waited_s)
             self.failed(current.number, f"what was sent did not arrive for {waited_s:.1f} s")
             return math.inf
         asked_s = current.asked_s if math.isfinite(current.asked_s) else since_s

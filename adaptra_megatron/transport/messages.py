@@ -9,11 +9,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from adaptra_megatron.transport.paths import Path
+from adaptra_megatron.transport.paths import LinkCounters, Path, ProbeTimes
 
 
 class Direction(str, enum.Enum):
@@ -84,10 +84,16 @@ class Transport(Protocol):
         """Send `tensor` (any shape and dtype). Returns at once; the bytes are held until they have left."""
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
-        """Announce that `key` will come from `peer`. Keys of one peer must be posted in the order it sends them."""
+        """Announce that `key` will come from `peer`. Keys of one peer must be posted in the order it sends them.
+
+        What this puts on a device it puts there before it returns: the order of all posts and sends is what keeps
+        devices from waiting for each other for ever (schedule.launch_order). Where the size is not known beforehand,
+        it may have to wait for a header first.
+        """
 
     def sees_arrivals(self, peer: int) -> bool:
-        """Whether the CPU sees what has arrived from `peer`: what `ready` and `wait_any` live by."""
+        """Whether the CPU sees what arrives from `peer`, which is what `ready` and `wait_any` live by, and nothing
+        between the two stages stands in a queue of a device meanwhile. May change at any time."""
 
     def ready(self, key: MessageKey) -> bool:
         """Whether `wait(key)` would return, or raise, without waiting."""
@@ -110,5 +116,41 @@ class Transport(Protocol):
     def take_times(self) -> tuple[Sequence[MessageTimes], Sequence[MessageTimes]]:
         """Times of the messages sent and received since the last call; empty where they cannot be seen."""
 
-    def close(self) -> None:
-        """Release threads and groups. Safe to call twice."""
+    def close(self, *, drained: bool = True) -> bool:
+        """Release links and threads, in bounded time. Safe to call twice.
+
+        `drained`: whether all that was posted has been received; then what was sent last still leaves. Otherwise what
+        is under way is aborted, at both ends. Returns False where that did not end what is on the device: then this
+        process cannot be expected to end by itself.
+        """
+
+
+@runtime_checkable
+class TwoPathTransport(Protocol):
+    """What a transport can do besides whose links have a path through host memory, and mostly a second one."""
+
+    stage: int
+
+    @property
+    def peers(self) -> Sequence[int]:
+        """Stages that this one has links to."""
+
+    @property
+    def delegate_starts(self) -> int:
+        """How often this stage's delegate was started: 1 unless it died."""
+
+    def link_counters(self) -> dict[int, LinkCounters]:
+        """By peer. Waits for nobody."""
+
+    def prefer(self, peer: int, path: Path) -> None:
+        """Send to `peer` by this path while it is healthy; a link with the host path only stays there."""
+
+    def measure(self, peer: int) -> None:
+        """Begin to probe the path that messages to `peer` do not take; `take_probes` has the result, some time later.
+
+        A burst of messages of the usual size, one after the other. Nothing happens while that path is down, on a link
+        with the host path only, and before the first message. Never waits.
+        """
+
+    def take_probes(self) -> list[ProbeTimes]:
+        """Of the bursts that have ended since the last call, of all links."""

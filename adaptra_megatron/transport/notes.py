@@ -93,11 +93,12 @@ class Ask:
 
 @dataclass(frozen=True)
 class Sent:
-    """From the sender, in answer to Ask: yes, as all before `count`."""
+    """From the sender, in answer to Ask: yes, as all before `count`; the message asked for has so many bytes."""
 
     name: ClassVar[str] = "sent"
     session: int
     count: int
+    nbytes: int
 
 
 @dataclass(frozen=True)

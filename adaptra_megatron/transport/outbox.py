@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from adaptra_megatron.transport.device_copies import Payload
+from adaptra_megatron.transport.copies import Payload
 from adaptra_megatron.transport.messages import MessageKey
 
 

@@ -32,7 +32,7 @@ from adaptra_megatron.transport.notes import (
     Sent,
     Until,
 )
-from adaptra_megatron.transport.paths import PROBE_NBYTES, Path, PathSettings
+from adaptra_megatron.transport.paths import PROBE_NBYTES, Path, PathSettings, TransferTimes
 from adaptra_megatron.transport.probes import Burst
 
 Payload = TypeVar("Payload")
@@ -99,6 +99,8 @@ class _Session(Generic[Payload]):
     """By index: what may have to be sent again."""
     burst: Burst | None = None
     """What the receiver has been told to expect, or nothing."""
+    probe_nbytes: int = PROBE_NBYTES
+    """Of the probe that was sent last."""
     awaited: bool = False
     """Whether it does by now."""
 
@@ -106,7 +108,12 @@ class _Session(Generic[Payload]):
 class Outlet(Generic[Payload]):
     """Not safe for threads: its link's lock guards it."""
 
-    def __init__(self, settings: PathSettings, is_computed: Callable[[Payload], bool] = lambda payload: True) -> None:
+    def __init__(
+        self,
+        settings: PathSettings,
+        nbytes_of: Callable[[Payload], int],
+        is_computed: Callable[[Payload], bool] = lambda payload: True,
+    ) -> None:
         """`is_computed`: whether what was handed over to be sent is there; until then nobody can miss it."""
         self.posted = 0
         """Messages posted so far: the number of the next one."""
@@ -121,7 +128,8 @@ class Outlet(Generic[Payload]):
         """Of the last failure."""
         self.was_healthy = False
         """Whether the session that failed last had been."""
-        self._settings, self._is_computed = settings, is_computed
+        self._settings, self._nbytes_of, self._is_computed = settings, nbytes_of, is_computed
+        self._transfers = TransferTimes(settings)
         self._preferred = settings.preferred
         self._session: _Session[Payload] | None = None
         self._sessions = 0
@@ -218,7 +226,9 @@ class Outlet(Generic[Payload]):
             self.confirmed(note.session, note.count)
         elif isinstance(note, Ask):
             waiting = (index for index, each in current.retained.items() if not self._is_computed(each.payload))
-            self.effects.notes.append(Sent(note.session, next(waiting, current.sent)))
+            asked_for = current.retained.get(note.index)
+            nbytes = self._nbytes_of(asked_for.payload) if asked_for is not None else current.probe_nbytes
+            self.effects.notes.append(Sent(note.session, next(waiting, current.sent), nbytes))
         elif isinstance(note, Awaiting):
             current.awaited = True
             self._measure(current, now_s)
@@ -253,8 +263,7 @@ class Outlet(Generic[Payload]):
         if session.failed:
             return math.inf
         if math.isfinite(session.proven_s):
-            since_s = session.burst.waiting_since_s if session.burst is not None else None
-            return math.inf if since_s is None else since_s + self._settings.probe_limit_s
+            return self._probe_due_s(session)
         limit_s = session.since_s + self._settings.probe_limit_s
         return min(limit_s, session.next_probe_s if session.ready else limit_s)
 
@@ -281,6 +290,7 @@ class Outlet(Generic[Payload]):
         self.effects.sends.append(DeviceSend(session.number, session.sent, None, nbytes))
         session.sent += 1
         session.probed += 1
+        session.probe_nbytes = nbytes
 
     def _measure(self, session: _Session[Payload], now_s: float) -> None:
         """Send the probe of the burst that is due."""
@@ -291,17 +301,29 @@ class Outlet(Generic[Payload]):
 
     def _probed(self, session: _Session[Payload], note: Probed, now_s: float) -> None:
         burst = session.burst
-        if burst is None or not burst.answered(note.index, note.arrived_s):
+        since_s = burst.waiting_since_s if burst is not None else None
+        if burst is None or since_s is None or not burst.answered(note.index, note.arrived_s):
             return
+        self._transfers.took(burst.nbytes, now_s - since_s)
         if burst.over:
             self.effects.measured, session.burst = burst, None
         else:
             self._measure(session, now_s)
 
     def _give_up_measuring(self, session: _Session[Payload], now_s: float) -> None:
-        since_s = session.burst.waiting_since_s if session.burst is not None else None
-        if since_s is not None and now_s >= since_s + self._settings.probe_limit_s:
-            self.failed(session.number, f"a probe did not arrive in {self._settings.probe_limit_s:g} s")
+        burst = session.burst
+        if burst is not None and now_s >= self._probe_due_s(session):
+            assert burst.waiting_since_s is not None
+            waited_s = now_s - burst.waiting_since_s
+            self._transfers.took(burst.nbytes, waited_s)
+            self.failed(session.number, f"a probe did not arrive in {waited_s:.1f} s")
+
+    def _probe_due_s(self, session: _Session[Payload]) -> float:
+        """When the probe that is under way must have arrived."""
+        burst = session.burst
+        if burst is None or burst.waiting_since_s is None:
+            return math.inf
+        return burst.waiting_since_s + self._settings.probe_limit_s + self._transfers.allowed_s(burst.nbytes)
 
     def _cut_burst_short(self, session: _Session[Payload]) -> None:
         """Messages are to go by the device path: what the receiver expects before them leaves at once, unmeasured."""

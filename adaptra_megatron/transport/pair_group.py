@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device path's wire: a process group of two ranks for one directed link and one session.
+"""The device path's wire: one end of a directed link for one session, made by its two ends alone on the job's store.
 
-Groups are made directly on the job's store, not by `new_group`: that needs the rest of the job, while a link must be
-repaired by its two ends alone, in the middle of an iteration.
+Nothing of it is collective over more ranks than these two: a link can be made again in the middle of an iteration.
+Over NCCL see nccl_link.py; here over gloo, for tensors of CPUs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from adaptra_megatron.transport.cuda_device import Event
 
 _EXPIRED = timedelta(milliseconds=1)
 _LIFELINE_TAG = (1 << 31) - 1
+ENDED = "the session was ended"
 
 
 class PairEnds(NamedTuple):
@@ -36,41 +37,47 @@ class Work(Protocol):
 
 
 class LinkGroup(Protocol):
-    """One end of one session of a directed link. Threads take turns to send, and to receive; `abort` is for any."""
+    """One end of one session of a directed link. Threads take turns to send, and to receive; `abort` is for any.
+
+    Whatever cannot be done, or is asked of a session that has ended, raises RuntimeError.
+    """
 
     ends: PairEnds
-    one_at_a_time: bool
-    """Whether a receive is to begin only when the one before it is over, and by the thread that waits for it."""
+    tagged: bool
+    """Whether messages are matched by tags: then none is held up by one that was asked for before it."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory to receive into."""
+        """Memory to receive into, which nothing else uses."""
 
     def bring(self, host: torch.Tensor) -> torch.Tensor:
-        """A small tensor in host memory, to be sent. Returns at once."""
+        """A small tensor [n] in host memory, to be sent. Returns at once."""
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A small tensor that was received, in host memory."""
+        """A small tensor [n] that was received, in host memory."""
 
-    def send_after(self, event: Event) -> None:
-        """What is sent from now on is there only after `event`. Returns at once."""
+    def begin_after(self, event: Event) -> None:
+        """What is sent or received from now on begins after `event`. Returns at once."""
 
     def send(self, tensor: torch.Tensor, tag: int) -> Any:
-        """Send a contiguous tensor. Returns at once; the caller keeps its bytes until the peer has confirmed them."""
+        """Begin to send a contiguous tensor; its bytes are held until they have left."""
 
     def receive(self, buffer: torch.Tensor, tag: int) -> Any:
-        """Fill `buffer` with the message of this tag, or with the next one. Returns at once."""
+        """Begin to fill `buffer` with the message of this tag, or with the next one where there are no tags."""
 
     def wait(self, work: Any, timeout_s: float) -> None:
-        """Block until `work` is done. Raises RuntimeError where it failed; a wait that expires ends the session."""
+        """Block until `work` is done. A wait that expires ends the session."""
 
-    def abort(self) -> None:
+    def abort(self, cause: str = ENDED) -> None:
         """End the session: every wait at both ends raises. Safe to call twice, and from any thread."""
+
+    def wait_until_freed(self, deadline_s: float) -> bool:
+        """Whether nothing of the session is left by `deadline_s`, once it has been ended."""
 
 
 class PairGroup:
     """One end of a directed link over gloo. Both ends construct it at about the same time, with the same store."""
 
-    one_at_a_time = False
+    tagged = True
 
     def __init__(self, store: Any, ends: PairEnds, *, sends: bool, timeout_s: float) -> None:
         """`store`: torch.distributed's, used by this session alone. `sends`: whether this is the source's end.
@@ -93,7 +100,7 @@ class PairGroup:
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def send_after(self, event: Event) -> None:
+    def begin_after(self, event: Event) -> None:
         """What is in host memory has no event."""
         event.synchronize()
 
@@ -112,7 +119,11 @@ class PairGroup:
         """Block until `work` is done. Raises RuntimeError where it failed; a wait that expires ends the session."""
         work.wait(timedelta(seconds=timeout_s))
 
-    def abort(self) -> None:
+    def abort(self, cause: str = ENDED) -> None:
         """End the session: every wait at both ends raises. Safe to call twice, and from any thread."""
         with contextlib.suppress(RuntimeError):
             self._lifeline.wait(_EXPIRED)
+
+    def wait_until_freed(self, deadline_s: float) -> bool:
+        """What is left goes with the last reference."""
+        return True

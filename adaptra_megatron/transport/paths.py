@@ -34,7 +34,11 @@ class PathSettings:
     suspicion_s: float = 0.25
     """How long the training waits for a message of the device path before it asks whether that was sent at all."""
     stall_s: float = 0.75
-    """How long a message that was sent may then still take before the device path counts as dead."""
+    """How long a message that was sent may then still take before the device path counts as dead, however small."""
+    slow_nbytes_per_s: float = 100e6
+    """A device path that carries as much is slow, not dead: a message may take as long beyond `stall_s`."""
+    longest_transfer_s: float = 10.0
+    """The longest that any message may take beyond `stall_s`: a path that is slower than that is of no use."""
     host_patience_s: float = 0.5
     """How long the host path may be down before messages go by the device path instead."""
     probes: int = 8
@@ -42,7 +46,7 @@ class PathSettings:
     probe_pause_s: float = 0.05
     """Between two probes, once the device path has failed before."""
     probe_limit_s: float = 5.0
-    """How long a device session may take to come up and let the probes through, and one probe of it later on."""
+    """How long a device session may take to come up and let the probes through, and one small probe later on."""
     measuring_probes: int = 3
     """In a burst that measures the path that messages do not take, one after the other."""
     first_rest_s: float = 0.5
@@ -50,6 +54,24 @@ class PathSettings:
     """After a failure the device path rests, each time twice as long as the time before."""
     forgiven_after_s: float = 60.0
     """A device session that was healthy for as long makes earlier failures forgotten."""
+
+
+class TransferTimes:
+    """How long messages of the device path may take before it counts as dead, by what the latest one has taken."""
+
+    def __init__(self, settings: PathSettings) -> None:
+        self._settings = settings
+        self._s_per_byte = 0.0
+
+    def took(self, nbytes: int, seconds: float) -> None:
+        """What the latest message took, at least; 0 if it was here before it was missed. Small ones tell nothing."""
+        if nbytes > PROBE_NBYTES:
+            self._s_per_byte = seconds / nbytes
+
+    def allowed_s(self, nbytes: int) -> float:
+        """What a message of this size may take beyond what any may: as on a slow path, or twice as the latest took."""
+        s_per_byte = max(1.0 / self._settings.slow_nbytes_per_s, 2.0 * self._s_per_byte)
+        return min(self._settings.longest_transfer_s, nbytes * s_per_byte)
 
 
 @dataclass(frozen=True)
@@ -69,6 +91,20 @@ class PathCounters:
     not come up yet for the first time."""
     host_down: str | None = None
     """Why it cannot take the host path, once that has been down for longer than anybody waits for it."""
+
+
+@dataclass(frozen=True)
+class LinkCounters:
+    """What one link with a host path has seen."""
+
+    transport: str
+    sessions: int
+    """How often it came up."""
+    doubles: int
+    """Messages that came again and were dropped."""
+    unacknowledged: int
+    paths: PathCounters | None
+    """None where there is the host path only."""
 
 
 class ProbeTimes(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Protocol
 from adaptra_megatron.transport.handshake import SECRET_NBYTES
 from adaptra_megatron.transport.interfaces import InterfaceError, interface_address
 from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.rendezvous import Rendezvous
 
 TRANSPORTS = ("auto", "shm", "tcp", "verbs")
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -30,6 +31,18 @@ class Store(Protocol):
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Set `key` to `desired` if it has the value `expected`, or none and that is empty; its value afterwards."""
+
+
+def agree_on_host_path(rendezvous: Rendezvous, what: str, failure: Exception | None) -> None:
+    """Raise TransportError on all stages alike if anything keeps one of them from the host path: `failure` this one.
+
+    `what`: see `Rendezvous.agree`.
+    """
+    causes = rendezvous.agree(what, failure)
+    if causes is not None:
+        raise TransportError(
+            f"the host path cannot be set up: {causes}; --adaptra-host-transport off runs without the host path"
+        ) from failure
 
 
 def host_identity(proc: Path = Path("/proc")) -> str:

@@ -1,102 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device path on GPU tensors: torch.distributed with a backend that works on streams (NCCL).
+"""The device path on GPU tensors, where it is the only one: links over NCCL, on whose streams computation waits.
 
-NCCL has no tags and matches by order, so every directed link has a process group of its own and receives are posted
-in the order in which the peer sends. A wait only makes the current stream wait: the CPU never sees an arrival. When it
-was is told afterwards: by the moment at which computation came to the post, and by how long the receive stood in its
-link's own stream from then on. (A stream that waits for each arrival could tell it directly, but streams share hardware
-queues: with CUDA_DEVICE_MAX_CONNECTIONS=1 such a wait would stand in front of the computation that it waits for.)
+A receive is on the device when it is posted, and so is a send, in the order of the training thread's calls (see
+schedule.launch_order for why that order matters). A wait only makes computation wait: the CPU never sees an arrival.
+When it was is told afterwards, by events before and behind each receive on the link's stream.
+
+A link that fails ends the run. Its receives are left standing: if they ended, what they were to bring would be taken
+for a message, by computation that is queued behind them and by whatever saves its results. So the training thread gets
+an error at its next call, and where it makes none because it waits for the device, the process ends.
 """
 
 from __future__ import annotations
 
 import logging
-import math
+import os
+import sys
+import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
-from datetime import timedelta
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from adaptra_megatron.transport.device_clock import DeviceClock, Mark
+from adaptra_megatron.transport.cuda_device import Device, Event
+from adaptra_megatron.transport.device_clock import DeviceClock
+from adaptra_megatron.transport.link_setup import FREED_S, Link
+from adaptra_megatron.transport.link_watch import LinkWatch
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
+from adaptra_megatron.transport.nccl_link import NcclLink, NcclWork
 from adaptra_megatron.transport.paths import Path
 from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
 
 logger = logging.getLogger("adaptra_megatron.transport.stream_path")
 
-Link = tuple[int, int]
+LAST_MESSAGES_S = 5.0
+"""How long closing waits until what was sent last has left."""
+GRACE_S = 5.0
+"""Left to the training thread to raise the error of a failed link."""
 
 
-class _Marks(NamedTuple):
-    """When computation came to parts of a receive."""
-
-    posted: Mark
-    """It was asked for,"""
-    begun: Mark
-    """and its body was: later where a header had to come first."""
-
-
-class _Timed(NamedTuple):
-    """A receive of this iteration."""
-
-    key: MessageKey
-    peer: int
-    nbytes: int
-    marks: _Marks
-    work: Any
-    """dist.Work; torch's own description of it leaves its duration out."""
+_NO_TAG = 0
+"""NCCL matches by order alone."""
 
 
 class _Receive(NamedTuple):
     peer: int
-    buffer: torch.Tensor | None
-    """None until its size is known."""
-    work: dist.Work | None
+    buffer: torch.Tensor
+    work: NcclWork
+    posted: Event
+    """When computation came to the post."""
 
 
 class StreamTransport:
-    """Transport over one two-rank group per directed link of the pipeline."""
+    """Transport over links of which each carries one direction."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, clock: DeviceClock | None = None) -> None:
-        """`group`: the pipeline's. Called by all ranks of the job, each with its own pipeline, at the same point.
-
-        `clock`: of the device, to tell when messages were asked for and arrived; related to the host's clock, by its
-        owner, between the use of the last message and `take_times`. None: nobody is told.
+    def __init__(
+        self,
+        stage: int,
+        links: Mapping[Link, NcclLink],
+        device: Device,
+        clock: DeviceClock | None,
+        watch: LinkWatch,
+        timeout_s: float,
+        last_resort: Callable[[], None] | None = None,
+    ) -> None:
+        """`links`: of this stage, connected. `clock`: of the device, to tell when messages were posted and arrived:
+        `take_times` is for when the device has used the last of them. None: nothing is timed. `watch`: of the links;
+        tells of failures from now on. `timeout_s`: longest wait for the size of a message. `last_resort`: what ends the
+        process when the training thread does not; None: `end_process`.
         """
-        self._rank = group.rank()
-        self._ranks = [dist.get_global_rank(group, stage) for stage in range(group.size())]
-        self._links = self._make_groups(dist.get_backend(group), timeout_s, times_receives=clock is not None)
+        self._stage, self._links = stage, links
+        self._device, self._clock, self._watch, self._timeout_s = device, clock, watch, timeout_s
+        self._last_resort = last_resort or end_process
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
         self._receives: dict[MessageKey, _Receive] = {}
-        self._announced: dict[int, deque[MessageKey]] = defaultdict(deque)
-        self._sends: list[tuple[MessageKey, int, torch.Tensor, dist.Work | None]] = []
-        self._clock = clock
         self._sent: list[MessageTimes] = []
-        self._received: list[_Timed] = []
-
-    def _make_groups(self, backend: str, timeout_s: float, *, times_receives: bool) -> dict[Link, dist.ProcessGroup]:
-        # Groups of all pipelines are made by all ranks in one order. Local synchronisation would need fewer calls, but
-        # it names a group by how many groups its caller is in, which differs between first, middle and last stages.
-        pipelines: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(pipelines, tuple(self._ranks))
-        groups: dict[Link, dist.ProcessGroup] = {}
-        for ranks in sorted(set(pipelines)):
-            for source, target in _links(len(ranks)):
-                group = dist.new_group(
-                    [ranks[source], ranks[target]],
-                    timeout=timedelta(seconds=timeout_s),
-                    backend=backend,
-                    group_desc=f"ADAPTRA_LINK_{source}_{target}",
-                )
-                if list(ranks) == self._ranks and self._rank in (source, target):
-                    groups[source, target] = group
-                    if times_receives and self._rank == target:
-                        group._enable_collectives_timing()
-        return groups
+        self._received: list[tuple[MessageKey, _Receive]] = []
+        self._failure: TransportError | None = None
+        self._timer: threading.Timer | None = None
+        self._closed = False
+        watch.failed = self._link_failed
 
     def describe(self, specification: TensorSpecification) -> None:
         """Set shape, dtype and device of the messages to come (fixed within an iteration)."""
@@ -104,32 +88,33 @@ class StreamTransport:
 
     def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
         outgoing = tensor.detach().contiguous()
-        if self._specification.shape is None:
-            header = encode_shape(outgoing.shape, outgoing.device)
-            self._sends.append((key, peer, header, self._isend(header, peer, key)))
-        now_s = time.monotonic()
-        self._sends.append((key, peer, outgoing, self._isend(outgoing, peer, key)))
+        with self._raising(key, (self._stage, peer)) as group:
+            self._begin_after_computation(group)
+            if self._specification.shape is None:
+                header = group.bring(encode_shape(outgoing.shape, torch.device("cpu")))
+                group.send(header, _NO_TAG)
+            now_s = time.monotonic()
+            group.send(outgoing, _NO_TAG)
         if self._clock is not None:
             self._sent.append(MessageTimes(key, peer, now_s, now_s, outgoing.nbytes, Path.DEVICE))
-        self._let_go_of_completed_sends()
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
+        """As in Transport. The size of what varies in size is waited for here; one that does not come ends the run."""
         assert key not in self._receives, f"{key} was posted twice"
         specification = self._specification
-        if specification.shape is None:
-            # Nothing can be received ahead: a body's size is in its header, and order is all that matches messages.
-            self._receives[key] = _Receive(peer, None, None)
-            self._announced[peer].append(key)
-            return
-        buffer = torch.empty(specification.shape, dtype=specification.dtype, device=specification.device)
-        self._receives[key] = self._begin_receive(key, peer, buffer)
+        shape = specification.shape
+        if shape is None:
+            header = self._receive(key, peer, (HEADER_NUMBERS,), torch.int64)
+            with self._raising(key, (peer, self._stage)) as group:
+                group.wait(header.work, self._timeout_s)
+                shape = decode_shape(group.read(header.buffer))
+        self._receives[key] = self._receive(key, peer, shape, specification.dtype)
 
     def ready(self, key: MessageKey) -> bool:
-        work = self._receives[key].work
-        return work is not None and work.is_completed()
+        return False
 
     def sees_arrivals(self, peer: int) -> bool:
-        """Never: a receive that is over says so only when it is asked, and one whose size is unknown has not begun."""
+        """Never: computation waits for arrivals, not the CPU."""
         return False
 
     def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
@@ -139,118 +124,91 @@ class StreamTransport:
         return Path.DEVICE
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
-        if self._receives[key].buffer is None:
-            self._receive_through(key, deadline_s)
-        peer, buffer, work = self._receives.pop(key)
-        assert buffer is not None
-        self._settle(work, buffer, key, f"{peer}->{self._rank}", deadline_s)
-        return buffer
-
-    def _receive_through(self, key: MessageKey, deadline_s: float) -> None:
-        """Receive what the sender of `key` sent before it, and `key`: none of its messages can be skipped."""
-        peer = self._receives[key].peer
-        specification = self._specification
-        first = None
-        while first != key:
-            first = self._announced[peer].popleft()
-            posted = None if self._clock is None else self._clock.mark()
-            header = torch.empty(HEADER_NUMBERS, dtype=torch.int64, device=specification.device)
-            self._settle(self._irecv(header, peer, first), header, first, f"{peer}->{self._rank}", deadline_s)
-            body = torch.empty(decode_shape(header.cpu()), dtype=specification.dtype, device=specification.device)
-            self._receives[first] = self._begin_receive(first, peer, body, posted)
-
-    def _begin_receive(self, key: MessageKey, peer: int, buffer: torch.Tensor, posted: Mark | None = None) -> _Receive:
-        """`posted`: when it was asked for; None: now."""
-        begun = None if self._clock is None else self._clock.mark()
-        work = self._irecv(buffer, peer, key)
-        if begun is not None and work is not None:
-            marks = _Marks(begun if posted is None else posted, begun)
-            self._received.append(_Timed(key, peer, buffer.nbytes, marks, work))
-        return _Receive(peer, buffer, work)
+        receive = self._receives.pop(key)
+        with self._raising(key, (receive.peer, self._stage)) as group:
+            group.follow(receive.work, max(0.0, deadline_s - time.monotonic()))
+        if self._clock is not None:
+            self._received.append((key, receive))
+        return receive.buffer
 
     def flush(self, deadline_s: float) -> None:
-        sends, self._sends = self._sends, []
-        for key, peer, tensor, work in sends:
-            self._settle(work, tensor, key, f"{self._rank}->{peer}", deadline_s)
-
-    def _let_go_of_completed_sends(self) -> None:
-        """A send that failed is completed too: to wait for it is to hear of that."""
-        sends, self._sends = self._sends, []
-        completed: list[tuple[MessageKey, int, torch.Tensor, dist.Work | None]] = []
-        for entry in sends:
-            (completed if entry[3] is None or entry[3].is_completed() else self._sends).append(entry)
-        for key, peer, tensor, work in completed:
-            self._settle(work, tensor, key, f"{self._rank}->{peer}", time.monotonic())
+        """Waits for nothing: what has not left is held by its link, and computation does not wait for it."""
+        self._raise_failure()
 
     def take_times(self) -> tuple[Sequence[MessageTimes], Sequence[MessageTimes]]:
         if self._clock is None:
             return (), ()
         sent, self._sent = self._sent, []
         received, self._received = self._received, []
-        try:
-            return sent, self._times_of(self._clock, received)
-        except RuntimeError as cause:
-            self._clock = None
-            logger.warning("stage %d: arrivals from other GPUs are not timed any more: %s", self._rank, cause)
-            return (), ()
+        posted_s = self._clock.seconds([receive.posted for _key, receive in received])
+        arrived_s = self._clock.seconds([receive.work.ended for _key, receive in received])
+        return sent, [
+            MessageTimes(key, receive.peer, begin_s, end_s, receive.buffer.nbytes, Path.DEVICE)
+            for (key, receive), begin_s, end_s in zip(received, posted_s, arrived_s, strict=True)
+        ]
 
-    def _times_of(self, clock: DeviceClock, received: Sequence[_Timed]) -> list[MessageTimes]:
-        """In the order in which they were posted: a receive stands in its link's stream after the one before it."""
-        marks = {id(mark): mark for entry in received for mark in entry.marks}
-        seconds = dict(zip(marks, clock.seconds(marks.values()), strict=True))
-        clock.use_again(list(marks.values()))
-        arrived_s: dict[int, float] = {}
-        times = []
-        for key, peer, nbytes, (posted, begun), work in received:
-            begun_s = max(seconds[id(begun)], arrived_s.get(peer, -math.inf))
-            arrived_s[peer] = begun_s + work._get_duration() / 1e3
-            times.append(MessageTimes(key, peer, seconds[id(posted)], arrived_s[peer], nbytes, Path.DEVICE))
-        return times
-
-    def close(self) -> None:
+    def close(self, *, drained: bool = True) -> bool:
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        now_s = time.monotonic()
         for group in self._links.values():
-            dist.destroy_process_group(group)
-        self._links.clear()
-
-    def _settle(
-        self, work: dist.Work | None, tensor: torch.Tensor, key: MessageKey, link: str, deadline_s: float
-    ) -> None:
-        """On a device, the current stream waits and the backend's watchdog keeps the deadline; else the thread waits.
-
-        A timeout would make NCCL's wait block the thread too, until the transfer is over.
-        """
-        if work is None:
-            return
-        try:
-            if tensor.device.type == "cpu":
-                work.wait(timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
+            if drained and self._failure is None:
+                group.close(now_s + LAST_MESSAGES_S)
             else:
-                work.wait()
-        except RuntimeError as cause:
-            raise self._error(key, link, cause) from cause
+                group.abort()
+        until_s = time.monotonic() + FREED_S
+        freed = [group.wait_until_freed(until_s) for group in self._links.values()]
+        self._watch.close()
+        return all(freed)
 
-    def _error(self, key: MessageKey, link: str, cause: Exception) -> TransportError:
-        return TransportError(
-            f"stage {self._rank}, link {link}: the {key} did not get through; torch.distributed reported: {cause}. "
-            "Look at the stage at the other end first: it died, hangs, cannot be reached, or took longer than "
-            "--adaptra-timeout-s"
+    def _receive(self, key: MessageKey, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> _Receive:
+        device = self._device
+        with self._raising(key, (peer, self._stage)) as group:
+            # Of computation's own memory, which it may still use: so the receive comes behind what it does now.
+            buffer = device.empty(shape, dtype, device.current_stream())
+            posted = self._begin_after_computation(group)
+            return _Receive(peer, buffer, group.receive(buffer, _NO_TAG), posted)
+
+    def _begin_after_computation(self, group: NcclLink) -> Event:
+        event = self._device.record(self._device.current_stream(), timed=self._clock is not None)
+        group.begin_after(event)
+        return event
+
+    def _link_failed(self, link: object, cause: str) -> None:
+        """By the watch's thread."""
+        if self._failure is not None or self._closed:
+            return
+        source, target = next(name for name, group in self._links.items() if group is link)
+        self._failure = TransportError(
+            f"stage {self._stage}, link {source}->{target}: the device path failed: {cause}. Look at the stage at the "
+            "other end first: it died, hangs, or cannot be reached; restart from the last checkpoint"
         )
+        logger.error("%s. This process ends within %g s", self._failure, GRACE_S)
+        self._timer = threading.Timer(GRACE_S, self._last_resort)
+        self._timer.daemon = True
+        self._timer.start()
 
-    # The functions are looked up at each call: fault injection and instrumentation replace them there.
-    def _isend(self, tensor: torch.Tensor, peer: int, key: MessageKey) -> dist.Work | None:
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    @contextmanager
+    def _raising(self, key: MessageKey, link: Link) -> Iterator[NcclLink]:
+        """The link's group, whose errors are raised as those of a message."""
+        self._raise_failure()
         try:
-            return dist.isend(tensor, self._ranks[peer], group=self._links[self._rank, peer])
+            yield self._links[link]
         except RuntimeError as cause:
-            raise self._error(key, f"{self._rank}->{peer}", cause) from cause
-
-    def _irecv(self, tensor: torch.Tensor, peer: int, key: MessageKey) -> dist.Work | None:
-        try:
-            return dist.irecv(tensor, self._ranks[peer], group=self._links[peer, self._rank])
-        except RuntimeError as cause:
-            raise self._error(key, f"{peer}->{self._rank}", cause) from cause
+            self._raise_failure()
+            raise TransportError(
+                f"stage {self._stage}, link {link[0]}->{link[1]}: the {key} did not get through: {cause}. Look at the "
+                "stage at the other end first: it died, hangs, or cannot be reached"
+            ) from cause
 
 
-def _links(stages: int) -> list[Link]:
-    """Both directions between neighbours, the first and the last stage included."""
-    ring = [(stage, (stage + 1) % stages) for stage in range(stages)]
-    return sorted({link for a, b in ring for link in ((a, b), (b, a))})
+def end_process() -> None:
+    """End this process at once, as one that failed, whatever its other threads and its GPU do."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device path on CPU tensors: torch.distributed with a backend whose waits block the calling thread (gloo).
+"""The device path on CPU tensors, where it is the only one: links over gloo, whose waits block the calling thread.
 
-gloo reports completion only to a thread that waits, and an expired wait closes the pair for good. So each neighbour
+gloo reports completion only to a thread that waits, and an expired wait closes the link for good. So each neighbour
 has one thread that waits for its receives and one that waits for its sends: arrivals become visible (and timed) the
 moment they happen, sent tensors are freed soon after they have left, and the training thread only waits on events.
 """
@@ -12,15 +12,15 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from adaptra_megatron.transport.bell import Bell
+from adaptra_megatron.transport.link_setup import Link
 from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes, TensorSpecification, TransportError
+from adaptra_megatron.transport.pair_group import PairGroup, Work
 from adaptra_megatron.transport.paths import Path
 from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
 
@@ -38,16 +38,17 @@ class _Pending:
     cause: Exception | None = None
 
 
-_Works = list[tuple["dist.Work | None", torch.Tensor]]
+_Works = list[tuple[Work, torch.Tensor]]
 _UNWATCHED_SENDS = 4
 
 
 class WaitingThreadTransport:
-    """Transport over torch.distributed on a backend with tags, one waiting thread per neighbour and direction."""
+    """Transport over links with tags, each for one direction, with a waiting thread."""
 
-    def __init__(self, group: dist.ProcessGroup, chunks: int, timeout_s: float) -> None:
-        """`group`: the pipeline's process group. `timeout_s`: longest wait of any single message."""
-        self._group = group
+    def __init__(self, stage: int, links: Mapping[Link, PairGroup], chunks: int, timeout_s: float) -> None:
+        """`links`: of this stage, connected. `chunks`: model chunks per stage. `timeout_s`:
+        longest wait of any single message."""
+        self._stage, self._links = stage, links
         self._chunks = chunks
         self._timeout_s = timeout_s
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
@@ -72,9 +73,10 @@ class WaitingThreadTransport:
         works: _Works = []
         header = encode_shape(outgoing.shape, outgoing.device) if self._specification.shape is None else None
         try:
+            group = self._links[self._stage, peer]
             if header is not None:
-                works.append((self._isend(header, peer, self._tag(key, header=True)), header))
-            works.append((self._isend(outgoing, peer, self._tag(key)), outgoing))
+                works.append((group.send(header, self._tag(key, header=True)), header))
+            works.append((group.send(outgoing, self._tag(key)), outgoing))
         except RuntimeError as cause:  # the link is known to be broken already
             raise self._error(pending, cause, receiving=False) from cause
         self._sends.append(pending)
@@ -92,16 +94,17 @@ class WaitingThreadTransport:
             buffer = torch.empty(specification.shape, dtype=specification.dtype, device=specification.device)
         pending = _Pending(key, peer, buffer, time.monotonic())
         try:
-            work = self._irecv(buffer, peer, self._tag(key, header=specification.shape is None))
+            group = self._links[peer, self._stage]
+            work = group.receive(buffer, self._tag(key, header=specification.shape is None))
         except RuntimeError as cause:  # the link is known to be broken already
             raise self._error(pending, cause, receiving=True) from cause
         self._receives[key] = pending
 
         def complete() -> None:
-            self._wait_all([(work, buffer)])
+            group.wait(work, self._timeout_s)
             if specification.shape is None:
                 body = torch.empty(decode_shape(buffer), dtype=specification.dtype, device=specification.device)
-                self._wait_all([(self._irecv(body, peer, self._tag(key)), body)])
+                group.wait(group.receive(body, self._tag(key)), self._timeout_s)
                 pending.tensor = body
 
         self._waiter("receive", peer).submit(pending, complete)
@@ -144,15 +147,21 @@ class WaitingThreadTransport:
         received, self._received = self._received, []
         return sent, received
 
-    def close(self) -> None:
+    def close(self, *, drained: bool = True) -> bool:
+        if not drained:
+            for group in self._links.values():
+                group.abort()  # wakes the threads
         for waiter in self._waiters.values():
             waiter.stop()
         self._waiters.clear()
+        for group in self._links.values():
+            group.abort()
+        return True
 
     def _watch_sends(self) -> None:
         """Let the waiting threads have the sends posted so far, now that this thread is about to wait anyway."""
         for pending, works in self._unwatched:
-            self._waiter("send", pending.peer).submit(pending, functools.partial(self._wait_all, works))
+            self._waiter("send", pending.peer).submit(pending, functools.partial(self._wait_all, pending.peer, works))
         self._unwatched.clear()
 
     def _settle(self, pending: _Pending, deadline_s: float, *, receiving: bool) -> None:
@@ -163,11 +172,11 @@ class WaitingThreadTransport:
 
     def _error(self, pending: _Pending, cause: Exception | None, *, receiving: bool) -> TransportError:
         """The error for a message that failed with `cause`, or was under way when its deadline came."""
-        rank = self._group.rank()
-        link = f"{pending.peer}->{rank}" if receiving else f"{rank}->{pending.peer}"
+        stage = self._stage
+        link = f"{pending.peer}->{stage}" if receiving else f"{stage}->{pending.peer}"
         seen = "nothing happened until the deadline" if cause is None else f"torch.distributed reported: {cause}"
         return TransportError(
-            f"stage {rank}, link {link}: {'waited for' if receiving else 'could not send'} the {pending.key} "
+            f"stage {stage}, link {link}: {'waited for' if receiving else 'could not send'} the {pending.key} "
             f"for {time.monotonic() - pending.posted_s:.3g} s of at most {self._timeout_s:g} s (--adaptra-timeout-s); "
             f"{seen}. Look at stage {pending.peer} first: it died, hangs, or cannot be reached; restart from the last "
             "checkpoint once it is back"
@@ -179,22 +188,13 @@ class WaitingThreadTransport:
             waiter = self._waiters[name, peer] = _Waiter(f"adaptra-{name}-{peer}", self._bell)
         return waiter
 
-    def _wait_all(self, works: _Works) -> None:
+    def _wait_all(self, peer: int, works: _Works) -> None:
         for work, _held in works:
-            if work is not None:
-                work.wait(timedelta(seconds=self._timeout_s))
+            self._links[self._stage, peer].wait(work, self._timeout_s)
 
     def _tag(self, key: MessageKey, *, header: bool = False) -> int:
-        # Stock's own point-to-point traffic has tag 0.
         number = 2 * (key.micro_batch * self._chunks + key.chunk) + (key.direction is Direction.GRADIENT)
-        return 1 + 2 * number + header
-
-    # The functions are looked up at each call: fault injection and instrumentation replace them there.
-    def _isend(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
-        return dist.isend(tensor, dist.get_global_rank(self._group, peer), group=self._group, tag=tag)
-
-    def _irecv(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work | None:
-        return dist.irecv(tensor, dist.get_global_rank(self._group, peer), group=self._group, tag=tag)
+        return 2 * number + header
 
 
 class _Waiter:

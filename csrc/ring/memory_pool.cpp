@@ -20,10 +20,14 @@ std::uint64_t rounded(std::uint64_t nbytes) {
     return std::max(unit, (nbytes + unit - 1) / unit * unit);
 }
 
-std::byte* map_memory(std::uint64_t nbytes) {
+std::byte* map_memory(std::uint64_t nbytes, bool for_device) {
     void* memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
     if (nbytes >= kHugePage) madvise(memory, nbytes, MADV_HUGEPAGE);  // a wish: without it, it is only slower
+    if (for_device && madvise(memory, nbytes, MADV_DONTFORK) != 0) {
+        munmap(memory, nbytes);
+        throw std::bad_alloc();
+    }
     return static_cast<std::byte*>(memory);
 }
 
@@ -67,7 +71,7 @@ std::shared_ptr<Block> MemoryPool::get(std::uint64_t nbytes) {
             return std::shared_ptr<Block>(new Block(shared_from_this(), unused.data, nbytes, unused.capacity));
         }
     }
-    std::byte* data = map_memory(capacity);
+    std::byte* data = map_memory(capacity, for_device_);
     allow_only(data, nbytes, capacity);
     return std::shared_ptr<Block>(new Block(shared_from_this(), data, nbytes, capacity));
 }

@@ -20,6 +20,7 @@ public:
     Block& operator=(const Block&) = delete;
     std::byte* data() const { return data_; }
     std::uint64_t nbytes() const { return nbytes_; }
+    std::uint64_t capacity() const { return capacity_; }
 
 private:
     friend class MemoryPool;
@@ -34,8 +35,10 @@ private:
 
 class MemoryPool : public std::enable_shared_from_this<MemoryPool> {
 public:
-    // Keeps at most `limit_nbytes` of unused memory.
-    explicit MemoryPool(std::uint64_t limit_nbytes) : limit_nbytes_(limit_nbytes) {}
+    // Keeps at most `limit_nbytes` of unused memory. `for_device`: a device reads it, so a forked child must not have it:
+    // what either process wrote next would go to a copy of the page, and the device would go on reading the old one.
+    explicit MemoryPool(std::uint64_t limit_nbytes, bool for_device = false)
+        : limit_nbytes_(limit_nbytes), for_device_(for_device) {}
     ~MemoryPool();
     MemoryPool(const MemoryPool&) = delete;
     MemoryPool& operator=(const MemoryPool&) = delete;
@@ -52,6 +55,7 @@ private:
     void put_back(std::byte* data, std::uint64_t capacity);
 
     const std::uint64_t limit_nbytes_;
+    const bool for_device_;
     std::mutex mutex_;
     std::uint64_t unused_nbytes_ = 0;
     std::vector<Unused> unused_;  // the one let go last is at the end: its pages are the warmest

@@ -14,28 +14,24 @@ constexpr std::size_t kMaxPartials = 4096;
 // Larger ones take so long to copy that spinning for them saves little, and takes the core from those who copy.
 constexpr std::uint64_t kSmallNbytes = 64 << 10;
 
+// How many parts of a message that is handed out may lie in a ring, at least.
+constexpr std::uint64_t kPartsOfRing = 4;
+
 }  // namespace
 
-Outcome write_message(Ring& ring, FrameHeader header, const std::byte* source, std::uint64_t begin, std::uint64_t end,
-                      double deadline_s) {
-    const bool ends_well = end == header.total_nbytes || end % ring.slot_nbytes() == 0;
-    if (begin % ring.slot_nbytes() != 0 || begin > end || end > header.total_nbytes || !ends_well) {
-        throw FrameError("bytes " + std::to_string(begin) + " to " + std::to_string(end) + " are no part of a message of " +
-                         std::to_string(header.total_nbytes) + " bytes in slots of " +
-                         std::to_string(ring.slot_nbytes()));
-    }
+Outcome write_message(Ring& ring, FrameHeader header, const std::byte* source, double deadline_s) {
     header.kind = FrameKind::kData;
-    header.offset = begin;
+    header.offset = 0;
     do {
         Slot slot;
         const Outcome outcome = ring.claim(slot, deadline_s);
         if (outcome != Outcome::kDone) return outcome;
-        header.nbytes = std::min(ring.slot_nbytes(), end - header.offset);
+        header.nbytes = std::min(ring.slot_nbytes(), header.total_nbytes - header.offset);
         *slot.header = header;
         if (header.nbytes != 0) std::memcpy(slot.payload, source + header.offset, header.nbytes);
         ring.commit(slot);
         header.offset += header.nbytes;
-    } while (header.offset < end);
+    } while (header.offset < header.total_nbytes);
     return Outcome::kDone;
 }
 
@@ -51,10 +47,17 @@ Outcome write_control(Ring& ring, FrameKind kind, std::uint64_t sequence, double
     return outcome;
 }
 
-Inbox::Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes, std::uint64_t window_nbytes)
+Inbox::Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes, std::uint64_t window_nbytes, bool for_device)
     : max_message_nbytes_(max_message_nbytes),
       window_nbytes_(window_nbytes),
-      pool_(std::make_shared<MemoryPool>(pooled_nbytes)) {}
+      for_device_(for_device),
+      pool_(std::make_shared<MemoryPool>(pooled_nbytes, for_device)) {}
+
+void Inbox::ask(std::int64_t iteration, std::uint8_t direction, std::uint32_t chunk, std::uint32_t micro_batch) {
+    const std::lock_guard<std::mutex> lock(asking_);
+    asked_.erase(asked_.begin(), asked_.lower_bound(Key{iteration, 0, 0, 0}));
+    asked_.insert(Key{iteration, direction, chunk, micro_batch});
+}
 
 class Inbox::Hurry {
 public:
@@ -106,17 +109,17 @@ std::optional<Event> Inbox::take(Ring& ring) {
     while (ring.take(slot, 0.0) == Outcome::kDone) {
         const FrameHeader header = *slot.header;  // a copy: checked and used are the same bytes
         check_frame(header, ring.slot_nbytes(), max_message_nbytes_);
-        std::optional<Event> event = accept(ring, header, slot.payload);
-        ring.release(slot);
+        std::optional<Event> event = accept(ring, slot, header);
+        if (!event || event->kind != Event::Kind::kPart) ring.release(slot);
         if (event) return event;
     }
     return std::nullopt;
 }
 
-std::optional<Event> Inbox::accept(const Ring& ring, const FrameHeader& header, const std::byte* payload) {
+std::optional<Event> Inbox::accept(Ring& ring, const Slot& slot, const FrameHeader& header) {
     switch (header.kind) {
         case FrameKind::kData:
-            return accept_data(header, ring.slot_nbytes(), payload);
+            return accept_data(ring, slot, header);
         case FrameKind::kAck:
             return Event{Event::Kind::kAck, header, nullptr, monotonic_s()};
         case FrameKind::kBye:
@@ -127,24 +130,57 @@ std::optional<Event> Inbox::accept(const Ring& ring, const FrameHeader& header, 
     return std::nullopt;
 }
 
-std::optional<Event> Inbox::accept_data(const FrameHeader& header, std::uint64_t slot_nbytes,
-                                        const std::byte* payload) {
+std::optional<Event> Inbox::accept_data(Ring& ring, const Slot& slot, const FrameHeader& header) {
     if (complete(header.sequence)) {
         if (header.offset != 0) return std::nullopt;
         ++doubles_;
         return Event{Event::Kind::kRepeated, header, nullptr, monotonic_s()};
     }
-    Partial& part = partial(header, slot_nbytes);
-    const std::size_t slot = header.offset / slot_nbytes;
-    if (part.here[slot]) return std::nullopt;
-    part.here[slot] = true;
-    if (header.nbytes != 0) std::memcpy(part.block->data() + header.offset, payload, header.nbytes);
-    if (--part.missing != 0) return std::nullopt;
+    Partial& part = partial(header, ring.slot_nbytes());
+    if (!note_frame(header, part)) return std::nullopt;
+    if (part.block == nullptr) return hand_out(ring, slot, header, part);
+    if (header.nbytes != 0) std::memcpy(part.block->data() + header.offset, slot.payload, header.nbytes);
+    if (part.missing != 0) return std::nullopt;
     Event event{Event::Kind::kMessage, part.first, std::move(part.block), monotonic_s()};
-    small_messages_.store(header.total_nbytes <= kSmallNbytes);
-    partials_.erase(header.sequence);
-    note_complete(header.sequence);
+    note_if_complete(part);
     return event;
+}
+
+// The frame in `slot`, and those behind it in the ring that continue it, in the message and in memory.
+Event Inbox::hand_out(Ring& ring, const Slot& slot, const FrameHeader& header, Partial& part) {
+    Event event{Event::Kind::kPart, header, nullptr, monotonic_s(), slot.index, 1};
+    FrameHeader next;
+    const auto continues = [&](const Slot& behind) {
+        next = *behind.header;
+        return next.kind == FrameKind::kData && same_message(next, header) &&
+               next.offset == header.offset + event.header.nbytes && next.offset < header.total_nbytes &&
+               !part.here[next.offset / part.slot_nbytes] && behind.payload == slot.payload + event.header.nbytes;
+    };
+    // Not all of the ring: the device copies one part while the next comes.
+    const std::uint64_t most = std::max<std::uint64_t>(1, ring.slots() / kPartsOfRing);
+    for (Slot behind; event.slots < most && ring.take_if(behind, continues); ++event.slots) {
+        check_frame(next, ring.slot_nbytes(), max_message_nbytes_);
+        note_frame(next, part);
+        event.header.nbytes += next.nbytes;
+    }
+    note_if_complete(part);
+    return event;
+}
+
+bool Inbox::note_frame(const FrameHeader& header, Partial& part) {
+    const std::size_t slot = header.offset / part.slot_nbytes;
+    if (part.here[slot]) return false;
+    part.here[slot] = true;
+    --part.missing;
+    return true;
+}
+
+void Inbox::note_if_complete(const Partial& part) {
+    if (part.missing != 0) return;
+    const std::uint64_t sequence = part.first.sequence;
+    small_messages_.store(part.first.total_nbytes <= kSmallNbytes);
+    partials_.erase(sequence);
+    note_complete(sequence);
 }
 
 Inbox::Partial& Inbox::partial(const FrameHeader& header, std::uint64_t slot_nbytes) {
@@ -164,7 +200,15 @@ Inbox::Partial& Inbox::partial(const FrameHeader& header, std::uint64_t slot_nby
 Inbox::Partial Inbox::begin(const FrameHeader& header, std::uint64_t slot_nbytes) {
     const std::size_t slots = header.total_nbytes == 0 ? 1 : (header.total_nbytes - 1) / slot_nbytes + 1;
     if (slots > 1) check_window(header);
-    return {header, pool_->get(header.total_nbytes), slot_nbytes, std::vector<bool>(slots), slots};
+    return {header, place_for(header), slot_nbytes, std::vector<bool>(slots), slots};
+}
+
+std::shared_ptr<Block> Inbox::place_for(const FrameHeader& header) {
+    if (for_device_ && header.total_nbytes != 0) {
+        const std::lock_guard<std::mutex> lock(asking_);
+        if (asked_.erase({header.iteration, header.direction, header.chunk, header.micro_batch}) != 0) return nullptr;
+    }
+    return pool_->get(header.total_nbytes);
 }
 
 // Less the largest: it may have begun last, and have come first over a lane that others were slower on.

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <tuple>
 #include <vector>
 
 #include "memory_pool.hpp"
@@ -19,32 +20,39 @@
 
 namespace adaptra {
 
-// Copy the bytes from `begin` to `end` of a message into the ring, slot by slot, while the other side already takes the
-// first ones. `header` names and describes it; offsets and sizes of the frames are set here. A message may be written in
-// several parts that begin at multiples of the slot size, and end there or with the message: however it is sent, and
-// sent again, it is cut into the same frames.
-Outcome write_message(Ring& ring, FrameHeader header, const std::byte* source, std::uint64_t begin, std::uint64_t end,
-                      double deadline_s);
+// Copy a message into the ring, slot by slot, while the other side already takes the first ones. `header` names and
+// describes it; offsets and sizes of the frames are set here: sent again, it is cut into the same frames.
+Outcome write_message(Ring& ring, FrameHeader header, const std::byte* source, double deadline_s);
 
 // A frame without payload.
 Outcome write_control(Ring& ring, FrameKind kind, std::uint64_t sequence, double deadline_s);
 
 // What a receiver hears of, in order of completion.
 struct Event {
-    enum class Kind { kMessage, kRepeated, kAck, kBye };
+    enum class Kind { kMessage, kPart, kRepeated, kAck, kBye };
     Kind kind = Kind::kBye;
-    FrameHeader header;           // of a message; otherwise only `sequence` counts
+    FrameHeader header;           // of a message, or of a part of one; otherwise only `sequence` counts
     std::shared_ptr<Block> block;  // the message's bytes
     double arrived_s = 0.0;        // monotonic clock
+    // Of a part: where it is in the ring, and whose those slots are until they are released.
+    std::uint64_t first_slot = 0;
+    std::uint64_t slots = 0;
 };
 
 // The receiving end of one sender's messages. It outlives rings: after a new ring has replaced a broken one, the sender
 // sends again what was not acknowledged, and what is already here is recognised by its sequence number.
+//
+// Messages are put together in memory of the inbox. Where that is only on their way to a device, those that were asked
+// for before their first frame came are not: their parts are handed out where they lie in the ring, to be released there
+// once the device has them. Each part comes once, in no particular order.
 class Inbox {
 public:
     // `window_nbytes`: a sender begins another message only while less than this of the earlier ones is under way; notes
     // and probes have as much for themselves.
-    Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes, std::uint64_t window_nbytes);
+    Inbox(std::uint64_t max_message_nbytes, std::uint64_t pooled_nbytes, std::uint64_t window_nbytes, bool for_device);
+
+    // The message of this key is to be handed out in parts. Those of earlier iterations are not asked for any more.
+    void ask(std::int64_t iteration, std::uint8_t direction, std::uint32_t chunk, std::uint32_t micro_batch);
 
     // Take frames from `ring` until something is complete. No value at the deadline, after a poke (see Ring), or, if
     // `outcome` says so, because the ring is closed and empty. Throws FrameError for a frame that no sender writes.
@@ -54,9 +62,10 @@ public:
     std::uint64_t doubles() const { return doubles_.load(); }
 
 private:
+    using Key = std::tuple<std::int64_t, std::uint8_t, std::uint32_t, std::uint32_t>;
     struct Partial {
         FrameHeader first;
-        std::shared_ptr<Block> block;
+        std::shared_ptr<Block> block;  // none for a message that is handed out in parts
         std::uint64_t slot_nbytes = 0;
         std::vector<bool> here;  // by slot of the message
         std::size_t missing = 0;
@@ -67,16 +76,22 @@ private:
     void let_others_pass(double deadline_s);
     // Without waiting.
     std::optional<Event> take(Ring& ring);
-    std::optional<Event> accept(const Ring& ring, const FrameHeader& header, const std::byte* payload);
-    std::optional<Event> accept_data(const FrameHeader& header, std::uint64_t slot_nbytes, const std::byte* payload);
+    std::optional<Event> accept(Ring& ring, const Slot& slot, const FrameHeader& header);
+    std::optional<Event> accept_data(Ring& ring, const Slot& slot, const FrameHeader& header);
+    Event hand_out(Ring& ring, const Slot& slot, const FrameHeader& header, Partial& part);
     Partial& partial(const FrameHeader& header, std::uint64_t slot_nbytes);
     Partial begin(const FrameHeader& header, std::uint64_t slot_nbytes);
+    std::shared_ptr<Block> place_for(const FrameHeader& header);
     void check_window(const FrameHeader& header) const;
+    // Whether this frame of a message was not here before.
+    bool note_frame(const FrameHeader& header, Partial& part);
+    void note_if_complete(const Partial& part);
     bool complete(std::uint64_t sequence) const;
     void note_complete(std::uint64_t sequence);
 
     const std::uint64_t max_message_nbytes_;
     const std::uint64_t window_nbytes_;
+    const bool for_device_;
     const std::shared_ptr<MemoryPool> pool_;
     std::mutex taking_;
     std::mutex passing_;
@@ -89,6 +104,8 @@ private:
     std::uint64_t all_below_ = 0;
     std::set<std::uint64_t> complete_beyond_;
     std::atomic<std::uint64_t> doubles_{0};
+    std::mutex asking_;
+    std::set<Key> asked_;
 };
 
 }  // namespace adaptra

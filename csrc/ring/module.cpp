@@ -15,10 +15,6 @@ namespace py = pybind11;
 namespace adaptra {
 namespace {
 
-struct ClosedError : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
-
 FrameHeader make_description(std::uint64_t sequence, std::int64_t iteration, std::uint8_t direction,
                              std::uint32_t chunk, std::uint32_t micro_batch, std::uint8_t dtype,
                              const std::vector<std::uint64_t>& shape) {
@@ -47,8 +43,7 @@ void raise_unless_done(Outcome outcome) {
     }
 }
 
-void write(Ring& ring, FrameHeader header, std::uintptr_t address, std::uint64_t nbytes, double deadline_s,
-           std::uint64_t begin, std::optional<std::uint64_t> end) {
+void write(Ring& ring, FrameHeader header, std::uintptr_t address, std::uint64_t nbytes, double deadline_s) {
     header.total_nbytes = nbytes;
     Outcome outcome;
     {
@@ -56,8 +51,7 @@ void write(Ring& ring, FrameHeader header, std::uintptr_t address, std::uint64_t
         FrameHeader first = header;
         first.nbytes = std::min(nbytes, ring.slot_nbytes());
         check_frame(first, ring.slot_nbytes(), UINT64_MAX);
-        outcome = write_message(ring, header, reinterpret_cast<const std::byte*>(address), begin, end.value_or(nbytes),
-                                deadline_s);
+        outcome = write_message(ring, header, reinterpret_cast<const std::byte*>(address), deadline_s);
     }
     raise_unless_done(outcome);
 }
@@ -108,7 +102,7 @@ void define_ring(py::module_& module) {
     py::class_<FrameHeader>(module, "Description")
         .def(py::init(&make_description), py::kw_only(), py::arg("sequence"), py::arg("iteration"),
              py::arg("direction"), py::arg("chunk"), py::arg("micro_batch"), py::arg("dtype"), py::arg("shape"));
-    py::class_<Ring, std::shared_ptr<Ring>> ring(module, "Ring");
+    py::class_<Ring, std::shared_ptr<Ring>> ring(module, "Ring", py::buffer_protocol());
     define_slot_access(ring);
     ring.def_static("create", &Ring::create, py::arg("slots"), py::arg("slot_nbytes"))
         .def_static("attach", &Ring::attach, py::arg("fd"))
@@ -121,8 +115,7 @@ void define_ring(py::module_& module) {
         .def("poke", &Ring::poke, py::call_guard<py::gil_scoped_release>())
         .def("close", &Ring::close)
         .def("disown", &Ring::disown)
-        .def("write", &write, py::arg("description"), py::arg("address"), py::arg("nbytes"), py::arg("deadline_s"),
-             py::arg("begin") = 0, py::arg("end") = py::none())
+        .def("write", &write, py::arg("description"), py::arg("address"), py::arg("nbytes"), py::arg("deadline_s"))
         .def(
             "write_ack",
             [](Ring& ring, std::uint64_t sequence, double deadline_s) {
@@ -141,6 +134,7 @@ void define_inbox(py::module_& module) {
     py::class_<Event> event(module, "Event");
     py::enum_<Event::Kind>(event, "Kind")
         .value("MESSAGE", Event::Kind::kMessage)
+        .value("PART", Event::Kind::kPart)
         .value("REPEATED", Event::Kind::kRepeated)
         .value("ACK", Event::Kind::kAck)
         .value("BYE", Event::Kind::kBye);
@@ -153,10 +147,19 @@ void define_inbox(py::module_& module) {
         .def_property_readonly("micro_batch", [](const Event& e) { return e.header.micro_batch; })
         .def_property_readonly("dtype", [](const Event& e) { return e.header.dtype; })
         .def_property_readonly("shape", &shape)
-        .def_property_readonly("payload", &payload);
+        .def_property_readonly("total_nbytes", [](const Event& e) { return e.header.total_nbytes; })
+        .def_property_readonly("payload", &payload)
+        .def_property_readonly("block_nbytes", [](const Event& e) { return e.block ? e.block->capacity() : 0; })
+        .def_property_readonly("offset", [](const Event& e) { return e.header.offset; })
+        .def_property_readonly("nbytes", [](const Event& e) { return e.header.nbytes; })
+        .def_readonly("first_slot", &Event::first_slot)
+        .def_readonly("slots", &Event::slots);
     py::class_<Inbox>(module, "Inbox")
-        .def(py::init<std::uint64_t, std::uint64_t, std::uint64_t>(), py::kw_only(), py::arg("max_message_nbytes"),
-             py::arg("pooled_nbytes"), py::arg("window_nbytes") = std::uint64_t{256} << 20)
+        .def(py::init<std::uint64_t, std::uint64_t, std::uint64_t, bool>(), py::kw_only(),
+             py::arg("max_message_nbytes"), py::arg("pooled_nbytes"),
+             py::arg("window_nbytes") = std::uint64_t{256} << 20, py::arg("for_device") = false)
+        .def("ask", &Inbox::ask, py::kw_only(), py::arg("iteration"), py::arg("direction"), py::arg("chunk"),
+             py::arg("micro_batch"))
         .def("next", &next, py::arg("ring"), py::arg("deadline_s"), py::arg("seen_pokes") = py::none(),
              py::arg("hurry") = false)
         .def_property_readonly("doubles", &Inbox::doubles);

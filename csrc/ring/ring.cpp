@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <new>
 #include <string>
@@ -81,8 +82,8 @@ struct Ring::Shared {
     Doorbell emptied;
 };
 
-bool Ring::Finished::add(std::uint64_t index) {
-    done[index % done.size()] = true;
+bool Ring::Finished::add(std::uint64_t first, std::uint64_t count) {
+    for (std::uint64_t index = first; index < first + count; ++index) done[index % done.size()] = true;
     const std::uint64_t before = prefix;
     while (done[prefix % done.size()]) done[prefix++ % done.size()] = false;
     return prefix != before;
@@ -164,23 +165,32 @@ Slot Ring::slot(std::uint64_t index) const {
             headers + headers_nbytes(slots_) + position * slot_nbytes_};
 }
 
-Outcome Ring::claim(Slot& slot, double deadline_s) {
+Outcome Ring::claim(Slot& first, double deadline_s, std::uint64_t most, std::uint64_t& count) {
     const std::lock_guard<std::mutex> lock(claiming_);
     if (closed()) return Outcome::kClosed;
+    std::uint64_t unused = 0;
     const Outcome outcome = shared_->emptied.wait(
         [&] {
-            const std::uint64_t used = claimed_ - shared_->released.load();
-            if (used > slots_) throw RingError("the consumer released more slots than were filled");
-            return used < slots_;
+            unused = slots_ - (claimed_ - shared_->released.load());
+            if (unused > slots_) throw RingError("the consumer released more slots than were filled");
+            return unused > 0;
         },
         [&] { return closed(); }, deadline_s);
-    if (outcome == Outcome::kDone) slot = this->slot(claimed_++);
+    if (outcome != Outcome::kDone) return outcome;
+    first = slot(claimed_);
+    count = std::min({most, unused, slots_ - (claimed_ & (slots_ - 1))});
+    claimed_ += count;
     return outcome;
 }
 
-void Ring::commit(const Slot& slot) {
+Outcome Ring::claim(Slot& slot, double deadline_s) {
+    std::uint64_t one = 0;
+    return claim(slot, deadline_s, 1, one);
+}
+
+void Ring::commit(const Slot& first, std::uint64_t count) {
     const std::lock_guard<std::mutex> lock(published_.mutex);
-    if (!published_.add(slot.index)) return;
+    if (!published_.add(first.index, count)) return;
     shared_->published.store(published_.prefix);
     shared_->filled.ring();
 }
@@ -221,9 +231,9 @@ void Ring::poke() {
     shared_->filled.ring_all();
 }
 
-void Ring::release(const Slot& slot) {
+void Ring::release(const Slot& first, std::uint64_t count) {
     const std::lock_guard<std::mutex> lock(released_.mutex);
-    if (!released_.add(slot.index)) return;
+    if (!released_.add(first.index, count)) return;
     shared_->released.store(released_.prefix);
     shared_->emptied.ring();
 }
@@ -246,6 +256,6 @@ void Ring::disown() {
 
 bool Ring::closed() const { return shared_->closed.load() != 0; }
 
-std::uint64_t Ring::backlog() const { return shared_->published.load() - shared_->released.load(); }
+std::uint64_t Ring::backlog() const { return shared_->published.load() - taken_.load(); }
 
 }  // namespace adaptra

@@ -46,12 +46,22 @@ public:
     std::size_t slots_memory_nbytes() const;
     Slot slot(std::uint64_t index) const;
 
-    // Producer: get a slot to fill, then publish it.
+    // Producer: get a slot to fill, then publish it. Or several at once: `count` of them, at most and at first `most`,
+    // whose payloads follow one another in memory.
+    Outcome claim(Slot& first, double deadline_s, std::uint64_t most, std::uint64_t& count);
     Outcome claim(Slot& slot, double deadline_s);
-    void commit(const Slot& slot);
+    void commit(const Slot& first, std::uint64_t count = 1);
     // Consumer: get a published slot, then let the producer have it again.
     Outcome take(Slot& slot, double deadline_s);
-    void release(const Slot& slot);
+    void release(const Slot& first, std::uint64_t count = 1);
+    // Consumer: get the next slot if it is published and `wanted`, without waiting.
+    template <class Wanted>
+    bool take_if(Slot& slot, Wanted wanted) {
+        const std::lock_guard<std::mutex> lock(taking_);
+        if (!filled() || !wanted(this->slot(taken_.load()))) return false;
+        slot = this->slot(taken_++);
+        return true;
+    }
     // Consumer: wait until there is a slot to take, or `poke` was called since `pokes` was `seen_pokes`.
     Outcome await_filled(std::uint64_t seen_pokes, double deadline_s, Wait manner);
     // Whether `await_filled` would return at once.
@@ -68,7 +78,7 @@ public:
     bool closed() const;
     // In a forked child: leave memory and descriptor to the parent. What stays is a closed, empty ring of its own.
     void disown();
-    // Published slots that nobody has taken yet.
+    // Consumer: published slots that nobody has taken yet.
     std::uint64_t backlog() const;
 
 private:
@@ -81,7 +91,7 @@ private:
         std::uint64_t prefix = 0;
 
         // Returns whether the prefix grew.
-        bool add(std::uint64_t index);
+        bool add(std::uint64_t first, std::uint64_t count);
     };
 
     Ring(int fd, std::byte* memory, std::size_t mapped_nbytes, std::uint32_t slots, std::uint64_t slot_nbytes);

@@ -93,9 +93,13 @@ class TestGpus:
     def test_each_has_its_nearest_rnic(self, two_rails: MadeUpHost) -> None:
         first, second = check_gpus(two_rails.roots)
         assert first.level is Level.OK
-        assert first.text == "NVIDIA H100 80GB HBM3, NUMA node 0, nearest RNIC mlx5_0 (on the same NUMA node)"
+        assert first.text == (
+            "NVIDIA H100 80GB HBM3, NUMA node 0, the host path copies on CPUs 0-15, nearest RNIC mlx5_0 (on the same "
+            "NUMA node)"
+        )
         assert second.level is Level.NOTE, "its own node's RNIC is down"
-        assert second.text.endswith("NUMA node 1, nearest RNIC mlx5_0 (across NUMA nodes)")
+        assert "NUMA node 1, the host path copies on CPUs 16-31, nearest" in second.text
+        assert second.text.endswith("nearest RNIC mlx5_0 (across NUMA nodes)")
         assert (second.details["nearest_rnics"], second.details["nearness"]) == (["mlx5_0"], "system")
 
     def test_without_its_driver(self, host: MadeUpHost) -> None:

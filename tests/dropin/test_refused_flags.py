@@ -26,6 +26,10 @@ REFUSED = {
     ("--use-megatron-fsdp",): "FSDP (--use-megatron-fsdp, --use-torch-fsdp2)",
     ("--use-torch-fsdp2",): "FSDP (--use-megatron-fsdp, --use-torch-fsdp2)",
     ("--inprocess-restart",): "in-process restarts (--inprocess-restart)",
+    (
+        "--pipeline-model-parallel-comm-backend",
+        "ucc",
+    ): "UCC between stages (--pipeline-model-parallel-comm-backend ucc)",
 }
 MOST_ABSENT = 4
 """Flags that a release may lack, because they came later or went; 0.16.1 has all of them."""

@@ -61,10 +61,8 @@ def test_what_is_written_arrives_late_whole_and_in_order(ring: Ring) -> None:
     sent_s = time.monotonic()
     for number in range(3):
         sent = content(number, 3 * SLOT)
-        # In two parts, as copies out of a device's memory come; overwritten as soon as it has been written.
-        slow.write(description(number, sent.nbytes), sent.ctypes.data, sent.nbytes, sent_s + 5.0, 0, SLOT)
-        slow.write(description(number, sent.nbytes), sent.ctypes.data, sent.nbytes, sent_s + 5.0, SLOT)
-        sent[:] = 0
+        slow.write(description(number, sent.nbytes), sent.ctypes.data, sent.nbytes, sent_s + 5.0)
+        sent[:] = 0  # overwritten as soon as it has been written
         slow.write_ack(100 + number, sent_s + 5.0)
     assert time.monotonic() - sent_s < LATENCY_S, "writing must not wait"
     for number in range(3):
@@ -72,7 +70,7 @@ def test_what_is_written_arrives_late_whole_and_in_order(ring: Ring) -> None:
         assert message.arrived_s - sent_s >= LATENCY_S - EARLY_S
         assert numpy.array_equal(numpy.frombuffer(message.payload, numpy.uint8), content(number, 3 * SLOT))
         assert take().sequence == 100 + number
-    assert asked == [3 * SLOT, None] * 3, "a message draws its delay once"
+    assert asked == [3 * SLOT, None] * 3
     slow.close()
 
 

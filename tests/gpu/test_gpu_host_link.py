@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from adaptra_megatron.transport._ring import Ring
+from adaptra_megatron.transport.cuda_device import CudaDevice
 from adaptra_megatron.transport.host_link import HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
@@ -32,7 +33,9 @@ def soon() -> float:
 def connect(links: Links) -> None:
     """A new session."""
     there, back = (Ring.create(SETTINGS.slots, SETTINGS.slot_nbytes) for _ in range(2))
-    for link, (outbound, inbound) in zip(links, ((there, back), (back, there)), strict=True):
+    # As in two processes, each end has a mapping of its own: pages are locked once per address.
+    theirs = Ring.attach(back.fd), Ring.attach(there.fd)
+    for link, (outbound, inbound) in zip(links, ((there, back), theirs), strict=True):
         old = link._state.session
         if old is not None:
             old.outbound.close()
@@ -41,7 +44,7 @@ def connect(links: Links) -> None:
 
 @pytest.fixture
 def links(device: torch.device) -> Iterator[Links]:
-    made = HostLink(0, 1, SETTINGS, device), HostLink(1, 0, SETTINGS, device)
+    made = HostLink(0, 1, SETTINGS, CudaDevice(device)), HostLink(1, 0, SETTINGS, CudaDevice(device))
     connect(made)
     yield made
     torch.cuda.synchronize()

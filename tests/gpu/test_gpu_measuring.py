@@ -11,7 +11,7 @@ import torch
 
 from adaptra_megatron.runtime.memory import CudaMemory
 from adaptra_megatron.runtime.timers import make_timer
-from adaptra_megatron.transport.device_clock import CudaEvents, DeviceClock
+from adaptra_megatron.transport.device_clock import EXACT_S, CudaEvents, DeviceClock
 
 pytestmark = pytest.mark.gpu
 
@@ -28,12 +28,27 @@ def test_marks_tell_when_the_gpu_came_to_them_and_wait_for_nothing(
             stall(seconds)
             marks.append(timer.mark())
         launched_s = time.monotonic() - begun_s
+        assert not timer.over(marks)
         start_s, middle_s, end_s = timer.resolve(marks)
         assert launched_s < 0.02
         assert start_s == pytest.approx(begun_s, abs=2e-3)
         assert middle_s - start_s == pytest.approx(0.05, rel=0.2)
         assert end_s - middle_s == pytest.approx(0.1, rel=0.2)
         assert end_s == pytest.approx(time.monotonic(), abs=2e-3)
+        assert timer.over(marks)
+
+
+def test_clocks_are_related_while_the_device_computes(device: torch.device, stall: Callable[[float], None]) -> None:
+    clock = DeviceClock(CudaEvents())
+    torch.cuda.synchronize()
+    stall(0.3)
+    begun_s = time.monotonic()
+    clock.seconds([])
+    assert time.monotonic() - begun_s < 0.1
+    assert clock._anchors[-1].width_s < EXACT_S
+    mark = clock.mark()  # behind the stall, and after the anchor
+    torch.cuda.synchronize()
+    assert clock.seconds([mark]) == pytest.approx([time.monotonic()], abs=2e-3)
 
 
 def test_memory_is_counted_at_once(device: torch.device, stall: Callable[[float], None]) -> None:

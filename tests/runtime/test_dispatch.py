@@ -109,8 +109,7 @@ def dispatcher(mode: str, links: Any, team: Any = None) -> Dispatcher:
 
 
 def run(made: Dispatcher, links: Any) -> list[Step]:
-    inbox = Inbox(links, program(), 0, lookahead=2, timeout_s=20.0)
-    inbox.open()
+    inbox = Inbox(links, program(), 0, timeout_s=20.0)
     return list(made.steps(program(), CAP, 0.0)(inbox))
 
 
@@ -208,8 +207,7 @@ def test_followers_run_what_the_leader_has_decided_and_the_plan_where_it_says_so
 def test_where_arrivals_become_invisible_the_plan_says_what_to_wait_for() -> None:
     links = links_with("F0")
     made = dispatcher("online", links)
-    inbox = Inbox(links, program(), 0, lookahead=2, timeout_s=20.0)  # type: ignore[arg-type]
-    inbox.open()
+    inbox = Inbox(links, program(), 0, timeout_s=20.0)  # type: ignore[arg-type]
     steps = made.steps(program(), CAP, 0.0)(inbox)
     assert names([next(steps)]) == "F0"
     links.blind.update((0, 2))
@@ -283,8 +281,7 @@ def test_a_gpu_is_given_one_action_more_than_it_runs_and_time_to_leave_no_plan(
 
     monkeypatch.setattr(links, "wait_any", wait_any)
     made = Dispatcher("online", links, None, torch.device("cuda"), timeout_s=20.0)  # type: ignore[arg-type]
-    inbox = Inbox(links, program(), 0, lookahead=2, timeout_s=20.0)  # type: ignore[arg-type]
-    inbox.open()
+    inbox = Inbox(links, program(), 0, timeout_s=20.0)  # type: ignore[arg-type]
     steps = []
     for step in made.steps(program(), CAP, 0.0)(inbox):
         steps.append(step)
@@ -316,4 +313,4 @@ def test_online_is_refused_where_arrivals_are_never_seen(monkeypatch: pytest.Mon
     monkeypatch.setattr(dispatch, "current_device", lambda: torch.device("cuda", 0))
     anything: Any = None
     with pytest.raises(ConfigError, match="--adaptra-dispatch online needs to see messages arrive"):
-        dispatch.make_dispatcher(anything, AdaptraConfig(dispatch="online"), anything)
+        dispatch.make_dispatcher(anything, AdaptraConfig(dispatch="online", host_transport="off"), anything, 1.0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from adaptra_megatron.runtime.leader import PlanLeader
 from adaptra_megatron.runtime.measurements import StageMeasurement, stage_measurement
 from adaptra_megatron.runtime.plans import Layout, PlanBook
 from adaptra_megatron.schedule.checks import check_schedule
+from adaptra_megatron.schedule.costs import costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
+from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.telemetry.event_log import read_events
 from adaptra_megatron.telemetry.events import LinkDetection, PlanMade, RunStarted, StageDetection
 from adaptra_megatron.telemetry.records import ActionRecord
@@ -99,7 +102,10 @@ def test_plans_follow_findings_and_are_explained_by_them(telemetry: RunTelemetry
     assert numbers[6:12] == [2] * 6, "the first slow iteration is enough"
     assert [decision.csv is not None for decision in decisions[:12]] == [n in (1, 6) for n in range(12)]
     for index in (1, 6):
-        check_schedule(schedule_from_csv(decisions[index].csv or "", chunks=1), max_in_flight=(8,) * 4)
+        schedule = schedule_from_csv(decisions[index].csv or "", chunks=1)
+        check_schedule(schedule, max_in_flight=(8,) * 4)
+        planned_for = costs_from_json(json.loads(decisions[index].costs or ""))
+        assert simulate(schedule, planned_for).makespan_s == decisions[index].predicted_s, "receives follow these"
     telemetry.close()
     first, onset, healed = _events(tmp_path, PlanMade)
     assert decisions[6].predicted_s == onset.predicted_s

@@ -60,7 +60,7 @@ def report_of(stage: int) -> IterationReport:
                 start_s + COMPUTED_S,
             )
         )
-    return IterationReport(records, 1.0, steps)
+    return IterationReport(1.0, steps, 0, over=lambda: True, resolve=lambda: records)
 
 
 @pytest.mark.usefixtures("waits")

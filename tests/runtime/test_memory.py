@@ -22,7 +22,6 @@ from adaptra_megatron.runtime.memory import (
     CudaMemory,
     MemoryMeter,
     StageMemory,
-    largest_activation_nbytes,
     make_meter,
     memory_of,
 )
@@ -30,8 +29,6 @@ from adaptra_megatron.runtime.memory_caps import RISE_AFTER, MeasuredCaps
 from adaptra_megatron.schedule.actions import Kind, Order
 from adaptra_megatron.schedule.classic import interleaved_split, one_f_one_b
 from adaptra_megatron.schedule.split import split_backward
-from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
-from adaptra_megatron.transport.paths import Path
 
 MB = 1_000_000
 STATIC, ACTIVATION, MESSAGE, SCRATCH = 1000 * MB, 100 * MB, 4 * MB, 30 * MB
@@ -312,15 +309,6 @@ def test_dynamic_loss_scaling_is_given_time_to_settle() -> None:
         meter = make_meter(memory, 0.9, fp16=fp16)
         reports = [train(SPLIT[0], stage, meter) for _ in range(expected + 1)]
         assert [report is None for report in reports] == [True] * expected + [False]
-
-
-def test_the_largest_activation_counts_and_gradients_do_not() -> None:
-    def received(direction: Direction, nbytes: int) -> MessageTimes:
-        return MessageTimes(MessageKey(0, direction, 0, nbytes), 0, 0.0, 0.0, nbytes, Path.DEVICE)
-
-    messages = [received(Direction.ACTIVATION, 5), received(Direction.ACTIVATION, 7), received(Direction.GRADIENT, 9)]
-    assert largest_activation_nbytes(messages) == 7
-    assert largest_activation_nbytes([]) == 0
 
 
 def told(room: float, released: float | None = None) -> StageMemory:

@@ -102,6 +102,9 @@ class TestPlanFromGivenCosts:
             expected = plan(costs(micro_batches)).schedule
             assert book.schedule_for(micro_batches) == expected
             assert book.schedule_for(micro_batches) is book.schedule_for(micro_batches)
+            planned_for = book.planned_for(micro_batches)
+            assert planned_for is not None
+            assert (planned_for.micro_batches, planned_for.links) == (micro_batches, {})
         assert book.number == 2
 
     @pytest.mark.parametrize(
@@ -181,8 +184,11 @@ class TestInstalling:
         caps = (5.0, 5.0, 5.0, 5.0)
         book.install(schedule, 3, caps)
         assert book.schedule_for(8) is schedule
-        assert (book.number, book.enforced_cap(8, 2)) == (3, 5.0)
+        assert (book.number, book.enforced_cap(8, 2), book.planned_for(8)) == (3, 5.0, None)
+        book.install(schedule, 4, caps, costs=costs(8))
+        assert book.planned_for(8) == costs(8)
         assert book.schedule_for(12) == split_every_other(one_f_one_b(4, 12))
+        assert book.planned_for(12) is None
 
     def test_a_plan_beyond_the_cap_changes_nothing(self) -> None:
         book = PlanBook(AdaptraConfig(), FOUR)

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from hypothesis import given
 from hypothesis import strategies as st
 from support.schedules import classic_schedules, random_schedules
 
-from adaptra_megatron.runtime.program import Program, ReceiveWindow, compile_program, message_key
+from adaptra_megatron.runtime.program import Program, compile_program, message_key
 from adaptra_megatron.schedule.actions import Kind, Schedule
+from adaptra_megatron.schedule.classic import gpipe
+from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
+from adaptra_megatron.schedule.launch_order import launch_ranks
 from adaptra_megatron.schedule.routing import Message
 from adaptra_megatron.transport.messages import Direction, MessageKey
 
@@ -21,18 +22,19 @@ def programs(schedule: Schedule) -> list[Program]:
     return [compile_program(schedule, stage) for stage in range(schedule.stages)]
 
 
-@given(schedules)
-def test_expected_is_what_the_neighbour_sends_in_its_order(schedule: Schedule) -> None:
+@given(schedules, st.booleans())
+def test_receives_are_what_the_neighbours_send_in_their_orders(schedule: Schedule, sizes_known: bool) -> None:
     compiled = programs(schedule)
-    for program in compiled:
-        assert [step.action for step in program.steps] == list(schedule.orders[program.stage])
-        for peer, expected in program.expected.items():
-            sent = [step.send for step in compiled[peer].steps]
-            assert list(expected) == [message for message in sent if message and message.target == program.stage]
-        received = Counter(
-            step.receive for step in program.steps if step.receive and step.receive.source != step.action.stage
-        )
-        assert received == Counter(message for expected in program.expected.values() for message in expected)
+    for stage in range(schedule.stages):
+        program = compile_program(schedule, stage, sizes_known=sizes_known)
+        assert [step.action for step in program.steps] == list(schedule.orders[stage])
+        assert list(program.receives.values()) == list(range(len(program.receives)))
+        for peer in range(schedule.stages):
+            sent = [step.send for step in compiled[peer].steps if step.send is not None]
+            received = [message for message in program.receives if message.source == peer]
+            assert received == [message for message in sent if message.target == stage and peer != stage]
+        needed = {step.receive for step in program.steps if step.receive and step.receive.source != stage}
+        assert needed == set(program.receives)
 
 
 @given(schedules)
@@ -55,39 +57,41 @@ def _last_gradient(program: Program, chunk: int) -> int:
     )
 
 
-@given(schedules, st.integers(1, 6))
-def test_receives_are_posted_once_in_the_senders_order_and_in_time(schedule: Schedule, lookahead: int) -> None:
-    """As the executor drives it: at the start, before each wait, and after each message consumed."""
-    for program in programs(schedule):
-        windows = {peer: ReceiveWindow(expected, lookahead) for peer, expected in program.expected.items()}
-        posted: dict[int, list[Message]] = {peer: list(window.open_until(None)) for peer, window in windows.items()}
-        consumed: Counter[int] = Counter()
+@given(schedules, st.booleans())
+def test_receives_come_before_what_needs_them_and_not_before_what_they_are_made_after(
+    schedule: Schedule, sizes_known: bool
+) -> None:
+    ranks = launch_ranks(schedule)
+    made = {
+        step.send: ranks[stage][step.position]
+        for stage, program in enumerate(programs(schedule))
+        for step in program.steps
+        if step.send is not None
+    }
+    for stage in range(schedule.stages):
+        program = compile_program(schedule, stage, sizes_known=sizes_known)
         for step in program.steps:
-            message = step.receive
-            if message is None or message.source == program.stage:
-                continue
-            peer = message.source
-            posted[peer] += windows[peer].open_until(message)
-            assert message in posted[peer], "would be waited for without a receive"
-            assert tuple(posted[peer]) == program.expected[peer][: len(posted[peer])]
-            windows[peer].consume()
-            consumed[peer] += 1
-            posted[peer] += windows[peer].open_until(None)
-            ahead = len(posted[peer]) - consumed[peer]
-            left = len(program.expected[peer]) - consumed[peer]
-            assert ahead >= min(lookahead, left), "fewer are posted ahead than asked for"
-        assert {peer: tuple(messages) for peer, messages in posted.items()} == program.expected
+            if step.receive is not None and step.receive.source != stage:
+                assert program.receives[step.receive] < step.receives_before
+            posted = [message for message, place in program.receives.items() if place < step.receives_before]
+            assert all(made[message] < ranks[stage][step.position] for message in posted)
+            if sizes_known:
+                assert len(posted) == sum(
+                    rank < ranks[stage][step.position]
+                    for message, rank in made.items()
+                    if message.target == stage != message.source
+                )
+                assert step.receives_before_send == step.receives_before
 
 
-def test_in_order_no_more_than_the_lookahead_is_posted() -> None:
-    messages = [Message(0, 1, False, 0, number) for number in range(6)]
-    window = ReceiveWindow(messages, lookahead=2)
-    assert window.open_until(None) == messages[:2]
-    assert window.open_until(messages[0]) == []
-    window.consume()
-    assert window.open_until(None) == messages[2:3]
-    assert window.open_until(messages[4]) == messages[3:5]
-    assert window.open_until(None) == []
+def test_what_a_plan_was_made_for_says_when_receives_are_posted() -> None:
+    """Over a slow link stage 0 begins all its forwards before stage 1 begins its first."""
+    schedule = gpipe(2, 3)
+    slow = uniform_costs(
+        2, 3, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0, links={(0, 1): LinkCost(latency_s=5.0)}
+    )
+    for costs, before in ((None, [2, 3, 3, 3, 3, 3]), (slow, [3, 3, 3, 3, 3, 3])):
+        assert [step.receives_before for step in compile_program(schedule, 1, costs).steps] == before
 
 
 def test_keys_tell_activations_and_gradients_of_all_chunks_and_iterations_apart() -> None:

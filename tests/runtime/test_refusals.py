@@ -42,11 +42,12 @@ SETTINGS: dict[str, tuple[Any, str]] = {
     "moe_paged_stash": (True, "--moe-paged-stash"),
     "mtp_num_layers": (1, "--mtp-num-layers"),
 }
-ARGUMENTS = {
-    "use_megatron_fsdp": "--use-megatron-fsdp",
-    "use_custom_fsdp": "--use-megatron-fsdp",
-    "use_torch_fsdp2": "--use-torch-fsdp2",
-    "inprocess_restart": "--inprocess-restart",
+ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "use_megatron_fsdp": (True, "--use-megatron-fsdp"),
+    "use_custom_fsdp": (True, "--use-megatron-fsdp"),
+    "use_torch_fsdp2": (True, "--use-torch-fsdp2"),
+    "inprocess_restart": (True, "--inprocess-restart"),
+    "pipeline_model_parallel_comm_backend": ("ucc", "--pipeline-model-parallel-comm-backend ucc"),
 }
 """What shows in Megatron's parsed arguments alone."""
 OF_LATER_RELEASES = {"moe_paged_stash": "0.19"}
@@ -114,7 +115,7 @@ def test_every_refusal_is_tried_and_says_why() -> None:
 
 @pytest.mark.parametrize("name", [*SETTINGS, *ARGUMENTS])
 def test_parsed_arguments_are_refused_before_anything_else_is_done(name: str) -> None:
-    value, flag = SETTINGS[name] if name in SETTINGS else (True, ARGUMENTS[name])
+    value, flag = {**SETTINGS, **ARGUMENTS}[name]
     parsed = {"pipeline_model_parallel_size": 2, **dict.fromkeys(ARGUMENTS, False)}
     refuse_arguments(SimpleNamespace(**parsed))
     with pytest.raises(UnsupportedFeatureError, match="Drop one of the two") as error:
@@ -123,7 +124,12 @@ def test_parsed_arguments_are_refused_before_anything_else_is_done(name: str) ->
 
 
 def test_every_refusal_of_arguments_is_tried() -> None:
-    fired = {one.feature for one in SEEN_IN_ARGUMENTS for name in ARGUMENTS if one.is_on(SimpleNamespace(**{name: 1}))}
+    fired = {
+        one.feature
+        for one in SEEN_IN_ARGUMENTS
+        for name, (value, _flag) in ARGUMENTS.items()
+        if one.is_on(SimpleNamespace(**{name: value}))
+    }
     assert fired == {one.feature for one in SEEN_IN_ARGUMENTS}
     assert len(fired) == len(SEEN_IN_ARGUMENTS)
 

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import given
 from hypothesis import strategies as st
 from support.schedules import classic_schedules, random_schedules
 
-from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.schedule.actions import Order, Schedule
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
-from adaptra_megatron.schedule.launch_order import launch_ranks, receives_before
+from adaptra_megatron.schedule.launch_order import Posting, launch_ranks, receives_at_ends, receives_before
 from adaptra_megatron.schedule.routing import Message, needed, produced, sent_to
 
 schedules = st.one_of(classic_schedules(), random_schedules())
@@ -72,26 +74,31 @@ def test_receives_are_posted_once_by_rank_before_what_needs_them_and_in_the_orde
     case: tuple[Schedule, Costs | None],
 ) -> None:
     schedule, costs = case
-    stages, chunks = schedule.stages, schedule.chunks
     ranks = launch_ranks(schedule, costs)
     for stage, order in enumerate(schedule.orders):
-        batches = receives_before(schedule, stage, ranks)
-        assert len(batches) == len(order)
-        posted: list[Message] = []
-        for action, batch in zip(order, batches, strict=True):
-            posted += batch
-            message = needed(action, stages, chunks)
-            assert message is None or message in posted or message.source == stage
-        for peer in range(stages):
-            if peer != stage:
-                assert [each for each in posted if each.source == peer] == sent_to(
-                    schedule.orders[peer], stage, stages, chunks
-                )
-        received = {
-            message for action in order if (message := needed(action, stages, chunks)) and message.source != stage
-        }
-        assert len(posted) == len(received)
-        assert set(posted) == received
+        at_starts = [Posting(before, ()) for before in receives_before(schedule, stage, ranks)]
+        for postings in (at_starts, receives_at_ends(schedule, stage, costs)):
+            check_posted(schedule, stage, order, postings)
+
+
+def check_posted(schedule: Schedule, stage: int, order: Order, postings: Sequence[Posting]) -> None:
+    stages, chunks = schedule.stages, schedule.chunks
+    assert len(postings) == len(order)
+    posted: list[Message] = []
+    for action, posting in zip(order, postings, strict=True):
+        posted += posting.before
+        message = needed(action, stages, chunks)
+        assert message is None or message in posted or message.source == stage
+        posted += posting.before_send
+        assert not posting.before_send or produced(action, stages, chunks) is not None
+    for peer in range(stages):
+        if peer != stage:
+            assert [each for each in posted if each.source == peer] == sent_to(
+                schedule.orders[peer], stage, stages, chunks
+            )
+    received = {message for action in order if (message := needed(action, stages, chunks)) and message.source != stage}
+    assert len(posted) == len(received)
+    assert set(posted) == received
 
 
 def test_a_receive_is_posted_before_what_runs_when_its_message_is_made() -> None:
@@ -105,3 +112,49 @@ def test_a_receive_is_posted_before_what_runs_when_its_message_is_made() -> None
         for action, batch in zip(schedule.orders[0], batches, strict=True)
     }
     assert told == {"F0": [], "F1": [], "B0": [0], "F2": [1], "B1": [], "B2": [2]}
+
+
+@given(schedules_and_costs())
+def test_what_all_stages_launch_is_part_of_one_order(case: tuple[Schedule, Costs | None]) -> None:
+    """Stages that launch their parts one after the other, waiting for both ends of each transfer, come to an end."""
+    schedule, costs = case
+    stages, chunks = schedule.stages, schedule.chunks
+    ranks = launch_ranks(schedule, costs)
+    for at_ends in (False, True):
+        parts: list[list[Message]] = []
+        for stage, order in enumerate(schedule.orders):
+            part: list[Message] = []
+            postings = (
+                receives_at_ends(schedule, stage, costs)
+                if at_ends
+                else [Posting(before, ()) for before in receives_before(schedule, stage, ranks)]
+            )
+            for action, posting in zip(order, postings, strict=True):
+                part += (*posting.before, *posting.before_send)
+                message = produced(action, stages, chunks)
+                part += [message] if message is not None and message.target != stage else []
+            parts.append(part)
+        places = [0] * stages
+        going = True
+        while going:
+            going = False
+            for stage, part in enumerate(parts):
+                if places[stage] == len(part):
+                    continue
+                message = part[places[stage]]
+                other = message.target if message.source == stage else message.source
+                if parts[other][places[other] : places[other] + 1] == [message]:
+                    places[stage] += 1
+                    places[other] += 1
+                    going = True
+        assert places == [len(part) for part in parts]
+
+
+def test_where_sizes_are_unknown_a_receive_is_posted_when_its_message_should_be_there() -> None:
+    """The same order. Stage 1 runs B1 while stage 0 runs F2: its gradient is asked for after that."""
+    schedule = one_f_one_b(2, 3)
+    told = {
+        f"{action.kind}{action.micro_batch}": [message.micro_batch for message in posting.before]
+        for action, posting in zip(schedule.orders[0], receives_at_ends(schedule, 0), strict=True)
+    }
+    assert told == {"F0": [], "F1": [], "B0": [0], "F2": [], "B1": [1], "B2": [2]}

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from adaptra_megatron.cli.host_checks.findings import Roots
 
+CPUS = {0: "0-15", 1: "16-31"}
+"""By NUMA node."""
 IPV4_GID = "0000:0000:0000:0000:0000:ffff:{:02x}{:02x}:{:02x}{:02x}"
 
 
@@ -15,7 +17,7 @@ class MadeUpHost:
 
     def __init__(self, directory: Path) -> None:
         self.roots = Roots(directory / "sys", directory / "proc", directory / "dev")
-        for node, cpus in ((0, "0-15"), (1, "16-31")):
+        for node, cpus in CPUS.items():
             self.write(f"sys/devices/system/node/node{node}/cpulist", cpus)
         self.write("proc/sys/kernel/osrelease", "5.15.0-91-generic")
         for name in ("tcp_rmem", "tcp_wmem"):
@@ -38,9 +40,11 @@ class MadeUpHost:
 
     def pci(self, bus_id: str, numa_node: int, vendor: str, kind: str) -> Path:
         """A PCI device; the first two digits of its bus say which host bridge it is behind."""
-        place = f"sys/devices/pci{bus_id[:7]}/{bus_id}"
-        for name, value in (("numa_node", str(numa_node)), ("vendor", vendor), ("class", kind)):
-            directory = self.write(f"{place}/{name}", value).parent
+        directory = self.roots.sys / f"devices/pci{bus_id[:7]}/{bus_id}"
+        cpus = CPUS.get(numa_node, ",".join(CPUS.values()))
+        values = {"numa_node": numa_node, "local_cpulist": cpus, "vendor": vendor, "class": kind}
+        for name, value in values.items():
+            self.write(f"sys/{directory.relative_to(self.roots.sys)}/{name}", str(value))
         self._link(f"bus/pci/devices/{bus_id}", directory)
         return directory
 

@@ -29,8 +29,15 @@ class MadeUpEvent:
         # What is put on a stream now cannot happen before.
         self.time_s = self._streams.current.time_s = max(self._streams.current.time_s, self._streams.begun_s())
 
+    def query(self) -> bool:
+        """Whether the device is there by now."""
+        self._streams.check()
+        assert self.time_s is not None
+        return self._streams.begun_s() >= self.time_s
+
     def synchronize(self) -> None:
         """Waits for nothing, but counts."""
+        self._streams.check()
         self._streams.synchronized += 1
 
     def elapsed_time(self, later: MadeUpEvent) -> float:
@@ -43,16 +50,23 @@ class MadeUpEvent:
 class MadeUpStreams:
     """Implements `device_clock.TimedEvents`. The device's time 0 is when this was made; it may be ahead of the host."""
 
-    def __init__(self, host_s: Callable[[], float]) -> None:
-        self._host_s = host_s
-        self._zero_s = host_s()
-        self.current = MadeUpStream()
+    def __init__(self, host_s: Callable[[], float], drift: float = 0.0) -> None:
+        """`drift`: seconds that the device's clock gains in one of the host's."""
+        self._host_s, self._rate = host_s, 1.0 + drift
+        self.zero_s = host_s()
+        self.current, self.apart = MadeUpStream(), MadeUpStream()
         self.events_made = 0
         self.synchronized = 0
+        self.failure: RuntimeError | None = None
 
     def begun_s(self) -> float:
-        """The host's time since this was made."""
-        return self._host_s() - self._zero_s
+        """The device's clock: its time since this was made."""
+        return (self._host_s() - self.zero_s) * self._rate
+
+    def check(self) -> None:
+        """Raise the device's error, if it has one."""
+        if self.failure is not None:
+            raise self.failure
 
     def now_s(self) -> float:
         """When the device is through with the current stream."""
@@ -61,3 +75,8 @@ class MadeUpStreams:
     def new_event(self) -> MadeUpEvent:
         self.events_made += 1
         return MadeUpEvent(self)
+
+    def record_apart(self) -> MadeUpEvent:
+        event = self.new_event()
+        event.time_s = self.apart.time_s = max(self.apart.time_s, self.begun_s())
+        return event

@@ -31,12 +31,13 @@ def random_schedules(draw: st.DrawFn) -> Schedule:
     A stage takes any action that its neighbours' actions so far allow, so it cannot deadlock.
     """
     stages, chunks = draw(st.integers(2, 4)), draw(st.integers(1, 3))
-    schedule = _random_run(stages, chunks, draw(st.integers(1, 5)), random.Random(draw(st.integers(0, 2**32))))
+    schedule = random_run(stages, chunks, draw(st.integers(1, 5)), random.Random(draw(st.integers(0, 2**32))))
     check_schedule(schedule)
     return schedule
 
 
-def _random_run(stages: int, chunks: int, micro_batches: int, choice: random.Random) -> Schedule:
+def random_run(stages: int, chunks: int, micro_batches: int, choice: random.Random) -> Schedule:
+    """A random run of the pipeline: a valid schedule that may hold any number of activations."""
     last = stages * chunks - 1
     positions = range(last + 1)
     forwards, backwards, weights = ([0] * (last + 1) for _ in range(3))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ import torch
 
 POISON = 0xA5
 PATIENCE_S = 5.0
+LOOK_S = 1e-3
 
 
 class SimulatedEvent:
@@ -24,7 +26,22 @@ class SimulatedEvent:
 
     def __init__(self, device: SimulatedDevice) -> None:
         self.done = False
+        self.done_s = 0.0
         self._device = device
+
+    def set(self) -> None:
+        """The device has reached it."""
+        self.done, self.done_s = True, time.monotonic()
+
+    def record(self) -> None:
+        """On the current stream, as a mark of a DeviceClock."""
+        self._device.put_event(self._device.current_stream(), self)
+
+    def elapsed_time(self, later: SimulatedEvent) -> float:
+        """Milliseconds."""
+        assert self.done, "an event that has not been reached tells nothing"
+        assert later.done, "an event that has not been reached tells nothing"
+        return 1e3 * (later.done_s - self.done_s)
 
     def query(self) -> bool:
         """Whether the device has reached it."""
@@ -66,12 +83,15 @@ class SimulatedDevice:
         self.failure: Exception | None = None
         """Raised by whatever asks the device from now on."""
         self.refuses_page_locks = False
+        self.patience_s = PATIENCE_S
         self.compute = SimulatedStream("compute")
         self.default = SimulatedStream("default")
         """Of threads that were told of no stream."""
-        self.streams = [self.compute, self.default]
+        self.memory_stream = SimulatedStream("memory")
+        self.streams = [self.compute, self.default, self.memory_stream]
         self.locked: dict[int, int] = {}
         self.page_locks_made = 0
+        self.copies = 0
         self.pageable_copies = 0
         self.kept: list[tuple[int, str]] = []
         """Addresses of tensors that were kept until done, and on which stream."""
@@ -105,11 +125,18 @@ class SimulatedDevice:
         self.streams.append(SimulatedStream(f"copy {len(self.streams)}"))
         return self.streams[-1]
 
-    def record(self, stream: SimulatedStream) -> SimulatedEvent:
-        """Put an event on `stream`."""
-        event = SimulatedEvent(self)
-        self._put(stream, (event,))
-        return event
+    def handle(self, stream: SimulatedStream) -> int:
+        """Its number among all streams."""
+        return self.streams.index(stream)
+
+    def record(
+        self, stream: SimulatedStream, unused: SimulatedEvent | None = None, *, timed: bool = False
+    ) -> SimulatedEvent:
+        """Put an event on `stream`, one that is done if it is to be used again."""
+        event = SimulatedEvent(self) if unused is None else unused
+        assert unused is None or unused.done, "what waits for its first use would wait for the second"
+        event.done = False
+        return self.put_event(stream, event)
 
     def make_wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         """Put a wait on `stream`."""
@@ -117,12 +144,22 @@ class SimulatedDevice:
             self._put(stream, event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: SimulatedStream) -> None:
-        """Put a copy of raw memory on `stream`."""
+        """Put a copy of raw memory on `stream`; if a side is neither the device's nor page-locked, wait for its end."""
         assert target.nbytes == source.nbytes
         to, from_, nbytes = target.data_ptr(), source.data_ptr(), target.nbytes
-        self._put(stream, lambda: ctypes.memmove(to, from_, nbytes))
-        if not (self._is_known(to) and self._is_known(from_)):
+        by_itself = self._is_known(to, nbytes) and self._is_known(from_, nbytes)
+        over: list[bool] = []
+
+        def move() -> None:
+            assert by_itself == (self._is_known(to, nbytes) and self._is_known(from_, nbytes)), "unlocked meanwhile"
+            ctypes.memmove(to, from_, nbytes)
+            over.append(True)
+
+        self._put(stream, move)
+        self.copies += 1
+        if not by_itself:
             self.pageable_copies += 1
+            self.run_until(lambda: bool(over))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: SimulatedStream) -> torch.Tensor:
         """Poisoned memory."""
@@ -130,7 +167,12 @@ class SimulatedDevice:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype)
-        return self._allocate(nbytes, stream).view(dtype).view(tuple(shape))
+        memory = self._allocate(nbytes, stream).view(dtype).view(tuple(shape))
+        if stream is not self.memory_stream:
+            # What is on the stream already may still use memory that was freed there.
+            address = memory.data_ptr()
+            self._put(stream, lambda: ctypes.memset(address, POISON, nbytes))
+        return memory
 
     def keep_until_done_on(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
         """Memory that is freed is poisoned on that stream then."""
@@ -163,6 +205,10 @@ class SimulatedDevice:
 
     # What tests do.
 
+    def train_here(self) -> None:
+        """From now on, the compute stream is the calling thread's."""
+        self._training = threading.get_ident()
+
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
         """`values` computed on the compute stream: poison until that has run."""
         made = self.empty(values.shape, values.dtype, self.compute)
@@ -187,25 +233,43 @@ class SimulatedDevice:
         """Call a function in the order of a stream, as a kernel."""
         self._put(stream, operation)
 
+    def put_event(self, stream: SimulatedStream, event: SimulatedEvent) -> SimulatedEvent:
+        """Have `stream` set an event when it comes there."""
+        self._put(stream, (event,))
+        return event
+
     def let_go(self, stream: SimulatedStream) -> None:
         """It stands still no more."""
         with self._changed:
             stream.held = False
             self._changed.notify_all()
 
-    def run(self) -> None:
-        """Work until nothing can go on."""
+    def run_one(self, stream: SimulatedStream, count: int = 1) -> None:
+        """Do the next operations of a stream, though it stands still."""
         with self._changed:
+            for _ in range(count):
+                self._perform(stream)
+
+    def run(self) -> bool:
+        """Work until nothing can go on; returns whether anything could."""
+        with self._changed:
+            worked = self._step()
             while self._step():
                 pass
+            return worked
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Work until `done`, waiting for streams that stand still. Raises the device's error."""
+        until_s = time.monotonic() + self.patience_s
         with self._changed:
             while not done():
                 self.check()
-                if not self._step() and not self._changed.wait(PATIENCE_S):
+                if self._step():
+                    until_s = time.monotonic() + self.patience_s
+                elif time.monotonic() >= until_s:
                     raise AssertionError("a stream stands still for ever")
+                else:
+                    self._changed.wait(LOOK_S)  # what it waits for may happen on another device
             self.check()
 
     def check(self) -> None:
@@ -218,14 +282,16 @@ class SimulatedDevice:
         if not runnable:
             return False
         preferred = {"compute": runnable[0], "copies": runnable[-1]}
-        stream = preferred[self._first] if self._first else self._random.choice(runnable)
+        self._perform(preferred[self._first] if self._first else self._random.choice(runnable))
+        return True
+
+    def _perform(self, stream: SimulatedStream) -> None:
         first = stream.operations.popleft()
         if isinstance(first, tuple):
-            first[0].done = True
+            first[0].set()
             self._changed.notify_all()
         elif not isinstance(first, SimulatedEvent):
             first()
-        return True
 
     def _put(
         self, stream: SimulatedStream, operation: SimulatedEvent | tuple[SimulatedEvent] | Callable[[], None]
@@ -254,6 +320,6 @@ class SimulatedDevice:
         elif self.failure is None:
             self._put(stream, lambda: memory.fill(POISON))
 
-    def _is_known(self, address: int) -> bool:
+    def _is_known(self, address: int, nbytes: int) -> bool:
         ranges = [(memory.ctypes.data, memory.nbytes) for memory in self._memories] + list(self.locked.items())
-        return any(first <= address < first + nbytes for first, nbytes in ranges)
+        return any(first <= address and address + nbytes <= first + size for first, size in ranges)

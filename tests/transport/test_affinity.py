@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
+from support.made_up_host import MadeUpHost
 
 from adaptra_megatron.transport.affinity import (
     Nearness,
@@ -15,11 +19,13 @@ from adaptra_megatron.transport.affinity import (
     RnicError,
     choose_rnics,
     cpus_numa_node,
+    cpus_to_bind,
     nearest_rnics,
     nearness,
     pci_place,
     rank_rnics,
     rdma_devices,
+    started_on,
 )
 
 
@@ -198,3 +204,45 @@ def test_a_rank_without_a_gpu_uses_those_of_its_cpus(
     assert rank_rnics((), None, two_sockets.sysfs) == expected
     assert rank_rnics((), GPU_0, two_sockets.sysfs) == ("mlx5_0",)
     assert rank_rnics(("mlx5_3",), GPU_0, two_sockets.sysfs) == ("mlx5_3",)
+
+
+@pytest.mark.parametrize(
+    ("bus_id", "may_run_on", "expected"),
+    [
+        ("0000:17:00.0", range(32), range(16)),
+        ("0000:97:00.0", range(32), range(16, 32)),
+        ("0000:97:00.0", range(12, 20), range(16, 20)),
+        ("0000:97:00.0", range(8), ()),  # bound elsewhere by the user
+        ("0000:97:00.0", range(16, 32), ()),  # nothing to bind
+        ("0000:c7:00.0", range(32), ()),  # the kernel does not say
+        ("0000:ff:00.0", range(32), ()),
+        (None, range(32), ()),
+    ],
+)
+def test_copies_run_near_their_gpu_where_the_process_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bus_id: str | None, may_run_on: range, expected: range
+) -> None:
+    host = MadeUpHost(tmp_path)
+    for gpu, node in (("0000:17:00.0", 0), ("0000:97:00.0", 1), ("0000:c7:00.0", -1)):
+        host.gpu(gpu, node)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(may_run_on))
+    assert cpus_to_bind(bus_id, host.roots.sys) == set(expected)
+
+
+@pytest.mark.parametrize("binds", [True, False])
+def test_what_is_started_is_bound_and_the_starting_thread_is_not(binds: bool) -> None:
+    before = os.sched_getaffinity(0)
+    cpus = {min(before)} if binds else set()
+    seen: list[object] = []
+
+    def look() -> None:
+        seen.append(os.sched_getaffinity(0))
+        code = "import os; print(os.sched_getaffinity(0))"
+        seen.append(eval(subprocess.check_output([sys.executable, "-c", code])))
+
+    with started_on(cpus):
+        thread = threading.Thread(target=look)
+        thread.start()
+    assert os.sched_getaffinity(0) == before
+    thread.join()
+    assert seen == [cpus or before] * 2

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from transport_checks import CPU
 
 from adaptra_megatron.transport import placement
 from adaptra_megatron.transport.arrivals import Arrival, Arrivals
 from adaptra_megatron.transport.control import Start
 from adaptra_megatron.transport.device_copies import HostPayload, HostReceipt
 from adaptra_megatron.transport.frames import check_can_travel
-from adaptra_megatron.transport.host_link import CPU
+from adaptra_megatron.transport.host_link_state import HostLinkState
 from adaptra_megatron.transport.host_path import neighbours
 from adaptra_megatron.transport.link_health import LinkHealth
 from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
@@ -175,6 +176,16 @@ def test_health_says_until_when_waiting_makes_sense() -> None:
     health.said_bye = True
     assert health.broken_from_s() == -math.inf
     assert "stage 2 has closed its end" in str(health.error("x", key(0), 0.0, 1.0, receiving=False))
+
+
+@pytest.mark.parametrize("first", ["heard_bye", "read_out"])
+def test_a_farewell_counts_once_the_session_is_read_whichever_thread_comes_first(first: str) -> None:
+    state = HostLinkState(0, 1, grace_s=10.0)
+    for what in sorted(("heard_bye", "read_out"), key=lambda what: what != first):
+        setattr(state, what, True)
+        with state.lock:
+            state.note_farewell()
+        assert state.health.said_bye is (what != first)
 
 
 @pytest.mark.parametrize(

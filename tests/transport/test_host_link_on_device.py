@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,9 +12,7 @@ import pytest
 import torch
 from support.simulated_device import SimulatedDevice
 
-from adaptra_megatron.transport import host_link
 from adaptra_megatron.transport._ring import Ring
-from adaptra_megatron.transport.device_copies import DeviceCopies
 from adaptra_megatron.transport.host_link import HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
@@ -30,6 +29,13 @@ def soon() -> float:
     return time.monotonic() + 20.0
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = soon()
+    while not condition():
+        assert time.monotonic() < deadline_s, "this never happens"
+        time.sleep(0.001)
+
+
 def numbers(nbytes: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
@@ -37,18 +43,11 @@ def numbers(nbytes: int, seed: int) -> torch.Tensor:
 class Pair:
     """Stage 0 and stage 1, each with a device of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, first: str | None) -> None:
-        self.devices = [SimulatedDevice(seed, first=first) for seed in range(2)]
-        self.links = []
-        for stage in range(2):
-
-            def copies_for(device: object, *, pooled_nbytes: int, window_nbytes: int, **rest: Any) -> DeviceCopies:
-                made: Any = self.devices[len(self.links)]
-                return DeviceCopies(made, limit_nbytes=window_nbytes, **rest)
-
-            monkeypatch.setattr(host_link, "copies_for", copies_for)
-            self.links.append(HostLink(stage, 1 - stage, SETTINGS))
+    def __init__(self, first: str | None) -> None:
+        self.devices: list[Any] = [SimulatedDevice(seed, first=first) for seed in range(2)]
+        self.links = [HostLink(stage, 1 - stage, SETTINGS, self.devices[stage]) for stage in range(2)]
         self.rings: list[Ring] = []
+        self.sent: list[tuple[int, int]] = []
         self.connect()
 
     def connect(self) -> None:
@@ -60,26 +59,27 @@ class Pair:
         self.links[0].connected(there, back)
         self.links[1].connected(back, there)
 
-    def send(self, values: torch.Tensor, number: int) -> None:
-        self.links[0].post_send(key(number), self.devices[0].tensor(values))
+    def send(self, values: torch.Tensor, number: int, source: int = 0) -> None:
+        made = self.devices[source].tensor(values)
+        self.sent.append((source, made.data_ptr()))
+        self.links[source].post_send(key(number), made)
 
-    def receive(self, number: int) -> torch.Tensor:
+    def receive(self, number: int, target: int = 1) -> torch.Tensor:
         """What computation that is queued behind the message reads."""
-        received, _times = self.links[1].wait(key(number), soon())
-        return self.devices[1].read(received)
+        received, _times = self.links[target].wait(key(number), soon())
+        return self.devices[target].read(received)
 
-    def pinned_nbytes(self) -> int:
-        """Of messages that have not been acknowledged."""
-        copies: Any = self.links[0]._copies
-        return int(copies._outgoing.pinned_nbytes)
+    def held(self) -> int:
+        """Tensors that were sent and are kept to be sent again."""
+        return sum(address not in self.devices[source].freed for source, address in self.sent)
 
 
 @pytest.fixture
-def make_pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], Pair]]:
+def make_pair() -> Iterator[Callable[[str | None], Pair]]:
     made: list[Pair] = []
 
     def make(first: str | None = None) -> Pair:
-        made.append(Pair(monkeypatch, first))
+        made.append(Pair(first))
         return made[-1]
 
     yield make
@@ -103,9 +103,10 @@ def test_messages_of_all_sizes_arrive_and_leave_nothing_behind(
     for values, read in zip(sent, seen, strict=True):
         assert torch.equal(values, read)
     deadline_s = soon()
-    while pair.pinned_nbytes():
-        assert time.monotonic() < deadline_s, "page-locked memory of acknowledged messages is kept"
+    while pair.held():
+        assert time.monotonic() < deadline_s, "memory of acknowledged messages is kept"
         time.sleep(0.001)
+    assert [device.pageable_copies for device in pair.devices] == [0, 0]
 
 
 def test_a_message_is_written_only_when_the_device_has_made_it_and_acknowledgements_go_on(
@@ -129,7 +130,71 @@ def test_a_message_is_written_only_when_the_device_has_made_it_and_acknowledgeme
     assert torch.equal(seen, numbers(2 * MEBIBYTE, 0))
 
 
-def test_what_was_not_acknowledged_is_sent_again_from_host_memory(make_pair: Callable[[str | None], Pair]) -> None:
+@pytest.mark.parametrize("asked", [True, False])
+def test_no_message_is_copied_by_the_cpu_if_it_was_asked_for(
+    make_pair: Callable[[str | None], Pair], monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    pair = make_pair(None)
+    into_rings: list[int] = []
+    out_of_rings: list[int] = []
+
+    write = Ring.write
+
+    def counting_write(ring: Ring, description: Any, address: int, nbytes: int, deadline_s: float) -> None:
+        into_rings.append(nbytes)
+        write(ring, description, address, nbytes, deadline_s)
+
+    monkeypatch.setattr(Ring, "write", counting_write)
+    receive = pair.links[1]._copies.receive
+
+    def counting_receive(host: torch.Tensor, block_nbytes: int) -> Any:
+        out_of_rings.append(host.nbytes)
+        return receive(host, block_nbytes)
+
+    monkeypatch.setattr(pair.links[1]._copies, "receive", counting_receive)
+    for number in range(4):
+        if asked:
+            pair.links[1].post_receive(key(number))
+        pair.send(numbers(3 * MEBIBYTE, number), number)
+        if not asked:
+            until(lambda number=number: pair.links[1].ready(key(number)))
+            pair.links[1].post_receive(key(number))
+        seen = pair.receive(number)
+        pair.devices[1].run()
+        assert torch.equal(seen, numbers(3 * MEBIBYTE, number))
+    assert into_rings == []
+    assert out_of_rings == ([] if asked else [3 * MEBIBYTE] * 4)
+    assert [device.pageable_copies for device in pair.devices] == [0, 0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_everything_at_once_arrives_once_and_whole(make_pair: Callable[[str | None], Pair], seed: int) -> None:
+    """Both ways, asked for before or after, in sessions that break, in memory that is used again."""
+    pair, choose = make_pair([None, "copies", "compute"][seed]), random.Random(seed)
+    sizes = [choose.choice([0, 1, 70_000, MEBIBYTE, 5 * MEBIBYTE + 3]) for _ in range(24)]
+    waiting = set(range(len(sizes)))
+    for number, size in enumerate(sizes):
+        target = number % 2
+        early = choose.random() < 0.5
+        if early:
+            pair.links[target].post_receive(key(number))
+        pair.send(numbers(size, number), number, 1 - target)
+        if not early:
+            pair.links[target].post_receive(key(number))
+        if choose.random() < 0.2:
+            pair.connect()
+        for some in sorted(waiting & set(range(number + 1))) if number % 6 == 5 else []:
+            waiting.remove(some)
+            seen = pair.receive(some, some % 2)
+            pair.devices[some % 2].run()
+            assert torch.equal(seen, numbers(sizes[some], some)), f"message {some} of {sizes[some]} bytes"
+    for link in pair.links:
+        link.flush(soon())
+        assert link.unacknowledged == 0
+    until(lambda: pair.held() == sizes.count(0))
+
+
+def test_what_was_not_acknowledged_is_sent_again(make_pair: Callable[[str | None], Pair]) -> None:
     pair = make_pair(None)
     sent = [numbers(MEBIBYTE + number, number) for number in range(6)]
     for number, values in enumerate(sent):

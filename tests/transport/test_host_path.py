@@ -55,6 +55,7 @@ def test_a_killed_peer_is_an_error_and_never_a_hang(start_ranks: Callable[..., l
         "back_pressure",
         "closed",
         "idle",
+        "bound",
     ],
 )
 def test_host_path(start_ranks: Callable[..., object], path: str, scenario: str) -> None:

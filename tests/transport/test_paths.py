@@ -4,8 +4,13 @@ path at will: whatever happens, every message that is asked for arrives, with it
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from dataclasses import replace
 
+import pytest
+from hypothesis import given
+from hypothesis import settings as how
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -39,7 +44,7 @@ class TwoPaths(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.outlet: Outlet[str] = Outlet(SETTINGS)
+        self.outlet: Outlet[str] = Outlet(SETTINGS, len)
         self.inlet: Inlet[int] = Inlet(SETTINGS)
         self.now_s = 0.0
         self.host_down_since_s: float | None = None
@@ -261,3 +266,134 @@ class TwoPaths(RuleBasedStateMachine):
 
 
 TestTwoPaths = TwoPaths.TestCase
+
+
+class Wire:
+    """A link whose notes take no time, and whose device path takes some for each message; a clock that jumps."""
+
+    def __init__(self, settings: PathSettings) -> None:
+        self.outlet: Outlet[int] = Outlet(settings, lambda nbytes: nbytes)
+        self.inlet: Inlet[int] = Inlet(settings)
+        self.nbytes_per_s = math.inf
+        self.now_s = 100.0
+        self.arrivals: deque[tuple[float, int, int]] = deque()
+        """When, in which session, and how large: what is on its way."""
+        self.posted = 0
+        self.here = 0
+
+    def come_up(self) -> None:
+        """A session that carries messages."""
+        for _ in range(1000):
+            if self.outlet.path is Path.DEVICE:
+                return
+            self.pass_until(self.now_s + 0.1)
+        raise AssertionError("the device path does not come up")
+
+    def message_s(self, nbytes: int) -> float | None:
+        """Send one, and wait for it as the training does; how long that took, None if its session died."""
+        key_, began_s = key(self.posted), self.now_s
+        self.posted += 1
+        self.inlet.post(key_, 0)
+        _message, path = self.outlet.post(key_, nbytes)
+        assert path is Path.DEVICE
+        self._settle()
+        while self.inlet.expects(key_):
+            again_s = self.inlet.suspect(began_s, self.now_s)
+            if not self.inlet.alive:
+                self._settle()
+                return None
+            self.pass_until(again_s)
+        return self.now_s - began_s
+
+    def pass_until(self, until_s: float) -> None:
+        """Up to the next thing that happens, at the latest."""
+        self._settle()
+        due_s = self.arrivals[0][0] if self.arrivals else math.inf
+        self.now_s = min(until_s, due_s, max(self.now_s, self.outlet.next_tick_s))
+        if self.now_s == due_s:
+            _due_s, session, nbytes = self.arrivals.popleft()
+            self.inlet.arrived(session, nbytes, self.now_s)
+        self.outlet.tick(self.now_s, 0.0, list)
+        self._settle()
+
+    def _settle(self) -> None:
+        while True:
+            outlet, self.outlet.effects = self.outlet.effects, OutletEffects()
+            inlet, self.inlet.effects = self.inlet.effects, InletEffects()
+            if outlet == OutletEffects() and inlet == InletEffects():
+                return
+            for send in outlet.sends:
+                nbytes = send.probe_nbytes if send.message is None else send.message.payload
+                start_s = max(self.now_s, self.arrivals[-1][0] if self.arrivals else 0.0)
+                self.arrivals.append((start_s + nbytes / self.nbytes_per_s, send.session, nbytes))
+            for note in outlet.notes:
+                self.inlet.heard(note, self.now_s)
+            for answer in inlet.notes:
+                self.outlet.heard(answer, self.now_s)
+            if inlet.confirm is not None:
+                self.outlet.confirmed(*inlet.confirm)
+            for session in outlet.begin:
+                self.arrivals.clear()
+                self.outlet.made(session, self.now_s)
+                self.inlet.made(session)
+
+
+class TestSlowPath:
+    """Slow is not dead, and dead is noticed soon."""
+
+    settings = PathSettings()
+    sizes = st.integers(1, 400 << 20)
+
+    @how(max_examples=30)
+    @given(sizes, st.floats(settings.slow_nbytes_per_s, 1e11))
+    def test_a_path_that_is_merely_slow_is_never_given_up(self, nbytes: int, nbytes_per_s: float) -> None:
+        wire = Wire(self.settings)
+        wire.come_up()
+        wire.nbytes_per_s = nbytes_per_s
+        for _ in range(3):
+            took_s = wire.message_s(nbytes)
+            assert took_s == pytest.approx(nbytes / nbytes_per_s)
+
+    @how(max_examples=30)
+    @given(sizes)
+    def test_a_dead_path_is_given_up_as_soon_as_a_slow_one_would_have_been_done(self, nbytes: int) -> None:
+        settings = self.settings
+        wire = Wire(settings)
+        wire.come_up()
+        began_s, wire.nbytes_per_s = wire.now_s, 1e-9
+        assert wire.message_s(nbytes) is None
+        transfer_s = min(settings.longest_transfer_s, nbytes / settings.slow_nbytes_per_s)
+        assert wire.now_s - began_s == pytest.approx(settings.suspicion_s + settings.stall_s + transfer_s)
+
+    @how(max_examples=30)
+    @given(st.floats(2.0, 15.0), st.floats(1.5, 4.0))
+    def test_a_path_slower_than_that_is_learnt_to_be_slow(self, transfer_s: float, factor: float) -> None:
+        nbytes = 100 << 20
+        settings = replace(self.settings, longest_transfer_s=2.5 * transfer_s)
+        wire = Wire(settings)
+        wire.come_up()
+        wire.nbytes_per_s = nbytes / transfer_s
+        deaths = 0
+        while wire.message_s(nbytes) is None:
+            deaths += 1
+            wire.come_up()
+        assert deaths <= math.ceil(math.log2(transfer_s)), "at least twice as patient each time"
+        wire.nbytes_per_s /= factor ** (factor < 2.0)
+        assert wire.message_s(nbytes) is not None, "not twice as slow as it was"
+        wire.nbytes_per_s = math.inf
+        assert wire.message_s(nbytes) == 0.0
+        began_s, wire.nbytes_per_s = wire.now_s, 1e-9
+        assert wire.message_s(nbytes) is None
+        assert wire.now_s - began_s < settings.suspicion_s + settings.stall_s + 1.1, "its past is forgotten"
+
+    def test_a_probe_of_the_usual_size_may_take_as_long_as_a_message(self) -> None:
+        wire = Wire(replace(self.settings, preferred=Path.HOST))
+        while not wire.outlet.device_healthy:
+            wire.pass_until(wire.now_s + 0.1)
+        nbytes, limit_s = 800 << 20, self.settings.probe_limit_s
+        for transfer_s, survives in ((limit_s + 7.0, True), (limit_s + 9.5, True), (limit_s + 11.0, False)):
+            wire.nbytes_per_s = nbytes / transfer_s
+            wire.outlet.measure(nbytes)
+            for _ in range(200):
+                wire.pass_until(wire.now_s + 1.0)
+            assert (wire.outlet.failures == 0) == survives, wire.outlet.cause

@@ -24,7 +24,15 @@ from ring_producer import message, write
 from support.raw_frames import NOTE, Frame, cut, put_frame
 
 from adaptra_megatron.transport import _ring
-from adaptra_megatron.transport._ring import Event, FrameError, Inbox, Ring, RingClosedError, RingError
+from adaptra_megatron.transport._ring import (
+    Description,
+    Event,
+    FrameError,
+    Inbox,
+    Ring,
+    RingClosedError,
+    RingError,
+)
 
 SLOT = 4096
 HEADERS = 4096
@@ -435,3 +443,191 @@ def test_whoever_is_in_a_hurry_is_served_first_and_a_poke_lets_everybody_go() ->
         assert not thread.is_alive()
     assert len(served) == 20
     assert served.count("hurry") > 10
+
+
+def described(number: int, nbytes: int, *, micro_batch: int | None = None) -> Description:
+    return Description(
+        sequence=number,
+        iteration=0,
+        direction=0,
+        chunk=0,
+        micro_batch=number if micro_batch is None else micro_batch,
+        dtype=_ring.DATA_TYPES["uint8"],
+        shape=[nbytes],
+    )
+
+
+def test_slots_that_follow_one_another_are_claimed_together() -> None:
+    ring = Ring.create(8, SLOT)
+    assert ring.claim_slots(3, 0.0) == (0, 3)
+    assert ring.claim_slots(9, 0.0) == (3, 5), "no more than there are"
+    assert ring.claim_slots(1, time.monotonic() + 0.01) == (0, 0), "none at the deadline"
+    for first, count in ((0, 3), (3, 5)):
+        ring.commit_void(first, count)
+    for index in range(6):
+        ring.take_frame(0.0)
+        ring.release_frame(index)
+    assert ring.claim_slots(9, 0.0) == (8, 6)
+    ring.commit_void(8, 6)
+    for _ in range(8):
+        ring.take_frame(0.0)
+    ring.release_frames(6, 6)
+    assert ring.claim_slots(9, 0.0) == (14, 2), "not over the end of the memory"
+    ring.close()
+    with pytest.raises(RingClosedError):
+        ring.claim_slots(1, 0.0)
+
+
+def test_frames_that_hardware_filled_are_a_message() -> None:
+    ring, box = Ring.create(8, SLOT), inbox()
+    content = numpy.random.default_rng(2).integers(0, 256, 3 * SLOT + 7, dtype=numpy.uint8)
+    memory = numpy.frombuffer(ring, dtype=numpy.uint8)
+    assert memory.ctypes.data == ring.slots_address
+    claimed = [ring.claim_slots(2, 0.0) for _ in range(2)]
+    ring.write_ack(9, 0.0)
+    for (first, count), offset in reversed(list(zip(claimed, (0, 2 * SLOT), strict=True))):
+        part = content[offset : offset + count * SLOT]
+        payload = ring.slot_offsets(first)[1]
+        memory[payload : payload + part.size] = part
+        assert box.next(ring, 0.0) is None, "in the order of claiming"
+        ring.commit_frames(first, count, described(0, content.size), offset, content.size)
+    event = box.next(ring, soon())
+    assert event is not None
+    assert bytes(event.payload) == content.tobytes()
+    acknowledgement = box.next(ring, soon())
+    assert acknowledgement is not None
+    assert acknowledgement.kind == Event.Kind.ACK
+    first, count = ring.claim_slots(2, 0.0)
+    with pytest.raises(FrameError):
+        ring.commit_frames(first, count, described(1, SLOT), 0, SLOT)  # one slot is all it needs
+
+
+class Parts:
+    """What comes out of an inbox by parts."""
+
+    def __init__(self) -> None:
+        self.box = Inbox(max_message_nbytes=1 << 30, pooled_nbytes=1 << 26, for_device=True)
+        self.messages: dict[int, numpy.ndarray] = {}
+        self.missing: dict[int, int] = {}
+        self.lent: list[tuple[Ring, int, int]] = []
+        self.sizes: list[int] = []
+
+    def take(self, ring: Ring) -> Event | None:
+        event = self.box.next(ring, 0.0)
+        if event is None or event.kind != Event.Kind.PART:
+            return event
+        message = self.messages.setdefault(event.sequence, numpy.zeros(event.total_nbytes, numpy.uint8))
+        payload = ring.slot_offsets(event.first_slot)[1]
+        source = numpy.frombuffer(ring, dtype=numpy.uint8)[payload : payload + event.nbytes]
+        message[event.offset : event.offset + event.nbytes] = source
+        self.missing[event.sequence] = self.missing.get(event.sequence, event.total_nbytes) - event.nbytes
+        self.lent.append((ring, event.first_slot, event.slots))
+        self.sizes.append(event.slots)
+        return event
+
+    def release(self) -> None:
+        for ring, first, count in self.lent:
+            ring.release_frames(first, count)
+        self.lent.clear()
+
+    def ask(self, micro_batch: int, iteration: int = 0) -> None:
+        self.box.ask(iteration=iteration, direction=0, chunk=0, micro_batch=micro_batch)
+
+
+def write_described(ring: Ring, number: int, content: numpy.ndarray, **named: int) -> None:
+    ring.write(described(number, content.size, **named), content.ctypes.data, content.nbytes, time.monotonic() + 0.01)
+
+
+def test_what_was_asked_for_stays_in_the_ring_until_it_is_released() -> None:
+    ring, parts = Ring.create(8, SLOT), Parts()
+    content = numpy.random.default_rng(3).integers(0, 256, 5 * SLOT + 1, dtype=numpy.uint8)
+    parts.ask(0)
+    write_described(ring, 0, content)
+    while (event := parts.take(ring)) is not None:
+        assert (event.sequence, event.total_nbytes, event.shape) == (0, content.size, [content.size])
+    assert parts.sizes == [2, 2, 2], "frames that lie together, but not all the ring at once"
+    assert parts.missing == {0: 0}
+    assert numpy.array_equal(parts.messages[0], content)
+    assert ring.backlog == 0, "all is taken"
+    with pytest.raises(TimeoutError):
+        write_described(ring, 1, content)
+    parts.release()
+    write_described(ring, 2, content[:SLOT])
+
+
+def test_what_was_not_asked_for_is_put_together_in_memory() -> None:
+    ring, parts = Ring.create(8, SLOT), Parts()
+    content = numpy.arange(SLOT + 1, dtype=numpy.uint8)
+    parts.ask(7)
+    parts.ask(8)
+    write_described(ring, 0, content, micro_batch=6)
+    write_described(ring, 1, content[:0], micro_batch=7)
+    events = [parts.take(ring) for _ in range(2)]
+    assert [event and event.kind for event in events] == [Event.Kind.MESSAGE] * 2, "nothing has no parts"
+    assert events[0] is not None
+    assert bytes(events[0].payload) == content.tobytes()
+    assert events[0].block_nbytes >= content.size
+    assert events[0].block_nbytes % mmap.PAGESIZE == 0
+    parts.ask(0, iteration=1)
+    write_described(ring, 2, content, micro_batch=8)
+    late = parts.take(ring)
+    assert late is not None
+    assert late.kind == Event.Kind.MESSAGE, "of an iteration that is over"
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.booleans()), min_size=1, max_size=12))
+def test_each_byte_of_a_message_comes_out_once_over_rings_that_break(steps: list[tuple[int, bool, bool]]) -> None:
+    contents = [numpy.random.default_rng(number).integers(0, 256, 5 * SLOT, dtype=numpy.uint8) for number in range(4)]
+    ring, parts = Ring.create(4, SLOT), Parts()
+    for number in range(0, 4, 2):
+        parts.ask(number)
+    whole: dict[int, bytes] = {}
+
+    def read() -> None:
+        with contextlib.suppress(RingClosedError):
+            while (event := parts.take(ring)) is not None:
+                if event.kind == Event.Kind.MESSAGE:
+                    assert event.sequence not in whole
+                    whole[event.sequence] = bytes(event.payload)
+
+    for number, releases, breaks in steps:
+        with contextlib.suppress(TimeoutError):  # a part is in the ring then
+            ring.write(described(number, 5 * SLOT), contents[number].ctypes.data, 5 * SLOT, 0.0)
+        read()
+        if releases:
+            parts.release()
+        if breaks:
+            ring.close()
+            read()
+            ring = Ring.create(4, SLOT)
+    for number, content in enumerate(contents):  # a last session, in which all goes well
+        ring = Ring.create(8, SLOT)
+        write_described(ring, number, content)
+        read()
+        if number % 2:
+            assert whole[number] == content.tobytes()
+        else:
+            assert parts.missing[number] == 0
+            assert numpy.array_equal(parts.messages[number], content)
+
+
+@pytest.mark.parametrize("for_device", [True, False])
+def test_a_forked_child_has_no_memory_that_a_device_reads(for_device: bool) -> None:
+    ring = Ring.create(8, SLOT)
+    box = Inbox(max_message_nbytes=1 << 30, pooled_nbytes=1 << 26, for_device=for_device)
+    write(ring, 0, numpy.zeros(2 * SLOT, numpy.uint8))
+    event = box.next(ring, soon())
+    assert event is not None
+    address = numpy.frombuffer(event.payload, numpy.uint8).ctypes.data
+
+    def mapped() -> bool:
+        ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        return any(int(first, 16) <= address < int(last, 16) for first, last in ranges)
+
+    child = os.fork()
+    if child == 0:
+        os._exit(3 if mapped() else 4)
+    _process, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (4 if for_device else 3)
+    assert mapped()

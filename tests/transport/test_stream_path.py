@@ -1,420 +1,371 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stream transport: between processes over gloo, and call by call against a recorded torch.distributed."""
+"""The plain device path on simulated GPUs and NCCL, where what reads without having waited shows as poison."""
 
 from __future__ import annotations
 
+import logging
+import random
+import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.made_up_streams import MadeUpStreams
+from support.simulated_device import POISON, SimulatedEvent
+from support.simulated_nccl import SimulatedCommunicator
+from support.simulated_pipeline import ProcessEndedError, SimulatedStage, play
 
-from adaptra_megatron.runtime.timers import make_timer
 from adaptra_megatron.transport import stream_path
 from adaptra_megatron.transport.device_clock import DeviceClock
 from adaptra_megatron.transport.messages import Direction, MessageKey, TensorSpecification, TransportError
-from adaptra_megatron.transport.shapes import encode_shape
+from adaptra_megatron.transport.rendezvous import Rendezvous
 from adaptra_megatron.transport.stream_path import StreamTransport
 
-RANKS = str(Path(__file__).with_name("transport_ranks.py"))
+NBYTES = 50_000
 CPU = torch.device("cpu")
-FIXED = TensorSpecification((2, 3), torch.float32, CPU)
-VARYING = TensorSpecification(None, torch.float32, CPU)
-PIPELINES = ((0, 2, 4, 6), (1, 3, 5, 7))
+FIXED = TensorSpecification((NBYTES,), torch.uint8, CPU)
+VARYING = TensorSpecification(None, torch.uint8, CPU)
 
 
 def key(micro_batch: int, direction: Direction = Direction.ACTIVATION) -> MessageKey:
     return MessageKey(0, direction, 0, micro_batch)
 
 
-class Work:
-    """A transfer. `failure` is raised by wait, as a backend whose watchdog fired does."""
-
-    def __init__(self) -> None:
-        self.done = False
-        self.failure: Exception | None = None
-        self.waited: list[timedelta | None] = []
-
-    def is_completed(self) -> bool:
-        return self.done
-
-    def _get_duration(self) -> float:
-        return 0.0
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        self.waited.append(timeout)
-        if self.failure is not None:
-            raise self.failure
+def numbers(seed: int, nbytes: int = NBYTES) -> torch.Tensor:
+    return torch.randint(0, 255, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-class Group:
-    def __init__(self, ranks: tuple[int, ...], rank: int, timed: list[Group] | None = None) -> None:
-        self.ranks = ranks
-        self._rank = rank
-        self._timed = timed
-
-    def _enable_collectives_timing(self) -> None:
-        assert self._timed is not None
-        self._timed.append(self)
-
-    def rank(self) -> int:
-        return self.ranks.index(self._rank)
-
-    def size(self) -> int:
-        return len(self.ranks)
+def soon() -> float:
+    return time.monotonic() + 10.0
 
 
-class RecordedDistributed:
-    """torch.distributed as `rank` of a job with two pipelines of four stages sees it; fills receives from `inbox`."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.made: list[tuple[int, ...]] = []
-        self.timed: list[Group] = []
-        self.destroyed: list[Group] = []
-        self.transfers: list[tuple[str, int, tuple[int, ...], torch.Tensor, Work]] = []
-        self.inbox: dict[int, list[torch.Tensor]] = {}
-        self.broken = False
-
-    def new_group(self, ranks: list[int], timeout: timedelta, backend: str, group_desc: str) -> Group | None:
-        assert (timeout, backend) == (timedelta(seconds=5), "nccl")
-        self.made.append(tuple(ranks))
-        return Group(tuple(ranks), self.rank, self.timed) if self.rank in ranks else None
-
-    def get_backend(self, group: Group) -> str:
-        return "nccl"
-
-    def get_world_size(self) -> int:
-        return 8
-
-    def get_global_rank(self, group: Group, stage: int) -> int:
-        return group.ranks[stage]
-
-    def all_gather_object(self, gathered: list[Any], mine: Any) -> None:
-        assert mine in PIPELINES
-        gathered[:] = [PIPELINES[rank % 2] for rank in range(8)]
-
-    def destroy_process_group(self, group: Group) -> None:
-        self.destroyed.append(group)
-
-    def isend(self, tensor: torch.Tensor, peer: int, group: Group) -> Work:
-        return self._transfer("send", tensor, peer, group)
-
-    def irecv(self, tensor: torch.Tensor, peer: int, group: Group) -> Work:
-        if self.inbox.get(peer):
-            tensor.copy_(self.inbox[peer].pop(0))
-        return self._transfer("receive", tensor, peer, group)
-
-    def _transfer(self, name: str, tensor: torch.Tensor, peer: int, group: Group) -> Work:
-        if self.broken:
-            raise RuntimeError("NCCL communicator was aborted")
-        work = Work()
-        self.transfers.append((name, peer, group.ranks, tensor, work))
-        return work
+def finish(stage: SimulatedStage) -> None:
+    """As the end of an iteration: wait for all computation."""
+    stage.device.record(stage.device.compute).synchronize()
 
 
-@pytest.fixture
-def distributed(monkeypatch: pytest.MonkeyPatch) -> RecordedDistributed:
-    recorded = RecordedDistributed(rank=2)
-    for name in ("new_group", "get_backend", "get_world_size", "get_global_rank", "all_gather_object"):
-        monkeypatch.setattr(stream_path.dist, name, getattr(recorded, name))
-    for name in ("destroy_process_group", "isend", "irecv"):
-        monkeypatch.setattr(stream_path.dist, name, getattr(recorded, name))
-    return recorded
+def forward_end(stage: SimulatedStage) -> SimulatedCommunicator:
+    """Its end of the link from stage 0 to stage 1."""
+    (end,) = [each for each in stage.nccl.fabric.of(stage.device) if each.name.endswith(" 0>1")]
+    return end
 
 
-@pytest.fixture
-def transport(distributed: RecordedDistributed) -> StreamTransport:
-    """Stage 1 of the pipeline (0, 2, 4, 6)."""
-    return StreamTransport(Group(PIPELINES[0], rank=2), timeout_s=5.0)  # type: ignore[arg-type]
+def has_left(stage: SimulatedStage) -> None:
+    """Wait until all that was sent over that link has been received."""
+    stage.device.run_until(lambda: all(each.over for each in forward_end(stage).launched))
 
 
-def test_one_group_per_directed_link_made_alike_by_all_ranks(
-    distributed: RecordedDistributed, transport: StreamTransport
+def relay(specification: TensorSpecification, seed: int) -> Callable[[SimulatedStage, Rendezvous], Any]:
+    """Each stage computes on what comes from the one before and sends the result on; gradients go back."""
+    count = 5
+
+    def size(number: int) -> int:
+        return NBYTES if specification is FIXED else 1000 * (number + 1)
+
+    def program(stage: SimulatedStage, rendezvous: Rendezvous) -> list[torch.Tensor]:
+        transport = stage.transport(rendezvous)
+        device, here, last = stage.device, stage.stage, rendezvous.stages - 1
+        transport.describe(specification)
+        seen = []
+        for number in range(count):
+            if here > 0:
+                transport.post_receive(key(number), here - 1)
+                seen.append(device.read(transport.wait(key(number), soon())))
+            if here < last:
+                transport.post_send(key(number), here + 1, device.tensor(numbers(10 * seed + number, size(number))))
+        for number in range(count):
+            gradient = key(number, Direction.GRADIENT)
+            if here < last:
+                transport.post_receive(gradient, here + 1)
+                seen.append(device.read(transport.wait(gradient, soon())))
+            if here > 0:
+                transport.post_send(gradient, here - 1, device.tensor(numbers(10 * seed + number, size(number))))
+        finish(stage)
+        transport.flush(soon())
+        assert transport.close(drained=True)
+        assert not [each for each in stage.nccl.fabric.of(device) if not each.finalized]
+        return seen
+
+    return program
+
+
+@pytest.mark.parametrize("specification", [FIXED, VARYING], ids=["fixed", "varying"])
+def test_messages_are_read_when_they_are_there_and_sent_when_they_are_computed(
+    specification: TensorSpecification,
 ) -> None:
-    expected = []
-    for p in PIPELINES:
-        links = [(0, 1), (0, 3), (1, 0), (1, 2), (2, 1), (2, 3), (3, 0), (3, 2)]
-        expected += [(p[source], p[target]) for source, target in links]
-    assert distributed.made == expected
-    transport.describe(FIXED)
-    transport.post_send(key(0), 2, torch.zeros(2, 3))
-    transport.post_send(key(0, Direction.GRADIENT), 0, torch.zeros(2, 3))
-    transport.post_receive(key(1), 0)
-    transport.post_receive(key(1, Direction.GRADIENT), 2)
-    ends = [(name, peer, link) for name, peer, link, _tensor, _work in distributed.transfers]
-    assert ends == [("send", 4, (2, 4)), ("send", 0, (2, 0)), ("receive", 0, (0, 2)), ("receive", 4, (4, 2))]
-    transport.close()
-    transport.close()
-    assert sorted(group.ranks for group in distributed.destroyed) == [(0, 2), (2, 0), (2, 4), (4, 2)]
+    for seed, stages in ((1, 2), (2, 3)):
+        for seen in play(stages, relay(specification, seed)):
+            assert not isinstance(seen, Exception), seen
+            for number, tensor in enumerate(seen):
+                nbytes = NBYTES if specification is FIXED else 1000 * (number % 5 + 1)
+                assert torch.equal(tensor, numbers(10 * seed + number % 5, nbytes))
 
 
-def test_receives_are_posted_at_once_and_in_order(distributed: RecordedDistributed, transport: StreamTransport) -> None:
-    transport.describe(FIXED)
-    distributed.inbox[0] = [torch.full((2, 3), float(number)) for number in range(3)]
-    for number in range(3):
-        transport.post_receive(key(number), 0)
-    assert len(distributed.transfers) == 3
-    assert not transport.ready(key(1))
-    distributed.transfers[1][-1].done = True
-    assert [transport.ready(key(number)) for number in range(3)] == [False, True, False]
-    for number in (2, 0, 1):
-        assert torch.equal(transport.wait(key(number), time.monotonic() + 1.0), torch.full((2, 3), float(number)))
-    assert len(distributed.transfers) == 3
+def together(program: Callable[[SimulatedStage, StreamTransport], Any], stages: int = 2, **settings: Any) -> list[Any]:
+    """Run a program on each stage; raises what one of them raised."""
 
-
-def test_a_header_goes_before_a_body_of_varying_shape(
-    distributed: RecordedDistributed, transport: StreamTransport
-) -> None:
-    transport.describe(VARYING)
-    body = torch.arange(12.0).view(3, 4).t()
-    transport.post_send(key(0), 2, body)
-    (_, _, _, header, _), (_, _, _, sent, _) = distributed.transfers
-    assert torch.equal(header, encode_shape((4, 3), CPU))
-    assert torch.equal(sent, body)
-    assert sent.is_contiguous()
-
-
-def test_varying_shapes_are_received_in_the_senders_order_whoever_is_asked_for_first(
-    distributed: RecordedDistributed, transport: StreamTransport
-) -> None:
-    transport.describe(VARYING)
-    bodies = [torch.full((number + 1, 2), float(number)) for number in range(3)]
-    distributed.inbox[0] = [part for body in bodies for part in (encode_shape(body.shape, CPU), body)]
-    for number in range(3):
-        transport.post_receive(key(number), 0)
-    assert distributed.transfers == []
-    assert not transport.ready(key(0))
-    for number in (1, 0, 2):
-        assert torch.equal(transport.wait(key(number), time.monotonic() + 1.0), bodies[number])
-    assert [tuple(tensor.shape) for *_, tensor, _work in distributed.transfers] == [
-        shape for body in bodies for shape in ((9,), tuple(body.shape))
-    ]
-
-
-def test_sent_tensors_are_held_until_their_send_is_done(
-    distributed: RecordedDistributed, transport: StreamTransport
-) -> None:
-    transport.describe(FIXED)
-    works = []
-    for number in range(3):
-        transport.post_send(key(number), 2, torch.zeros(2, 3))
-        works.append(distributed.transfers[-1][-1])
-        works[0].done = True
-    transport.flush(time.monotonic() + 1.0)
-    assert [len(work.waited) for work in works] == [1, 1, 1]
-    (asked,) = works[0].waited
-    assert asked is not None
-    assert asked < timedelta(seconds=0.1), "what has left is only asked whether it failed"
-    transport.flush(time.monotonic() + 1.0)
-    assert [len(work.waited) for work in works] == [1, 1, 1]
-
-
-def test_a_send_that_completed_by_failing_is_not_taken_for_sent(
-    distributed: RecordedDistributed, transport: StreamTransport
-) -> None:
-    transport.describe(FIXED)
-    transport.post_send(key(7), 2, torch.zeros(2, 3))
-    failed = distributed.transfers[-1][-1]
-    failed.done, failed.failure = True, RuntimeError("NCCL error: remote process exited")
-    with pytest.raises(TransportError, match=r"link 1->2: .*micro-batch 7 .*remote process exited"):
-        transport.post_send(key(8), 2, torch.zeros(2, 3))
-    transport.flush(time.monotonic() + 1.0)
-    assert len(failed.waited) == 1, "it is reported once"
-    assert len(distributed.transfers[-1][-1].waited) == 1, "what was posted meanwhile is still waited for"
-
-
-def test_waits_are_bounded_by_the_deadline(distributed: RecordedDistributed, transport: StreamTransport) -> None:
-    transport.describe(FIXED)
-    transport.post_receive(key(0), 0)
-    transport.wait(key(0), time.monotonic() + 2.0)
-    (allowed,) = distributed.transfers[0][-1].waited
-    assert allowed is not None
-    assert timedelta(seconds=1.5) < allowed <= timedelta(seconds=2.0)
-    transport.post_receive(key(1), 0)
-    transport.wait(key(1), time.monotonic() - 1.0)
-    (allowed,) = distributed.transfers[1][-1].waited
-    assert allowed is not None
-    assert timedelta(0) < allowed < timedelta(seconds=0.1), "an expired deadline is not an endless one"
-
-
-def test_waits_on_a_device_block_no_thread(distributed: RecordedDistributed, transport: StreamTransport) -> None:
-    """NCCL's wait blocks the calling thread until the transfer is over if, and only if, it is given a timeout."""
-    device = torch.device("meta")
-    transport.describe(TensorSpecification((2, 3), torch.float32, device))
-    transport.post_receive(key(0), 0)
-    transport.post_send(key(0), 2, torch.zeros(2, 3, device=device))
-    transport.wait(key(0), time.monotonic() + 2.0)
-    transport.flush(time.monotonic() + 2.0)
-    assert [work.waited for *_, work in distributed.transfers] == [[None], [None]]
-
-
-def _fail_receive(distributed: RecordedDistributed, transport: StreamTransport) -> None:
-    transport.post_receive(key(7), 0)
-    distributed.transfers[-1][-1].failure = RuntimeError("watchdog timeout")
-    transport.wait(key(7), time.monotonic() + 1.0)
-
-
-def _fail_send(distributed: RecordedDistributed, transport: StreamTransport) -> None:
-    transport.post_send(key(7), 2, torch.zeros(2, 3))
-    distributed.transfers[-1][-1].failure = RuntimeError("watchdog timeout")
-    transport.flush(time.monotonic() + 1.0)
-
-
-def _post_receive_on_broken_link(distributed: RecordedDistributed, transport: StreamTransport) -> None:
-    distributed.broken = True
-    transport.post_receive(key(7), 0)
-
-
-def _post_send_on_broken_link(distributed: RecordedDistributed, transport: StreamTransport) -> None:
-    distributed.broken = True
-    transport.post_send(key(7), 2, torch.zeros(2, 3))
-
-
-@pytest.mark.parametrize(
-    ("fail", "link", "cause"),
-    [
-        (_fail_receive, "0->1", "watchdog timeout"),
-        (_fail_send, "1->2", "watchdog timeout"),
-        (_post_receive_on_broken_link, "0->1", "communicator was aborted"),
-        (_post_send_on_broken_link, "1->2", "communicator was aborted"),
-    ],
-)
-def test_errors_name_stage_link_key_cause_and_remedy(
-    distributed: RecordedDistributed,
-    transport: StreamTransport,
-    fail: Callable[[RecordedDistributed, StreamTransport], None],
-    link: str,
-    cause: str,
-) -> None:
-    transport.describe(FIXED)
-    with pytest.raises(TransportError) as failed:
-        fail(distributed, transport)
-    for part in ("stage 1", f"link {link}", str(key(7)), cause, "Look at the stage at the other end"):
-        assert part in str(failed.value)
-    assert isinstance(failed.value.__cause__, RuntimeError)
-
-
-def test_without_a_clock_nothing_is_timed(distributed: RecordedDistributed, transport: StreamTransport) -> None:
-    transport.describe(FIXED)
-    transport.post_send(key(0), 2, torch.zeros(2, 3))
-    transport.post_receive(key(0), 0)
-    transport.wait(key(0), time.monotonic() + 1.0)
-    assert transport.take_times() == ((), ())
-
-
-class TimedWork(Work):
-    """A receive that stands in its link's stream from when it can begin until a given moment, and tells how long."""
-
-    def __init__(self, streams: MadeUpStreams, link: dict[str, float], arrives_s: float) -> None:
-        super().__init__()
-        begun_s = max(link.get("free_s", 0.0), streams.now_s(), streams.begun_s())
-        link["free_s"] = max(begun_s, arrives_s)
-        self._duration_s = link["free_s"] - begun_s
-
-    def _get_duration(self) -> float:
-        return 1e3 * self._duration_s
-
-
-@pytest.mark.parametrize("specification", [FIXED, VARYING])
-def test_receives_are_timed_where_the_device_can_tell(
-    distributed: RecordedDistributed, specification: TensorSpecification, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A message that has come early is told to have come then, though computation came to it much later."""
-    streams, link = MadeUpStreams(host_s=time.monotonic), dict[str, float]()
-    clock = DeviceClock(streams)
-    transport = StreamTransport(Group(PIPELINES[0], rank=2), 5.0, clock)  # type: ignore[arg-type]
-    assert [group.ranks for group in distributed.timed] == [(0, 2), (4, 2)], "the links on which it receives"
-    arrivals_s = iter([7.0, 6.0, 9.0] if specification is FIXED else [20.5, 20.7, 20.9, 21.2, 21.0, 23.0])
-    monkeypatch.setattr(distributed, "_transfer", lambda *_: TimedWork(streams, link, next(arrivals_s)))
-    transport.describe(specification)
-    streams.current.stand_still_until(5.0)
-    if specification is VARYING:
-        distributed.inbox[0] = [part for _ in range(3) for part in (encode_shape((2, 3), CPU), torch.zeros(2, 3))]
-    for number in range(3):
-        transport.post_receive(key(number), 0)
-    for number in (1, 0, 2):
-        streams.current.stand_still_until(20.0 + number)
-        transport.wait(key(number), time.monotonic() + 1.0)
-    end_s = streams.now_s()
-    clock.relate(clock.mark())
-    host_of_device_zero_s = time.monotonic() - end_s
-    sent, received = transport.take_times()
-    assert sent == []
-    assert [(times.key, times.peer, times.nbytes) for times in received] == [(key(n), 0, 24) for n in range(3)]
-    arrived_s = [times.done_s - host_of_device_zero_s for times in received]
-    posted_s = [times.posted_s - host_of_device_zero_s for times in received]
-    if specification is FIXED:
-        assert arrived_s == pytest.approx([7.0, 7.0, 9.0], abs=0.05), "none before the one that was sent before it"
-        assert posted_s == pytest.approx([5.0] * 3, abs=0.05), "when computation came to the post"
-    else:
-        # Asked for when the second of them was waited for: headers tell no sizes before.
-        assert arrived_s == pytest.approx([21.0, 21.2, 23.0], abs=0.05)
-        assert posted_s == pytest.approx([21.0, 21.0, 22.0], abs=0.05)
-    assert transport.take_times() == ([], []), "once"
-
-
-def test_a_backend_that_tells_no_times_is_not_asked_again(
-    distributed: RecordedDistributed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(work: Work) -> float:
-        raise RuntimeError("getDuration only works if timing was enabled")
-
-    monkeypatch.setattr(Work, "_get_duration", refuse)
-    clock = DeviceClock(MadeUpStreams(host_s=time.monotonic))
-    transport = StreamTransport(Group(PIPELINES[0], rank=2), 5.0, clock)  # type: ignore[arg-type]
-    transport.describe(FIXED)
-    for number in range(2):
-        transport.post_receive(key(number), 0)
-        transport.wait(key(number), time.monotonic() + 1.0)
-        clock.relate(clock.mark())
-        assert transport.take_times() == ((), ())
-    (said,) = caplog.messages
-    assert (
-        said == "stage 1: arrivals from other GPUs are not timed any more: getDuration only works if timing was enabled"
-    )
-
-
-def test_sends_are_timed_by_the_post(distributed: RecordedDistributed) -> None:
-    """When they had been computed, the executor knows."""
-    clock = DeviceClock(MadeUpStreams(host_s=time.monotonic))
-    transport = StreamTransport(Group(PIPELINES[0], rank=2), 5.0, clock)  # type: ignore[arg-type]
-    transport.describe(FIXED)
-    before_s = time.monotonic()
-    transport.post_send(key(3), 2, torch.zeros(2, 3))
-    (sent,), _ = transport.take_times()
-    assert (sent.key, sent.peer, sent.nbytes) == (key(3), 2, 24)
-    assert before_s <= sent.posted_s == sent.done_s <= time.monotonic()
-
-
-def test_events_are_made_once_and_used_again(distributed: RecordedDistributed) -> None:
-    streams = MadeUpStreams(host_s=time.monotonic)
-    clock = DeviceClock(streams)
-    transport = StreamTransport(Group(PIPELINES[0], rank=2), 5.0, clock)  # type: ignore[arg-type]
-    timer = make_timer(clock)
-    made = []
-    for iteration in range(3):
+    def run(stage: SimulatedStage, rendezvous: Rendezvous) -> Any:
+        transport = stage.transport(rendezvous, **settings)
         transport.describe(FIXED)
-        marks = []
-        for number in range(4):
-            marks.append(timer.mark())
-            message = MessageKey(iteration, Direction.ACTIVATION, 0, number)
-            transport.post_receive(message, 0)
-            transport.wait(message, time.monotonic() + 1.0)
-        waits = streams.synchronized
-        timer.resolve(marks)
-        assert streams.synchronized == waits + 2, "the end of the iteration, and the mark that tells the time"
-        transport.take_times()
-        assert streams.synchronized == waits + 2
-        made.append(streams.events_made)
-    assert made == [made[0]] * 3
+        try:
+            return program(stage, transport)
+        finally:
+            transport.close(drained=False)
+
+    results = play(stages, run)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_every_link_carries_messages_between_processes(start_ranks: Callable[..., object], ranks: int) -> None:
-    scenarios = ["contents", "varying", "every_link"] if ranks == 2 else ["every_link"]
-    start_ranks(ranks, [RANKS, "stream", *scenarios], timeout_s=60.0)
+def test_receives_are_on_the_device_when_they_are_posted_and_no_thread_waits_for_them() -> None:
+    posted = threading.Barrier(2)
+
+    def program(stage: SimulatedStage, transport: StreamTransport) -> None:
+        device, end = stage.device, forward_end(stage)
+        before = len(end.launched)
+        if stage.stage == 1:
+            buffers = []
+            for number in range(4):
+                transport.post_receive(key(number), 0)
+                assert len(end.launched) == before + number + 1
+                assert not transport.ready(key(number))
+            for number in (2, 0, 1, 3):  # in any order
+                buffers.append((number, device.read(transport.wait(key(number), soon()))))
+            posted.wait(10.0)
+            finish(stage)
+            for number, read in buffers:
+                assert torch.equal(read, numbers(number))
+        else:
+            posted.wait(10.0)
+            for number in range(4):
+                transport.post_send(key(number), 1, device.tensor(numbers(number)))
+                assert len(end.launched) == before + number + 1
+            has_left(stage)
+        assert end.threads.keys() <= {threading.current_thread().name}
+
+    together(program)
+
+
+def test_a_receive_comes_behind_what_computation_does_with_its_memory() -> None:
+    """Memory of computation's own may be in use until computation has come to the post."""
+
+    def program(stage: SimulatedStage, transport: StreamTransport) -> None:
+        device = stage.device
+        if stage.stage == 0:
+            transport.post_send(key(0), 1, device.tensor(numbers(0)))
+            has_left(stage)
+            return
+        device.compute.held = True
+        transport.post_receive(key(0), 0)
+        buffer = transport.wait(key(0), soon())
+        time.sleep(0.02)
+        assert set(buffer.tolist()) == {POISON}
+        device.let_go(device.compute)
+        read = device.read(buffer)
+        finish(stage)
+        assert torch.equal(read, numbers(0))
+
+    together(program)
+
+
+def test_messages_are_timed_where_the_device_can_tell() -> None:
+    """A message that has come early is told to have come then, though computation came to it much later."""
+
+    def program(stage: SimulatedStage, rendezvous: Rendezvous) -> Any:
+        apart = stage.device.new_stream()
+
+        class Events:
+            def new_event(self) -> SimulatedEvent:
+                return SimulatedEvent(stage.device)
+
+            def record_apart(self) -> SimulatedEvent:
+                return stage.device.record(apart)
+
+        clock = DeviceClock(Events())
+        transport = stage.transport(rendezvous, clock=clock)
+        transport.describe(FIXED)
+        device, moments = stage.device, [time.monotonic()]
+        for number in range(2):
+            if stage.stage == 0:
+                time.sleep(0.05)
+                transport.post_send(key(number), 1, device.tensor(numbers(number)))
+                has_left(stage)
+            else:
+                transport.post_receive(key(number), 0)
+                transport.wait(key(number), soon())
+                time.sleep(0.15 if number else 0.0)
+            moments.append(time.monotonic())
+        times = transport.take_times()
+        assert transport.take_times() == ([], [])
+        transport.close(drained=False)
+        return times, moments
+
+    (sent, moments), (received, _moments) = play(2, program)
+    assert sent[1] == [] == received[0]
+    assert [(each.key, each.peer, each.nbytes) for each in sent[0]] == [(key(n), 1, NBYTES) for n in range(2)]
+    assert [(each.key, each.peer, each.nbytes) for each in received[1]] == [(key(n), 0, NBYTES) for n in range(2)]
+    for number, each in enumerate(received[1]):
+        assert each.posted_s <= each.done_s
+        assert each.done_s == pytest.approx(moments[number + 1], abs=0.04), "when it came, not when it was used"
+    assert sent[0][0].posted_s == pytest.approx(moments[0] + 0.05, abs=0.04)
+
+
+def test_without_a_clock_nothing_is_timed() -> None:
+    def program(stage: SimulatedStage, transport: StreamTransport) -> None:
+        if stage.stage == 0:
+            transport.post_send(key(0), 1, stage.device.tensor(numbers(0)))
+        else:
+            transport.post_receive(key(0), 0)
+            transport.wait(key(0), soon())
+        assert transport.take_times() == ((), ())
+
+    together(program)
+
+
+def test_an_error_names_stage_link_key_cause_and_remedy() -> None:
+    def program(stage: SimulatedStage, transport: StreamTransport) -> None:
+        for group in transport._links.values():
+            group.abort("NCCL has fallen over")
+        calls = (lambda: transport.post_send(key(7), 1, numbers(0)), lambda: transport.post_receive(key(7), 0))
+        with pytest.raises(TransportError) as failed:
+            calls[stage.stage]()
+        stage_name = f"stage {stage.stage}"
+        for part in (stage_name, "link 0->1", str(key(7)), "fallen over", "Look at the stage at the other end"):
+            assert part in str(failed.value)
+        assert isinstance(failed.value.__cause__, RuntimeError)
+
+    together(program)
+
+
+class ModelError(Exception):
+    """What a stage fails with."""
+
+
+def fails_at(failing: int | None, place: int, failed: Callable[[], None]) -> Callable[..., str]:
+    """An iteration of F and B steps; stage `failing` fails at one of them."""
+    count = 6
+
+    def program(stage: SimulatedStage, rendezvous: Rendezvous) -> str:
+        transport = stage.transport(rendezvous)
+        transport.describe(FIXED)
+        device, here, last = stage.device, stage.stage, rendezvous.stages - 1
+        steps = 0
+        try:
+            for direction in (Direction.ACTIVATION, Direction.GRADIENT):
+                before, after = (here - 1, here + 1) if direction is Direction.ACTIVATION else (here + 1, here - 1)
+                if 0 <= before <= last:
+                    for number in range(count):
+                        transport.post_receive(key(number, direction), before)
+                for number in range(count):
+                    if here == failing and steps == place:
+                        failed()
+                        raise ModelError
+                    steps += 1
+                    made = device.tensor(numbers(number))
+                    if 0 <= before <= last:
+                        made = transport.wait(key(number, direction), soon())
+                    if 0 <= after <= last:
+                        transport.post_send(key(number, direction), after, made)
+            finish(stage)
+        except BaseException:
+            transport.close(drained=False)
+            raise
+        transport.close(drained=True)
+        return "trained"
+
+    return program
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_error_in_one_stage_ends_all_though_receives_are_pending(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an error of their own, or, where they wait for their device, as a last resort."""
+    monkeypatch.setattr(stream_path, "GRACE_S", 0.3)
+    lot, failed_s = random.Random(seed), list[float]()
+    train = fails_at(lot.randrange(4), lot.randrange(12), lambda: failed_s.append(time.monotonic()))
+
+    def program(stage: SimulatedStage, rendezvous: Rendezvous) -> Any:
+        stage.device.patience_s = 60.0
+        _hear_of_aborts(stage)
+        return train(stage, rendezvous)
+
+    results = play(4, program)
+    assert time.monotonic() - failed_s[0] < 10.0
+    assert sum(isinstance(result, ModelError) for result in results) == 1
+    for result in results:
+        assert result == "trained" or isinstance(result, (ModelError, TransportError, ProcessEndedError)), result
+
+
+def _hear_of_aborts(stage: SimulatedStage) -> None:
+    """As NCCL's network transports do: an end whose peer was aborted reports an error."""
+    abort = stage.nccl.abort
+
+    def heard(handle: int) -> None:
+        communicator = stage.nccl.fabric.communicators[handle - 1]
+        abort(handle)
+        for end in communicator.pair.ends.values():
+            end.error = "remote process exited or there was a network error"
+
+    stage.nccl.abort = heard
+
+
+def test_nothing_fails_where_nothing_is_wrong() -> None:
+    """The program of the test above, without its error."""
+    assert play(4, fails_at(None, 0, lambda: None)) == ["trained"] * 4
+
+
+def test_a_link_that_fails_ends_the_process_and_its_receives_never(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Were they to end, computation would take what is in their memory for messages."""
+    monkeypatch.setattr(stream_path, "GRACE_S", 0.2)
+    caplog.set_level(logging.ERROR, "adaptra_megatron")
+
+    def program(stage: SimulatedStage, rendezvous: Rendezvous) -> None:
+        transport = stage.transport(rendezvous)
+        transport.describe(FIXED)
+        if stage.stage == 0:
+            stage.ended.wait(2.0)
+            return
+        stage.device.patience_s = 60.0
+        transport.post_receive(key(0), 0)
+        read = stage.device.read(transport.wait(key(0), soon()))
+        end = forward_end(stage)
+        end.error = "remote process exited"
+        with pytest.raises(ProcessEndedError):
+            finish(stage)
+        assert not end.aborted
+        assert not read.any(), "computation has not come to it"
+        with pytest.raises(TransportError, match="remote process exited"):
+            transport.post_receive(key(1), 0)
+        assert transport.close(drained=True)
+        assert end.aborted
+
+    results = play(2, program)
+    assert results == [None, None]
+    (said,) = caplog.messages
+    assert "stage 1, link 0->1: the device path failed" in said
+    assert "remote process exited" in said
+
+
+def test_a_message_that_does_not_come_is_an_error_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_path, "GRACE_S", 0.2)
+
+    def program(stage: SimulatedStage, rendezvous: Rendezvous) -> None:
+        transport = stage.transport(rendezvous)
+        transport.describe(FIXED)
+        if stage.stage == 0:
+            stage.ended.wait(2.0)
+            return
+        stage.device.patience_s = 60.0
+        transport.post_receive(key(0), 0)
+        transport.wait(key(0), time.monotonic() + 0.1)
+        with pytest.raises(ProcessEndedError):
+            finish(stage)
+        with pytest.raises(TransportError, match="did not come in time"):
+            transport.flush(soon())
+        transport.close(drained=False)
+
+    assert play(2, program) == [None, None]

@@ -4,14 +4,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 
+from adaptra_megatron.transport.host_path import HostTransport
+from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.link_setup import LinkMaker
 from adaptra_megatron.transport.messages import Direction, MessageKey, Transport
+from adaptra_megatron.transport.paths import PathSettings
+from adaptra_megatron.transport.rendezvous import Rendezvous
 
 CPU = torch.device("cpu")
 MEBIBYTE = 1 << 20
+
+
+def host_transport(settings: HostSettings, paths: PathSettings | None = None, *, chunks: int = 1) -> HostTransport:
+    """Between all ranks of the job; called by all of them. `paths`: None for links without a device path."""
+    rendezvous = Rendezvous.of(dist.group.WORLD, settings.timeout_s)
+    return HostTransport(rendezvous, chunks, settings, paths, None if paths is None else connected(rendezvous, chunks))
+
+
+def connected(rendezvous: Rendezvous, chunks: int) -> LinkMaker:
+    """Device paths over gloo."""
+    maker = LinkMaker(rendezvous, None)
+    maker.connect(wrap=chunks > 1)
+    return maker
 
 
 def activation(micro_batch: int, *, chunk: int = 0, iteration: int = 0) -> MessageKey:
@@ -38,6 +57,11 @@ def expect(transport: Transport, key: MessageKey, expected: torch.Tensor) -> Non
 
 def flush(transport: Transport) -> None:
     transport.flush(time.monotonic() + 20.0)
+
+
+def no_more(held: Mapping[str, int], before: Mapping[str, int]) -> bool:
+    """Whether nothing has grown. Some goes late: connections of rank 0's store, once their other ends have gone."""
+    return all(held[what] <= before[what] for what in before)
 
 
 def until(condition: Callable[[], bool], otherwise: str) -> None:

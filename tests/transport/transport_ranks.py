@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do in the tests of transports over gloo: `transport_ranks.py {torch,stream} SCENARIO...`.
+"""What ranks do in the tests of transports over gloo: `transport_ranks.py {torch,shm,tcp} SCENARIO...`.
 
 A scenario checks on its rank and raises when something is wrong. The pipeline's group is the whole job.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 import time
@@ -18,7 +17,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transport_checks import CPU, MEBIBYTE, activation, content, expect, flush, gradient, until
+from transport_checks import (
+    CPU,
+    MEBIBYTE,
+    activation,
+    connected,
+    content,
+    expect,
+    flush,
+    gradient,
+    host_transport,
+    until,
+)
 from transport_failures import killed, silent
 
 from adaptra_megatron.transport.host_path import HostTransport
@@ -29,8 +39,9 @@ from adaptra_megatron.transport.messages import (
     TensorSpecification,
     Transport,
 )
+from adaptra_megatron.transport.pair_group import PairGroup
 from adaptra_megatron.transport.paths import Path
-from adaptra_megatron.transport.stream_path import StreamTransport
+from adaptra_megatron.transport.rendezvous import Rendezvous
 from adaptra_megatron.transport.torch_path import WaitingThreadTransport
 
 CONTENTS = [
@@ -138,18 +149,18 @@ def swapped(transport: Transport) -> None:
 
 @contextmanager
 def _watched_sends(refs: list[weakref.ref[Any]]) -> Iterator[None]:
-    isend = dist.isend
+    send = PairGroup.send
 
-    def watched(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = isend(tensor, *args, **kwargs)
+    def watched(group: PairGroup, tensor: torch.Tensor, tag: int) -> Any:
+        work = send(group, tensor, tag)
         refs.extend((weakref.ref(tensor), weakref.ref(work)))
         return work
 
-    dist.isend = watched
+    PairGroup.send = watched  # type: ignore[method-assign]
     try:
         yield
     finally:
-        dist.isend = isend
+        PairGroup.send = send  # type: ignore[method-assign]
 
 
 def times(transport: Transport) -> None:
@@ -220,22 +231,20 @@ def every_link(transport: Transport) -> None:
 SCENARIOS = (contents, other_order, varying, swapped, times, silent, killed, closed, every_link)
 
 
+def _transport(path: str) -> Transport:
+    if path in ("shm", "tcp"):
+        return host_transport(HostSettings(transport=path, timeout_s=30.0, grace_s=2.0), chunks=4)
+    links = connected(Rendezvous.of(dist.group.WORLD, 30.0), 4).links()
+    return WaitingThreadTransport(dist.get_rank(), links, 4, 30.0)
+
+
 def main(names: list[str], path: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    # The emulation's isend keeps storage alive as NCCL would; here the transport itself has to.
-    dist.isend = inspect.unwrap(dist.isend)
     # Groups that only some ranks are in, as Megatron's embedding groups are.
     dist.new_group([0])
     scenarios = {scenario.__name__: scenario for scenario in SCENARIOS}
     for name in names:
-        transport: Transport
-        if path == "stream":
-            transport = StreamTransport(dist.group.WORLD, 30.0)
-        elif path in ("shm", "tcp"):
-            settings = HostSettings(transport=path, timeout_s=30.0, grace_s=2.0)
-            transport = HostTransport(dist.group.WORLD, 4, settings)
-        else:
-            transport = WaitingThreadTransport(dist.group.WORLD, 4, 30.0)
+        transport = _transport(path)
         scenarios[name](transport)
         transport.close()
         dist.barrier()

@@ -12,12 +12,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from transport_checks import CPU, activation, content, expect, flush, gradient
+from transport_checks import CPU, activation, connected, content, expect, flush, gradient, host_transport
 
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import MessageKey, TensorSpecification, Transport, TransportError
 from adaptra_megatron.transport.paths import Path, PathSettings
+from adaptra_megatron.transport.rendezvous import Rendezvous
 from adaptra_megatron.transport.torch_path import WaitingThreadTransport
 
 SHAPE = (64, 4)
@@ -121,12 +122,11 @@ def main(path: str, name: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     transport: Transport
     if path == "torch":
-        transport = WaitingThreadTransport(dist.group.WORLD, 1, 30.0)
+        links = connected(Rendezvous.of(dist.group.WORLD, 30.0), 1).links()
+        transport = WaitingThreadTransport(dist.get_rank(), links, 1, 30.0)
     else:
         paths = PathSettings(preferred=Path.HOST) if path == "dual" else None
-        transport = HostTransport(
-            dist.group.WORLD, 1, HostSettings(transport="shm", timeout_s=30.0, grace_s=2.0), paths
-        )
+        transport = host_transport(HostSettings(transport="shm", timeout_s=30.0, grace_s=2.0), paths)
     transport.describe(TensorSpecification(SHAPE, torch.float32, CPU))
     if path == "dual":
         time.sleep(1.0)  # the device path comes up

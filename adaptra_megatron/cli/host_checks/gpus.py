@@ -6,7 +6,15 @@ from __future__ import annotations
 import re
 
 from adaptra_megatron.cli.host_checks.findings import Finding, Level, Roots, read_text
-from adaptra_megatron.transport.affinity import Nearness, Place, nearest_rnics, nearness, pci_place, rdma_devices
+from adaptra_megatron.transport.affinity import (
+    Nearness,
+    Place,
+    nearest_rnics,
+    nearness,
+    pci_cpus,
+    pci_place,
+    rdma_devices,
+)
 
 _NVIDIA = "0x10de"
 _DISPLAY_CLASS = "0x03"
@@ -41,11 +49,14 @@ def _gpu(roots: Roots, bus_id: str) -> Finding:
         "pci": bus_id,
         "model": model,
         "numa_node": place.numa_node,
+        "cpus": pci_cpus(roots.sys, bus_id),
         "nearest_rnics": list(rnics),
         "nearness": distances[rnics[0]].name.lower() if rnics else None,
     }
     said = [model or "model unknown: the NVIDIA driver is not loaded"]
     said.append("NUMA node unknown" if place.numa_node is None else f"NUMA node {place.numa_node}")
+    if details["cpus"]:
+        said.append(f"the host path copies on CPUs {details['cpus']}")
     level, remedy = Level.OK, ""
     if not model:
         level, remedy = Level.PROBLEM, "install or load the NVIDIA driver (modprobe nvidia; nvidia-smi must list it)"

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import MEBIBYTE, HostSettings
 from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
+from adaptra_megatron.transport.rendezvous import Rendezvous
 
 MESSAGE_NBYTES = 4 * MEBIBYTE
 MESSAGES, WARM_UP = 48, 8
@@ -38,7 +39,8 @@ def main(results: Path, transports: list[str]) -> None:
     group = dist.group.WORLD
     assert group is not None
     for name in transports:
-        transport = HostTransport(group, 1, HostSettings(transport=name, timeout_s=WAIT_S, bind="127.0.0.1"))
+        settings = HostSettings(transport=name, timeout_s=WAIT_S, bind="127.0.0.1")
+        transport = HostTransport(Rendezvous.of(group, WAIT_S), 1, settings)
         try:
             outcome = _exchange(transport, name)
         finally:

@@ -16,9 +16,13 @@ from adaptra_megatron.emulation.link_faults import LinkFault, parse_link_fault
 from adaptra_megatron.emulation.links import SlowLinks
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.link_setup import LinkMaker
 from adaptra_megatron.transport.messages import Direction, MessageKey, TensorSpecification
 from adaptra_megatron.transport.paths import Path, PathSettings
+from adaptra_megatron.transport.rendezvous import Rendezvous
 
+GREETINGS = 1
+"""Of a link, when it has come up."""
 LATENCY_S = 0.15
 OCCUPANCY_S = 0.05
 SLOW = "0>1:latency_ms=150,occupancy_ms=50,until=2,path="
@@ -38,7 +42,13 @@ def content(number: int) -> torch.Tensor:
 
 def start(transport_name: str, *, both_paths: bool = False, preferred: Path = Path.HOST) -> HostTransport:
     settings = HostSettings(transport=transport_name, timeout_s=20.0)
-    transport = HostTransport(dist.group.WORLD, 1, settings, PathSettings(preferred=preferred) if both_paths else None)
+    rendezvous = Rendezvous.of(dist.group.WORLD, settings.timeout_s)
+    if both_paths:
+        maker = LinkMaker(rendezvous, None)
+        maker.connect(wrap=False)
+        transport = HostTransport(rendezvous, 1, settings, PathSettings(preferred=preferred), maker)
+    else:
+        transport = HostTransport(rendezvous, 1, settings)
     transport.describe(TensorSpecification(SHAPE, torch.float32, torch.device("cpu")))
     return transport
 
@@ -93,7 +103,7 @@ def host_path_alone(transport_name: str) -> None:
         transport = start(transport_name)
         check_late(arrivals_s(transport, 0, 0))
         rank = dist.get_rank()
-        assert links.struck_on_host == ({(0, 1): ROUNDS * MESSAGES} if rank == 0 else {})
+        assert links.struck_on_host == ({(0, 1): GREETINGS + ROUNDS * MESSAGES} if rank == 0 else {})
         assert not links.struck
         back = arrivals_s(transport, 1, 1)
         assert max(back, default=0.0) < TOLERANCE_S, "the other direction is not slow"

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Second threads of ranks: what device sessions do, or could do, beside the training thread."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from random import Random
+from typing import Any
+
+import torch
+from support.device_model.calls import (
+    Abort,
+    Communicator,
+    DeviceWait,
+    Hear,
+    HostWait,
+    Pause,
+    Program,
+    Tell,
+    Transfer,
+    Transfers,
+)
+from support.device_model.from_runtime import RecordingTransport
+
+from adaptra_megatron.transport.messages import MessageKey
+
+Threads = dict[str, Program]
+_CALLS_PER_RECEIVE = 4
+
+
+class SessionTransport(RecordingTransport):
+    """The host waits for each message before it launches what needs it. Receives are posted by the training thread."""
+
+    def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
+        """The host waits."""
+        self._recorder.host_wait(self._received.pop(key))
+        return self._tensor
+
+
+class OneAtATimeTransport(RecordingTransport):
+    """As SessionTransport, but a thread for each neighbour begins a receive when the one before it is over."""
+
+    def __init__(self, *arguments: Any, **how: Any) -> None:
+        super().__init__(*arguments, **how)
+        self.threads: Threads = defaultdict(list)
+        self._peer: dict[MessageKey, int] = {}
+
+    def post_receive(self, key: MessageKey, peer: int) -> None:
+        """Ask the thread."""
+        stage = self._stage
+        cost, thread = self.costs.link(peer, stage), self.threads[f"receives from {peer}"]
+        transfer = Transfer(peer, stage, key, cost.occupancy_s + cost.latency_s)
+        self._recorder.program.append(Tell(("asked", peer, stage, key)))
+        thread.append(Hear(("asked", peer, stage, key)))
+        thread.append(Transfers(f"from {peer}", Communicator(f"{peer}>{stage}"), (transfer,)))
+        thread += [HostWait((len(thread) // _CALLS_PER_RECEIVE,)), Tell(("here", peer, stage, key))]
+        self._peer[key] = peer
+
+    def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
+        """The host waits for the thread."""
+        self._recorder.program.append(Hear(("here", self._peer.pop(key), self._stage, key)))
+        return self._tensor
+
+
+def makers(replica: int, stages: int, random: Random, *, greets: bool) -> list[Threads]:
+    """For each stage of a replica, threads that make a communicator with each neighbour some time, and abort it again.
+
+    Both ends meet by another way; what they allocate and free waits for the device. `greets`: they send something.
+    """
+    found: list[Threads] = [{} for _ in range(stages)]
+    for stage in range(stages - 1):
+        begun_s = random.uniform(0.0, 10.0 * stages)
+        for end, peer in ((stage, stage + 1), (stage + 1, stage)):
+            communicator = Communicator(f"another {stage}:{stage + 1}")
+            program: Program = [Pause(begun_s + random.uniform(0.0, 2.0)), DeviceWait()]
+            program += [Tell(("met", replica, stage, end)), Hear(("met", replica, stage, peer)), DeviceWait()]
+            if greets:
+                greeting = Transfer(stage, stage + 1, "greeting", 1e-3)
+                program += [Transfers(f"another {peer}", communicator, (greeting,)), HostWait((0,))]
+            found[end][f"makes one with {peer}"] = [*program, Abort(communicator), DeviceWait()]
+    return found
