@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -72,6 +73,8 @@ class Pipeline:
             chunks=call.chunks,
             group_size=call.group_size,
             can_split=call.config.recompute_granularity != "full",
+            rendezvous=current_device().type == "cuda",
+            shared_queue=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and current_device().type == "cuda",
         )
         device = current_device()
         memory = memory or memory_of(device)
@@ -231,11 +234,11 @@ class Pipeline:
         if call.forward_only or self._first.cold:
             return planned_steps(program)
         cap = self.book.enforced_cap(call.micro_batches, call.stage)
-        return self.dispatcher.steps(program, cap, self.book.released_at_backward_input(call.micro_batches))
+        return self.dispatcher.steps(program, cap, self.book.released_at_backward_input(call.micro_batches, call.stage))
 
     def _account(self, call: PipelineCall) -> ActivationAccount:
         # Evaluation keeps no activations, and Megatron's order for it would pass any cap by count.
-        released = self.book.released_at_backward_input(call.micro_batches)
+        released = self.book.released_at_backward_input(call.micro_batches, call.stage)
         if call.forward_only:
             return ActivationAccount(call.stage, None, released)
         return ActivationAccount(
