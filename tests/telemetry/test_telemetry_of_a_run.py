@@ -8,7 +8,6 @@ import json
 import re
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
