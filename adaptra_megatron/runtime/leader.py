@@ -82,7 +82,7 @@ class PlanLeader:
 
     def _observe(self, measurements: Sequence[StageMeasurement]) -> list[Finding]:
         """Take one iteration in."""
-        sample = iteration_sample(measurements)
+        sample = iteration_sample(measurements, rendezvous=self._book.layout.rendezvous)
         self._in_use = paths_in_use(self._in_use, sample)
         if self._paths is not None:
             self._paths.learn(sample)

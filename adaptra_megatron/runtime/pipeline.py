@@ -55,6 +55,8 @@ class _Ended(NamedTuple):
     memory: StageMemory | None
 
 
+RECEIVES_AHEAD = 16
+"""On CPUs. Each holds a buffer for one message."""
 LAST_MESSAGES_S = 5.0
 """How long closing waits until the peers have what was sent last."""
 
@@ -102,7 +104,8 @@ class Pipeline:
         self.iterations = 0
         """How many have run, evaluations among them."""
         self.training_iterations = 0
-        self._executor = PipelineExecutor(self.transport, make_timer(clock), timeout_s=limit_s)
+        ahead = 0 if layout.rendezvous else RECEIVES_AHEAD
+        self._executor = PipelineExecutor(self.transport, make_timer(clock), timeout_s=limit_s, receives_ahead=ahead)
         self._meter: MemoryMeter | None = None
         if memory is not None and self.exchange is not None:
             self._meter = make_meter(memory, config.memory_fraction, fp16=bool(call.config.fp16))

@@ -15,7 +15,7 @@ from adaptra_megatron.detector.findings import Estimates
 from adaptra_megatron.detector.samples import LinkId, StageId
 from adaptra_megatron.detector.settings import DetectorSettings
 from adaptra_megatron.runtime.cost_estimates import InUse, estimate_costs, link_figures, paths_in_use
-from adaptra_megatron.runtime.joining import iteration_sample
+from adaptra_megatron.runtime.joining import BUFFERED_NBYTES, iteration_sample
 from adaptra_megatron.runtime.measurements import StageMeasurement, iteration_s, mean_idle_share, stage_measurement
 from adaptra_megatron.runtime.plans import Layout
 from adaptra_megatron.runtime.program import message_key
@@ -157,6 +157,19 @@ def test_a_receive_posted_after_the_send_says_nothing_of_the_device_path() -> No
     known = Observed().see(measured(costs_of(l0_1=0.75), iteration=4), late).costs()
     assert known is not None
     assert known.link(0, 1).latency_s == pytest.approx(0.75, abs=1e-4), "what was known of the link stays"
+
+
+@pytest.mark.parametrize(("nbytes", "told"), [(BUFFERED_NBYTES, None), (BUFFERED_NBYTES + 1, 0.15)])
+def test_where_a_message_waits_for_its_receive_it_leaves_with_it_unless_buffers_take_all(
+    nbytes: int, told: float | None
+) -> None:
+    late = measured(costs_of(l0_1=0.25, l1_0=0.25), posted_ahead_s=-0.1)
+    for measurement in late:
+        measurement.sent["nbytes"], measurement.received["nbytes"] = nbytes, nbytes
+    detector = Detector(DetectorSettings(ignored_iterations=0))
+    detector.observe(iteration_sample(late, rendezvous=True))
+    estimate = detector.estimates().links.get(LinkId(0, 0, 1, "device"))
+    assert (None if estimate is None else estimate.transfer_s) == (None if told is None else _about(told))
 
 
 def test_an_arrival_by_the_host_path_is_seen_whoever_waits_for_it() -> None:
