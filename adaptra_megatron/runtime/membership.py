@@ -14,9 +14,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from adaptra_megatron.runtime.clock_fit import MAX_DRIFT, ClockLine
 from adaptra_megatron.runtime.clock_service import INTERVAL_S, Address, ClockFollower, ClockServer, RelatedClock
-from adaptra_megatron.runtime.clocks import boot_identity, now_s, offset_to, serve_clock
+from adaptra_megatron.runtime.clocks import now_s, offset_to, serve_clock
 from adaptra_megatron.transport.messages import TransportError
-from adaptra_megatron.transport.placement import job_secret, listen_tcp, listening_host
+from adaptra_megatron.transport.placement import boot_identity, job_secret, listen_tcp, listening_host
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 

@@ -25,6 +25,7 @@ from adaptra_megatron.transport.dual_link_device import DeviceSide
 from adaptra_megatron.transport.dual_link_host import HostSide, confirmation
 from adaptra_megatron.transport.dual_link_keeper import Keeper
 from adaptra_megatron.transport.host_link import HostLink
+from adaptra_megatron.transport.host_link_state import GiveUp
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.inlet import Inlet, InletEffects
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
@@ -169,8 +170,8 @@ class DualLink(HostLink):
 
     # What the supervisor calls.
 
-    def connected(self, outbound: Ring, inbound: Ring) -> None:
-        super().connected(outbound, inbound)
+    def connected(self, outbound: Ring, inbound: Ring, give_up: GiveUp) -> None:
+        super().connected(outbound, inbound, give_up)
         with self._lock:
             self._inlet.confirm_again()
             self._host_probes.drop()  # what was under way tells how long the link was down
