@@ -52,11 +52,6 @@ std::byte* map(int fd, std::size_t nbytes) {
     return static_cast<std::byte*>(memory);
 }
 
-// A count that only this process writes.
-void expect_own(const std::atomic<std::uint64_t>& count, std::uint64_t written, const char* of) {
-    if (count.load() != written) throw RingError(std::string("another changed the count of slots ") + of);
-}
-
 class OwnedFd {
 public:
     explicit OwnedFd(int fd) : fd_(fd) {}
@@ -196,7 +191,7 @@ Outcome Ring::claim(Slot& slot, double deadline_s) {
 
 void Ring::commit(const Slot& first, std::uint64_t count) {
     const std::lock_guard<std::mutex> lock(published_.mutex);
-    expect_own(shared_->published, published_.prefix, "published");
+    check_published();
     check_first_page(shared_->emptied, for_emptied_);
     if (!published_.add(first.index, count)) return;
     shared_->published.store(published_.prefix);
@@ -242,6 +237,7 @@ void Ring::poke() {
 
 void Ring::release(const Slot& first, std::uint64_t count) {
     const std::lock_guard<std::mutex> lock(released_.mutex);
+    released_spoilt_ |= shared_->released.load() != released_.prefix;
     if (!released_.add(first.index, count)) return;
     shared_->released.store(released_.prefix);
     shared_->emptied.ring();
@@ -267,7 +263,13 @@ bool Ring::closed() const { return shared_->closed.load() != 0; }
 
 void Ring::check_released() const {
     const std::lock_guard<std::mutex> lock(released_.mutex);
-    expect_own(shared_->released, released_.prefix, "released");
+    if (released_spoilt_ || shared_->released.load() != released_.prefix) {
+        throw RingError("another changed the count of slots released");
+    }
+}
+
+void Ring::check_published() const {
+    if (shared_->published.load() != published_.prefix) throw RingError("another changed the count of slots published");
 }
 
 void Ring::check_consumer() {
@@ -278,7 +280,7 @@ void Ring::check_consumer() {
 void Ring::check_producer() {
     {
         const std::lock_guard<std::mutex> lock(published_.mutex);
-        expect_own(shared_->published, published_.prefix, "published");
+        check_published();
     }
     check_first_page(shared_->emptied, for_emptied_);
 }

@@ -99,7 +99,8 @@ private:
 
     Ring(int fd, std::byte* memory, std::size_t mapped_nbytes, std::uint32_t slots, std::uint64_t slot_nbytes);
     bool filled() const;
-    // Throw RingError if the first page is not as this process, on its side, left it.
+    // Throw RingError if the first page is not as this process, on its side, left it. The first with `published_.mutex`.
+    void check_published() const;
     void check_consumer();
     void check_producer();
     void check_first_page(const Doorbell& bell, Waiters& own) const;
@@ -119,6 +120,7 @@ private:
     std::atomic<std::uint64_t> taken_{0};
     std::atomic<std::uint64_t> pokes_{0};
     Finished released_;
+    bool released_spoilt_ = false;  // another had written where the count is; giving slots back must not throw
     Waiters for_emptied_;
     Waiters for_filled_;
 };

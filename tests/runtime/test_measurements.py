@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from adaptra_megatron.schedule.split import split_backward
 from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
 from adaptra_megatron.transport.paths import Path
+from adaptra_megatron.transport.tagged_json import packed
 
 STAGES, MICRO_BATCHES = 4, 8
 NBYTES = 1 << 20
@@ -261,7 +261,7 @@ def test_the_share_of_idle_time_is_the_mean_over_ranks() -> None:
 
 def test_an_iteration_of_256_micro_batches_is_some_kilobytes() -> None:
     costs = uniform_costs(STAGES, 256, forward_s=0.01, backward_input_s=0.01, backward_weight_s=0.01)
-    nbytes = [len(pickle.dumps(measurement)) for measurement in measured(costs)]
+    nbytes = [len(packed(measurement)) for measurement in measured(costs)]
     assert max(nbytes) < 32_000, nbytes
 
 
