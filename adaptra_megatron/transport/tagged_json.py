@@ -81,9 +81,11 @@ def plain(value: Any) -> Any:
         return [[plain(key), plain(item)] for key, item in value.items()]
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    if isinstance(value, bytes) or hasattr(value, "tobytes"):
-        return base64.b64encode(value if isinstance(value, bytes) else value.tobytes()).decode()
-    return value
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, int | float | str) or value is None:
+        return value
+    return plain(value.tobytes() if value.ndim else value.item())  # numpy's arrays and numbers
 
 
 def typed(kind: Any, value: Any) -> Any:
