@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 import re
+import signal
 import struct
 import sys
 import time
@@ -21,6 +23,7 @@ from adaptra_megatron.transport.host_link import HostLink
 from adaptra_megatron.transport.host_link_state import MOST_SPOILT
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
+from adaptra_megatron.transport.supervisor import Supervisor
 
 SLOTS, PAGE = 4, 4096
 HEALS_S = 5.0
@@ -70,15 +73,21 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def links(transport: str) -> Iterator[list[HostLink]]:
+def supervisors() -> list[Supervisor]:
+    """Of the links, once these are there."""
+    return []
+
+
+@pytest.fixture
+def links(transport: str, supervisors: list[Supervisor]) -> Iterator[list[HostLink]]:
     made = [HostLink(stage, 1 - stage, SETTINGS) for stage in range(2)]
-    running = supervised(made, transport, SLOTS, PAGE)
+    supervisors += supervised(made, transport, SLOTS, PAGE)
     for link in made:
         link.wait_until_up(time.monotonic() + 30.0)
     yield made
     for link in made:
         link.close()
-    for each in running:
+    for each in supervisors:
         each.close()
 
 
@@ -154,3 +163,17 @@ def test_bad_data_once_is_healed_and_again_and_again_is_an_error(links: list[Hos
     key = MessageKey(next(numbers), Direction.ACTIVATION, 0, 0)
     with pytest.raises(TransportError, match=r"stage 0 sent what cannot be: .* \(3 times in a row\)"):
         links[1].post_send(key, torch.zeros(1))
+
+
+def test_the_log_says_why_and_not_what_the_writer_saw_first(
+    links: list[HostLink], supervisors: list[Supervisor], caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        sessions, process = links[0].sessions, supervisors[0].process_id
+        assert process is not None
+        os.kill(process, signal.SIGKILL)
+        while links[0].sessions == sessions:
+            exchange(links)
+    said = [text for text in caplog.messages if "the host path is down (" in text]
+    assert "this stage's delegate ended by signal SIGKILL" in " ".join(said)
+    assert "its rings were closed" not in " ".join(said), said
