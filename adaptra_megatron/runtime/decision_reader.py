@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import pickle
 import queue
 import threading
 from datetime import timedelta
@@ -12,7 +11,10 @@ from typing import Any
 from torch.distributed import DistStoreError
 
 from adaptra_megatron.runtime.decisions import Decision
+from adaptra_megatron.transport.tagged_json import unpacked
 
+MOST_NBYTES = 1 << 26
+"""Of a decision, or a measurement."""
 LOOK_UP_S = 1.0
 """How often a thread that waits for the store looks whether it is to end."""
 
@@ -20,11 +22,6 @@ LOOK_UP_S = 1.0
 def decision_key(iteration: int) -> str:
     """Under which the decision of an iteration is in the store."""
     return f"decision/{iteration}"
-
-
-def packed(decision: Decision) -> bytes:
-    """As it is in the store."""
-    return pickle.dumps(tuple(decision))
 
 
 class DecisionReader:
@@ -93,7 +90,10 @@ class DecisionReader:
         """None if told to end while there is none."""
         while not self._closed.is_set():
             try:
-                return Decision(*pickle.loads(self._store.get(decision_key(iteration))))
+                decision: Decision = unpacked(self._store.get(decision_key(iteration)), Decision, MOST_NBYTES)
+                return decision
             except DistStoreError:
                 continue
+            except ValueError as cause:
+                raise RuntimeError(f"the decision of iteration {iteration} cannot be read: {cause}") from cause
         return None

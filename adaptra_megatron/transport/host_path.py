@@ -30,6 +30,7 @@ from adaptra_megatron.transport.pair_group import LinkGroup
 from adaptra_megatron.transport.paths import LinkCounters, Path, PathSettings, ProbeTimes
 from adaptra_megatron.transport.placement import agree_on_host_path, job_secret
 from adaptra_megatron.transport.rendezvous import Rendezvous
+from adaptra_megatron.transport.sealed_store import SealedStore
 from adaptra_megatron.transport.supervisor import Link, Supervisor
 from adaptra_megatron.transport.verbs_wire import SLOT_NBYTES as VERBS_SLOT_NBYTES
 
@@ -106,13 +107,14 @@ class HostTransport:
         agree_on_host_path(self.rendezvous, name, failure)
 
     def _bring_up(self, meeting: Meeting, settings: HostSettings) -> None:
+        self._secret, self._pipeline = job_secret(dist.distributed_c10d._get_default_store()), meeting.pipeline
         of_link = {peer: _settings_for(transport, settings) for peer, transport in meeting.transports.items()}
         try:
             with started_on(settings.cpus):
                 for peer in of_link:
                     self._links[peer] = self._make_link(peer, of_link[peer])
                 self._supervisor = Supervisor(
-                    _start(meeting, settings),
+                    _start(meeting, settings, self._secret),
                     list(meeting.listeners.values()),
                     [
                         Link(link, meeting.request(peer, settings), of_link[peer].slots, of_link[peer].slot_nbytes)
@@ -131,7 +133,8 @@ class HostTransport:
         def make_group(as_sender: bool, session: int, timeout_s: float) -> LinkGroup:
             return maker.make((stage, peer) if as_sender else (peer, stage), session, timeout_s)
 
-        mail = NoteMail(rendezvous.client("notes"), f"{stage}-{peer}", f"{peer}-{stage}")
+        store = SealedStore(rendezvous.client("notes"), self._secret, f"notes of {self._pipeline}")
+        mail = NoteMail(store, f"{stage}-{peer}", f"{peer}-{stage}")
         return DualLink(stage, peer, settings, self._paths, make_group, mail, self._device, self._bell)
 
     def _greet(self, limit_s: float) -> None:
@@ -293,12 +296,11 @@ def neighbours(stage: int, stages: int, *, wrap: bool) -> list[int]:
     return sorted(candidate for candidate in candidates if 0 <= candidate < stages and candidate != stage)
 
 
-def _start(meeting: Meeting, settings: HostSettings) -> Start:
-    store = dist.distributed_c10d._get_default_store()
+def _start(meeting: Meeting, settings: HostSettings, secret: bytes) -> Start:
     return Start(
         stage=meeting.stage,
         pipeline=meeting.pipeline,
-        secret=job_secret(store).hex(),
+        secret=secret.hex(),
         listeners=list(meeting.listeners),
         handshake_s=settings.handshake_s,
         stall_s=settings.stall_s,

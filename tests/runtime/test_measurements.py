@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
+import math
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,14 @@ from adaptra_megatron.detector.samples import LinkId, StageId
 from adaptra_megatron.detector.settings import DetectorSettings
 from adaptra_megatron.runtime.cost_estimates import InUse, estimate_costs, link_figures, paths_in_use
 from adaptra_megatron.runtime.joining import BUFFERED_NBYTES, iteration_sample
-from adaptra_megatron.runtime.measurements import StageMeasurement, iteration_s, mean_idle_share, stage_measurement
+from adaptra_megatron.runtime.measurements import (
+    BrokenPath,
+    StageMeasurement,
+    iteration_s,
+    mean_idle_share,
+    stage_measurement,
+)
+from adaptra_megatron.runtime.memory import StageMemory
 from adaptra_megatron.runtime.plans import Layout
 from adaptra_megatron.runtime.program import message_key
 from adaptra_megatron.schedule.actions import Kind
@@ -27,7 +34,8 @@ from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.schedule.split import split_backward
 from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
-from adaptra_megatron.transport.paths import Path
+from adaptra_megatron.transport.paths import Path, ProbeTimes
+from adaptra_megatron.transport.tagged_json import packed, unpacked
 
 STAGES, MICRO_BATCHES = 4, 8
 LAYOUT = Layout(stages=STAGES, chunks=1, group_size=None, can_split=True)
@@ -291,8 +299,21 @@ def test_the_share_of_idle_time_is_the_mean_over_ranks() -> None:
 
 def test_an_iteration_of_256_micro_batches_is_some_kilobytes() -> None:
     costs = uniform_costs(STAGES, 256, forward_s=0.01, backward_input_s=0.01, backward_weight_s=0.01)
-    nbytes = [len(pickle.dumps(measurement)) for measurement in measured(costs)]
-    assert max(nbytes) < 32_000, nbytes
+    nbytes = [len(packed(measurement)) for measurement in measured(costs)]
+    assert max(nbytes) < 48_000, nbytes
+
+
+def test_a_measurement_arrives_as_it_was_sent() -> None:
+    probes, broken = (ProbeTimes(1, Path.HOST, 9, 1.0, math.inf),), (BrokenPath(1, Path.DEVICE, "gone"),)
+    costs = uniform_costs(STAGES, 4, forward_s=0.01, backward_input_s=0.01, backward_weight_s=0.01)
+    for measurement in measured(costs):
+        sent = dataclasses.replace(measurement, memory=StageMemory(1.5, 2.0, 3.0, None), probes=probes, broken=broken)
+        come = unpacked(packed(sent), StageMeasurement, 1 << 20)
+        for field in dataclasses.fields(StageMeasurement):
+            one, other = getattr(sent, field.name), getattr(come, field.name)
+            assert type(one) is type(other)
+            np.testing.assert_equal(other, one, field.name)
+        assert come.durations_s["F", 0].dtype == np.float32
 
 
 def test_synthetic_records_are_those_of_the_simulator() -> None:
