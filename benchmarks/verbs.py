@@ -35,6 +35,7 @@ import numpy
 
 from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event, Inbox, Ring, RingClosedError
 from adaptra_megatron.transport.control import Open, Start
+from adaptra_megatron.transport.host_link_state import GiveUp
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.supervisor import Link, Supervisor
 from adaptra_megatron.transport.verbs_wire import SLOT_NBYTES
@@ -83,7 +84,7 @@ class LinkEnd:
         link = Link(self, request, SLOTS, SLOT_NBYTES)
         self.supervisor = Supervisor(start, [listener], [link], patience_s=PATIENCE_S)
 
-    def connected(self, outbound: Ring, inbound: Ring) -> None:
+    def connected(self, outbound: Ring, inbound: Ring, give_up: GiveUp) -> None:
         self._rings, self.sessions = (outbound, inbound), self.sessions + 1
 
     def disconnected(self, cause: str) -> None:

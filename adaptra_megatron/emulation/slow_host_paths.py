@@ -18,6 +18,7 @@ from adaptra_megatron.emulation.replacing import Replaced, Replacement
 from adaptra_megatron.emulation.slow_ring import SlowRing
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.host_link import HostLink
+from adaptra_megatron.transport.host_link_state import GiveUp
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.paths import Path
 
@@ -124,7 +125,7 @@ class SlowHostPaths:
         self._ends.append(end)
         connected = link.connected
 
-        def connected_slowly(outbound: Ring, inbound: Ring) -> None:
-            connected(end.slow(outbound), inbound)  # type: ignore[arg-type]
+        def connected_slowly(outbound: Ring, inbound: Ring, give_up: GiveUp) -> None:
+            connected(end.slow(outbound), inbound, give_up)  # type: ignore[arg-type]
 
         link.connected = connected_slowly  # type: ignore[method-assign]

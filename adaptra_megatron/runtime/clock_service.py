@@ -19,14 +19,8 @@ import time
 from collections.abc import Callable
 
 from adaptra_megatron.runtime.clock_fit import ClockFit, ClockLine, Stamps, round_of
-from adaptra_megatron.transport.handshake import (
-    PIPELINE_NBYTES,
-    SESSION_NBYTES,
-    HandshakeError,
-    Purpose,
-    accept,
-    connect,
-)
+from adaptra_megatron.transport.gate import Gate
+from adaptra_megatron.transport.handshake import SESSION_NBYTES, HandshakeError, Purpose, Refusal, connect
 from adaptra_megatron.transport.socket_io import ConnectionEndedError, receive_exactly, tune_connection
 
 logger = logging.getLogger("adaptra_megatron.runtime")
@@ -40,7 +34,8 @@ _REST_S = (1.0, 60.0)
 """After a failure, twice as long each time."""
 _ASKED = b"clock?\0\0"
 _ANSWER = struct.Struct("<dd")
-_PURPOSE = Purpose(bytes(PIPELINE_NBYTES), 0, 0, bytes(SESSION_NBYTES), 0, 1)
+_PURPOSE = Purpose(b"adaptra: a clock", 0, 0, bytes(SESSION_NBYTES), 0, 1)
+"""No pipeline's name, which is random: who wants a link is at the wrong door here, and the other way round."""
 
 Clock = Callable[[], float]
 Address = tuple[str, int]
@@ -51,7 +46,6 @@ class ClockServer:
 
     def __init__(self, listener: socket.socket, secret: bytes, clock: Clock = time.monotonic) -> None:
         """`listener`: listens already; belongs to the server from now on."""
-        listener.setblocking(False)
         self._listener, self._secret, self._clock = listener, secret, clock
         self._loop = asyncio.new_event_loop()
         self._work = self._loop.create_task(self._serve())
@@ -70,31 +64,27 @@ class ClockServer:
             self._loop.run_until_complete(self._work)
         except asyncio.CancelledError:
             pass
-        except OSError as cause:  # others then rely on the latest relation
-            logger.warning("adaptra: this rank's clock is told to nobody any more: %s", cause)
         finally:
             self._loop.close()
 
     async def _serve(self) -> None:
-        loop = asyncio.get_running_loop()
-        answering: set[asyncio.Task[None]] = set()
+        gate = Gate(self._secret, _ANSWER_S, self._answer)
+        gate.listen(self._listener)
         try:
-            while True:
-                connection, _address = await loop.sock_accept(self._listener)
-                task = loop.create_task(self._answer(connection))
-                answering.add(task)
-                task.add_done_callback(answering.discard)
+            await asyncio.get_running_loop().create_future()  # until this task is cancelled
         finally:
-            for task in answering:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
                 task.cancel()
-            await asyncio.gather(*answering, return_exceptions=True)
+            await asyncio.gather(*others, return_exceptions=True)
 
-    async def _answer(self, connection: socket.socket) -> None:
+    async def _answer(self, purpose: Purpose, connection: socket.socket) -> None:
+        """Until the connection ends. Raises HandshakeError for one that is meant for something else."""
+        if purpose != _PURPOSE:
+            raise HandshakeError(Refusal.MISDIRECTED, "this is a clock")
         loop = asyncio.get_running_loop()
-        with connection, contextlib.suppress(HandshakeError, OSError):
-            connection.setblocking(False)
+        with connection, contextlib.suppress(OSError):
             tune_connection(connection)
-            await accept(connection, self._secret, _ANSWER_S)
             while await receive_exactly(connection, len(_ASKED)) == _ASKED:
                 received_s = self._clock()
                 await loop.sock_sendall(connection, _ANSWER.pack(received_s, self._clock()))

@@ -7,7 +7,6 @@ How they stay related while it runs: clock_service.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,11 +17,6 @@ ROUNDS = 8
 def now_s() -> float:
     """What is related: this rank's monotonic clock."""
     return time.monotonic()
-
-
-def boot_identity() -> str:
-    """Same on two ranks exactly if they share one monotonic clock (Linux: one boot of one kernel)."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def serve_clock(group: dist.ProcessGroup, peer: int) -> None:

@@ -9,9 +9,11 @@ import numpy as np
 
 from adaptra_megatron.detector.findings import Estimates, LinkEstimate, State
 from adaptra_megatron.detector.samples import IterationSample, LinkId, StageId
+from adaptra_megatron.runtime.plans import Layout
 from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.schedule.costs import Costs, LinkCost, PerChunk
 from adaptra_megatron.telemetry.scalars import LinkFigures
+from adaptra_megatron.transport.paths import Path
 
 DirectedLink = tuple[int, int]
 """Source and target stage."""
@@ -33,25 +35,25 @@ def paths_in_use(before: InUse, sample: IterationSample) -> InUse:
 def estimate_costs(
     estimates: Estimates,
     in_use: InUse,
+    layout: Layout,
     *,
-    stages: int,
-    chunks: int,
     micro_batches: int,
     can_split: bool,
     caps: tuple[float | None, ...],
-    released_at_backward_input: float,
+    released_at_backward_input: tuple[float, ...],
 ) -> Costs | None:
     """Costs of the slowest pipeline, stage by stage and link by link; None until every action has been measured.
 
-    A stage whose backwards ran whole lately (in stock's order, say) keeps the costs that they had when split. Where
-    they cannot be split at all, the whole backward counts as input gradient.
+    A stage whose backwards ran whole lately (in stock's order, say) keeps the costs that they had when split, and the
+    other way round. Where they cannot be split at all, the whole backward counts as input gradient.
     """
-    shape = stages, chunks
+    shape = stages, chunks = layout.stages, layout.chunks
     forward_s = _slowest(estimates, Kind.FORWARD, *shape)
     backward_input_s = _slowest(estimates, Kind.BACKWARD_INPUT if can_split else Kind.BACKWARD, *shape)
     backward_weight_s = _slowest(estimates, Kind.BACKWARD_WEIGHT, *shape) if can_split else ((0.0,) * chunks,) * stages
     if forward_s is None or backward_input_s is None or backward_weight_s is None:
         return None
+    by_device = {(used.source, used.target) for used in in_use.values() if used.path == Path.DEVICE.value}
     return Costs(
         stages=stages,
         chunks=chunks,
@@ -59,9 +61,14 @@ def estimate_costs(
         forward_s=forward_s,
         backward_input_s=backward_input_s,
         backward_weight_s=backward_weight_s,
-        links={link: _slowest_link(found) for link, found in _by_link(estimates, in_use).items()},
+        links={
+            link: _slowest_link(found)._replace(rendezvous=layout.rendezvous and link in by_device)
+            for link, found in _by_link(estimates, in_use).items()
+        },
         max_in_flight=caps,
         released_at_backward_input=released_at_backward_input,
+        backward_s=_slowest(estimates, Kind.BACKWARD, *shape) if can_split else None,
+        shared_queue=layout.shared_queue,
     )
 
 

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import math
-import pickle
 import queue
 import threading
 import time
 from typing import Any
 
 from adaptra_megatron.runtime.decisions import Decision
+from adaptra_megatron.transport.tagged_json import unpacked
 
+MOST_NBYTES = 1 << 26
+"""Of a decision, or a measurement."""
 LOOK_UP_S = 1.0
 """How long a thread that asks the store, and is to end, is waited for, and how often it looks at what else there is."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
@@ -21,11 +23,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
 def decision_key(iteration: int) -> str:
     """Under which the decision of an iteration is in the store."""
     return f"decision/{iteration}"
-
-
-def packed(decision: Decision) -> bytes:
-    """As it is in the store."""
-    return pickle.dumps(tuple(decision))
 
 
 def arrives(
@@ -127,4 +124,8 @@ class DecisionReader:
         key = decision_key(iteration)
         if not arrives(self._store, key, self._closed, hurry=self._hurry):
             return None
-        return Decision(*pickle.loads(self._store.get(key)))
+        try:
+            decision: Decision = unpacked(self._store.get(key), Decision, MOST_NBYTES)
+        except ValueError as cause:
+            raise RuntimeError(f"the decision of iteration {iteration} cannot be read: {cause}") from cause
+        return decision

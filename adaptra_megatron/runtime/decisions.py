@@ -39,7 +39,7 @@ class Decision(NamedTuple):
     """What a new order was planned for, as the JSON text of `costs_to_json`: all ranks post receives by it."""
     caps: tuple[float | None, ...] = ()
     """Activations that each stage may hold under a new order; empty where there is none."""
-    released_at_backward_input: float = 0.0
+    released_at_backward_input: tuple[float, ...] = ()
     """The fraction of an activation that the caps count as free after an input gradient."""
     diverted: tuple[LinkName, ...] = ()
     """All links whose messages take the other path than the preferred one."""

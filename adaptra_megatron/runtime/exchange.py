@@ -11,7 +11,6 @@ plans.
 from __future__ import annotations
 
 import logging
-import pickle
 import queue
 import threading
 import time
@@ -20,11 +19,14 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from adaptra_megatron.runtime.decision_reader import LOOK_UP_S, DecisionReader, arrives, decision_key, packed
+from adaptra_megatron.runtime.decision_reader import LOOK_UP_S, MOST_NBYTES, DecisionReader, arrives, decision_key
 from adaptra_megatron.runtime.decision_writer import DELAY, DecisionWriter
 from adaptra_megatron.runtime.decisions import Decision
 from adaptra_megatron.runtime.measurements import StageMeasurement
 from adaptra_megatron.runtime.membership import Membership, exchange_error
+from adaptra_megatron.transport.placement import job_secret
+from adaptra_megatron.transport.sealed_store import SealedStore, TamperedError
+from adaptra_megatron.transport.tagged_json import packed, unpacked
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 
@@ -52,6 +54,7 @@ class PlanExchange:
     def __init__(self, membership: Membership, decide: Decide, timeout_s: float) -> None:
         self._membership = membership
         self._timeout_s = timeout_s
+        self._secret = job_secret(_get_default_store())
         self._outbox: queue.SimpleQueue[tuple[int, StageMeasurement] | None] = queue.SimpleQueue()
         self._poster = threading.Thread(
             target=self._post_all, args=(self._new_client(),), name="adaptra-exchange", daemon=True
@@ -100,14 +103,15 @@ class PlanExchange:
     def _new_client(self) -> Any:
         # A store client answers one request at a time, and some of them wait: one client per thread.
         store: Any = _get_default_store()
-        return PrefixStore(f"adaptra/{self._membership.token}", store.clone())
+        place = f"adaptra/{self._membership.token}"
+        return SealedStore(PrefixStore(place, store.clone()), self._secret, place)
 
     def _post_all(self, store: Any) -> None:
         membership = self._membership
         while (item := self._outbox.get()) is not None:
             iteration, measurement = item
             try:
-                store.set(f"measured/{iteration}/{membership.rank}", pickle.dumps(measurement))
+                store.set(f"measured/{iteration}/{membership.rank}", packed(measurement))
                 if store.add(f"count/{iteration}", 1) == membership.world_size:
                     store.set(f"complete/{iteration}", b"")
             except RuntimeError as error:
@@ -196,10 +200,18 @@ class _Leader:
                         missed = True
                         self._say_missed(iteration, [rank for rank in ranks if not store.check([keys[rank]])])
                     continue
-                self._rounds.put((iteration, [pickle.loads(entry) for entry in store.multi_get(keys)]))
+                self._rounds.put(
+                    (iteration, [unpacked(entry, StageMeasurement, MOST_NBYTES) for entry in store.multi_get(keys)])
+                )
                 # Whoever has handed in its measurement of an iteration has read what that was to run.
                 for key in (*keys, f"count/{iteration}", f"complete/{iteration}", decision_key(iteration)):
                     store.delete_key(key)
+            except (TamperedError, ValueError) as error:
+                logger.error(
+                    "adaptra: plan %d stays from now on: what a rank measured in iteration %d cannot be read: %s",
+                    *(self.decisions.in_force.number, iteration, error),
+                )
+                return
             except RuntimeError as error:
                 _say_lost(self._membership.rank, error)
                 return

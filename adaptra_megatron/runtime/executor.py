@@ -87,11 +87,11 @@ class _Run:
 class PipelineExecutor:
     """Executes programs on one stage, with one transport and one timer for the life of the job."""
 
-    def __init__(self, transport: Transport, timer: ActionTimer, *, timeout_s: float) -> None:
-        """`timeout_s`: longest wait for one message."""
+    def __init__(self, transport: Transport, timer: ActionTimer, *, timeout_s: float, receives_ahead: int = 0) -> None:
+        """`timeout_s`: longest wait for one message. `receives_ahead`: posted before their turn, see `Inbox`."""
         self._transport = transport
         self._timer = timer
-        self._timeout_s = timeout_s
+        self._timeout_s, self._receives_ahead = timeout_s, receives_ahead
         self._run_action: dict[Kind, Callable[[_Run, Step, torch.Tensor | None], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -123,7 +123,7 @@ class PipelineExecutor:
         training = not call.forward_only
         run = _Run(
             call=call,
-            inbox=Inbox(self._transport, program, iteration, timeout_s=self._timeout_s),
+            inbox=Inbox(self._transport, program, iteration, timeout_s=self._timeout_s, ahead=self._receives_ahead),
             computation=computation,
             gradients=_gradient_sync(call, program) if training else None,
             parameters=ParameterSync(call.config, call.model_chunks) if training else None,

@@ -2,7 +2,8 @@
 """What a stage receives in one iteration: asked for in the launch order of what makes it.
 
 On GPUs a receive that is posted stands on the device until its message comes. Posted by that order and no further
-ahead, none of them keeps the device from what others wait for (see schedule.launch_order).
+ahead, none of them keeps the device from what others wait for (see schedule.launch_order). On CPUs receives are in
+nothing's way: some are posted ahead, so that messages need not wait for them, and tell how long their way was.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ from adaptra_megatron.transport.messages import Transport
 class Inbox:
     """Every wait ends by itself: with TransportError when a peer fails or is silent for longer than the timeout."""
 
-    def __init__(self, transport: Transport, program: Program, iteration: int, *, timeout_s: float) -> None:
-        """`timeout_s`: longest wait for one message."""
+    def __init__(
+        self, transport: Transport, program: Program, iteration: int, *, timeout_s: float, ahead: int = 0
+    ) -> None:
+        """`timeout_s`: longest wait for one message. `ahead`: receives posted before their turn."""
         self._transport = transport
         self._iteration = iteration
-        self._timeout_s = timeout_s
+        self._timeout_s, self._ahead = timeout_s, ahead
         self._places = program.receives
         self._unposted = iter(program.receives)
         self._posted = 0
 
     def post_before(self, step: Step) -> None:
         """Post the receives that come before `step`; call before anything of it is launched."""
-        self._post(step.receives_before)
+        self._post(step.receives_before + self._ahead)
 
     def post_before_send(self, step: Step) -> None:
         """Post the receives that come between `step` and its send."""

@@ -23,11 +23,15 @@ from adaptra_megatron.detector.samples import (
 from adaptra_megatron.runtime.measurements import Messages, StageMeasurement, message_order
 from adaptra_megatron.transport.paths import Path
 
+BUFFERED_NBYTES = 16 << 20
+"""More than NCCL may have sent of a message that is not awaited: twice its buffers (NCCL_BUFFSIZE, 4 MiB) of 2 CTAs."""
 
-def iteration_sample(measurements: Sequence[StageMeasurement]) -> IterationSample:
+
+def iteration_sample(measurements: Sequence[StageMeasurement], *, rendezvous: bool = False) -> IterationSample:
     """One iteration of all ranks as the detector takes it in.
 
     A message that was sent on a path and did not arrive by it counts as lost there, if its receiver was heard.
+    `rendezvous`: whether messages of the device path leave when their receives have been posted, as over NCCL.
     """
     received: dict[LinkId, _End] = {}
     for measurement in measurements:
@@ -39,7 +43,7 @@ def iteration_sample(measurements: Sequence[StageMeasurement]) -> IterationSampl
         for target, path, end in _ends(measurement.sent, measurement.span_s[0]):
             if (measurement.pipeline, target) in heard:
                 link = LinkId(measurement.pipeline, measurement.stage, target, path.value)
-                links[link] = LinkSample(_joined(end, received.get(link), path))
+                links[link] = LinkSample(_joined(end, received.get(link), path, rendezvous))
     _add_probes(links, measurements)
     stages = {
         StageId(measurement.pipeline, measurement.stage): StageSample(measurement.durations_s)
@@ -76,19 +80,24 @@ def _ends(messages: Messages, start_s: float) -> Iterator[tuple[int, Path, _End]
         yield group >> 1, path, _End(codes[part], nbytes[part], posted_s[part], done_s[part])
 
 
-def _joined(sent: _End, received: _End | None, path: Path) -> MessageColumns:
+def _joined(sent: _End, received: _End | None, path: Path, rendezvous: bool) -> MessageColumns:
     """The messages that were sent, each with its arrival."""
     nothing = np.full(len(sent.codes), np.nan)
     if received is None:
         return MessageColumns(sent.nbytes, sent.done_s, nothing, nothing)
-    # What comes by the host path is seen whether or not anybody has asked for it.
-    posted_s = received.posted_s if path is Path.DEVICE else None
-    if np.array_equal(sent.codes, received.codes):
-        return MessageColumns(sent.nbytes, sent.done_s, received.done_s, nothing if posted_s is None else posted_s)
-    places = np.searchsorted(received.codes, sent.codes)
-    places[places == len(received.codes)] = 0
-    arrived_s = np.where(received.codes[places] == sent.codes, received.done_s[places], np.nan)
-    return MessageColumns(sent.nbytes, sent.done_s, arrived_s, nothing if posted_s is None else posted_s[places])
+    arrived_s, posted_s = received.done_s, received.posted_s
+    if not np.array_equal(sent.codes, received.codes):
+        places = np.searchsorted(received.codes, sent.codes)
+        places[places == len(received.codes)] = 0
+        here = received.codes[places] == sent.codes
+        arrived_s, posted_s = (np.where(here, column[places], np.nan) for column in (arrived_s, posted_s))
+    if path is Path.HOST:  # its arrivals are seen whether or not they are asked for
+        return MessageColumns(sent.nbytes, sent.done_s, arrived_s, nothing)
+    if not rendezvous:
+        return MessageColumns(sent.nbytes, sent.done_s, arrived_s, posted_s)
+    leaves = sent.nbytes > BUFFERED_NBYTES
+    left_s = np.where(leaves, np.fmax(sent.done_s, posted_s), sent.done_s)
+    return MessageColumns(sent.nbytes, left_s, arrived_s, np.where(leaves, np.nan, posted_s))
 
 
 def _add_probes(links: dict[LinkId, LinkSample], measurements: Sequence[StageMeasurement]) -> None:

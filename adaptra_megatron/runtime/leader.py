@@ -82,7 +82,7 @@ class PlanLeader:
 
     def _observe(self, measurements: Sequence[StageMeasurement]) -> list[Finding]:
         """Take one iteration in."""
-        sample = iteration_sample(measurements)
+        sample = iteration_sample(measurements, rendezvous=self._book.layout.rendezvous)
         self._in_use = paths_in_use(self._in_use, sample)
         if self._paths is not None:
             self._paths.learn(sample)
@@ -170,13 +170,11 @@ class PlanLeader:
         return estimate_costs(
             estimates,
             in_use,
-            stages=layout.stages,
-            chunks=layout.chunks,
+            layout,
             micro_batches=micro_batches,
             can_split=self._book.adapts and layout.can_split,
             caps=caps,
-            # Costs have one for all stages, which is not negative: those that release least count.
-            released_at_backward_input=max(0.0, min(self._memory.released_at_backward_input(layout.stages))),
+            released_at_backward_input=self._memory.released_at_backward_input(layout.stages),
         )
 
 

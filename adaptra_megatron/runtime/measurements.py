@@ -7,7 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,20 @@ MESSAGE = np.dtype(
 )
 """One message at one of its ends, moments since the start of the rank's iteration: single precision is microseconds."""
 
-Messages = npt.NDArray[np.void]
+
+@dataclass(frozen=True)
+class _ArrayOf:
+    """How an array travels: see `tagged_json`."""
+
+    dtype: npt.DTypeLike
+    travels_as: ClassVar[type] = bytes
+
+    def read(self, value: bytes) -> npt.NDArray[Any]:
+        """Raises ValueError for bytes that are no such array."""
+        return np.frombuffer(bytearray(value), self.dtype)
+
+
+Messages = Annotated[npt.NDArray[np.void], _ArrayOf(MESSAGE)]
 """Of dtype MESSAGE, in order of `message_order`."""
 
 _CODE_BITS = 45
@@ -51,7 +64,7 @@ class StageMeasurement:
     micro_batches: int
     span_s: tuple[float, float]
     """Start of the first action and end of the last one."""
-    durations_s: Mapping[tuple[str, int], npt.NDArray[np.float32]]
+    durations_s: Mapping[tuple[str, int], Annotated[npt.NDArray[np.float32], _ArrayOf(np.float32)]]
     """By kind ("F", "B", "I", "W") and chunk: seconds of each action, without waiting."""
     sent: Messages
     """`peer` is the target; a message is posted and done when it could leave."""

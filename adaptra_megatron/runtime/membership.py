@@ -7,16 +7,17 @@ import logging
 import uuid
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from adaptra_megatron.runtime.clock_fit import MAX_DRIFT, ClockLine
 from adaptra_megatron.runtime.clock_service import INTERVAL_S, Address, ClockFollower, ClockServer, RelatedClock
-from adaptra_megatron.runtime.clocks import boot_identity, now_s, offset_to, serve_clock
+from adaptra_megatron.runtime.clocks import now_s, offset_to, serve_clock
+from adaptra_megatron.runtime.gathering import gather
 from adaptra_megatron.transport.messages import TransportError
-from adaptra_megatron.transport.placement import job_secret, listen_tcp, listening_host
+from adaptra_megatron.transport.placement import boot_identity, job_secret, listen_tcp, listening_host
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 
@@ -68,6 +69,14 @@ class _Introduction:
     token: str
 
 
+class _Relation(NamedTuple):
+    """Seconds from this rank's clock to its predecessor's, and from its pipeline's to the job's; where it answers."""
+
+    to_previous_s: float
+    to_job_s: float
+    address: Address | None
+
+
 def join(pipeline_group: dist.ProcessGroup, timeout_s: float, clocks: ClockSettings | None = None) -> Membership:
     """Collective over all ranks of the job, since ranks of different pipelines share collectives inside F, B and W.
 
@@ -78,8 +87,7 @@ def join(pipeline_group: dist.ProcessGroup, timeout_s: float, clocks: ClockSetti
     try:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="ADAPTRA_CONTROL")
         mine = _Introduction(pipeline, pipeline_group.rank(), boot_identity(), uuid.uuid4().hex)
-        introductions: list[Any] = [None] * world_size
-        dist.all_gather_object(introductions, mine, group=group)
+        introductions = gather(mine, group)
         to_job_s, clock = _relate_clocks(group, rank, introductions, clocks or ClockSettings())
         dist.destroy_process_group(group)
     except RuntimeError as cause:
@@ -105,9 +113,8 @@ def _relate_clocks(
     to_job_s = _relate_pipelines(group, rank, introductions)
     strangers = any(introductions[other].boot != introductions[ranks[0]].boot for other in ranks.values())
     server, address = _serve(settings) if mine.stage == 0 and strangers else (None, None)
-    told: list[Any] = [None] * len(introductions)
-    dist.all_gather_object(told, (to_previous, to_job_s, address), group=group)
-    offset_s = float(sum(told[ranks[stage]][0] for stage in range(1, mine.stage + 1)))
+    told = gather(_Relation(to_previous, to_job_s, address), group)
+    offset_s = sum((told[ranks[stage]].to_previous_s for stage in range(1, mine.stage + 1)), 0.0)
     _, to_job_s, address = told[ranks[0]]
     if address is None or introductions[ranks[0]].boot == mine.boot:
         return offset_s + to_job_s, RelatedClock(offset_s, to_job_s, server=server)

@@ -16,6 +16,8 @@ and of the weight gradients that are due the plan's first goes first. Three thin
   message was sent. At an online stage X is the next of its sequence, and its message was sent, so X is a forward that
   the cap forbids; but then all weight gradients that were due have run, at least as many backwards as the plan has
   before X, and exactly as many forwards. So the stage holds no more than it does in the plan at X, which keeps the cap.
+  Where an input gradient adds to what is held, X may be one; and a forward leaves room for what the next one adds once
+  all weight gradients are over, as it must in the plan. So X, with these over, finds it.
 """
 
 from __future__ import annotations
@@ -40,10 +42,13 @@ class OnlineOrder:
         self._program = program
         self._cap = cap
         self._released = released_at_backward_input
+        self._added = max(0.0, -released_at_backward_input)
         forwards = deque(step for step in program.steps if step.action.kind is Kind.FORWARD)
         backwards = deque(step for step in program.steps if step.action.kind.sends_gradient)
         both = deque(step for step in program.steps if step.action.kind is not Kind.BACKWARD_WEIGHT)
         self._sequences = [both] if _links_are_shared(program) else [backwards, forwards]
+        self._splits = [place for place, step in enumerate(backwards) if step.action.kind is Kind.BACKWARD_INPUT]
+        """Which of the backwards are split."""
         self._weight_steps = {
             (step.action.chunk, step.action.micro_batch): step
             for step in program.steps
@@ -118,9 +123,20 @@ class OnlineOrder:
         """Whether nothing but a message can be missing."""
         action = step.action
         if action.kind is not Kind.FORWARD:
-            return self._forwards[action.chunk] > action.micro_batch
-        held = self._begun - (self._released * self._inputs + (1.0 - self._released) * self._weights)
-        return self._cap is None or held + 1.0 <= self._cap + _ROUNDING
+            there = self._forwards[action.chunk] > action.micro_batch
+            return there and (
+                self._added == 0.0 or action.kind is Kind.BACKWARD or self._fits(self._held() + self._added)
+            )
+        if not self._fits(self._held() + 1.0):
+            return False
+        next_split = next((place for place in self._splits if place >= self._inputs), None)
+        return next_split is None or self._fits(self._begun + 1.0 - next_split + self._added)
+
+    def _held(self) -> float:
+        return self._begun - (self._released * self._inputs + (1.0 - self._released) * self._weights)
+
+    def _fits(self, held: float) -> bool:
+        return self._cap is None or held <= self._cap + _ROUNDING
 
     def _overtakes(self, step: Step) -> bool:
         due = (weight.action.chunk for weight in self._weights_due)

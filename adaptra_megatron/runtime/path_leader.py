@@ -163,7 +163,8 @@ class ProbeSchedule:
 
 
 def _setting(policy: PathPolicy, costs: Costs) -> Setting:
-    work_s = [sum(forward) + sum(backward) for forward, backward in zip(costs.forward_s, costs.backward_s, strict=True)]
+    backward_s = costs.whole_backward_s
+    work_s = [sum(forward) + sum(backward) for forward, backward in zip(costs.forward_s, backward_s, strict=True)]
     actions = costs.stages * costs.chunks * (3 if any(map(any, costs.backward_weight_s)) else 2)
     return Setting(
         preferred=policy.preferred,

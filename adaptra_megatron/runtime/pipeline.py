@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -54,6 +55,8 @@ class _Ended(NamedTuple):
     memory: StageMemory | None
 
 
+RECEIVES_AHEAD = 16
+"""On CPUs. Each holds a buffer for one message."""
 LAST_MESSAGES_S = 5.0
 """How long closing waits until the peers have what was sent last."""
 
@@ -72,6 +75,8 @@ class Pipeline:
             chunks=call.chunks,
             group_size=call.group_size,
             can_split=call.config.recompute_granularity != "full",
+            rendezvous=current_device().type == "cuda",
+            shared_queue=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and current_device().type == "cuda",
         )
         device = current_device()
         memory = memory or memory_of(device)
@@ -99,7 +104,8 @@ class Pipeline:
         self.iterations = 0
         """How many have run, evaluations among them."""
         self.training_iterations = 0
-        self._executor = PipelineExecutor(self.transport, make_timer(clock), timeout_s=limit_s)
+        ahead = 0 if layout.rendezvous else RECEIVES_AHEAD
+        self._executor = PipelineExecutor(self.transport, make_timer(clock), timeout_s=limit_s, receives_ahead=ahead)
         self._meter: MemoryMeter | None = None
         if memory is not None and self.exchange is not None:
             self._meter = make_meter(memory, config.memory_fraction, fp16=bool(call.config.fp16))
@@ -233,11 +239,11 @@ class Pipeline:
         if call.forward_only or self._first.cold:
             return planned_steps(program)
         cap = self.book.enforced_cap(call.micro_batches, call.stage)
-        return self.dispatcher.steps(program, cap, self.book.released_at_backward_input(call.micro_batches))
+        return self.dispatcher.steps(program, cap, self.book.released_at_backward_input(call.micro_batches, call.stage))
 
     def _account(self, call: PipelineCall) -> ActivationAccount:
         # Evaluation keeps no activations, and Megatron's order for it would pass any cap by count.
-        released = self.book.released_at_backward_input(call.micro_batches)
+        released = self.book.released_at_backward_input(call.micro_batches, call.stage)
         if call.forward_only:
             return ActivationAccount(call.stage, None, released)
         return ActivationAccount(

@@ -13,10 +13,10 @@ from adaptra_megatron.given import read_costs, read_plan
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import forward_only, stock_order
-from adaptra_megatron.schedule.costs import Costs, uniform_costs
+from adaptra_megatron.schedule.costs import Costs, Released, released_per_stage, uniform_costs
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import peak_in_flight
-from adaptra_megatron.schedule.split import split_backward
+from adaptra_megatron.schedule.split import split_every_other
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 
@@ -39,6 +39,10 @@ class Layout:
     group_size: int | None
     can_split: bool
     """False: weight gradients stay in the backward (full recompute would hold whole layers for each pending W)."""
+    rendezvous: bool = False
+    """Whether a message of the device path starts only when its receive has been posted, as over NCCL."""
+    shared_queue: bool = False
+    """Whether a stage's computation and its messages of that path stand in one hardware queue."""
 
 
 Caps = tuple[float | None, ...]
@@ -48,7 +52,7 @@ Caps = tuple[float | None, ...]
 class _Installed:
     schedule: Schedule
     caps: Caps
-    released_at_backward_input: float = RELEASED_AT_BACKWARD_INPUT
+    released_at_backward_input: Released = RELEASED_AT_BACKWARD_INPUT
     costs: Costs | None = None
 
 
@@ -109,10 +113,11 @@ class PlanBook:
         installed = self._plans.get(micro_batches)
         return None if installed is None else installed.caps[stage]
 
-    def released_at_backward_input(self, micro_batches: int) -> float:
-        """The fraction that the cap's count gives back after an input gradient."""
+    def released_at_backward_input(self, micro_batches: int, stage: int) -> float:
+        """The fraction that the cap's count gives back after an input gradient; below 0, it takes more."""
         installed = self._plans.get(micro_batches)
-        return RELEASED_AT_BACKWARD_INPUT if installed is None else installed.released_at_backward_input
+        released = RELEASED_AT_BACKWARD_INPUT if installed is None else installed.released_at_backward_input
+        return released_per_stage(released, self.layout.stages)[stage]
 
     def planned_for(self, micro_batches: int) -> Costs | None:
         """The costs that `schedule_for` was planned for, equal on all ranks; None where it was made without."""
@@ -157,7 +162,7 @@ class PlanBook:
         schedule: Schedule,
         number: int,
         caps: Caps,
-        released: float = RELEASED_AT_BACKWARD_INPUT,
+        released: Released = RELEASED_AT_BACKWARD_INPUT,
         costs: Costs | None = None,
     ) -> None:
         """Run `schedule` from now on. Raises ScheduleError and changes nothing if it is not valid under the caps.
@@ -181,13 +186,13 @@ class PlanBook:
         return self._peaks[micro_batches]
 
     def calibration_schedule(self, micro_batches: int) -> Schedule:
-        """What runs until costs are known: stock's order with W right after I, if that is within the caps."""
+        """What runs until costs are known: stock's order with every other B as I and W, if that is within the caps."""
         return self._order_of_equal_costs(micro_batches, self.caps(micro_batches), split=self.layout.can_split)
 
     def _order_of_equal_costs(self, micro_batches: int, caps: Caps, *, split: bool) -> Schedule:
         layout, stock = self.layout, self._stock_schedule(micro_batches)
         if all(cap is None or peak <= cap for peak, cap in zip(self._stock_peaks(micro_batches), caps, strict=True)):
-            return split_backward(stock, 0) if split else stock
+            return split_every_other(stock) if split else stock
         equal = uniform_costs(
             layout.stages,
             micro_batches,
@@ -216,7 +221,7 @@ class PlanBook:
             costs,
             micro_batches=micro_batches,
             max_in_flight=caps,
-            released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
+            released_at_backward_input=(RELEASED_AT_BACKWARD_INPUT,) * costs.stages,
         )
         chosen = plan(costs, deadline_s=PLANNING_S, split=self.layout.can_split)
         self.install(chosen.schedule, self.number + 1, caps, costs=costs)

@@ -91,7 +91,7 @@ def describe(costs: Costs) -> str:
     """Slowest stage and link, for the log."""
     work_s = [
         costs.micro_batches * (sum(forward) + sum(backward))
-        for forward, backward in zip(costs.forward_s, costs.backward_s, strict=True)
+        for forward, backward in zip(costs.forward_s, costs.whole_backward_s, strict=True)
     ]
     stage = max(range(costs.stages), key=work_s.__getitem__)
     text = f"slowest stage {stage}, {work_s[stage] * 1e3:.1f} ms of work"
@@ -105,7 +105,7 @@ def material_change(before: Costs, after: Costs) -> str | None:
     """The largest difference, in words, if it can matter to a plan: a cost moved by a tenth of the mean action."""
     if before.micro_batches != after.micro_batches:
         return f"{after.micro_batches} micro-batches instead of {before.micro_batches}"
-    all_s = [seconds for name in _TABLES for row in getattr(after, name) for seconds in row]
+    all_s = [seconds for table in after.tables().values() for row in table for seconds in row]
     threshold_s = MATERIAL_CHANGE * sum(all_s) / len(all_s)
     if (before.max_in_flight, before.released_at_backward_input) != (
         after.max_in_flight,
@@ -122,8 +122,9 @@ def _change_of_memory(before: Costs, after: Costs) -> str:
     for stage, (old, new) in enumerate(zip(before.max_in_flight, after.max_in_flight, strict=True)):
         if old != new and old is not None and new is not None:
             return f"stage {stage} may hold {new:g} activations instead of {old:g}"
-    old_released, new_released = before.released_at_backward_input, after.released_at_backward_input
-    return f"input gradients release {new_released:g} of an activation instead of {old_released:g}"
+    pairs = zip(before.released_at_backward_input, after.released_at_backward_input, strict=True)
+    stage, (old, new) = next((stage, pair) for stage, pair in enumerate(pairs) if pair[0] != pair[1])
+    return f"input gradients of stage {stage} release {new:g} of an activation instead of {old:g}"
 
 
 def _over_cap(held: Sequence[float], costs: Costs) -> str | None:
@@ -141,15 +142,21 @@ def _saved_memory(held: Sequence[float], planned: Sequence[float]) -> str | None
     return f"it holds {sum(planned):g} activations instead of {sum(held):g}"
 
 
-_TABLES = {"forward_s": "F", "backward_input_s": "input gradient", "backward_weight_s": "weight gradient"}
+_KINDS = {
+    "forward_s": "F",
+    "backward_input_s": "input gradient",
+    "backward_weight_s": "weight gradient",
+    "backward_s": "whole backward",
+}
 
 
 def _pairs(before: Costs, after: Costs) -> Iterator[tuple[str, float, float]]:
     """Every cost with its name, as it was and as it is."""
-    for name, kind in _TABLES.items():
-        for stage, rows in enumerate(zip(getattr(before, name), getattr(after, name), strict=True)):
+    old_tables = before.tables() | {"backward_s": before.whole_backward_s}
+    for name, table in after.tables().items():
+        for stage, rows in enumerate(zip(old_tables[name], table, strict=True)):
             for chunk, (old_s, new_s) in enumerate(zip(*rows, strict=True)):
-                yield f"{kind} of stage {stage}, chunk {chunk}", old_s, new_s
+                yield f"{_KINDS[name]} of stage {stage}, chunk {chunk}", old_s, new_s
     for source, target in sorted({*before.links, *after.links}):
         old, new = before.link(source, target), after.link(source, target)
         yield f"latency of link {source}->{target}", old.latency_s, new.latency_s

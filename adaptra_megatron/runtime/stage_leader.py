@@ -12,13 +12,14 @@ import uuid
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed.distributed_c10d import PrefixStore
 
+from adaptra_megatron.runtime.gathering import gather
 from adaptra_megatron.runtime.megatron_call import PipelineCall
 
 _TAG = 1
@@ -99,20 +100,25 @@ class StageTeam:
         )
 
 
+class _Peers(NamedTuple):
+    """A rank's, in collectives inside F, B and W, with a name for what it may lead."""
+
+    token: str
+    peers: list[int]
+
+
 def form_team(call: PipelineCall, timeout_s: float) -> StageTeam | None:
     """This rank's team; None where it shares no collectives inside F, B and W with anybody.
 
     Collective over all ranks of the job, each with its own pipeline. Raises StageTeamError when its ranks do not meet.
     """
     rank = dist.get_rank()
-    mine = (uuid.uuid4().hex, sorted(_peers(call)))
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    ranks = team_of(rank, [peers for _token, peers in everybody])
+    everybody = gather(_Peers(uuid.uuid4().hex, sorted(_peers(call))))
+    ranks = team_of(rank, [each.peers for each in everybody])
     if len(ranks) == 1:
         return None
     store: Any = dist.distributed_c10d._get_default_store()
-    own = PrefixStore(f"adaptra/stage/{everybody[ranks[0]][0]}", store.clone())
+    own = PrefixStore(f"adaptra/stage/{everybody[ranks[0]].token}", store.clone())
     return StageTeam(own, call.stage, ranks, rank, timeout_s)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule
+from adaptra_megatron.schedule.costs import Released, released_per_stage
 from adaptra_megatron.schedule.deadlock import check_progress
 from adaptra_megatron.schedule.errors import ScheduleError
 
@@ -22,15 +23,15 @@ def check_schedule(
     schedule: Schedule,
     *,
     max_in_flight: Sequence[float | None] | None = None,
-    released_at_backward_input: float = 0.0,
+    released_at_backward_input: Released = 0.0,
 ) -> None:
     """Return if the schedule can run; else raise ScheduleError for the first thing wrong.
 
     Checked in this order: every stage runs each of its forwards and backwards exactly once, in the right order and,
     per chunk, by ascending micro-batch (which is what keeps gradient sums bitwise equal to stock's); no stage holds
     more than `max_in_flight[stage]` activations (None: no cap), where a forward takes 1, an input gradient gives
-    `released_at_backward_input` back and the weight gradient the rest; and the stages' orders do not wait on each
-    other for ever. Linear in the number of actions.
+    `released_at_backward_input` back (below 0: takes more) and the weight gradient the rest; and the stages' orders do
+    not wait on each other for ever. Linear in the number of actions.
     """
     for name in ("stages", "chunks", "micro_batches"):
         if getattr(schedule, name) < 1:
@@ -44,9 +45,10 @@ def check_schedule(
     if max_in_flight is not None:
         if len(max_in_flight) != schedule.stages:
             raise ScheduleError(f"max_in_flight has {len(max_in_flight)} entries for {schedule.stages} stages")
+        released = released_per_stage(released_at_backward_input, schedule.stages)
         for stage, cap in enumerate(max_in_flight):
             if cap is not None:
-                _check_cap(schedule, stage, cap, released_at_backward_input)
+                _check_cap(schedule, stage, cap, released[stage])
     check_progress(schedule)
 
 
@@ -191,18 +193,18 @@ def _check_cap(schedule: Schedule, stage: int, cap: float, released_at_backward_
         kind = action.kind
         if kind is Kind.FORWARD:
             forwards += 1
-            held = forwards - ended - released_at_backward_input * backward_inputs
-            if held > cap + _ROUNDING:
-                raise ScheduleError(
-                    f"{action}, at position {position} of stage {stage}'s order, makes the stage hold {held:g} "
-                    f"activations, its cap is {cap:g}: move a backward or a weight gradient "
-                    "in front of it, or raise the cap",
-                    stage=stage,
-                    action=action,
-                )
         elif kind is Kind.BACKWARD_INPUT:
             backward_inputs += 1
         else:
             ended += 1
             if kind is Kind.BACKWARD_WEIGHT:
                 backward_inputs -= 1
+        held = forwards - ended - released_at_backward_input * backward_inputs
+        if held > cap + _ROUNDING:
+            raise ScheduleError(
+                f"{action}, at position {position} of stage {stage}'s order, makes the stage hold {held:g} "
+                f"activations, its cap is {cap:g}: move a backward or a weight gradient "
+                "in front of it, or raise the cap",
+                stage=stage,
+                action=action,
+            )

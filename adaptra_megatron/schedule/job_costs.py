@@ -20,7 +20,6 @@ from adaptra_megatron.schedule.costs import (
     is_number,
 )
 
-TABLES = ("forward_s", "backward_input_s", "backward_weight_s")
 MOST_REPLICAS = 1 << 20
 
 
@@ -39,13 +38,13 @@ class Override:
     """None: all of them."""
     links: Mapping[tuple[int, int], LinkChange] = field(default_factory=dict)
     tables: Mapping[str, PerChunk] = field(default_factory=dict)
-    """New seconds per stage and chunk, by name: `forward_s`, `backward_input_s`, `backward_weight_s`."""
+    """New seconds per stage and chunk, by the names of `Costs.tables`."""
     slow_stages: Mapping[int, float] = field(default_factory=dict)
     """Factor on all seconds of a stage, such as 1.3 for a GPU that takes 30% longer."""
 
     def applied_to(self, costs: Costs) -> Costs:
         """`costs` with these changes. Raises CostError for a stage or link that is none of the pipeline's."""
-        tables = {name: self.tables.get(name, getattr(costs, name)) for name in TABLES}
+        tables = {**costs.tables(), **self.tables}
         for stage, factor in self.slow_stages.items():
             if not 0 <= stage < costs.stages:
                 raise CostError(f"slow stage {stage} is none of the stages 0..{costs.stages - 1}")
@@ -57,11 +56,9 @@ class Override:
         links = dict(costs.links)
         for (source, target), change in self.links.items():
             before = costs.link(source, target)
-            links[source, target] = LinkCost(
-                before.latency_s if change.latency_s is None else change.latency_s,
-                before.occupancy_s if change.occupancy_s is None else change.occupancy_s,
-            )
-        return dataclasses.replace(with_tables(costs, tables), links=links)
+            given = {name: seconds for name, seconds in change._asdict().items() if seconds is not None}
+            links[source, target] = before._replace(**given)
+        return dataclasses.replace(costs, links=links).with_tables(tables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,16 +148,6 @@ def job_costs(
     )
 
 
-def with_tables(costs: Costs, tables: Mapping[str, PerChunk]) -> Costs:
-    """`costs` with other seconds per stage and chunk: all three tables, by name."""
-    return dataclasses.replace(
-        costs,
-        forward_s=tables["forward_s"],
-        backward_input_s=tables["backward_input_s"],
-        backward_weight_s=tables["backward_weight_s"],
-    )
-
-
 def worst_costs(groups: Sequence[ReplicaGroup]) -> Costs:
     """The slowest of each stage and link over all `groups`: no replica's own costs, but no replica is slower."""
     all_costs = [group.costs for group in groups]
@@ -172,10 +159,15 @@ def worst_costs(groups: Sequence[ReplicaGroup]) -> Costs:
     links = {
         ends: [costs.link(*ends) for costs in all_costs] for ends in sorted({e for c in all_costs for e in c.links})
     }
+    worst_tables = {name: worst(name) for name in all_costs[0].tables()}
     return dataclasses.replace(
-        with_tables(all_costs[0], {name: worst(name) for name in TABLES}),
+        all_costs[0].with_tables(worst_tables),
         links={
-            ends: LinkCost(max(cost.latency_s for cost in costs), max(cost.occupancy_s for cost in costs))
+            ends: LinkCost(
+                max(cost.latency_s for cost in costs),
+                max(cost.occupancy_s for cost in costs),
+                any(cost.rendezvous for cost in costs),
+            )
             for ends, costs in links.items()
         },
     )
@@ -211,7 +203,7 @@ def _groups(base: Costs, replicas: int, overrides: Sequence[Override]) -> tuple[
         costs = base
         for number in numbers:
             costs = overrides[number].applied_to(costs)
-        key = (*(getattr(costs, name) for name in TABLES), tuple(sorted(costs.links.items())))
+        key = (*costs.tables().values(), tuple(sorted(costs.links.items())))
         others = equal[key].replicas if key in equal else ()
         equal[key] = ReplicaGroup(replicas=tuple(sorted((*others, *found))), costs=costs)
     return tuple(sorted(equal.values(), key=lambda group: group.replicas[0]))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from adaptra_megatron.schedule.costs import CostError, Costs, costs_from_json, is_number, table_from_json
-from adaptra_megatron.schedule.job_costs import MOST_REPLICAS, TABLES, JobCosts, LinkChange, Override, job_costs
+from adaptra_megatron.schedule.job_costs import MOST_REPLICAS, JobCosts, LinkChange, Override, job_costs
 
 _JOB_FIELDS = ("replicas", "ranks_per_stage", "gradient_sync_s", "message_bytes")
 
@@ -49,7 +49,7 @@ def job_costs_from_json(document: Any) -> JobCosts:
 def _override_from_json(entry: Any, base: Costs) -> Override:
     if not isinstance(entry, dict):
         raise CostError(f"an override of replicas must be an object, got {entry!r}")
-    _require_known(entry, {"replicas", "links", "slow_stages", *TABLES}, "an override of replicas")
+    _require_known(entry, {"replicas", "links", "slow_stages", *base.tables()}, "an override of replicas")
     links: dict[tuple[int, int], LinkChange] = {}
     for link in _objects(entry, "links", {"from", "to"}, {"latency_s", "occupancy_s"}):
         links[link["from"], link["to"]] = LinkChange(link.get("latency_s"), link.get("occupancy_s"))
@@ -59,7 +59,11 @@ def _override_from_json(entry: Any, base: Costs) -> Override:
     return Override(
         replicas=replica_numbers(entry["replicas"]) if "replicas" in entry else None,
         links=links,
-        tables={name: table_from_json(name, entry[name], base.stages, base.chunks) for name in TABLES if name in entry},
+        tables={
+            name: table_from_json(name, entry[name], base.stages, base.chunks)
+            for name in base.tables()
+            if name in entry
+        },
         slow_stages=slow,
     )
 

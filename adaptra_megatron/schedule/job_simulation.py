@@ -16,7 +16,7 @@ from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.blocking import encoded_programs
 from adaptra_megatron.schedule.bounds import LowerBound, lower_bound
 from adaptra_megatron.schedule.costs import Costs, PerChunk
-from adaptra_megatron.schedule.job_costs import TABLES, JobCosts, ReplicaGroup, with_tables
+from adaptra_megatron.schedule.job_costs import JobCosts, ReplicaGroup
 from adaptra_megatron.schedule.native import encode_schedule, problem_from_costs
 from adaptra_megatron.schedule.simulator import peak_in_flight, require_room_for_chunks, simulate
 
@@ -179,12 +179,13 @@ def simple_bound_s(costs: Costs, gradient_sync_s: Sequence[float]) -> float:
     """The way of the first micro-batch to a stage, all its work, and its synchronisation, at the worst stage."""
     way_s = worst_s = 0.0
     for stage in range(costs.stages):
-        rows = [getattr(costs, name)[stage] for name in TABLES]
-        work_s = costs.micro_batches * sum(map(sum, rows))
+        split_s = map(sum, zip(costs.backward_input_s[stage], costs.backward_weight_s[stage], strict=True))
+        backward_s = sum(map(min, split_s, costs.whole_backward_s[stage]))
+        work_s = costs.micro_batches * (sum(costs.forward_s[stage]) + backward_s)
         worst_s = max(worst_s, (way_s + work_s + gradient_sync_s[stage]) * (1.0 - _ROUNDING))
         way_s += costs.forward_s[stage][0]
         if stage + 1 < costs.stages:
-            way_s += sum(costs.link(stage, stage + 1))
+            way_s += costs.link(stage, stage + 1).transfer_s
     return worst_s
 
 
@@ -202,18 +203,16 @@ def _job_simulation(job: JobCosts, finish_s: Sequence[Finish], peaks: tuple[floa
 def _suspects(costs: Costs, usual: Costs) -> Iterable[tuple[float, str, Costs]]:
     """Each link (both ways) and stage that costs more than usual: seconds it may lose, its name, costs without that."""
     for stage in range(costs.stages):
-        slow = [sum(getattr(costs, name)[stage]) - sum(getattr(usual, name)[stage]) for name in TABLES]
-        if sum(slow) > 0.0:
-            tables = {}
-            for name in TABLES:
-                table = getattr(costs, name)
-                tables[name] = (*table[:stage], getattr(usual, name)[stage], *table[stage + 1 :])
-            yield costs.micro_batches * sum(slow), f"stage {stage}", with_tables(costs, tables)
+        pairs = {name: (table, usual.tables()[name][stage]) for name, table in costs.tables().items()}
+        slow_s = sum(sum(table[stage]) - sum(row) for name, (table, row) in pairs.items() if name != "backward_s")
+        if slow_s > 0.0:
+            tables = {name: (*table[:stage], row, *table[stage + 1 :]) for name, (table, row) in pairs.items()}
+            yield costs.micro_batches * slow_s, f"stage {stage}", costs.with_tables(tables)
     for ends in sorted({(min(link), max(link)) for link in costs.links}):
         links, lost_s = dict(costs.links), 0.0
         for link in (ends, ends[::-1]):
             here, there = costs.link(*link), usual.link(*link)
-            lost_s += sum(here) - sum(there)
+            lost_s += here.transfer_s - there.transfer_s
             links[link] = there
         if lost_s > 0.0:
             yield costs.micro_batches * lost_s, f"link {ends[0]}-{ends[1]}", dataclasses.replace(costs, links=links)
@@ -225,5 +224,5 @@ def _even(costs: Costs) -> Costs:
     def median(table: PerChunk) -> PerChunk:
         return (tuple(map(statistics.median_low, zip(*table, strict=True))),) * costs.stages
 
-    tables = {name: median(getattr(costs, name)) for name in TABLES}
-    return dataclasses.replace(with_tables(costs, tables), links={})
+    tables = {name: median(table) for name, table in costs.tables().items()}
+    return dataclasses.replace(costs, links={}).with_tables(tables)

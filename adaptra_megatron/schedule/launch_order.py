@@ -22,12 +22,13 @@ what a second one launches has no place in the order.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs import Costs, PerChunk, uniform_costs
+from adaptra_megatron.schedule.native import encode_schedule, problem_from_costs
 from adaptra_megatron.schedule.routing import Message, produced
 from adaptra_megatron.schedule.simulator import simulate
 
@@ -39,19 +40,18 @@ _SHORTEST = 1e-6
 
 
 def launch_ranks(schedule: Schedule, costs: Costs | None = None) -> LaunchRanks:
-    """Ranks of all actions by the moment at which they are expected to start; at equal moments, the lower stage first.
+    """Ranks of all actions by the moment at which they are expected to end; at equal moments, the lower stage first.
+
+    So every receive is posted by the time that its message is made. In a shared queue a receive would hold up what is
+    behind it until the link's previous message has arrived. Where that takes longer than posting the receive after the
+    action behind it delays the message, that action comes first. See csrc/schedule/launch.hpp.
 
     `costs`: what actions and links are expected to take; None: every F, I and W one unit, links nothing. Equal on every
     rank that has the same arguments. Raises SimulationError where the orders wait on each other for ever.
     """
-    started_s = simulate(schedule, _positive(costs if costs is not None else _unit_costs(schedule))).start_s
-    moments = sorted(
-        (start_s, stage, index) for stage, row in enumerate(started_s) for index, start_s in enumerate(row)
-    )
-    ranks = [[0] * len(row) for row in started_s]
-    for rank, (_start_s, stage, index) in enumerate(moments):
-        ranks[stage][index] = rank
-    return tuple(map(tuple, ranks))
+    costs = costs or _unit_costs(schedule)
+    simulate(schedule, costs)
+    return tuple(map(tuple, _native.launch_ranks(problem_from_costs(costs), encode_schedule(schedule))))
 
 
 def receives_before(schedule: Schedule, stage: int, ranks: LaunchRanks) -> tuple[tuple[Message, ...], ...]:
@@ -132,13 +132,9 @@ def _unit_costs(schedule: Schedule) -> Costs:
 
 def _positive(costs: Costs) -> Costs:
     """`costs` with no action that takes no time."""
-    tables = (costs.forward_s, costs.backward_input_s, costs.backward_weight_s)
-    shortest_s = _SHORTEST * max(max(map(max, table)) for table in tables) or 1.0
+    shortest_s = _SHORTEST * max(max(map(max, table)) for table in costs.tables().values()) or 1.0
 
     def clamped(table: PerChunk) -> PerChunk:
         return tuple(tuple(max(seconds, shortest_s) for seconds in row) for row in table)
 
-    forward_s, backward_input_s, backward_weight_s = map(clamped, tables)
-    return dataclasses.replace(
-        costs, forward_s=forward_s, backward_input_s=backward_input_s, backward_weight_s=backward_weight_s
-    )
+    return costs.with_tables({name: clamped(table) for name, table in costs.tables().items()})

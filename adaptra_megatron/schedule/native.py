@@ -25,10 +25,12 @@ def problem_from_costs(costs: Costs) -> _native.Problem:
         forward_s=[seconds for row in costs.forward_s for seconds in row],
         backward_input_s=[seconds for row in costs.backward_input_s for seconds in row],
         backward_weight_s=[seconds for row in costs.backward_weight_s for seconds in row],
+        backward_s=[seconds for row in costs.whole_backward_s for seconds in row],
         to_next=[costs.link(stage, (stage + 1) % stages) for stage in range(stages)],
         to_previous=[costs.link(stage, (stage - 1) % stages) for stage in range(stages)],
         cap=[math.inf if cap is None else cap for cap in costs.max_in_flight],
         released=costs.released_at_backward_input,
+        shared_queue=costs.shared_queue,
     )
 
 

@@ -12,7 +12,7 @@ from random import Random
 from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import LowerBound, bound_from_native
-from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, PerChunk
+from adaptra_megatron.schedule.costs import CostError, Costs, PerChunk
 from adaptra_megatron.schedule.native import decode_orders, problem_from_costs
 from adaptra_megatron.schedule.simulator import peak_in_flight, require_room_for_chunks, simulate
 
@@ -66,9 +66,10 @@ def plan(
 
     Deterministic: the work is limited by a number of simulated actions, never by a clock. `deadline_s` sets that
     number to `deadline_s * ACTIONS_PER_SECOND`; at least one schedule is always made. What a first search leaves of it
-    is spent on the schedules of slightly different costs; `progress` is told how many of these searches are over. With
-    `split` False each backward is whole, for models whose backward cannot be split. Raises PlanError if no schedule
-    fits the caps.
+    is spent on the schedules of slightly different costs; `progress` is told how many of these searches are over. Where
+    whole backwards take less than split ones, or hold less, stages are found that had better not split theirs. With
+    `split` False each backward is whole, for models whose backward cannot be split. In a shared queue a plan is never
+    slower than stock's order, where that fits the caps. Raises PlanError if no schedule fits the caps.
     """
     try:
         require_room_for_chunks(costs)
@@ -104,9 +105,10 @@ def plan(
 
 
 def _one_search(costs: Costs, split: bool) -> int:
-    """Simulated actions of a search that nobody has limited."""
+    """Simulated actions of a search that nobody has limited: twice as many where stages may keep backwards whole."""
     actions = costs.stages * costs.chunks * costs.micro_batches * (3 if split else 2)
-    return max(_PASSES * actions, _ACTIONS_PER_STAGE_SQUARED * costs.stages**2)
+    searches = 2 if split and (costs.backward_s is not None or min(costs.released_at_backward_input) < 0.0) else 1
+    return searches * max(_PASSES * actions, _ACTIONS_PER_STAGE_SQUARED * costs.stages**2)
 
 
 def _improve(best: Plan, costs: Costs, number: int, *, split: bool, budget: int) -> Plan:
@@ -132,10 +134,6 @@ def nearby_costs(costs: Costs, number: int) -> Costs:
     def noisy(table: PerChunk) -> PerChunk:
         return tuple(tuple(seconds * (1.0 + random.uniform(-noise, noise)) for seconds in row) for row in table)
 
-    return dataclasses.replace(
-        costs,
-        forward_s=noisy(costs.forward_s),
-        backward_input_s=noisy(costs.backward_input_s),
-        backward_weight_s=noisy(costs.backward_weight_s),
-        links={link: LinkCost(stretch * cost.latency_s, cost.occupancy_s) for link, cost in costs.links.items()},
-    )
+    links = {link: cost._replace(latency_s=stretch * cost.latency_s) for link, cost in costs.links.items()}
+    tables = {name: noisy(table) for name, table in costs.tables().items()}
+    return dataclasses.replace(costs, links=links).with_tables(tables)

@@ -6,6 +6,11 @@ gradient from v+1 (the last virtual stage: its own F), W its own I. The action t
 directed link between the two ranks when it ends. A link carries messages in the order in which they were handed over:
 each starts when the link is free, keeps it busy for `occupancy_s` and arrives `latency_s` after that. With two
 stages and several chunks, one directed link carries activations and gradients.
+
+A rendezvous link is busy for both, and a transfer starts when both of its ends have. Hosts issue all work far ahead,
+in the launch order (see `launch_order`). With separate queues that posts every receive in time. With
+`Costs.shared_queue` all that a stage issues starts in the order of issue: nothing starts while an action in front of it
+waits for its message, a send for its action, or a receive for the link's previous one.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from dataclasses import dataclass
 from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.actions import Action, Kind, Schedule, placement, virtual_stage
 from adaptra_megatron.schedule.blocking import encoded_programs
-from adaptra_megatron.schedule.costs import CostError, Costs
+from adaptra_megatron.schedule.costs import CostError, Costs, Released, released_per_stage
 from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.native import decode_orders, encode_schedule, problem_from_costs
 
@@ -76,7 +81,8 @@ def simulate_online(costs: Costs) -> Simulation:
 
     F and B of a chunk run in ascending micro-batch order, W in the order of their I. Among chunks that are ready, the
     one that comes first in Megatron's interleaved order goes first. Stages that decide at the same instant do so in
-    ascending order. Raises CostError if some stage's cap cannot hold one activation of each of its chunks.
+    ascending order. A stage whose cap has no room for what an input gradient adds runs whole backwards. A shared queue
+    counts for nothing. Raises CostError if some stage's cap cannot hold one activation of each of its chunks.
     """
     require_room_for_chunks(costs)
     dispatched = _native.dispatch(problem_from_costs(costs))
@@ -85,16 +91,21 @@ def simulate_online(costs: Costs) -> Simulation:
     return _simulation(schedule, codes, costs, dispatched["makespan_s"], dispatched["start_s"], dispatched["end_s"])
 
 
-def peak_in_flight(schedule: Schedule, released_at_backward_input: float) -> tuple[float, ...]:
+def peak_in_flight(schedule: Schedule, released_at_backward_input: Released) -> tuple[float, ...]:
     """Most activations each stage holds at once: a static function of its order.
 
-    F takes 1 at its start, I gives `released_at_backward_input` back at its end and W the rest, B gives all.
+    F takes 1 at its start, I gives `released_at_backward_input` back at its end (below 0: takes more, at its start) and
+    W the rest, B gives all.
     """
-    return tuple(_native.peak_in_flight(encode_schedule(schedule), released_at_backward_input))
+    released = released_per_stage(released_at_backward_input, schedule.stages)
+    return tuple(_native.peak_in_flight(encode_schedule(schedule), released))
 
 
 def require_room_for_chunks(costs: Costs) -> None:
-    """Raise CostError unless each cap holds one activation per chunk: what micro-batch 0 alone needs."""
+    """Raise CostError unless each cap holds one activation per chunk: what micro-batch 0 alone needs.
+
+    What its input gradients may add on top is needed only where they are split from weight gradients.
+    """
     for stage, cap in enumerate(costs.max_in_flight):
         if cap is not None and cap < costs.chunks:
             raise CostError(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
@@ -18,6 +19,24 @@ def split_backward(schedule: Schedule, delay: int | None = 0) -> Schedule:
     schedule splits its backwards already.
     """
     return delay_weights(schedule, [delay] * schedule.stages)
+
+
+def split_every_other(schedule: Schedule) -> Schedule:
+    """The schedule with the B of micro-batches 0, 2, ... turned in I and W: to measure backwards split and whole."""
+    kinds = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    orders = tuple(
+        tuple(
+            action
+            for whole in order
+            for action in (
+                [whole._replace(kind=kind) for kind in kinds]
+                if whole.kind is Kind.BACKWARD and whole.micro_batch % 2 == 0
+                else [whole]
+            )
+        )
+        for order in schedule.orders
+    )
+    return dataclasses.replace(schedule, orders=orders)
 
 
 def delay_weights(schedule: Schedule, delays: Sequence[int | None]) -> Schedule:

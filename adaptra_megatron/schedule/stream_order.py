@@ -129,7 +129,7 @@ class _Replay:
     def _lasts_s(self, action: Action) -> float:
         table = {
             Kind.FORWARD: self.costs.forward_s,
-            Kind.BACKWARD: self.costs.backward_s,
+            Kind.BACKWARD: self.costs.whole_backward_s,
             Kind.BACKWARD_INPUT: self.costs.backward_input_s,
             Kind.BACKWARD_WEIGHT: self.costs.backward_weight_s,
         }

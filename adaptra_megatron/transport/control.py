@@ -7,14 +7,13 @@ end of the other process. No torch here: the delegate imports this.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from adaptra_megatron.transport.tagged_json import kinds_of, packed
+from adaptra_megatron.transport.tagged_json import Natural, kinds_of, packed, unpacked
 
 _LARGEST_NBYTES = 1 << 16
 _MOST_DESCRIPTORS = 4
@@ -29,7 +28,7 @@ class Start:
     """To the delegate, first: who it works for. With the listening sockets named in `listeners`."""
 
     name: ClassVar[str] = "start"
-    stage: int
+    stage: Natural
     pipeline: str
     """Hexadecimal, as the secret."""
     secret: str = field(repr=False)
@@ -37,7 +36,7 @@ class Start:
     """What the descriptors are: "shm" (unix socket), "tcp" (for verbs too)."""
     handshake_s: float
     stall_s: float
-    max_message_nbytes: int
+    max_message_nbytes: Natural
     rnics: list[str] = field(default_factory=list)
     """verbs: RDMA devices to use; none for all with a link."""
 
@@ -50,17 +49,17 @@ class Open:
     """
 
     name: ClassVar[str] = "open"
-    peer: int
-    session: int
+    peer: Natural
+    session: Natural
     transport: str
     """shm, tcp, or verbs, which falls to tcp for good if no session over verbs begins."""
     connects: bool
     """Whether this side connects (to `address`) or waits for the peer to."""
-    address: list[Any]
+    address: list[str | int]
     """shm: name of the abstract unix socket. tcp, verbs: host and port."""
     source: str
     """tcp, verbs: address to connect from; "" for any."""
-    lanes: int
+    lanes: Natural
     """shm: 1. tcp: how many connections. verbs: how many if it falls to tcp."""
 
 
@@ -69,7 +68,7 @@ class Report:
     """To the delegate: ask for `Counters`."""
 
     name: ClassVar[str] = "report"
-    number: int
+    number: Natural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,7 @@ class Ping:
     """To the delegate: ask for `Pong`, which proves that it runs."""
 
     name: ClassVar[str] = "ping"
-    number: int
+    number: Natural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +92,8 @@ class Up:
     """From the delegate: the link carries frames. Over shm with the inbound ring."""
 
     name: ClassVar[str] = "up"
-    peer: int
-    session: int
+    peer: Natural
+    session: Natural
     transport: str
     """shm, tcp or verbs: what carries them."""
 
@@ -104,8 +103,8 @@ class Down:
     """From the delegate: the link's session is over, and its rings are closed."""
 
     name: ClassVar[str] = "down"
-    peer: int
-    session: int
+    peer: Natural
+    session: Natural
     cause: str
 
 
@@ -114,11 +113,11 @@ class Counters:
     """From the delegate: what it has seen since it started."""
 
     name: ClassVar[str] = "counters"
-    number: int
-    refused: dict[str, int] = field(default_factory=dict)
+    number: Natural
+    refused: dict[str, Natural] = field(default_factory=dict)
     """Connections that were not let in, by handshake.Refusal."""
-    sent_nbytes: int = 0
-    received_nbytes: int = 0
+    sent_nbytes: Natural = 0
+    received_nbytes: Natural = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +125,7 @@ class Pong:
     """From the delegate: the answer to the `Ping` of that number."""
 
     name: ClassVar[str] = "pong"
-    number: int
+    number: Natural
 
 
 Message = Start | Open | Report | Ping | Stop | Up | Down | Counters | Pong
@@ -153,5 +152,9 @@ def receive(channel: socket.socket) -> tuple[Message, list[int]]:
         for descriptor in descriptors:
             os.close(descriptor)
         raise ControlEndedError("the other process is gone" if not packet else "a message was cut off")
-    fields = json.loads(packet)
-    return _KINDS[fields.pop("is")](**fields), descriptors
+    try:
+        return unpacked(packet, _KINDS, _LARGEST_NBYTES), descriptors
+    except ValueError as cause:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise ControlEndedError(f"the other process said what cannot be: {cause}") from cause

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The delegate: a small process beside each training process that connects, proves and carries its links.
 
-It ends with its parent, however that ends: the kernel kills it, and the control socket ends. Everything it holds
-(rings, sockets) is anonymous and goes with it. It imports neither torch nor Megatron, and idles without using CPU.
+It ends with its parent, however that ends: the kernel kills it, and the control socket ends. What else is sent to the
+processes of a job (SIGTERM, Ctrl-C) is its parent's to judge: it has a session of its own, and those signals are
+blocked. Everything it holds (rings, sockets) is anonymous and goes with it. It imports neither torch nor Megatron, and
+idles without using CPU.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 
 from adaptra_megatron.transport import control
@@ -124,7 +125,6 @@ def main(arguments: list[str]) -> None:
     """
     control_fd, parent = map(int, arguments)
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole process group; the parent decides
     logging.basicConfig(level=logging.WARNING, format="adaptra delegate: %(message)s")
     try:
         asyncio.run(_run(socket.socket(fileno=control_fd)))

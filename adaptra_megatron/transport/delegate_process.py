@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import adaptra_megatron
@@ -26,6 +26,12 @@ _DELEGATE = (
 the names of Python's own."""
 
 
+ENDED_S = 5.0
+"""How long a process that was killed may take to end. One that waits for a dead disk or device may never."""
+UNHEARD = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""What schedulers and terminals send to all processes of a job: the training process decides what comes of it."""
+
+
 class DelegateProcess:
     """One running delegate process."""
 
@@ -37,22 +43,40 @@ class DelegateProcess:
         self.heartbeat = Heartbeat(time.monotonic())
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         root = str(Path(adaptra_megatron.__file__).parents[1])
-        with theirs:
+        with theirs, _blocked(UNHEARD):
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _DELEGATE, root, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
         self.channel.settimeout(5.0)
         with contextlib.suppress(ControlEndedError):  # seen where the channel is read
             control.send(self.channel, start, [listener.fileno() for listener in listeners])
 
     def end(self, patience_s: float) -> str:
-        """Wait for it to end by itself, then see to it. Returns how it ended."""
-        try:
-            status = self.process.wait(patience_s)
-        except subprocess.TimeoutExpired:
+        """Wait for it to end by itself, then see to it. Returns how it ended, at most ENDED_S after `patience_s`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience_s)
+        if self.process.returncode is None:
             self.process.kill()
-            status = self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(ENDED_S)
         self.channel.close()
-        return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        status = self.process.returncode
+        if status is None:
+            return f"no means: the kernel keeps process {self.process.pid}, which was killed"
+        if status >= 0:
+            return f"exit status {status}"
+        known = {each.value: each.name for each in signal.Signals}
+        return f"signal {known.get(-status, -status)}"
+
+
+@contextlib.contextmanager
+def _blocked(signals: Collection[signal.Signals]) -> Iterator[None]:
+    """Within, a process that this thread starts does not get these signals, from its first instruction on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -25,11 +25,12 @@ from adaptra_megatron.transport.dual_link_device import DeviceSide
 from adaptra_megatron.transport.dual_link_host import HostSide, confirmation
 from adaptra_megatron.transport.dual_link_keeper import Keeper
 from adaptra_megatron.transport.host_link import HostLink
+from adaptra_megatron.transport.host_link_state import GiveUp
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.inlet import Inlet, InletEffects
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.note_mail import NoteMail
-from adaptra_megatron.transport.notes import FromSender, HostProbed, Open, Received, decode_note
+from adaptra_megatron.transport.notes import FromSender, HostProbed, Note, Open, Received, decode_note
 from adaptra_megatron.transport.outlet import Outlet, OutletEffects
 from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings, ProbeTimes
 from adaptra_megatron.transport.probes import HostProber
@@ -188,8 +189,8 @@ class DualLink(HostLink):
 
     # What the supervisor calls.
 
-    def connected(self, outbound: Ring, inbound: Ring) -> None:
-        super().connected(outbound, inbound)
+    def connected(self, outbound: Ring, inbound: Ring, give_up: GiveUp) -> None:
+        super().connected(outbound, inbound, give_up)
         with self._lock:
             self._inlet.confirm_again()
             self._host_probes.drop()  # what was under way tells how long the link was down
@@ -215,16 +216,22 @@ class DualLink(HostLink):
         now_s = time.monotonic()
         for readable in self._mail.take(number, packet):
             note = decode_note(readable)
-            if isinstance(note, FromSender):
-                self._inlet.heard(note, now_s)
-            elif isinstance(note, HostProbed):
-                self._measured += self._host_probes.answered(note.number, note.arrived_s, now_s)
-            elif isinstance(note, Received):
-                self._confirmed(note.session, note.count)
-            else:
-                self._outlet.heard(note, now_s)
+            try:
+                self._heard(note, now_s)
+            except (AssertionError, LookupError) as cause:
+                raise ValueError(f"{note}, which does not fit what was said before") from cause
         self._settle_effects()
         self._keeper.wake()
+
+    def _heard(self, note: Note, now_s: float) -> None:
+        if isinstance(note, FromSender):
+            self._inlet.heard(note, now_s)
+        elif isinstance(note, HostProbed):
+            self._measured += self._host_probes.answered(note.number, note.arrived_s, now_s)
+        elif isinstance(note, Received):
+            self._confirmed(note.session, note.count)
+        else:
+            self._outlet.heard(note, now_s)
 
     def _probed(self, number: int, arrived_s: float) -> None:
         self._host_side.say(HostProbed(number, arrived_s), time.monotonic())

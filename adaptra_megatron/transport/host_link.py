@@ -24,7 +24,7 @@ from adaptra_megatron.transport.cuda_device import Computed, Device
 from adaptra_megatron.transport.device_copies import copies_for
 from adaptra_megatron.transport.frames import check_can_travel, is_probe, key_of, note_of
 from adaptra_megatron.transport.host_link_reader import HostLinkReader
-from adaptra_megatron.transport.host_link_state import HostLinkState, Session
+from adaptra_megatron.transport.host_link_state import GiveUp, HostLinkState, Session
 from adaptra_megatron.transport.host_link_writer import FAREWELL_S, HostLinkWriter
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import (
@@ -198,17 +198,16 @@ class HostLink:
         """Whether the link is not to be brought up again."""
         return self._state.finished
 
-    def connected(self, outbound: Ring, inbound: Ring) -> None:
+    def connected(self, outbound: Ring, inbound: Ring, give_up: GiveUp) -> None:
         """A new session has begun: what is not acknowledged is sent again."""
         self._copies.use_rings(outbound, inbound)
         with self._lock:
-            self._state.session = Session(outbound, inbound)
+            self._state.begin(Session(outbound, inbound, give_up))
             self._health.up()
             self.sessions += 1
             self._outbox.rewind()
             self._writer.wake()
             self._reader.wake()
-            self._state.news.notify_all()
         if self.sessions > 1:
             logger.info("stage %d, link to stage %d: the host path is up again", self._stage, self._peer)
 
@@ -217,6 +216,7 @@ class HostLink:
         with self._lock:
             self._health.down(cause, time.monotonic())
             self._state.session = None
+            self._state.note_end(cause)
             self._state.news.notify_all()
 
     # What the line tells.

@@ -7,7 +7,6 @@ thread that wakes it.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -21,8 +20,6 @@ from adaptra_megatron.transport.host_link_state import HostLinkState, Session
 from adaptra_megatron.transport.host_link_writer import HostLinkWriter
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import MessageKey
-
-logger = logging.getLogger("adaptra_megatron.transport.host_link_reader")
 
 ACKNOWLEDGED_TOGETHER = 8
 SIGNALS_S = 0.5
@@ -135,19 +132,16 @@ class HostLinkReader:
                 session, state.read_out = state.session, False
             while self._read(session, time.monotonic() + _IDLE_S):
                 pass
-            self._session_ended()
+            self._session_ended(session)
 
-    def _session_ended(self) -> None:
+    def _session_ended(self, session: Session) -> None:
         """Everything of a session has been read."""
         state = self._state
-        if not state.finished:
-            logger.warning(
-                "stage %d, link to stage %d: the host path is down (%s); reconnecting",
-                *(state.stage, state.peer, state.health.cause),
-            )
+        session.give_up(None)
         with state.lock:
             state.read_out = True
             state.note_farewell()
+            state.note_end()
 
     def _read(self, session: Session, until_s: float, seen_pokes: int | None = None, hurry: bool = False) -> bool:
         """Handle one event of the inbound ring, or return after a while. False once it is closed and empty."""
@@ -157,7 +151,10 @@ class HostLinkReader:
         except RingClosedError:
             return False
         except (FrameError, RingError) as cause:
-            state.fail(f"stage {state.peer} sent what cannot be: {cause}")
+            sent = isinstance(cause, FrameError)
+            what = f"stage {state.peer} sent what cannot be" if sent else f"the ring from stage {state.peer} is spoilt"
+            with state.lock:
+                state.spoilt(session, f"{what}: {cause}")
             return False
         except MemoryError:
             state.fail(f"there is no memory for what stage {state.peer} sent")
@@ -172,8 +169,10 @@ class HostLinkReader:
                     self._events.take(event, receipt)
                 except ValueError as cause:
                     state.health.fail(f"stage {state.peer} sent what cannot be: {cause}")
-                    state.news.notify_all()
+                    state.tell_waiting()
                     return False
+                if receipt is not None:
+                    state.spoilt_in_a_row = 0
                 # Each acknowledgement wakes the peer: several go together while more messages come in anyway.
                 due = len(self._due)
                 if due and (due >= ACKNOWLEDGED_TOGETHER or not session.inbound.backlog):

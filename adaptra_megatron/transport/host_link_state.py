@@ -3,12 +3,24 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.link_health import LinkHealth
+from adaptra_megatron.transport.sparing_log import SparingLog
+
+logger = logging.getLogger("adaptra_megatron.transport.host_link")
+
+MOST_SPOILT = 3
+"""Sessions in a row that bad data may end before the link is given up: what is sent again is as bad every time."""
+
+GiveUp = Callable[[str | None], None]
+"""Has the supervisor end a session whose rings are of no use, and begin another: at once for a cause, or, where the
+rings are closed and this end cannot tell why, once it is late for being told."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +29,7 @@ class Session:
 
     outbound: Ring
     inbound: Ring
+    give_up: GiveUp
 
 
 class HostLinkState:
@@ -36,6 +49,13 @@ class HostLinkState:
         """Whether the peer has said that it closes its end; what it had sent before may still have to be read."""
         self.read_out = False
         """Whether the reader has come to the end of the latest session that it has begun."""
+        self.spoilt_in_a_row = 0
+        """Sessions that bad data ended since the latest message arrived."""
+        self._ended_by: str | None = None
+        """Why a session ended, until the log says it."""
+        self._ends = SparingLog(logger)
+        self._may_end = False
+        """Whether there is a session whose end has not been told yet."""
         self.waiting: int | None = None
         """The thread that waits for messages, or for their being sent."""
 
@@ -53,6 +73,40 @@ class HostLinkState:
         if self.heard_bye and self.read_out:
             self.health.bye(time.monotonic())
         self.news.notify_all()
+
+    def begin(self, session: Session) -> None:
+        """A new session. With the lock."""
+        self.session, self._may_end = session, True
+        self.news.notify_all()
+
+    def note_end(self, cause: str | None = None) -> None:
+        """The supervisor says why the session has ended (the first cause counts), or all of it has been read.
+
+        The log says so after both: what was still to be read may be the farewell of a peer. With the lock.
+        """
+        if cause is not None and self._may_end:
+            self._ended_by, self._may_end = cause, False
+        if self._ended_by is not None and self.read_out:
+            if not self.finished:
+                self._ends.warning(
+                    "stage %d, link to stage %d: the host path is down (%s); reconnecting",
+                    *(self.stage, self.peer, self._ended_by),
+                )
+            self._ended_by = None
+
+    def spoilt(self, session: Session, cause: str) -> None:
+        """Bad data is in the rings of `session`: it ends, and a link to which that happens too often. With the lock."""
+        session.outbound.close()
+        session.inbound.close()
+        if self.session is not session:
+            return
+        self.session = None
+        self.health.down(cause, time.monotonic())
+        self.spoilt_in_a_row += 1
+        if self.spoilt_in_a_row >= MOST_SPOILT:
+            self.health.fail(f"{cause} ({self.spoilt_in_a_row} times in a row)")
+        self.news.notify_all()
+        session.give_up(cause)
 
     def fail(self, cause: str) -> None:
         """The link is of no use any more. Without the lock."""

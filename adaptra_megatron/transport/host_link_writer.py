@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 
-from adaptra_megatron.transport._ring import Description, RingError
+from adaptra_megatron.transport._ring import Description, RingClosedError, RingError
 from adaptra_megatron.transport.copies import Payload
 from adaptra_megatron.transport.frames import describe, describe_note, describe_probe
 from adaptra_megatron.transport.host_link_state import HostLinkState, Session
@@ -36,6 +36,8 @@ class _Outcome(enum.Enum):
     FAILED = enum.auto()
     """The device does not give it away."""
     CLOSED = enum.auto()
+    SPOILT = enum.auto()
+    """There is what cannot be in the ring."""
 
 
 class HostLinkWriter:
@@ -45,6 +47,8 @@ class HostLinkWriter:
         """`due`: sequence numbers to acknowledge, in order; `timeout_s`: longest wait for room in the ring."""
         self._state, self._outbox, self._due, self._timeout_s = state, outbox, due, timeout_s
         self._writing = False
+        self._cause = ""
+        """What is wrong with a ring that is spoilt."""
         self._to_write = threading.Condition(state.lock)
         self._thread = threading.Thread(
             target=self._write_until_closed, name=f"adaptra-host-send-{state.peer}", daemon=True
@@ -137,8 +141,11 @@ class HostLinkWriter:
         except TransportError as cause:
             self._state.health.fail(str(cause))
             return _Outcome.FAILED
-        except RingError:
+        except RingClosedError:
             return _Outcome.CLOSED
+        except RingError as cause:
+            self._cause = f"the ring to stage {self._state.peer} is spoilt: {cause}"
+            return _Outcome.SPOILT
         return _Outcome.WRITTEN
 
     def _settle(self, session: Session, work: Outgoing | int, outcome: _Outcome) -> None:
@@ -148,6 +155,9 @@ class HostLinkWriter:
             # The next session has other rings, and begins with all that is not acknowledged.
             state.session = None
             state.health.down("its rings were closed", time.monotonic())
+            session.give_up(None)
+        elif outcome is _Outcome.SPOILT:
+            state.spoilt(session, self._cause)
         elif outcome is _Outcome.FAILED:
             state.tell_waiting()
         elif outcome is _Outcome.FULL and state.session is session:

@@ -109,22 +109,22 @@ class HostTransport:
         agree_on_host_path(self.rendezvous, name, failure)
 
     def _bring_up(self, meeting: Meeting, settings: HostSettings) -> None:
+        self._secret = job_secret(dist.distributed_c10d._get_default_store())
         of_link = {peer: _settings_for(transport, settings) for peer, transport in meeting.transports.items()}
         try:
-            secret = job_secret(dist.distributed_c10d._get_default_store())
             with started_on(settings.cpus):
                 self._lines = lines = Lines(
                     self.stage,
                     self.rendezvous.name,
                     bytes.fromhex(meeting.pipeline),
-                    secret,
+                    self._secret,
                     list(meeting.line_listeners.values()),
                     {peer: meeting.place(peer) for peer in of_link},
                 )
                 for peer in of_link:
                     self._links[peer] = self._make_link(peer, of_link[peer])
                 self._supervisor = Supervisor(
-                    _start(meeting, settings, secret),
+                    _start(meeting, settings, self._secret),
                     list(meeting.listeners.values()),
                     [
                         Link(link, meeting.request(peer, settings), of_link[peer].slots, of_link[peer].slot_nbytes)

@@ -216,7 +216,8 @@ def _unconnected(request: Open) -> socket.socket:
 
 
 def _address(request: Open) -> str | tuple[str, int]:
-    return "\0" + str(request.address[0]) if request.transport == "shm" else (request.address[0], request.address[1])
+    name, *port = request.address
+    return f"\0{name}" if request.transport == "shm" else (str(name), int(port[0]))
 
 
 def _spelled(request: Open) -> str:

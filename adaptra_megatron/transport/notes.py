@@ -8,14 +8,17 @@ which is the same at both ends; "index" counts what a session has carried, probe
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from adaptra_megatron.transport.tagged_json import kinds_of
+from adaptra_megatron.transport.tagged_json import Below, Natural, kinds_of, unpacked
 
 NOTE_NBYTES = 1 << 16
 """The longest that anybody writes or reads."""
+MOST_PROBES = 64
+"""In a burst."""
+MOST_NBYTES = 1 << 32
+"""Of a message."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Meet:
     """From the sender: let us make the process group of this session."""
 
     name: ClassVar[str] = "meet"
-    session: int
+    session: Natural
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,9 @@ class Open:
     """From the sender: messages from `number` on go by the device path, until further notice."""
 
     name: ClassVar[str] = "open"
-    session: int
-    number: int
-    skipped: list[int] = field(default_factory=list)
+    session: Natural
+    number: Natural
+    skipped: list[Natural] = field(default_factory=list)
     """Beyond `number`, yet not sent: the receiver has them."""
 
 
@@ -42,7 +45,7 @@ class Close:
     """From the sender: I want to leave the device path. How far have you gone?"""
 
     name: ClassVar[str] = "close"
-    session: int
+    session: Natural
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,8 @@ class Frozen:
     """From the receiver, in answer to Close: before `number`, messages are already expected on the device path."""
 
     name: ClassVar[str] = "frozen"
-    session: int
-    number: int
+    session: Natural
+    number: Natural
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,8 @@ class Until:
     """From the sender: messages from `number` on go by the host path."""
 
     name: ClassVar[str] = "until"
-    session: int
-    number: int
+    session: Natural
+    number: Natural
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Failed:
     """From the sender: it saw the device session fail."""
 
     name: ClassVar[str] = "failed"
-    session: int
+    session: Natural
     cause: str
 
 
@@ -77,8 +80,8 @@ class Dead:
     """From the receiver: the session is over; of all that it carried, the first `received` have arrived."""
 
     name: ClassVar[str] = "dead"
-    session: int
-    received: int
+    session: Natural
+    received: Natural
     cause: str
 
 
@@ -87,8 +90,8 @@ class Ask:
     """From the receiver: have you sent the message of this index?"""
 
     name: ClassVar[str] = "ask"
-    session: int
-    index: int
+    session: Natural
+    index: Natural
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,9 @@ class Sent:
     """From the sender, in answer to Ask: yes, as all before `count`; the message asked for has so many bytes."""
 
     name: ClassVar[str] = "sent"
-    session: int
-    count: int
-    nbytes: int
+    session: Natural
+    count: Natural
+    nbytes: Natural
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,8 @@ class Received:
     """From the receiver, where acknowledgements cannot go by the host path: the first `count` have arrived."""
 
     name: ClassVar[str] = "received"
-    session: int
-    count: int
+    session: Natural
+    count: Natural
 
 
 @dataclass(frozen=True)
@@ -115,9 +118,9 @@ class Measure:
     """From the sender, whose messages go by the host path: next on the device path come `count` probes of `nbytes`."""
 
     name: ClassVar[str] = "measure"
-    session: int
-    count: int
-    nbytes: int
+    session: Natural
+    count: Annotated[int, Below(MOST_PROBES + 1)]
+    nbytes: Annotated[int, Below(MOST_NBYTES + 1)]
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class Awaiting:
     """From the receiver, in answer to Measure: these probes can come."""
 
     name: ClassVar[str] = "awaiting"
-    session: int
+    session: Natural
 
 
 @dataclass(frozen=True)
@@ -133,8 +136,8 @@ class Probed:
     """From the receiver: a probe that measures the device path has arrived, at this moment of its clock."""
 
     name: ClassVar[str] = "probed"
-    session: int
-    index: int
+    session: Natural
+    index: Natural
     arrived_s: float
 
 
@@ -143,7 +146,7 @@ class HostProbed:
     """From the receiver: this probe of the host path has arrived, at this moment of its clock."""
 
     name: ClassVar[str] = "host_probed"
-    number: int
+    number: Natural
     arrived_s: float
 
 
@@ -155,8 +158,5 @@ _KINDS: dict[str, type[Note]] = kinds_of(Note)
 
 def decode_note(packet: bytes) -> Note:
     """A note from how it travels (`tagged_json.packed`). Raises ValueError for what no peer of ours says."""
-    try:
-        fields = json.loads(packet)
-        return _KINDS[fields.pop("is")](**fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as cause:
-        raise ValueError(f"this is no note: {packet[:200]!r}") from cause
+    note: Note = unpacked(packet, _KINDS, NOTE_NBYTES)
+    return note

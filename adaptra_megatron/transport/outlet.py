@@ -211,8 +211,8 @@ class Outlet(Generic[Payload]):
         current = self._session
         if current is None or current.number != session:
             return
-        for index in range(current.received, received):
-            current.retained.pop(index, None)
+        for index in [index for index in current.retained if index < received]:
+            del current.retained[index]
         current.received = max(current.received, received)
 
     def heard(self, note: FromReceiver, now_s: float) -> None:

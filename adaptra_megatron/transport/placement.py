@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import logging
 import os
 import re
 import secrets
 import socket
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +24,8 @@ TRANSPORTS = ("auto", "shm", "tcp", "verbs")
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 logger = logging.getLogger("adaptra_megatron.transport.placement")
 
+SECRET_VARIABLE = "ADAPTRA_SECRET_FILE"
+_LONGEST_SECRET = 4096
 _SECRET_KEY = "adaptra/transport/secret"
 _BACKLOG = 128
 
@@ -45,17 +49,28 @@ def agree_on_host_path(rendezvous: Rendezvous, what: str, failure: Exception | N
         ) from failure
 
 
+def boot_identity(proc: Path = Path("/proc")) -> str:
+    """Equal for two processes exactly if they share a monotonic clock: the same boot of the same kernel.
+
+    Where the kernel (or a sandbox in its place) does not say so, no other process has the same.
+    """
+    try:
+        return (proc / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError as cause:
+        logger.warning("this host does not say which one it is (%s): no shared memory with other processes", cause)
+        return f"unknown-{secrets.token_hex(16)}"
+
+
 def host_identity(proc: Path = Path("/proc")) -> str:
     """Equal for two processes exactly if they can share memory through abstract unix sockets.
 
     The same boot of the same kernel, and the same network namespace: containers of one host may have their own. Where
-    the kernel (or a sandbox in its place) does not say so, no other process has the same: tcp works between any two.
+    that is not said, no other process has the same: tcp works between any two.
     """
     try:
-        boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat(proc / 'self/ns/net').st_ino}"
+        return f"{boot_identity(proc)}/{os.stat(proc / 'self/ns/net').st_ino}"
     except OSError as cause:
-        logger.warning("this host does not say which one it is (%s): no shared memory with other processes", cause)
+        logger.warning("this process does not say which network it is in (%s): no shared memory with others", cause)
         return f"unknown-{secrets.token_hex(16)}/unknown"
 
 
@@ -100,11 +115,15 @@ def choose_transport(
     return wanted
 
 
-def job_secret(store: Store) -> bytes:
-    """The secret of this job, the same on every rank: the first rank that asks puts it into the job's store.
+def job_secret(store: Store, environment: Mapping[str, str] = os.environ) -> bytes:
+    """The secret of this job, the same on every rank: of the launcher's file, or what the first rank that asks puts
+    into the job's store.
 
-    Raises TransportError if the store has something else in its place, without saying what.
+    Raises TransportError if the file may be read by others or is no secret, or if the store has something else in the
+    secret's place; without saying what.
     """
+    if path := environment.get(SECRET_VARIABLE):
+        return _secret_of(path)
     mine = secrets.token_hex(SECRET_NBYTES)
     found = store.compare_set(_SECRET_KEY, "", mine)
     if re.fullmatch(rb"[0-9a-f]{%d}" % (2 * SECRET_NBYTES), found) is None:
@@ -113,6 +132,25 @@ def job_secret(store: Store) -> bytes:
             "the same release on all ranks, and keep MASTER_PORT closed to others"
         )
     return bytes.fromhex(found.decode())
+
+
+def _secret_of(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            status, content = os.fstat(file.fileno()), file.read(_LONGEST_SECRET).strip()
+    except OSError as cause:
+        raise TransportError(f"{SECRET_VARIABLE}: {cause}; it is to name a file that this rank can read") from cause
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
+        raise TransportError(
+            f"{SECRET_VARIABLE}: {path} has mode {stat.filemode(status.st_mode)} and is user {status.st_uid}'s: it is "
+            "to be a file that its owner, the user of this job, alone can read (chmod 600)"
+        )
+    if len(content) < SECRET_NBYTES:
+        raise TransportError(
+            f"{SECRET_VARIABLE}: {path} has {len(content)} bytes, fewer than {SECRET_NBYTES}: make it with "
+            "head -c 32 /dev/urandom | base64"
+        )
+    return hashlib.sha256(b"adaptra-megatron\n" + content).digest()
 
 
 def listen_shm() -> tuple[socket.socket, list[str | int]]:

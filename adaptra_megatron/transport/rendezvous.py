@@ -28,7 +28,7 @@ class Rendezvous:
 
         Returns when all stages have come. Raises TransportError for the first that has not in time.
         """
-        self.stage, self.ranks = stage, ranks
+        self.stage, self.ranks, self._timeout_s = stage, ranks, timeout_s
         # A client of its own, for what waits in one keeps all others waiting that share it.
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=timeout_s))
@@ -64,8 +64,9 @@ class Rendezvous:
             except RuntimeError as cause:
                 waited_s = time.monotonic() - since_s
                 raise TransportError(
-                    f"{self.name(self.stage)} has waited {waited_s:.1f} s in vain for {self.name(stage)} to set up the "
-                    f"links of their pipeline: {cause}. Look at the first rank whose log stops"
+                    f"{self.name(self.stage)} has waited {waited_s:.3g} s of at most {self._timeout_s:g} s "
+                    f"(--adaptra-timeout-s) in vain for {self.name(stage)} to set up the links of their pipeline: "
+                    f"{cause}. Look at the first rank whose log stops"
                 ) from cause
         return answers
 

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -38,12 +39,18 @@ from adaptra_megatron.transport.control import (
 )
 from adaptra_megatron.transport.delegate_process import DelegateProcess
 from adaptra_megatron.transport.heartbeat import PATIENCE_S
+from adaptra_megatron.transport.host_link_state import GiveUp
+from adaptra_megatron.transport.sparing_log import SparingLog
 
 logger = logging.getLogger("adaptra_megatron.transport.supervisor")
 
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
+STEADY_S = 60.0
+"""A delegate that has lived for so long is replaced at once; after each that has not, the pause doubles."""
 DRAIN_S = 2.0
+TELLING_S = 0.25
+"""How long a delegate may take to say why it closed the rings of a session."""
 
 
 class LinkEnd(Protocol):
@@ -53,8 +60,8 @@ class LinkEnd(Protocol):
     def finished(self) -> bool:
         """Whether the peer closed the link on purpose: it is not to be brought up again."""
 
-    def connected(self, outbound: Ring, inbound: Ring) -> None:
-        """A new session has begun, with fresh rings."""
+    def connected(self, outbound: Ring, inbound: Ring, give_up: GiveUp) -> None:
+        """A new session has begun, with fresh rings. Any thread may call `give_up`, also long after it has ended."""
 
     def disconnected(self, cause: str) -> None:
         """The session is over, or the attempt to begin one failed. Called again for every failed attempt."""
@@ -73,6 +80,8 @@ class Link:
     inbound: Ring | None = None
     retry_s: float | None = None
     """When to try again; None while a session is up or coming up."""
+    end_at: tuple[float, str] | None = None
+    """When to end the session that is up, and why."""
     pause_s: float = FIRST_PAUSE_S
     transport: str | None = None
     """What carried its last session; None before the first."""
@@ -109,13 +118,16 @@ class Supervisor:
         self._start, self._listeners = start, listeners
         self._links = {link.request.peer: link for link in links}
         self._delegate: DelegateProcess | None = None
-        self._restart_s = 0.0
+        self._began_s = self._restart_s = 0.0
         self._pause_s = FIRST_PAUSE_S
         self._first_patience_s = self._patience_s = patience_s
         self._lock = threading.Lock()
         self._questions: list[_Question] = []
         self._asked = 0
+        self._given_up: deque[tuple[Link, int, float, str | None]] = deque()
+        """Sessions that an end found of no use, when, and why."""
         self._closing = False
+        self._replaced = SparingLog(logger)
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         leave = weakref.WeakMethod(self._leave_to_the_parent)
@@ -181,6 +193,7 @@ class Supervisor:
 
     def _step(self) -> None:
         now_s = time.monotonic()
+        self._end_what_is_of_no_use(now_s)
         if self._delegate is None and now_s >= self._restart_s:
             self._begin()
         if self._delegate is not None:
@@ -201,16 +214,28 @@ class Supervisor:
             self._restart_s = time.monotonic() + self._pause_s
             return
         self.starts += 1
-        self._restart_s = time.monotonic() + self._pause_s
+        self._began_s = time.monotonic()
+        self._restart_s = self._began_s + self._pause_s
         for link in self._links.values():
             link.retry_s = 0.0
+
+    def _end_what_is_of_no_use(self, now_s: float) -> None:
+        while self._given_up:
+            link, session, at_s, cause = self._given_up.popleft()
+            if session == link.request.session and link.retry_s is None:
+                ends = (at_s, cause) if cause else (at_s + TELLING_S, "its rings were closed, and no delegate said why")
+                link.end_at = min(ends, link.end_at or ends)
+        for link in self._links.values():
+            if link.end_at is not None and now_s >= link.end_at[0]:
+                self._went_down(link, link.end_at[1])
 
     def _next_s(self) -> float:
         """When something is to be done though nothing happens."""
         if self._delegate is None:
             return self._restart_s
         retries = (link.retry_s for link in self._links.values() if link.retry_s is not None)
-        return min([self._delegate.heartbeat.next_s, *retries])
+        ends = (link.end_at[0] for link in self._links.values() if link.end_at is not None)
+        return min([self._delegate.heartbeat.next_s, *retries, *ends])
 
     def _listen(self, until_s: float) -> None:
         """Wait for the delegate, or for being woken, and handle one message."""
@@ -239,8 +264,8 @@ class Supervisor:
                 return
             assert isinstance(message, Up | Down), f"a delegate does not say {message}"
             link = self._links[message.peer]
-            if message.session != link.request.session:
-                return
+            if message.session != link.request.session or link.retry_s is not None:
+                return  # it is over already, and the first cause counts
             if isinstance(message, Down):
                 self._went_down(link, message.cause)
                 return
@@ -250,17 +275,26 @@ class Supervisor:
             except RuntimeError as cause:
                 self._went_down(link, str(cause))
                 return
-            link.pause_s = self._pause_s = FIRST_PAUSE_S
+            link.pause_s = FIRST_PAUSE_S
             link.transport = message.transport
             if link.request.connects:  # who connects proposes: what it fell to outlives the delegate
                 link.request = replace(link.request, transport=message.transport)
             self._patience_s = self._first_patience_s
             assert link.outbound is not None
             assert link.inbound is not None
-            link.end.connected(link.outbound, link.inbound)
+            link.end.connected(link.outbound, link.inbound, self._give_up_for(link))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
+
+    def _give_up_for(self, link: Link) -> GiveUp:
+        session = link.request.session
+
+        def give_up(cause: str | None) -> None:
+            self._given_up.append((link, session, time.monotonic(), cause))
+            self._wake_up()
+
+        return give_up
 
     def _open(self, link: Link) -> None:
         assert self._delegate is not None
@@ -280,7 +314,7 @@ class Supervisor:
         for ring in (link.outbound, link.inbound):
             if ring is not None:
                 ring.close()
-        link.outbound = link.inbound = None
+        link.outbound = link.inbound = link.end_at = None
         link.end.disconnected(cause)
         link.retry_s = time.monotonic() + link.pause_s
         link.pause_s = min(2 * link.pause_s, LONGEST_PAUSE_S)
@@ -304,8 +338,9 @@ class Supervisor:
         self._delegate = None
         if self._closing:
             return
-        logger.warning("stage %d: the delegate %s; starting another", self._start.stage, what)
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._replaced.warning("stage %d: the delegate %s; starting another", self._start.stage, what)
+        steady = time.monotonic() - self._began_s > STEADY_S
+        self._pause_s = FIRST_PAUSE_S if steady else min(2 * self._pause_s, LONGEST_PAUSE_S)
         for link in self._links.values():
             self._went_down(link, f"this stage's delegate {what}")
         with self._lock:

@@ -6,12 +6,11 @@ A length of four bytes (little-endian) and one JSON object. Sizes, names and typ
 
 from __future__ import annotations
 
-import json
 import struct
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
-from adaptra_megatron.transport.tagged_json import kinds_of, packed
+from adaptra_megatron.transport.tagged_json import Natural, kinds_of, packed, unpacked
 
 LARGEST_NBYTES = 1 << 16
 _LENGTH = struct.Struct("<I")
@@ -21,15 +20,15 @@ class Endpoint(NamedTuple):
     """One end of a queue pair, for the other to connect to."""
 
     gid: str
-    lid: int
+    lid: Natural
     """0 over Ethernet."""
-    number: int
-    packet_sequence: int
-    mtu: int
+    number: Natural
+    packet_sequence: Natural
+    mtu: Natural
     """As libibverbs counts: 1 is 256 bytes, 5 is 4096."""
-    address: int
+    address: Natural
     """Of the slots that the peer writes into."""
-    key: int
+    key: Natural
     """What the peer needs to write there through this RNIC."""
 
 
@@ -38,9 +37,9 @@ class Hello:
     """First, from both: rings and rails must match."""
 
     name: ClassVar[str] = "hello"
-    rails: int
-    slots: int
-    slot_nbytes: int
+    rails: Natural
+    slots: Natural
+    slot_nbytes: Natural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ class Grant:
     """There are slots for all chunks below `chunks`. For when no rail can carry it, and after one has failed."""
 
     name: ClassVar[str] = "grant"
-    chunks: int
+    chunks: Natural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +63,8 @@ class Raise:
     """From the side that connects: this end of the rail is ready for the other to connect to it."""
 
     name: ClassVar[str] = "raise"
-    rail: int
-    attempt: int
+    rail: Natural
+    attempt: Natural
     endpoint: Endpoint
 
 
@@ -74,8 +73,8 @@ class Raised:
     """The answer: the other end is connected."""
 
     name: ClassVar[str] = "raised"
-    rail: int
-    attempt: int
+    rail: Natural
+    attempt: Natural
     endpoint: Endpoint
 
 
@@ -84,8 +83,8 @@ class Ready:
     """From the side that connects: a probe went through."""
 
     name: ClassVar[str] = "ready"
-    rail: int
-    attempt: int
+    rail: Natural
+    attempt: Natural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +92,10 @@ class Fenced:
     """Nothing can arrive over this end of the rail any more; what had arrived, over any rail, is named."""
 
     name: ClassVar[str] = "fenced"
-    rail: int
-    attempt: int
-    below: int
-    beyond: list[int]
+    rail: Natural
+    attempt: Natural
+    below: Natural
+    beyond: list[Natural]
     cause: str
 
 
@@ -127,40 +126,6 @@ class Decoder:
             end = _LENGTH.size + nbytes
             if len(self._unread) < end:
                 break
-            messages.append(_parse(bytes(self._unread[_LENGTH.size : end])))
+            messages.append(unpacked(bytes(self._unread[_LENGTH.size : end]), _KINDS, LARGEST_NBYTES))
             del self._unread[:end]
         return messages
-
-
-def _parse(body: bytes) -> VerbsMessage:
-    try:
-        parsed = json.loads(body)
-    except RecursionError as cause:
-        raise ValueError("a message is nested too deep") from cause
-    name = parsed.pop("is", None) if isinstance(parsed, dict) else None
-    if not isinstance(name, str) or name not in _KINDS:
-        raise ValueError("a message is of no known kind")
-    kind = _KINDS[name]
-    if parsed.keys() != {field.name for field in fields(kind)}:
-        raise ValueError(f"a message {kind.name!r} has the fields {sorted(parsed)}")
-    return kind(**{name: _checked(name, value) for name, value in parsed.items()})
-
-
-def _checked(name: str, value: Any) -> Any:
-    if name == "cause":
-        good = isinstance(value, str)
-    elif name == "beyond":
-        good = isinstance(value, list) and all(map(_is_count, value))
-    elif name == "endpoint":
-        good = isinstance(value, list) and len(value) == len(Endpoint._fields)
-        good = good and isinstance(value[0], str) and all(map(_is_count, value[1:]))
-        value = Endpoint(*value) if good else value
-    else:
-        good = _is_count(value)
-    if not good:
-        raise ValueError(f"a message has an impossible {name!r}")
-    return value
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 64

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A futex in shared memory that one process rings and another waits on: no spinning, always with a deadline.
+// A futex in shared memory that one process rings and another waits on: no spinning, always with a deadline. Memory that
+// others can write may be spoilt: a waiter looks every `kLook_s` whether it would still be woken.
 #pragma once
 
 #include <linux/futex.h>
@@ -12,6 +13,7 @@
 #include <climits>
 #include <cmath>
 #include <cstdint>
+#include <mutex>
 
 namespace adaptra {
 
@@ -32,8 +34,19 @@ enum class Outcome { kDone, kTimedOut, kClosed };
 // Which of several waiting threads a ring wakes: patient ones only if nobody urgent is there.
 enum class Wait : std::uint32_t { kPatient = 1, kUrgent = 2 };
 
+// What a process has written into the words of a doorbell that it waits on, which are its alone to write.
+struct Waiters {
+    std::mutex mutex;
+    std::uint32_t waiting = 0;
+    std::uint32_t urgent = 0;
+    bool spoilt = false;  // another had written there
+};
+
 class Doorbell {
 public:
+    // How long a waiter sleeps before it looks by itself.
+    static constexpr double kLook_s = 0.5;
+
     // Call after having changed what a waiter's condition reads.
     void ring() {
         count_.fetch_add(1);
@@ -49,24 +62,34 @@ public:
     }
 
     // Between the two, only urgent waiters are rung for. Who leaves sees to it that others hear of what is still undone.
-    void begin_urgent() { urgent_.fetch_add(1); }
-    void end_urgent() { urgent_.fetch_sub(1); }
+    void begin_urgent(Waiters& own) { change(own, urgent_, own.urgent, +1); }
+    void end_urgent(Waiters& own) { change(own, urgent_, own.urgent, -1); }
+
+    // Whether nobody else has written into the words of the process that waits here.
+    bool intact(Waiters& own) const {
+        const std::lock_guard<std::mutex> lock(own.mutex);
+        return !own.spoilt && waiting_.load() == own.waiting && urgent_.load() == own.urgent;
+    }
 
     // Wait until `done()`, or `closed()`, or the time `deadline_s` of the monotonic clock. `done` goes first: what was
-    // there before the closing is still delivered. A deadline of 0 does not wait at all.
-    template <class Done, class Closed>
-    Outcome wait(Done done, Closed closed, double deadline_s, Wait manner = Wait::kPatient) {
-        const timespec deadline = to_timespec(deadline_s);
+    // there before the closing is still delivered. A deadline of 0 does not wait at all. `check()` throws for memory that
+    // is spoilt; it is called before each sleep, and after one that nobody ended.
+    template <class Done, class Closed, class Check>
+    Outcome wait(Waiters& own, Done done, Closed closed, Check check, double deadline_s, Wait manner = Wait::kPatient) {
         while (true) {
             // The count is read before the condition: a ring in between makes the futex return at once.
             const std::uint32_t seen = count_.load();
             if (done()) return Outcome::kDone;
             if (closed()) return Outcome::kClosed;
             if (deadline_s <= 0.0) return Outcome::kTimedOut;
-            waiting_.fetch_add(1);
-            const bool late = !(done() || closed()) && wait_once(seen, deadline, manner) == ETIMEDOUT;
-            waiting_.fetch_sub(1);
-            if (late) return done() ? Outcome::kDone : Outcome::kTimedOut;
+            check();
+            const double look_s = monotonic_s() + kLook_s;
+            change(own, waiting_, own.waiting, +1);
+            const bool late = !(done() || closed()) &&
+                              wait_once(seen, to_timespec(std::fmin(deadline_s, look_s)), manner) == ETIMEDOUT;
+            if (late) check();
+            change(own, waiting_, own.waiting, -1);
+            if (late && deadline_s <= look_s) return done() ? Outcome::kDone : Outcome::kTimedOut;
         }
     }
 
@@ -76,6 +99,12 @@ private:
         const long result = syscall(SYS_futex, &count_, FUTEX_WAIT_BITSET, seen, &deadline, nullptr,
                                     static_cast<std::uint32_t>(manner));
         return result == 0 ? 0 : errno;
+    }
+
+    static void change(Waiters& own, std::atomic<std::uint32_t>& shared, std::uint32_t& mine, int by) {
+        const std::lock_guard<std::mutex> lock(own.mutex);
+        own.spoilt |= shared.load() != mine;
+        shared.store(mine += static_cast<std::uint32_t>(by));
     }
 
     void wake(std::uint32_t manners) {

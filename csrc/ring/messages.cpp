@@ -137,9 +137,11 @@ std::optional<Event> Inbox::accept_data(Ring& ring, const Slot& slot, const Fram
         return Event{Event::Kind::kRepeated, header, nullptr, monotonic_s()};
     }
     Partial& part = partial(header, ring.slot_nbytes());
-    if (!note_frame(header, part)) return std::nullopt;
+    if (part.here[header.offset / part.slot_nbytes]) return std::nullopt;
     if (part.block == nullptr) return hand_out(ring, slot, header, part);
     if (header.nbytes != 0) std::memcpy(part.block->data() + header.offset, slot.payload, header.nbytes);
+    ring.check_released();  // before the frame counts as here: what is not comes again, over another ring
+    note_frame(header, part);
     if (part.missing != 0) return std::nullopt;
     Event event{Event::Kind::kMessage, part.first, std::move(part.block), monotonic_s()};
     note_if_complete(part);
@@ -149,6 +151,7 @@ std::optional<Event> Inbox::accept_data(Ring& ring, const Slot& slot, const Fram
 // The frame in `slot`, and those behind it in the ring that continue it, in the message and in memory.
 Event Inbox::hand_out(Ring& ring, const Slot& slot, const FrameHeader& header, Partial& part) {
     Event event{Event::Kind::kPart, header, nullptr, monotonic_s(), slot.index, 1};
+    note_frame(header, part);
     FrameHeader next;
     const auto continues = [&](const Slot& behind) {
         next = *behind.header;
@@ -167,12 +170,9 @@ Event Inbox::hand_out(Ring& ring, const Slot& slot, const FrameHeader& header, P
     return event;
 }
 
-bool Inbox::note_frame(const FrameHeader& header, Partial& part) {
-    const std::size_t slot = header.offset / part.slot_nbytes;
-    if (part.here[slot]) return false;
-    part.here[slot] = true;
+void Inbox::note_frame(const FrameHeader& header, Partial& part) {
+    part.here[header.offset / part.slot_nbytes] = true;
     --part.missing;
-    return true;
 }
 
 void Inbox::note_if_complete(const Partial& part) {

@@ -83,8 +83,8 @@ private:
     Partial begin(const FrameHeader& header, std::uint64_t slot_nbytes);
     std::shared_ptr<Block> place_for(const FrameHeader& header);
     void check_window(const FrameHeader& header) const;
-    // Whether this frame of a message was not here before.
-    bool note_frame(const FrameHeader& header, Partial& part);
+    // This frame of a message was not here before.
+    void note_frame(const FrameHeader& header, Partial& part);
     void note_if_complete(const Partial& part);
     bool complete(std::uint64_t sequence) const;
     void note_complete(std::uint64_t sequence);

@@ -170,12 +170,13 @@ Outcome Ring::claim(Slot& first, double deadline_s, std::uint64_t most, std::uin
     if (closed()) return Outcome::kClosed;
     std::uint64_t unused = 0;
     const Outcome outcome = shared_->emptied.wait(
+        for_emptied_,
         [&] {
             unused = slots_ - (claimed_ - shared_->released.load());
             if (unused > slots_) throw RingError("the consumer released more slots than were filled");
             return unused > 0;
         },
-        [&] { return closed(); }, deadline_s);
+        [&] { return closed(); }, [&] { check_producer(); }, deadline_s);
     if (outcome != Outcome::kDone) return outcome;
     first = slot(claimed_);
     count = std::min({most, unused, slots_ - (claimed_ & (slots_ - 1))});
@@ -190,6 +191,8 @@ Outcome Ring::claim(Slot& slot, double deadline_s) {
 
 void Ring::commit(const Slot& first, std::uint64_t count) {
     const std::lock_guard<std::mutex> lock(published_.mutex);
+    check_published();
+    check_first_page(shared_->emptied, for_emptied_);
     if (!published_.add(first.index, count)) return;
     shared_->published.store(published_.prefix);
     shared_->filled.ring();
@@ -205,8 +208,8 @@ bool Ring::filled() const {
 
 Outcome Ring::take(Slot& slot, double deadline_s) {
     const std::lock_guard<std::mutex> lock(taking_);
-    const Outcome outcome =
-        shared_->filled.wait([&] { return filled(); }, [&] { return closed(); }, deadline_s);
+    const Outcome outcome = shared_->filled.wait(
+        for_filled_, [&] { return filled(); }, [&] { return closed(); }, [&] { check_consumer(); }, deadline_s);
     if (outcome == Outcome::kDone) slot = this->slot(taken_++);
     return outcome;
 }
@@ -214,14 +217,15 @@ Outcome Ring::take(Slot& slot, double deadline_s) {
 bool Ring::changed(std::uint64_t seen_pokes) const { return pokes_.load() != seen_pokes || filled() || closed(); }
 
 Outcome Ring::await_filled(std::uint64_t seen_pokes, double deadline_s, Wait manner) {
-    return shared_->filled.wait([&] { return pokes_.load() != seen_pokes || filled(); }, [&] { return closed(); },
-                                deadline_s, manner);
+    return shared_->filled.wait(
+        for_filled_, [&] { return pokes_.load() != seen_pokes || filled(); }, [&] { return closed(); },
+        [&] { check_consumer(); }, deadline_s, manner);
 }
 
-void Ring::begin_urgent() { shared_->filled.begin_urgent(); }
+void Ring::begin_urgent() { shared_->filled.begin_urgent(for_filled_); }
 
 void Ring::end_urgent() {
-    shared_->filled.end_urgent();
+    shared_->filled.end_urgent(for_filled_);
     // Patient threads slept through this. No check of the counts: whoever takes the next slot makes it.
     if (shared_->published.load() != taken_.load()) shared_->filled.ring_all();
 }
@@ -233,6 +237,7 @@ void Ring::poke() {
 
 void Ring::release(const Slot& first, std::uint64_t count) {
     const std::lock_guard<std::mutex> lock(released_.mutex);
+    released_spoilt_ |= shared_->released.load() != released_.prefix;
     if (!released_.add(first.index, count)) return;
     shared_->released.store(released_.prefix);
     shared_->emptied.ring();
@@ -255,6 +260,38 @@ void Ring::disown() {
 }
 
 bool Ring::closed() const { return shared_->closed.load() != 0; }
+
+void Ring::check_released() const {
+    const std::lock_guard<std::mutex> lock(released_.mutex);
+    if (released_spoilt_ || shared_->released.load() != released_.prefix) {
+        throw RingError("another changed the count of slots released");
+    }
+}
+
+void Ring::check_published() const {
+    if (shared_->published.load() != published_.prefix) throw RingError("another changed the count of slots published");
+}
+
+void Ring::check_consumer() {
+    check_released();
+    check_first_page(shared_->filled, for_filled_);
+}
+
+void Ring::check_producer() {
+    {
+        const std::lock_guard<std::mutex> lock(published_.mutex);
+        check_published();
+    }
+    check_first_page(shared_->emptied, for_emptied_);
+}
+
+void Ring::check_first_page(const Doorbell& bell, Waiters& own) const {
+    if (!bell.intact(own)) throw RingError("another changed the count of who waits");
+    if (shared_->magic != kMagic || shared_->version != kVersion || shared_->slots != slots_ ||
+        shared_->slot_nbytes != slot_nbytes_) {
+        throw RingError("another changed the description of its slots");
+    }
+}
 
 std::uint64_t Ring::backlog() const { return shared_->published.load() - taken_.load(); }
 

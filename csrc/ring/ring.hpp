@@ -80,13 +80,16 @@ public:
     void disown();
     // Consumer: published slots that nobody has taken yet.
     std::uint64_t backlog() const;
+    // Consumer: throws RingError if others have changed what this side alone writes, so that what it has just read out of
+    // slots may have been written over.
+    void check_released() const;
 
 private:
     struct Shared;
 
     // Slots are finished in any order; the count that the other process reads only covers an unbroken prefix.
     struct Finished {
-        std::mutex mutex;
+        mutable std::mutex mutex;
         std::vector<bool> done;
         std::uint64_t prefix = 0;
 
@@ -96,6 +99,11 @@ private:
 
     Ring(int fd, std::byte* memory, std::size_t mapped_nbytes, std::uint32_t slots, std::uint64_t slot_nbytes);
     bool filled() const;
+    // Throw RingError if the first page is not as this process, on its side, left it. The first with `published_.mutex`.
+    void check_published() const;
+    void check_consumer();
+    void check_producer();
+    void check_first_page(const Doorbell& bell, Waiters& own) const;
 
     int fd_;
     std::byte* const memory_;
@@ -112,6 +120,9 @@ private:
     std::atomic<std::uint64_t> taken_{0};
     std::atomic<std::uint64_t> pokes_{0};
     Finished released_;
+    bool released_spoilt_ = false;  // another had written where the count is; giving slots back must not throw
+    Waiters for_emptied_;
+    Waiters for_filled_;
 };
 
 }  // namespace adaptra

@@ -3,6 +3,7 @@
 // stage v" is whichever starts m-th there. It needs m activations to have arrived, so m forwards of v-1 to have ended;
 // the m-th B needs m gradients, the m-th W m input gradients. A whole backward is I and W in one go that sends later
 // and releases later, so what bounds split schedules bounds all.
+// Other costs are eased to such ones first, see `eased`.
 // Earliest ends ("heads") follow by induction over m from the front of the pipeline, and, because the rules read the
 // same backwards in time, least remaining times ("tails") by induction over j, the j-th from last, from its end.
 // A stage and a link are machines that do one thing at a time: Jackson's preemptive schedule (Carlier 1982) of all its
@@ -215,7 +216,7 @@ void Bounds::remember(int index) {
 //    over.
 double Bounds::room_at(int v, int index) const {
     const int stage = problem_.stage_of(v);
-    const double cap = problem_.cap[stage] + kCapTolerance, released = problem_.released;
+    const double cap = problem_.cap[stage] + kCapTolerance, released = problem_.released[stage];
     const int started = (problem_.chunk_of(v) + 1) * (index + 1);
     const double missing = started - cap;
     if (!with_caps_ || missing <= 0.0) return 0.0;
@@ -249,7 +250,7 @@ void Bounds::tails(int index) {
         // B and W of micro-batch k of the last chunk must end before its F number k + floor(cap) can start (with
         // more chunks: less the one forward that each of them may be ahead).
         const double cap = problem_.cap[stage] + kCapTolerance - (chunks - 1);
-        const double released = problem_.released;
+        const double released = problem_.released[stage];
         const double weight_cap = released < 1.0 ? (cap - released) / (1.0 - released) : kNever;
         weight_left_[slot(v, index)] =
             weight_seconds(v) + std::max(before(weight_left_, v, index),
@@ -369,11 +370,31 @@ int Bounds::messages_on(int link) const {
     return messages;
 }
 
+// A problem that every schedule of `problem` solves in no more time, without what the induction leaves out:
+// - Where a whole backward takes less than I and W, both take less: I' = min(I, B), I' + W' = min(I + W, B). Then W' is
+//   at most W, and a whole backward takes no less than I' and W' in one go.
+// - An input gradient that adds activations adds none. A schedule holds less then, so it keeps the caps that it kept.
+// - Over a rendezvous link a message also waits for its receive, and in a shared queue computation waits for others'
+//   messages: both only delay.
+Problem eased(Problem problem) {
+    for (std::size_t row = 0; problem.backward_differs && row < problem.backward.size(); ++row) {
+        double& input = problem.backward_input[row];
+        double& weight = problem.backward_weight[row];
+        const double whole = problem.backward[row];
+        if (whole >= input + weight) continue;
+        input = std::min(input, whole);
+        weight = whole - input;
+    }
+    for (double& released : problem.released) released = std::max(released, 0.0);
+    return problem;
+}
+
 }  // namespace
 
-Urgency remaining_time(const Problem& problem) { return Bounds(problem, true).remaining(); }
+Urgency remaining_time(const Problem& problem) { return Bounds(eased(problem), true).remaining(); }
 
-Bound lower_bound(const Problem& problem) {
+Bound lower_bound(const Problem& any_problem) {
+    const Problem problem = eased(any_problem);
     Bound bound = Bounds(problem, false).best();
     if (std::any_of(problem.cap.begin(), problem.cap.end(), [](double cap) { return cap < kNever; })) {
         const Bound with_caps = Bounds(problem, true).best();

@@ -15,34 +15,48 @@ int reference_index(const Problem& problem, int group, int chunk, int micro_batc
     return first * problem.chunks + chunk * size + (micro_batch - first);
 }
 
-int least_cap(const Problem& problem, int group) {
+double room_needed(const Problem& problem, int group, int stage, bool split) {
     // Backwards run in the same groups with the chunks reversed; the first of a group waits for the most forwards.
     int needed = 1;
     for (int first = 0; first < problem.micro_batches; first += group) {
         const int forward = reference_index(problem, group, problem.chunks - 1, first);
         needed = std::max(needed, forward + 1 - first * problem.chunks);
     }
-    return needed;
+    return needed + (split ? added_by_input(problem.released[stage]) : 0.0);
 }
 
-int largest_group(const Problem& problem) {
-    const double cap = *std::min_element(problem.cap.begin(), problem.cap.end());
-    for (int group = std::min(problem.stages, problem.micro_batches); group > 0; --group) {
-        if (least_cap(problem, group) <= cap + kCapTolerance) return group;
+int largest_group(const Problem& problem, const Split& split) {
+    int group = std::min(problem.stages, problem.micro_batches);
+    for (int stage = 0; stage < problem.stages; ++stage) {
+        while (group > 0 && room_needed(problem, group, stage, split[stage]) > problem.cap[stage] + kCapTolerance) --group;
     }
-    return 0;
+    return group;
+}
+
+Split most_split(const Problem& problem) {
+    Split split;
+    for (int stage = 0; stage < problem.stages; ++stage) {
+        split.push_back(room_needed(problem, 1, stage, true) <= problem.cap[stage] + kCapTolerance);
+    }
+    return split;
+}
+
+std::int64_t actions_of(const Problem& problem, const Split& split) {
+    std::int64_t actions = 0;
+    for (bool of_stage : split) actions += problem.chunks * problem.micro_batches * (of_stage ? 3 : 2);
+    return actions;
 }
 
 double Dispatcher::run(const Policy& policy) {
     policy_ = policy;
-    const int needed = least_cap(problem_, policy.group);
-    for (double cap : policy.cap) {
-        if (cap + kCapTolerance < needed) return kNever;
+    for (int stage = 0; stage < problem_.stages; ++stage) {
+        const double needed = room_needed(problem_, policy.group, stage, policy.split[stage]);
+        if (policy.cap[stage] + kCapTolerance < needed) return kNever;
     }
     reset();
-    const std::size_t actions = problem_.slots() * (policy.split ? 3 : 2);
+    const std::int64_t actions = actions_of(problem_, policy.split);
     double makespan = 0.0;
-    for (std::size_t done = 0; done < actions;) {
+    for (std::int64_t done = 0; done < actions;) {
         const int stage = winner_[1];
         if (choice_[stage].time == kNever) return kNever;
         done += choice_[stage].code != kIdle;
@@ -74,10 +88,10 @@ void Dispatcher::reset() {
         weight_queue_[stage].clear();
     }
     for (int v = 0; v < problem_.virtual_stages(); ++v) {
-        const int row = problem_.row(v);
-        state_[problem_.stage_of(v)].work +=
-            problem_.micro_batches *
-            (problem_.forward[row] + problem_.backward_input[row] + problem_.backward_weight[row]);
+        const int row = problem_.row(v), stage = problem_.stage_of(v);
+        const double backward = policy_.split[stage] ? problem_.backward_input[row] + problem_.backward_weight[row]
+                                                     : problem_.backward[row];
+        state_[stage].work += problem_.micro_batches * (problem_.forward[row] + backward);
     }
     leaves_ = 1;
     while (leaves_ < stages) leaves_ *= 2;
@@ -87,9 +101,27 @@ void Dispatcher::reset() {
     for (int stage = stages - 1; stage >= 0; --stage) update(stage);
 }
 
-bool Dispatcher::within_cap(const Stage& state, int stage, int index) const {
+bool Dispatcher::forward_fits(int stage, int index) const {
+    const Stage& state = state_[stage];
     const int charged = std::max(index, state.highest) + 1;
-    return held(charged, state.inputs, state.weights, policy_.released) <= policy_.cap[stage] + kCapTolerance;
+    const double cap = policy_.cap[stage] + kCapTolerance, released = policy_.released[stage];
+    if (held(charged, state.inputs, state.weights, released) > cap) return false;
+    return !policy_.split[stage] || charged - state.inputs + added_by_input(released) <= cap;
+}
+
+bool Dispatcher::input_fits(int stage) const {
+    const Stage& state = state_[stage];
+    const double released = policy_.released[stage];
+    return released >= 0.0 ||
+           held(state.forwards, state.inputs + 1, state.weights, released) <= policy_.cap[stage] + kCapTolerance;
+}
+
+// The earliest start of an action whose message may not wait for its link.
+double Dispatcher::link_ready(Kind kind, int virtual_stage) const {
+    if (!policy_.paced) return 0.0;
+    const int out = problem_.link_out(kind, virtual_stage);
+    if (out < 0 || !problem_.link(out).rendezvous) return 0.0;
+    return messages_.link_free[out] - problem_.seconds(kind, problem_.row(virtual_stage));
 }
 
 double Dispatcher::urgency(Kind kind, int slot) const {
@@ -99,7 +131,6 @@ double Dispatcher::urgency(Kind kind, int slot) const {
 }
 
 Dispatcher::Choice Dispatcher::next_backward(int stage) const {
-    const Kind kind = policy_.split ? kBackwardInput : kBackward;
     Choice best;
     int best_index = 0;
     for (int chunk = problem_.chunks - 1; chunk >= 0; --chunk) {
@@ -108,7 +139,10 @@ Dispatcher::Choice Dispatcher::next_backward(int stage) const {
         if (micro_batch == problem_.micro_batches) continue;
         const int slot = virtual_stage * problem_.micro_batches + micro_batch;
         if (messages_.gradient[slot] == kNever) continue;
-        const double time = std::max(state_[stage].free, messages_.gradient[slot]);
+        const Kind kind = backward_kind(stage);
+        if (kind == kBackwardInput && !input_fits(stage)) continue;
+        const double time =
+            std::max({state_[stage].free, messages_.gradient[slot], link_ready(kind, virtual_stage)});
         const int index = reference_index(problem_, policy_.group, problem_.chunks - 1 - chunk, micro_batch);
         if (time < best.time || (time == best.time && index < best_index)) {
             best = {time, problem_.code(kind, chunk, micro_batch), urgency(kind, slot)};
@@ -127,8 +161,9 @@ Dispatcher::Choice Dispatcher::next_forward(int stage) const {
         if (micro_batch == problem_.micro_batches) continue;
         const int slot = virtual_stage * problem_.micro_batches + micro_batch;
         const int index = reference_index(problem_, policy_.group, chunk, micro_batch);
-        if (messages_.activation[slot] == kNever || !within_cap(state_[stage], stage, index)) continue;
-        const double time = std::max(state_[stage].free, messages_.activation[slot]);
+        if (messages_.activation[slot] == kNever || !forward_fits(stage, index)) continue;
+        const double time =
+            std::max({state_[stage].free, messages_.activation[slot], link_ready(kForward, virtual_stage)});
         if (time < best.time || (time == best.time && index < best_index)) {
             best = {time, problem_.code(kForward, chunk, micro_batch), urgency(kForward, slot)};
             best_index = index;
@@ -139,7 +174,7 @@ Dispatcher::Choice Dispatcher::next_forward(int stage) const {
 
 Dispatcher::Choice Dispatcher::next_weight(int stage) const {
     const Stage& state = state_[stage];
-    if (state.weights == static_cast<int>(weight_queue_[stage].size())) return {};
+    if (!policy_.split[stage] || state.weights == static_cast<int>(weight_queue_[stage].size())) return {};
     const Code code = weight_queue_[stage][state.weights];
     const int virtual_stage = problem_.chunk_in(code) * problem_.stages + stage;
     const int slot = virtual_stage * problem_.micro_batches + problem_.micro_batch_in(code);
@@ -147,8 +182,7 @@ Dispatcher::Choice Dispatcher::next_weight(int stage) const {
 }
 
 Dispatcher::Choice Dispatcher::choose(int stage) const {
-    const Choice candidates[] = {next_backward(stage), next_forward(stage),
-                                 policy_.split ? next_weight(stage) : Choice{}};
+    const Choice candidates[] = {next_backward(stage), next_forward(stage), next_weight(stage)};
     const double soonest = std::min({candidates[0].time, candidates[1].time, candidates[2].time});
     if (soonest == kNever) return {};
     Choice chosen;
@@ -191,11 +225,10 @@ Dispatcher::Choice Dispatcher::expected_message(int stage, Kind kind) const {
         const int slot = virtual_stage * problem_.micro_batches + micro_batch;
         const int chunk = problem_.chunk_of(virtual_stage);
         if (known[slot] < kNever || expected[slot] >= best.time || expected[slot] <= state_[stage].free) continue;
-        if (forward && !within_cap(state_[stage], stage, reference_index(problem_, policy_.group, chunk, micro_batch))) {
-            continue;
-        }
-        const Kind whole = forward ? kForward : policy_.split ? kBackwardInput : kBackward;
-        best = {expected[slot], problem_.code(whole, chunk, micro_batch), urgency(kind, slot)};
+        const int index = reference_index(problem_, policy_.group, chunk, micro_batch);
+        const Kind awaited = forward ? kForward : backward_kind(stage);
+        if (forward ? !forward_fits(stage, index) : awaited == kBackwardInput && !input_fits(stage)) continue;
+        best = {expected[slot], problem_.code(awaited, chunk, micro_batch), urgency(kind, slot)};
     }
     return best;
 }

@@ -6,9 +6,12 @@
 
 namespace adaptra {
 
+// [stage]: whether backwards are split there, or I and W run in one go.
+using Split = std::vector<char>;
+
 // How a dispatcher decides. The default is what the executor does online: B > F > W, never idle by choice.
 struct Policy {
-    bool split = true;
+    Split split;
     const Urgency* urgency = nullptr;
     // Makespan to reach: with urgencies that are remaining times, what is more urgent is waited for if it would be late
     // otherwise, and by more than what waiting delays.
@@ -16,7 +19,8 @@ struct Policy {
     // Waits also for messages that are this many actions from being sent, expected as if each ran at once.
     int horizon = 0;
     std::vector<double> cap;        // per stage, never above the problem's
-    double released = 0.0;          // at most the problem's: less keeps room by running W earlier
+    std::vector<double> released;   // per stage, at most the problem's: less keeps room by running W earlier
+    bool paced = false;             // actions wait until the rendezvous link that their message takes will be free
     int group = 1;                  // micro-batches per chunk in the reference order of interleaved schedules
 };
 
@@ -28,13 +32,16 @@ struct Policy {
 // skipped always keep their room, and F_k starts only within it. Let B_j be the first backward in the reference
 // order that never runs. Each forward it depends on has an index <= D(j), the index of its own micro-batch in the
 // last chunk; the j backwards before it ran everywhere, and their weight gradients, which wait for nobody, run when
-// the cap blocks. A stage thus needs room for D(j) + 1 - j activations at most: with that much (`least_cap`), every
+// the cap blocks. A stage thus needs room for D(j) + 1 - j activations at most: with that much (`room_needed`), every
 // one of these forwards can start, by induction over index and virtual stage, and so can B_j.
+// Where an input gradient adds activations, B_j needs room for what it adds (`room_needed`). F_k leaves it: with all
+// weight gradients over, the next I would keep the cap. That costs nothing, for no schedule can do without it: an I has
+// to follow F_k, and what runs between them makes no more room than those weight gradients.
 class Dispatcher {
 public:
     explicit Dispatcher(const Problem& problem) : problem_(problem) {}
 
-    // Returns the makespan, or kNever if some stage's cap is below `least_cap(group)`.
+    // Returns the makespan, or kNever if some stage's cap is below `room_needed`.
     double run(const Policy& policy);
 
     const Orders& orders() const { return orders_; }
@@ -66,7 +73,10 @@ private:
     void expect(Kind kind, int virtual_stage, int micro_batch);
     double urgency(Kind kind, int slot) const;
     double seconds(Code code, int stage) const;
-    bool within_cap(const Stage& state, int stage, int index) const;
+    bool forward_fits(int stage, int index) const;
+    bool input_fits(int stage) const;
+    double link_ready(Kind kind, int virtual_stage) const;
+    Kind backward_kind(int stage) const { return policy_.split[stage] ? kBackwardInput : kBackward; }
     void start_action(int stage, const Choice& choice);
     void update(int stage);
 
@@ -89,10 +99,16 @@ private:
 // Index of the forward of (chunk, micro-batch) in Megatron's interleaved order with groups of `group`.
 int reference_index(const Problem& problem, int group, int chunk, int micro_batch);
 
-// Activations that every stage must be able to hold so that groups of `group` cannot deadlock.
-int least_cap(const Problem& problem, int group);
+// Activations that `stage` must be able to hold so that groups of `group` cannot deadlock.
+double room_needed(const Problem& problem, int group, int stage, bool split);
 
-// The largest group, up to one per stage, that the smallest cap has room for; 0 if not even 1 fits.
-int largest_group(const Problem& problem);
+// The largest group, up to one per stage, that the caps have room for; 0 if not even 1 fits.
+int largest_group(const Problem& problem, const Split& split);
+
+// How many a schedule has.
+std::int64_t actions_of(const Problem& problem, const Split& split);
+
+// Where backwards can be split: wherever the cap has room for what an input gradient adds.
+Split most_split(const Problem& problem);
 
 }  // namespace adaptra

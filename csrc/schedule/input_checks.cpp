@@ -44,18 +44,23 @@ void check_problem(const Problem& problem) {
     require_size(problem.forward.size(), stages * chunks, "forward_s");
     require_size(problem.backward_input.size(), stages * chunks, "backward_input_s");
     require_size(problem.backward_weight.size(), stages * chunks, "backward_weight_s");
+    require_size(problem.backward.size(), stages * chunks, "backward_s");
     require_size(problem.to_next.size(), stages, "to_next");
     require_size(problem.to_previous.size(), stages, "to_previous");
     require_size(problem.cap.size(), stages, "cap");
+    require_size(problem.released.size(), stages, "released");
     for (const double cap : problem.cap) require(cap >= 1.0, "cap has an entry that is not 1 or more");
     const double seconds = total_of(problem.forward, "forward_s") +
                            total_of(problem.backward_input, "backward_input_s") +
                            total_of(problem.backward_weight, "backward_weight_s") +
+                           total_of(problem.backward, "backward_s") +
                            static_cast<double>(chunks) * (total_of(problem.to_next, "to_next") +
                                                           total_of(problem.to_previous, "to_previous"));
     // Twice: a lower bound adds what is before an action to what is after it.
     require(std::isfinite(2.0 * static_cast<double>(micro_batches) * seconds), "the seconds are no finite number");
-    require(problem.released >= 0.0 && problem.released <= 1.0, "released must be between 0 and 1");
+    for (const double released : problem.released) {
+        require(std::isfinite(released) && released <= 1.0, "released has an entry that is not finite and at most 1");
+    }
 }
 
 CodeRange range_of(const Orders& orders) {

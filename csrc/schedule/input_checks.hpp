@@ -7,7 +7,7 @@
 namespace adaptra {
 
 // Throws std::invalid_argument unless all tables have the sizes that the counts say, every action has a code, and the
-// seconds of all actions and messages together are a finite number. `backward` is not looked at.
+// seconds of all actions and messages together are a finite number.
 void check_problem(const Problem& problem);
 
 // The smallest and the largest code, 0 where there is none.

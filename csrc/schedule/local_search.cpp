@@ -96,7 +96,7 @@ LocalSearch::Move LocalSearch::best_move(bool shaking) {
             }
             if (is_critical && first < 0) first = position;
             level_.push_back(level);
-            if (position < length) level += kind_of(order[position]) == kForward ? 1.0 : -released_by(order[position]);
+            if (position < length) level += taken_by(order[position], stage);
         }
     }
     return best;
@@ -129,7 +129,8 @@ bool LocalSearch::may_move(const Move& move) const {
     for (int position = move.from; position != move.to;) {
         position += move.from < move.to ? 1 : -1;
         const bool later = move.from < move.to;
-        if (!may_swap(later ? moved : order[position], later ? order[position] : moved, move.stage)) return false;
+        const Code first = later ? moved : order[position], second = later ? order[position] : moved;
+        if (!may_swap(first, second, move.stage)) return false;
     }
     return true;
 }
@@ -137,24 +138,25 @@ bool LocalSearch::may_move(const Move& move) const {
 bool LocalSearch::may_swap(Code first, Code second, int stage) const {
     const Kind kind = kind_of(first), other = kind_of(second);
     const bool same_chunk = problem_->chunk_in(first) == problem_->chunk_in(second);
-    if (kind == other && same_chunk) return false;
+    if (same_chunk && (kind == other || (sends_gradient(kind) && sends_gradient(other)))) return false;
     if (!same_chunk || problem_->micro_batch_in(first) != problem_->micro_batch_in(second)) return true;
     const bool last = problem_->chunk_in(first) * problem_->stages + stage + 1 == problem_->virtual_stages();
     return !(kind == kBackwardInput && other == kBackwardWeight) && !(kind == kForward && last);
 }
 
+
 bool LocalSearch::keeps_cap(const Move& move) const {
     const double cap = problem_->cap[move.stage] + kCapTolerance;
     if (cap == kNever) return true;
     const Order& order = current_[move.stage];
-    const Kind kind = kind_of(order[move.from]);
     const bool later = move.from < move.to;
-    if ((kind == kForward) == later) return true;  // others hold less meanwhile
-    const double more = kind == kForward ? 1.0 : released_by(order[move.from]);
-    if (kind == kForward && level_[move.to] + 1.0 > cap) return false;
+    const double taken = taken_by(order[move.from], move.stage), more = later ? -taken : taken;
+    if (more <= 0.0) return true;  // others hold less meanwhile
+    if (taken > 0.0 && level_[move.to] + taken > cap) return false;
     const int low = std::min(move.from + 1, move.to), high = std::max(move.from - 1, move.to);
     for (int position = low; position <= high; ++position) {
-        if (kind_of(order[position]) == kForward && level_[position] + more + 1.0 > cap) return false;
+        const double others = taken_by(order[position], move.stage);
+        if (others > 0.0 && level_[position] + more + others > cap) return false;
     }
     return true;
 }
@@ -200,12 +202,12 @@ double LocalSearch::seconds(Code code, int stage) const {
     return problem_->seconds(kind_of(code), stage * problem_->chunks + problem_->chunk_in(code));
 }
 
-double LocalSearch::released_by(Code code) const {
+double LocalSearch::taken_by(Code code, int stage) const {
     switch (kind_of(code)) {
-        case kForward: return 0.0;
-        case kBackward: return 1.0;
-        case kBackwardInput: return problem_->released;
-        default: return 1.0 - problem_->released;
+        case kForward: return 1.0;
+        case kBackward: return -1.0;
+        case kBackwardInput: return -problem_->released[stage];
+        default: return problem_->released[stage] - 1.0;
     }
 }
 

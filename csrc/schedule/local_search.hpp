@@ -51,7 +51,7 @@ private:
     double left(Code code, int stage) const;
     double left_after(Code code, int stage) const;
     double seconds(Code code, int stage) const;
-    double released_by(Code code) const;
+    double taken_by(Code code, int stage) const;  // activations; below 0: given back
     double random();
 
     const Problem* problem_;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <limits>
 #include <vector>
@@ -19,13 +20,15 @@ enum Kind : int { kForward = 0, kBackward = 1, kBackwardInput = 2, kBackwardWeig
 using Code = std::int32_t;
 
 inline Kind kind_of(Code code) { return static_cast<Kind>(code & 3); }
+inline bool sends_gradient(Kind kind) { return kind == kBackward || kind == kBackwardInput; }
 
 using Order = std::vector<Code>;
 using Orders = std::vector<Order>;
 
 struct Link {
-    double latency = 0.0;
+    double latency = 0.0;  // 0 for rendezvous links, which carry one message at a time: it is part of the occupancy
     double occupancy = 0.0;
+    bool rendezvous = false;
 };
 
 // The fields mirror adaptra_megatron.schedule.costs.Costs; tables are indexed [stage * chunks + chunk].
@@ -36,11 +39,22 @@ struct Problem {
     std::vector<double> forward;
     std::vector<double> backward_input;
     std::vector<double> backward_weight;
-    std::vector<double> backward;  // input and weight gradient in one go
+    std::vector<double> backward;   // input and weight gradient in one go
+    bool backward_differs = false;  // whether that is anywhere not their sum
     std::vector<Link> to_next;      // [stage]: the directed link to the next rank (from the last one to 0)
     std::vector<Link> to_previous;  // [stage]: the directed link to the previous rank (from 0 to the last one)
-    std::vector<double> cap;        // kNever: no cap
-    double released = 0.0;          // fraction of an activation that the input gradient gives back
+    std::vector<double> cap;        // [stage]; kNever: no cap
+    std::vector<double> released;   // [stage]: fraction of an activation that the input gradient gives back; below 0: adds
+    bool shared_queue = false;      // whether a stage's computation and rendezvous transfers start in the order of issue
+
+    bool has_rendezvous() const {
+        const auto is_one = [](const Link& link) { return link.rendezvous; };
+        return std::any_of(to_next.begin(), to_next.end(), is_one) ||
+               std::any_of(to_previous.begin(), to_previous.end(), is_one);
+    }
+
+    // Whether anything can stand in front of computation.
+    bool queue_matters() const { return shared_queue && has_rendezvous(); }
 
     int virtual_stages() const { return stages * chunks; }
     int stage_of(int virtual_stage) const { return virtual_stage % stages; }
@@ -66,6 +80,18 @@ struct Problem {
     int link_to_next(int stage) const { return 2 * stage; }
     int link_to_previous(int stage) const { return stages == 2 ? 2 * stage : 2 * stage + 1; }
     int links() const { return 2 * stages; }
+    int target_of(int link) const { return (link / 2 + (link % 2 ? stages - 1 : 1)) % stages; }
+    // From the previous and from the next stage.
+    std::array<int, 2> links_into(int stage) const {
+        return {link_to_next((stage + stages - 1) % stages), link_to_previous((stage + 1) % stages)};
+    }
+    // The link that the message of an action takes; -1: what it makes stays on its stage.
+    int link_out(Kind kind, int virtual_stage) const {
+        const int stage = stage_of(virtual_stage);
+        if (stages == 1 || kind == kBackwardWeight) return -1;
+        if (kind == kForward) return virtual_stage + 1 < virtual_stages() ? link_to_next(stage) : -1;
+        return virtual_stage > 0 ? link_to_previous(stage) : -1;
+    }
     const Link& link(int index) const { return index % 2 ? to_previous[index / 2] : to_next[index / 2]; }
 };
 
@@ -74,21 +100,26 @@ inline double held(int forwards, int inputs, int weights, double released) {
     return forwards - (released * inputs + (1.0 - released) * weights);
 }
 
-// Most activations that each stage holds at once: a static function of its order.
-inline std::vector<double> peaks_of(const Orders& orders, double released) {
-    std::vector<double> peaks;
-    for (const Order& order : orders) {
-        int forwards = 0, inputs = 0, weights = 0;
-        double peak = 0.0;
-        for (const Code code : order) {
-            const Kind kind = kind_of(code);
-            forwards += kind == kForward;
-            inputs += kind == kBackward || kind == kBackwardInput;
-            weights += kind == kBackward || kind == kBackwardWeight;
-            if (kind == kForward) peak = std::max(peak, held(forwards, inputs, weights, released));
-        }
-        peaks.push_back(peak);
+// What an input gradient adds to the activations held, where it releases less than nothing.
+inline double added_by_input(double released) { return std::max(0.0, -released); }
+
+// Most activations that a stage holds at once: a static function of its order.
+inline double peak_of(const Order& order, double released) {
+    int forwards = 0, inputs = 0, weights = 0;
+    double peak = 0.0;
+    for (const Code code : order) {
+        const Kind kind = kind_of(code);
+        forwards += kind == kForward;
+        inputs += sends_gradient(kind);
+        weights += kind == kBackward || kind == kBackwardWeight;
+        peak = std::max(peak, held(forwards, inputs, weights, released));
     }
+    return peak;
+}
+
+inline std::vector<double> peaks_of(const Orders& orders, const std::vector<double>& released) {
+    std::vector<double> peaks;
+    for (std::size_t stage = 0; stage < orders.size(); ++stage) peaks.push_back(peak_of(orders[stage], released[stage]));
     return peaks;
 }
 
@@ -100,6 +131,15 @@ struct Messages {
     std::vector<double> link_free;   // by link index: the moment from which the link can take the next message
 
     void reset(const Problem& problem);
+    // When what an action of `kind` waits for is there.
+    double ready(const Problem& problem, Kind kind, int virtual_stage, int micro_batch) const {
+        const int slot = virtual_stage * problem.micro_batches + micro_batch;
+        switch (kind) {
+            case kForward: return activation[slot];
+            case kBackwardWeight: return input_end[slot];
+            default: return gradient[slot];
+        }
+    }
     // Books what the action that ends at `end` produces. Returns the stage that now can know more, or -1.
     int deliver(const Problem& problem, Kind kind, int virtual_stage, int micro_batch, double end);
 

@@ -43,7 +43,7 @@ void Replay::advance(const Order& order, int stage) {
         const int chunk = problem_->chunk_in(code);
         const int virtual_stage = chunk * problem_->stages + stage;
         const int micro_batch = problem_->micro_batch_in(code);
-        const double ready_at = ready(kind, virtual_stage, micro_batch);
+        const double ready_at = messages_.ready(*problem_, kind, virtual_stage, micro_batch);
         if (ready_at == kNever) break;
         const double begin = std::max(now, ready_at);
         now = begin + problem_->seconds(kind, stage * problem_->chunks + chunk);
@@ -115,15 +115,6 @@ void Replay::advance_backwards(const Order& order, int stage, Urgency& left) {
                 pending_.push_back(neighbour);
             }
         }
-    }
-}
-
-double Replay::ready(Kind kind, int virtual_stage, int micro_batch) const {
-    const int slot = virtual_stage * problem_->micro_batches + micro_batch;
-    switch (kind) {
-        case kForward: return messages_.activation[slot];
-        case kBackwardWeight: return messages_.input_end[slot];
-        default: return messages_.gradient[slot];
     }
 }
 

@@ -13,6 +13,8 @@ struct Urgency {
 // Replays fixed orders with sends that never block. One object keeps its memory from run to run.
 class Replay {
 public:
+    using Times = std::vector<std::vector<double>>;  // [stage][position]
+
     explicit Replay(const Problem& problem) : problem_(&problem) {}
 
     // Returns the makespan, or kNever when the orders deadlock: then `position(stage)` is the action that waits.
@@ -25,25 +27,23 @@ public:
     // When the last run had what the action of `stage` waits for.
     double arrival(Code code, int stage) const {
         const int virtual_stage = problem_->chunk_in(code) * problem_->stages + stage;
-        return ready(kind_of(code), virtual_stage, problem_->micro_batch_in(code));
+        return messages_.ready(*problem_, kind_of(code), virtual_stage, problem_->micro_batch_in(code));
     }
 
     int position(int stage) const { return position_[stage]; }
-    const std::vector<std::vector<double>>& start() const { return start_; }
-    const std::vector<std::vector<double>>& end() const { return end_; }
+    const Times& start() const { return start_; }
+    const Times& end() const { return end_; }
 
 private:
     // Runs `stage` until it must wait.
     void advance(const Order& order, int stage);
     void advance_backwards(const Order& order, int stage, Urgency& left);
-    double ready(Kind kind, int virtual_stage, int micro_batch) const;
 
     const Problem* problem_;
     Messages messages_;
     std::vector<int> position_;
     std::vector<double> free_;
-    std::vector<std::vector<double>> start_;
-    std::vector<std::vector<double>> end_;
+    Times start_, end_;
     std::vector<int> pending_;
     std::vector<char> is_pending_;
 };

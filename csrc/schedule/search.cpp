@@ -2,10 +2,12 @@
 #include "search.hpp"
 
 #include <cmath>
+#include <optional>
 #include <numeric>
 
 #include "bounds.hpp"
 #include "dispatch.hpp"
+#include "launch.hpp"
 #include "local_search.hpp"
 
 namespace adaptra {
@@ -18,6 +20,7 @@ constexpr std::size_t kStarts = 3;       // different schedules that local searc
 constexpr int kMemorySteps = 4;          // of bisection, for as fast a schedule that holds less
 // What other work takes, in replays of the whole schedule.
 constexpr std::int64_t kDispatchWeight = 8;
+constexpr std::int64_t kLaunchWeight = 24;
 constexpr std::int64_t kHeadsAndTailsWeight = 8;
 constexpr std::int64_t kBoundWeight = 2 * kHeadsAndTailsWeight;  // with and without caps
 constexpr double kMemoryShare = 0.2;  // of the budget, at most, for holding less
@@ -30,14 +33,15 @@ struct Taper {
 
 // 1F1B, or Megatron's interleaved 1F1B with groups of one micro-batch per stage, so that a plan is never worse than
 // stock. With `delay_weights`, stage s runs W s backwards later: ZB-H1, which holds no more than stock's first stage.
-Orders stock_orders(const Problem& problem, bool split, bool delay_weights) {
+Orders stock_orders(const Problem& problem, const Split& split, bool delay_weights) {
     const int total = problem.chunks * problem.micro_batches, group = problem.stages;
-    std::vector<Code> forwards(total), backwards(total), weights(total);
+    std::vector<Code> forwards(total), backwards(total), inputs(total), weights(total);
     for (int micro_batch = 0; micro_batch < problem.micro_batches; ++micro_batch) {
         for (int chunk = 0; chunk < problem.chunks; ++chunk) {
             const int backward = reference_index(problem, group, problem.chunks - 1 - chunk, micro_batch);
             forwards[reference_index(problem, group, chunk, micro_batch)] = problem.code(kForward, chunk, micro_batch);
-            backwards[backward] = problem.code(split ? kBackwardInput : kBackward, chunk, micro_batch);
+            backwards[backward] = problem.code(kBackward, chunk, micro_batch);
+            inputs[backward] = problem.code(kBackwardInput, chunk, micro_batch);
             weights[backward] = problem.code(kBackwardWeight, chunk, micro_batch);
         }
     }
@@ -50,10 +54,10 @@ Orders stock_orders(const Problem& problem, bool split, bool delay_weights) {
         order.assign(forwards.begin(), forwards.begin() + std::min(warm_up, total));
         for (int index = 0; index < total; ++index) {
             if (warm_up + index < total) order.push_back(forwards[warm_up + index]);
-            order.push_back(backwards[index]);
-            if (split && index >= delay) order.push_back(weights[index - delay]);
+            order.push_back((split[stage] ? inputs : backwards)[index]);
+            if (split[stage] && index >= delay) order.push_back(weights[index - delay]);
         }
-        if (split) order.insert(order.end(), weights.end() - delay, weights.end());
+        if (split[stage]) order.insert(order.end(), weights.end() - delay, weights.end());
     }
     return orders;
 }
@@ -65,18 +69,21 @@ struct Seed {
 
 class Search {
 public:
-    Search(const Problem& problem, bool split, double bound, std::int64_t budget)
-        : problem_(problem), split_(split), bound_(bound), budget_(budget), dispatcher_(problem), replay_(problem),
-          group_(largest_group(problem)),
-          actions_(static_cast<std::int64_t>(problem.slots()) * (split ? 3 : 2)),
+    Search(const Problem& problem, const Split& split, double bound, std::int64_t budget)
+        : problem_(problem), split_(split), bound_(bound), budget_(budget), shares_queue_(problem.queue_matters()),
+          dispatcher_(problem), replay_(problem), group_(largest_group(problem, split)),
+          actions_(actions_of(problem, split)),
           memory_steps_(static_cast<int>(
-              std::min<std::int64_t>(kMemorySteps, kMemoryShare * budget / (kDispatchWeight * actions_)))) {}
+              std::min<std::int64_t>(kMemorySteps, kMemoryShare * budget / (kDispatchWeight * actions_)))) {
+        if (shares_queue_) launch_.emplace(problem);
+    }
 
     SearchResult run();
 
 private:
     void seed();
-    void seed_as_if_released(double released);
+    void seed_as_if_released(double share);
+    double makespan_of(const Orders& orders);
     void improve();
     bool local_round(LocalSearch& local);
     void redispatch();
@@ -87,17 +94,20 @@ private:
     bool within_caps(const Orders& orders) const;
     bool spent() const { return best_.simulated_actions >= budget_ - memory_steps_ * dispatch_actions(); }
     std::int64_t dispatch_actions() const { return kDispatchWeight * actions_; }
+    double least_cap(int stage) const { return room_needed(problem_, group_, stage, split_[stage]); }
     bool optimal() const { return best_.makespan <= bound_ * (1.0 + kSame); }
     std::vector<double> tapered(const Taper& taper) const;
     Policy policy_with(const std::vector<double>& cap) const;
     Policy urgent_policy_with(const std::vector<double>& cap, double target, int horizon) const;
 
     const Problem& problem_;
-    const bool split_;
+    const Split split_;
     const double bound_;
     const std::int64_t budget_;
+    const bool shares_queue_;
     Dispatcher dispatcher_;
     Replay replay_;
+    std::optional<Launch> launch_;  // where there is a shared queue
     const int group_;
     const std::int64_t actions_;
     const int memory_steps_;  // what is kept of the budget for them
@@ -127,6 +137,7 @@ Policy Search::policy_with(const std::vector<double>& cap) const {
     policy.cap = cap;
     policy.group = group_;
     policy.released = problem_.released;
+    policy.paced = shares_queue_;
     return policy;
 }
 
@@ -144,7 +155,7 @@ void Search::seed() {
     const std::vector<double> tight = tapered({1.0, 1.0}), loose = tapered({1.5, 1.0});
     for (bool delay_weights : {false, true}) {
         const Orders stock = stock_orders(problem_, split_, delay_weights);
-        if (within_caps(stock)) consider(stock, replay_.run(stock));
+        if (within_caps(stock)) consider(stock, makespan_of(stock));
     }
     attempt(policy_with(full));
     attempt(urgent_policy_with(full, 0.0, 0));
@@ -155,16 +166,19 @@ void Search::seed() {
     attempt(urgent_policy_with(tight, bound_, kHorizon));
     attempt(urgent_policy_with(loose, 0.0, 0));
     attempt(urgent_policy_with(full, 1.01 * bound_, kHorizon));
+    if (shares_queue_) attempt(urgent_policy_with(tapered({0.6, 1.0}), 0.0, kHorizon));
     const bool capped = std::any_of(full.begin(), full.end(), [](double cap) { return cap < kNever; });
-    if (!capped || !split_ || problem_.released == 0.0) return;
+    const auto releases = [](double released) { return released > 0.0; };
+    const bool any_split = *std::max_element(split_.begin(), split_.end());
+    if (!capped || !any_split || std::none_of(problem_.released.begin(), problem_.released.end(), releases)) return;
     // As if input gradients released less: W then runs early enough that F rarely waits for one.
-    for (double share : {0.0, 0.5}) seed_as_if_released(share * problem_.released);
+    for (double share : {0.0, 0.5}) seed_as_if_released(share);
 }
 
-void Search::seed_as_if_released(double released) {
+void Search::seed_as_if_released(double share) {
     if (optimal() || spent()) return;
     Problem strict = problem_;
-    strict.released = released;
+    for (double& released : strict.released) released = std::min(released, share * released);
     const Urgency remaining = remaining_time(strict);
     const double bound = lower_bound(strict).seconds;
     best_.simulated_actions += (kHeadsAndTailsWeight + kBoundWeight) * actions_;
@@ -172,7 +186,7 @@ void Search::seed_as_if_released(double released) {
         for (int horizon : {0, kHorizon}) {
             Policy policy = urgent_policy_with(problem_.cap, target, horizon);
             policy.urgency = &remaining;
-            policy.released = released;
+            policy.released = strict.released;
             attempt(policy);
         }
     }
@@ -182,7 +196,7 @@ void Search::attempt(const Policy& policy) {
     if (!seeds_.empty() && (optimal() || spent())) return;
     if (dispatcher_.run(policy) == kNever) return;
     // Replayed, the same orders may take less: the dispatcher idles when it waits for something more urgent.
-    const double makespan = replay_.run(dispatcher_.orders());
+    const double makespan = makespan_of(dispatcher_.orders());
     best_.simulated_actions += dispatch_actions();
     if (makespan <= best_.makespan * (1.0 + kSame)) best_policy_ = policy;
     remember(dispatcher_.orders(), makespan);
@@ -208,8 +222,15 @@ void Search::consider(const Orders& orders, double makespan) {
     best_.orders = orders;
 }
 
+double Search::makespan_of(const Orders& orders) {
+    if (!shares_queue_) return replay_.run(orders);
+    best_.simulated_actions += kLaunchWeight * actions_;
+    return launch_->run(orders);
+}
+
 // A round from each of the best seeds, then more rounds from the best schedule.
 void Search::improve() {
+    if (shares_queue_) return;  // which moves help there is not told by critical paths
     std::vector<LocalSearch> searches;
     for (const Seed& seed : seeds_) {
         if (optimal() || spent()) return;
@@ -254,18 +275,17 @@ void Search::redispatch() {
 // Bisects for the least share of the activations now held with which the best policy is still as fast.
 void Search::save_memory() {
     const std::vector<double> peaks = peaks_of(best_.orders, problem_.released);
-    const double least = least_cap(problem_, group_);
     if (best_policy_.urgency != nullptr) best_policy_.urgency = &remaining_;
     double enough = 1.0, too_little = 0.0;
     for (int step = 0; step < kMemorySteps && best_.simulated_actions + dispatch_actions() <= budget_; ++step) {
         const double share = 0.5 * (enough + too_little);
         for (int stage = 0; stage < problem_.stages; ++stage) {
-            const double wanted = std::max(least, std::ceil(share * peaks[stage]));
+            const double wanted = std::max(least_cap(stage), std::ceil(share * peaks[stage]));
             best_policy_.cap[stage] = std::min(problem_.cap[stage], wanted);
         }
         dispatcher_.run(best_policy_);
         best_.simulated_actions += dispatch_actions();
-        const double makespan = replay_.run(dispatcher_.orders());
+        const double makespan = makespan_of(dispatcher_.orders());
         consider(dispatcher_.orders(), makespan);
         (makespan <= best_.makespan * (1.0 + kSame) ? enough : too_little) = share;
     }
@@ -281,7 +301,6 @@ std::vector<double> Search::tapered(const Taper& taper) const {
         period = std::max(period, work);
     }
     std::vector<double> cap = problem_.cap;
-    const double least = least_cap(problem_, group_);
     double round_trip = 0.0;
     std::vector<double> wanted(problem_.stages, taper.extra);
     for (int v = problem_.virtual_stages() - 1; v >= 0; --v) {
@@ -295,7 +314,7 @@ std::vector<double> Search::tapered(const Taper& taper) const {
         wanted[stage] += period > 0.0 ? taper.scale * round_trip / period : 0.0;
     }
     for (int stage = 0; stage < problem_.stages; ++stage) {
-        cap[stage] = std::min(cap[stage], std::max(least, std::ceil(wanted[stage])));
+        cap[stage] = std::min(cap[stage], std::max(least_cap(stage), std::ceil(wanted[stage])));
     }
     return cap;
 }
@@ -308,7 +327,7 @@ bool Search::within_caps(const Orders& orders) const {
 
 }  // namespace
 
-SearchResult search(const Problem& problem, bool split, double bound, std::int64_t budget) {
+SearchResult search(const Problem& problem, const Split& split, double bound, std::int64_t budget) {
     return Search(problem, split, bound, budget).run();
 }
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "pipeline.hpp"
+#include "dispatch.hpp"
 
 namespace adaptra {
 
@@ -15,6 +15,6 @@ struct SearchResult {
 
 // Looks for the orders of least makespan within the caps, among equals those of least memory. Stops when `budget`
 // actions have been simulated or `bound` is reached; the same problem and budget always give the same orders.
-SearchResult search(const Problem& problem, bool split, double bound, std::int64_t budget);
+SearchResult search(const Problem& problem, const Split& split, double bound, std::int64_t budget);
 
 }  // namespace adaptra

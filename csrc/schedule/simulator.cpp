@@ -8,8 +8,9 @@
 #include "bounds.hpp"
 #include "dispatch.hpp"
 #include "input_checks.hpp"
+#include "launch.hpp"
 #include "replay.hpp"
-#include "search.hpp"
+#include "split_choice.hpp"
 
 namespace py = pybind11;
 
@@ -17,17 +18,19 @@ namespace adaptra {
 namespace {
 
 using Table = std::vector<double>;
-using LinkTable = std::vector<std::pair<double, double>>;
+using LinkTable = std::vector<std::tuple<double, double, bool>>;
 
 std::vector<Link> links_from(const LinkTable& table) {
     std::vector<Link> links;
-    for (const auto& [latency, occupancy] : table) links.push_back({latency, occupancy});
+    for (const auto& [latency, occupancy, rendezvous] : table) {
+        links.push_back(rendezvous ? Link{0.0, occupancy + latency, true} : Link{latency, occupancy, false});
+    }
     return links;
 }
 
 Problem make_problem(int stages, int chunks, int micro_batches, Table forward, Table backward_input,
-                     Table backward_weight, const LinkTable& to_next, const LinkTable& to_previous, Table cap,
-                     double released) {
+                     Table backward_weight, Table backward, const LinkTable& to_next, const LinkTable& to_previous,
+                     Table cap, Table released, bool shared_queue) {
     Problem problem;
     problem.stages = stages;
     problem.chunks = chunks;
@@ -35,13 +38,15 @@ Problem make_problem(int stages, int chunks, int micro_batches, Table forward, T
     problem.forward = std::move(forward);
     problem.backward_input = std::move(backward_input);
     problem.backward_weight = std::move(backward_weight);
+    problem.backward = std::move(backward);
     problem.to_next = links_from(to_next);
     problem.to_previous = links_from(to_previous);
     problem.cap = std::move(cap);
-    problem.released = released;
+    problem.released = std::move(released);
+    problem.shared_queue = shared_queue;
     check_problem(problem);
     for (std::size_t row = 0; row < problem.forward.size(); ++row) {
-        problem.backward.push_back(problem.backward_input[row] + problem.backward_weight[row]);
+        problem.backward_differs |= problem.backward[row] != problem.backward_input[row] + problem.backward_weight[row];
     }
     return problem;
 }
@@ -66,9 +71,8 @@ std::vector<double> finish_of(double makespan, const std::vector<std::vector<dou
 std::vector<double> replay_finish(const Problem& problem, const EncodedOrders& encoded) {
     check_orders(problem, encoded.orders, encoded.range);
     py::gil_scoped_release release;
-    Replay run(problem);
-    const double makespan = run.run(encoded.orders);
-    return finish_of(makespan, run.end());
+    const auto finish = [&](auto run) { return finish_of(run.run(encoded.orders), run.end()); };
+    return problem.queue_matters() ? finish(Launch(problem)) : finish(Replay(problem));
 }
 
 std::vector<double> blocking_finish(const Problem& problem, const EncodedOrders& programs) {
@@ -94,9 +98,8 @@ py::dict replay_blocking(const Problem& problem, const EncodedOrders& programs) 
     return result;
 }
 
-py::dict replay(const Problem& problem, const Orders& orders) {
-    check_orders(problem, orders, range_of(orders));
-    Replay run(problem);
+template <typename Run>
+py::dict replay_with(Run run, const Problem& problem, const Orders& orders) {
     double makespan = 0.0;
     {
         py::gil_scoped_release release;
@@ -112,11 +115,26 @@ py::dict replay(const Problem& problem, const Orders& orders) {
     return result;
 }
 
+py::dict replay(const Problem& problem, const Orders& orders) {
+    check_orders(problem, orders, range_of(orders));
+    if (problem.queue_matters()) return replay_with(Launch(problem), problem, orders);
+    return replay_with(Replay(problem), problem, orders);
+}
+
+Ranks launch_ranks(const Problem& problem, const Orders& orders) {
+    check_orders(problem, orders, range_of(orders));
+    py::gil_scoped_release release;
+    Launch launch(problem);
+    if (launch.run(orders) == kNever) throw std::invalid_argument("the orders wait on each other for ever");
+    return launch.ranks();
+}
+
 double run_online(const Problem& problem, Dispatcher& dispatcher) {
     Policy policy;
+    policy.split = most_split(problem);
     policy.cap = problem.cap;
     policy.released = problem.released;
-    policy.group = largest_group(problem);
+    policy.group = largest_group(problem, policy.split);
     return policy.group > 0 ? dispatcher.run(policy) : kNever;
 }
 
@@ -154,7 +172,7 @@ py::dict plan(const Problem& problem, bool split, std::int64_t budget) {
     {
         py::gil_scoped_release release;
         bound = lower_bound(problem);
-        found = search(problem, split, bound.seconds, budget);
+        found = search_any_split(problem, split, bound.seconds, budget);
     }
     py::dict result;
     result["makespan_s"] = found.makespan;
@@ -173,6 +191,11 @@ py::tuple bound(const Problem& problem) {
         found = lower_bound(problem);
     }
     return py::make_tuple(found.seconds, found.kind, found.place);
+}
+
+std::vector<double> peak_in_flight(const Orders& orders, const Table& released) {
+    if (orders.size() != released.size()) throw std::invalid_argument("released must have one entry per order");
+    return peaks_of(orders, released);
 }
 
 // The order of one stage as a tuple of Actions. Made here because a large plan has hundreds of thousands of them:
@@ -206,18 +229,20 @@ PYBIND11_MODULE(_native, module) {
     module.doc() = "Native core of adaptra_megatron.schedule: simulator, lower bounds and planner.";
     py::class_<Problem>(module, "Problem")
         .def(py::init(&make_problem), py::kw_only(), py::arg("stages"), py::arg("chunks"), py::arg("micro_batches"),
-             py::arg("forward_s"), py::arg("backward_input_s"), py::arg("backward_weight_s"), py::arg("to_next"),
-             py::arg("to_previous"), py::arg("cap"), py::arg("released"));
+             py::arg("forward_s"), py::arg("backward_input_s"), py::arg("backward_weight_s"), py::arg("backward_s"),
+             py::arg("to_next"), py::arg("to_previous"), py::arg("cap"), py::arg("released"),
+             py::arg("shared_queue"));
     py::class_<EncodedOrders>(module, "EncodedOrders")
         .def(py::init([](Orders orders) { return EncodedOrders{std::move(orders)}; }), py::arg("orders"));
     module.def("replay_finish", &replay_finish, py::arg("problem"), py::arg("orders"));
     module.def("replay_blocking", &replay_blocking, py::arg("problem"), py::arg("programs"));
     module.def("blocking_finish", &blocking_finish, py::arg("problem"), py::arg("programs"));
     module.def("dispatch_finish", &dispatch_finish, py::arg("problem"));
-    module.def("peak_in_flight", &peaks_of, py::arg("orders"), py::arg("released"));
+    module.def("peak_in_flight", &peak_in_flight, py::arg("orders"), py::arg("released"));
     module.def("actions", &actions, py::arg("problem"), py::arg("stage"), py::arg("codes"), py::arg("action"),
                py::arg("kinds"));
     module.def("replay", &replay, py::arg("problem"), py::arg("orders"));
+    module.def("launch_ranks", &launch_ranks, py::arg("problem"), py::arg("orders"));
     module.def("dispatch", &dispatch, py::arg("problem"));
     module.def("plan", &plan, py::arg("problem"), py::arg("split"), py::arg("budget"));
     module.def("lower_bound", &bound, py::arg("problem"));

@@ -141,7 +141,7 @@ def test_options_change_the_costs(write: Any, capsys: pytest.CaptureFixture[str]
         return float(answer(capsys, "simulate", costs, "--schedule", "1f1b", *options)["makespan_s"])
 
     def expected_s(links: dict[tuple[int, int], LinkCost], slow: dict[int, float] | None = None) -> float:
-        changes = {ends: LinkChange(*cost) for ends, cost in links.items()}
+        changes = {ends: LinkChange(cost.latency_s, cost.occupancy_s) for ends, cost in links.items()}
         changed = Override(links=changes, slow_stages=slow or {}).applied_to(BASE)
         return simulate(one_f_one_b(4, 12), changed).makespan_s
 

@@ -28,7 +28,15 @@ from fuzz.worker import FUZZERS, HANG_S
 WORKER = ["-m", "fuzz.worker"]
 SELF_CHECK = "self_check"
 NO_END = 1 << 62
-SHARES = {"headers": 2.0, "parts": 2.0, "streams": 2.0, "live_rings": 2.0, "verbs_talk": 0.5, "schedules": 2.5}
+SHARES = {
+    "headers": 2.0,
+    "parts": 2.0,
+    "streams": 2.0,
+    "live_rings": 2.0,
+    "verbs_talk": 0.5,
+    "control_talk": 0.5,
+    "schedules": 2.5,
+}
 OPTIONS = {
     # Leaks are looked for by memory in use: at exit, Python itself has much that is not freed.
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=16:handle_segv=1:exitcode=99",

@@ -50,11 +50,12 @@ def _calls(random: Random, problem: Any, fields: dict[str, Any]) -> list[Callabl
     encoded = [_native.EncodedOrders(each) for each in (orders, programs) if _fits(each)]
     many: list[Callable[[], object]] = [
         lambda: _native.replay(problem, orders),
+        lambda: _native.launch_ranks(problem, orders),
         lambda: _native.plan(problem, random.random() < 0.5, budget),
         lambda: _native.dispatch(problem),
         lambda: _native.dispatch_finish(problem),
         lambda: _native.lower_bound(problem),
-        lambda: _native.peak_in_flight(orders, random.choice(_SECONDS)),
+        lambda: _native.peak_in_flight(orders, [random.choice(_SECONDS)] * random.choice((len(orders), 1))),
         lambda: _native.actions(problem, random.choice((0, *_COUNTS)), orders[0], tuple, (1, 2, 3, 4)),  # type: ignore
     ]
     for each in encoded:
@@ -81,10 +82,10 @@ def _fields(random: Random) -> dict[str, Any]:
     def seconds() -> float:
         return random.choice((0.0, 1.0, random.random(), random.random() * 1e-3))
 
-    def links() -> list[tuple[float, float]]:
-        return [(seconds(), seconds()) for _ in range(stages)]
+    def links() -> list[tuple[float, float, bool]]:
+        return [(seconds(), seconds(), random.random() < 0.5) for _ in range(stages)]
 
-    tables = ("forward_s", "backward_input_s", "backward_weight_s")
+    tables = ("forward_s", "backward_input_s", "backward_weight_s", "backward_s")
     return {
         "stages": stages,
         "chunks": chunks,
@@ -93,19 +94,22 @@ def _fields(random: Random) -> dict[str, Any]:
         "to_next": links(),
         "to_previous": links(),
         "cap": [random.choice((math.inf, 1.0, 2.5, float(chunks * stages))) for _ in range(stages)],
-        "released": random.choice((0.0, 1.0, random.random())),
+        "released": [random.choice((0.0, 1.0, random.random(), -3.0 * random.random())) for _ in range(stages)],
+        "shared_queue": random.random() < 0.3,
     }
 
 
 def _spoil(random: Random, fields: dict[str, Any]) -> None:
     name = random.choice(list(fields))
-    if name == "released":
-        fields[name] = random.choice(_SECONDS)
-    elif isinstance(fields[name], int):
+    if isinstance(fields[name], int):
         fields[name] = random.choice((*_COUNTS, fields[name] + 1))
     else:
         value: Any = random.choice(_SECONDS)
-        spoil_list(random, fields[name], (value, random.choice(_SECONDS)) if name.startswith("to_") else value)
+        spoil_list(
+            random,
+            fields[name],
+            (value, random.choice(_SECONDS), random.random() < 0.5) if name.startswith("to_") else value,
+        )
 
 
 def _spoilt_orders(random: Random, orders: Orders) -> Orders:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fuzz import campaign, inboxes, live_rings, reference_inbox, schedules, streams, verbs_talk, worker
+from fuzz import campaign, control_talk, inboxes, live_rings, reference_inbox, schedules, streams, verbs_talk, worker
 from fuzz.campaign import watch
 
 CASES = {
@@ -21,6 +21,7 @@ CASES = {
     "streams": (streams.case, 30),
     "live_rings": (live_rings.case, 3),
     "verbs_talk": (verbs_talk.case, 60),
+    "control_talk": (control_talk.case, 60),
     "schedules": (schedules.case, 60),
 }
 

@@ -80,7 +80,7 @@ def _spoilt(random: Random, message: VerbsMessage) -> bytes:
         return packet
     said: Any = json.loads(packet[4:])
     if random.random() < 0.7:
-        said[random.choice([*said, "is", "more"])] = _anything(random)
+        said[random.choice([*said, "is", "more"])] = anything(random)
         if random.random() < 0.2:
             del said[random.choice(list(said))]
         body = json.dumps(said).encode()
@@ -92,7 +92,7 @@ def _spoilt(random: Random, message: VerbsMessage) -> bytes:
     return struct.pack("<I", len(body) if random.random() < 0.95 else number(random) % (1 << 32)) + body
 
 
-def _anything(random: Random) -> Any:
+def anything(random: Random) -> Any:
     nothing: list[Any] = []
     for _ in range(random.randrange(4)):
         spoil_list(random, nothing, number(random))

@@ -21,6 +21,7 @@ FUZZERS = {
     "streams": "fuzz.streams:case",
     "live_rings": "fuzz.live_rings:case",
     "verbs_talk": "fuzz.verbs_talk:case",
+    "control_talk": "fuzz.control_talk:case",
     "schedules": "fuzz.schedules:case",
     "self_check": "fuzz.self_check:case",
 }

@@ -39,7 +39,7 @@ def connect(links: Links) -> None:
         old = link._state.session
         if old is not None:
             old.outbound.close()
-        link.connected(outbound, inbound)
+        link.connected(outbound, inbound, lambda cause: None)
 
 
 @pytest.fixture

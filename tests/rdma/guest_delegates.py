@@ -23,6 +23,7 @@ from rails import SLOT_NBYTES, SLOTS, link_down, random_bytes, wait_until, write
 
 from adaptra_megatron.transport._ring import Event, Inbox, Ring, RingClosedError
 from adaptra_megatron.transport.control import Open, Start
+from adaptra_megatron.transport.host_link_state import GiveUp
 from adaptra_megatron.transport.supervisor import Link, Supervisor
 
 LIMIT_S = 90.0
@@ -74,7 +75,7 @@ class Stage:
         for work in (self._send, self._receive):
             threading.Thread(target=work, args=(peer,), daemon=True).start()
 
-    def connected(self, outbound: Ring, inbound: Ring) -> None:
+    def connected(self, outbound: Ring, inbound: Ring, give_up: GiveUp) -> None:
         self.rings = outbound, inbound
         self.sessions += 1
 

@@ -15,7 +15,7 @@ from adaptra_megatron.schedule.actions import Kind, Order, Schedule
 from adaptra_megatron.schedule.simulator import peak_in_flight
 
 schedules = st.one_of(classic_schedules(), random_schedules())
-released = st.sampled_from([0.0, 0.25, 0.5, 1.0]) | st.floats(0.0, 1.0)
+released = st.sampled_from([0.0, 0.25, 0.5, 1.0, -0.75]) | st.floats(-2.0, 1.0)
 
 
 def run(account: ActivationAccount, order: Order) -> None:

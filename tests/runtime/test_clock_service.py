@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import os
+import resource
 import secrets
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +24,8 @@ from support.timing import judged_by_the_clock
 
 from adaptra_megatron.runtime.clock_fit import MAX_DRIFT, ClockLine
 from adaptra_megatron.runtime.clock_service import ClockFollower, ClockServer, RelatedClock
-from adaptra_megatron.transport.handshake import SECRET_NBYTES
+from adaptra_megatron.transport.gate import MOST_UNPROVEN
+from adaptra_megatron.transport.handshake import PIPELINE_NBYTES, SECRET_NBYTES, SESSION_NBYTES, Purpose, connect
 
 RANKS = str(Path(__file__).with_name("clock_ranks.py"))
 SECRET = secrets.token_bytes(SECRET_NBYTES)
@@ -92,6 +99,55 @@ def test_junk_and_silence_hold_up_nobody() -> None:
         follower.close()
         silent.close()
         junk.close()
+
+
+KNOCK = """import socket, sys
+address, kept = ("127.0.0.1", int(sys.argv[1])), []
+for _ in range(400):
+    kept.append(socket.create_connection(address))
+print("all", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_any_number_of_silent_strangers_takes_few_descriptors() -> None:
+    with serving(time.monotonic) as address:
+        before = len(os.listdir("/proc/self/fd"))
+        command = [sys.executable, "-c", KNOCK, str(address[1])]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as strangers:
+            assert strangers.stdout is not None
+            assert strangers.stdout.readline() == b"all\n"
+            follower = ClockFollower(address, SECRET, UNKNOWN, interval_s=0.01)
+            wait_for(lambda: follower.rounds > 3)
+            held = len(os.listdir("/proc/self/fd")) - before
+            follower.close()
+            strangers.communicate(timeout=10.0)
+        assert held < MOST_UNPROVEN + 16
+
+
+def test_a_clock_outlives_a_time_without_descriptors(caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving(time.monotonic) as address, socket.socket() as knocks:
+        try:
+            with caplog.at_level(logging.WARNING):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (knocks.fileno(), hard))
+                knocks.connect(address)
+                wait_for(lambda: "cannot accept connections" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        follower = ClockFollower(address, SECRET, UNKNOWN, interval_s=0.01)
+        wait_for(lambda: follower.rounds > 3)
+        follower.close()
+
+
+def test_a_clock_answers_nobody_who_wants_something_else() -> None:
+    with serving(time.monotonic) as address, socket.create_connection(address) as link:
+        link.setblocking(False)
+        asyncio.run(connect(link, SECRET, Purpose(b"p" * PIPELINE_NBYTES, 0, 1, b"s" * SESSION_NBYTES, 0, 1), 5.0))
+        link.settimeout(5.0)
+        link.sendall(b"clock?\0\0")
+        with contextlib.suppress(ConnectionError):  # hung up on with the question unread
+            assert link.recv(16) == b""
 
 
 def test_a_lost_server_leaves_the_latest_relation_and_is_found_again() -> None:

@@ -313,4 +313,4 @@ def test_online_is_refused_where_arrivals_are_never_seen(monkeypatch: pytest.Mon
     monkeypatch.setattr(dispatch, "current_device", lambda: torch.device("cuda", 0))
     anything: Any = None
     with pytest.raises(ConfigError, match="--adaptra-dispatch online needs to see messages arrive"):
-        dispatch.make_dispatcher(anything, AdaptraConfig(dispatch="online"), anything)
+        dispatch.make_dispatcher(anything, AdaptraConfig(dispatch="online", host_transport="off"), anything, 1.0)

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from support.processes import RankResult
 
-from adaptra_megatron.runtime.clocks import boot_identity
-
 RANKS = str(Path(__file__).with_name("exchange_ranks.py"))
 
 
@@ -38,8 +36,3 @@ def test_whoever_is_lost(
     for rank in survivors:
         assert results[rank].returncode == 0, results[rank].output
         assert "survived" in results[rank].output
-
-
-def test_ranks_of_one_machine_share_its_boot() -> None:
-    assert boot_identity() == boot_identity()
-    assert len(boot_identity()) == 36

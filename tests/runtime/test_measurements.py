@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
+import math
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,16 @@ from adaptra_megatron.detector.findings import Estimates
 from adaptra_megatron.detector.samples import LinkId, StageId
 from adaptra_megatron.detector.settings import DetectorSettings
 from adaptra_megatron.runtime.cost_estimates import InUse, estimate_costs, link_figures, paths_in_use
-from adaptra_megatron.runtime.joining import iteration_sample
-from adaptra_megatron.runtime.measurements import StageMeasurement, iteration_s, mean_idle_share, stage_measurement
+from adaptra_megatron.runtime.joining import BUFFERED_NBYTES, iteration_sample
+from adaptra_megatron.runtime.measurements import (
+    BrokenPath,
+    StageMeasurement,
+    iteration_s,
+    mean_idle_share,
+    stage_measurement,
+)
+from adaptra_megatron.runtime.memory import StageMemory
+from adaptra_megatron.runtime.plans import Layout
 from adaptra_megatron.runtime.program import message_key
 from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.schedule.classic import one_f_one_b, stock_order
@@ -26,9 +34,11 @@ from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.schedule.split import split_backward
 from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
-from adaptra_megatron.transport.paths import Path
+from adaptra_megatron.transport.paths import Path, ProbeTimes
+from adaptra_megatron.transport.tagged_json import packed, unpacked
 
 STAGES, MICRO_BATCHES = 4, 8
+LAYOUT = Layout(stages=STAGES, chunks=1, group_size=None, can_split=True)
 NBYTES = 1 << 20
 CLOCK_OFFSETS_S = (0.0, 1000.0, -50.0, 3.0)
 """What each stage's own clock shows later than the common one."""
@@ -114,12 +124,11 @@ class Observed:
 
     def costs(self, **changes: Any) -> Costs | None:
         arguments: dict[str, Any] = {
-            "stages": STAGES,
-            "chunks": 1,
+            "layout": LAYOUT,
             "micro_batches": MICRO_BATCHES,
             "can_split": True,
             "caps": (4.0,) * STAGES,
-            "released_at_backward_input": 0.0,
+            "released_at_backward_input": (0.0,) * STAGES,
         }
         return estimate_costs(self.estimates, self.in_use, **(arguments | changes))
 
@@ -141,7 +150,7 @@ def assert_close(estimated: Costs | None, expected: Costs) -> None:
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_compute_and_link_costs_come_out_as_they_went_in(chunks: int) -> None:
     costs = costs_of(chunks, l0_1=0.25, l1_0=0.5, l2_3=4.0, l3_0=0.125 if chunks > 1 else 0.0)
-    estimated = estimate(measured(costs), chunks=chunks)
+    estimated = estimate(measured(costs), layout=dataclasses.replace(LAYOUT, chunks=chunks))
     assert_close(estimated, costs)
     assert estimated is not None
     assert estimated.max_in_flight == (4.0,) * STAGES
@@ -156,6 +165,19 @@ def test_a_receive_posted_after_the_send_says_nothing_of_the_device_path() -> No
     known = Observed().see(measured(costs_of(l0_1=0.75), iteration=4), late).costs()
     assert known is not None
     assert known.link(0, 1).latency_s == pytest.approx(0.75, abs=1e-4), "what was known of the link stays"
+
+
+@pytest.mark.parametrize(("nbytes", "told"), [(BUFFERED_NBYTES, None), (BUFFERED_NBYTES + 1, 0.15)])
+def test_where_a_message_waits_for_its_receive_it_leaves_with_it_unless_buffers_take_all(
+    nbytes: int, told: float | None
+) -> None:
+    late = measured(costs_of(l0_1=0.25, l1_0=0.25), posted_ahead_s=-0.1)
+    for measurement in late:
+        measurement.sent["nbytes"], measurement.received["nbytes"] = nbytes, nbytes
+    detector = Detector(DetectorSettings(ignored_iterations=0))
+    detector.observe(iteration_sample(late, rendezvous=True))
+    estimate = detector.estimates().links.get(LinkId(0, 0, 1, "device"))
+    assert (None if estimate is None else estimate.transfer_s) == (None if told is None else _about(told))
 
 
 def test_an_arrival_by_the_host_path_is_seen_whoever_waits_for_it() -> None:
@@ -240,9 +262,25 @@ def test_whole_backwards_keep_the_split_costs_known_before() -> None:
     assert_close(seen.costs(), faster)
 
 
+def test_whole_backwards_count_beside_split_ones_once_both_were_measured() -> None:
+    seen = Observed().see(*(measured(costs_of(), split=number < 4, iteration=number) for number in range(8)))
+    costs = seen.costs()
+    assert costs is not None
+    assert costs.backward_s is not None
+    assert np.allclose(costs.backward_s, costs_of().whole_backward_s)
+
+
+def test_links_over_nccl_are_rendezvous_links_and_may_share_the_queue() -> None:
+    costs = estimate(measured(costs_of()), layout=dataclasses.replace(LAYOUT, rendezvous=True, shared_queue=True))
+    assert costs is not None
+    assert costs.shared_queue
+    assert costs.links
+    assert all(link.rendezvous for link in costs.links.values())
+
+
 def test_where_backwards_cannot_be_split_the_whole_counts_as_input_gradient() -> None:
     costs = costs_of()
-    expected = dataclasses.replace(costs, backward_input_s=costs.backward_s, backward_weight_s=((0.0,),) * STAGES)
+    expected = dataclasses.replace(costs, backward_input_s=costs.whole_backward_s, backward_weight_s=((0.0,),) * STAGES)
     assert_close(estimate(measured(costs, split=False), can_split=False), expected)
 
 
@@ -261,8 +299,21 @@ def test_the_share_of_idle_time_is_the_mean_over_ranks() -> None:
 
 def test_an_iteration_of_256_micro_batches_is_some_kilobytes() -> None:
     costs = uniform_costs(STAGES, 256, forward_s=0.01, backward_input_s=0.01, backward_weight_s=0.01)
-    nbytes = [len(pickle.dumps(measurement)) for measurement in measured(costs)]
-    assert max(nbytes) < 32_000, nbytes
+    nbytes = [len(packed(measurement)) for measurement in measured(costs)]
+    assert max(nbytes) < 48_000, nbytes
+
+
+def test_a_measurement_arrives_as_it_was_sent() -> None:
+    probes, broken = (ProbeTimes(1, Path.HOST, 9, 1.0, math.inf),), (BrokenPath(1, Path.DEVICE, "gone"),)
+    costs = uniform_costs(STAGES, 4, forward_s=0.01, backward_input_s=0.01, backward_weight_s=0.01)
+    for measurement in measured(costs):
+        sent = dataclasses.replace(measurement, memory=StageMemory(1.5, 2.0, 3.0, None), probes=probes, broken=broken)
+        come = unpacked(packed(sent), StageMeasurement, 1 << 20)
+        for field in dataclasses.fields(StageMeasurement):
+            one, other = getattr(sent, field.name), getattr(come, field.name)
+            assert type(one) is type(other)
+            np.testing.assert_equal(other, one, field.name)
+        assert come.durations_s["F", 0].dtype == np.float32
 
 
 def test_synthetic_records_are_those_of_the_simulator() -> None:

@@ -72,9 +72,9 @@ def test_caps_are_counted_with_the_released_fraction_they_were_made_for() -> Non
     assert counted[3] < held[3]
     with pytest.raises(ScheduleError, match="stage"):
         book.install(late, 1, counted)
-    assert (book.number, book.released_at_backward_input(12)) == (0, 0.0)
+    assert (book.number, book.released_at_backward_input(12, 3)) == (0, 0.0)
     book.install(late, 1, counted, 0.5)
-    assert (book.number, book.released_at_backward_input(12), book.enforced_cap(12, 3)) == (1, 0.5, counted[3])
+    assert (book.number, book.released_at_backward_input(12, 3), book.enforced_cap(12, 3)) == (1, 0.5, counted[3])
 
 
 def slow_link(**changes: object) -> Costs:
@@ -124,9 +124,9 @@ def test_a_larger_released_fraction_makes_planning_worth_while() -> None:
     replanner = Replanner(FOUR)
     current = split_backward(one_f_one_b(4, 12), 0)
     replanner.decide(slow_link(), current)
-    _, made = replanner.decide(slow_link(released_at_backward_input=0.5), current)
+    _, made = replanner.decide(slow_link(released_at_backward_input=(0.0, 0.0, 0.5, 0.5)), current)
     assert made is not None
-    assert made.reason.startswith("input gradients release 0.5 of an activation instead of 0")
+    assert made.reason.startswith("input gradients of stage 2 release 0.5 of an activation instead of 0")
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_the_leaders_decision_carries_the_caps_it_was_made_for(telemetry: RunTel
         if decision.csv is None:
             assert iteration == 0, "stock's order may be as good as any under its own caps"
             continue
-        assert (decision.caps, decision.released_at_backward_input) == (caps, released)
+        assert (decision.caps, decision.released_at_backward_input) == (caps, (released,) * 4)
         schedule = schedule_from_csv(decision.csv, chunks=1)
         follower.install(schedule, decision.number, decision.caps, decision.released_at_backward_input)
         assert [follower.enforced_cap(12, stage) for stage in range(4)] == list(caps)

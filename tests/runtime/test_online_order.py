@@ -48,7 +48,7 @@ schedules = st.one_of(classic_schedules(least_stages=2), random_schedules(), pla
 def runs(draw: st.DrawFn) -> tuple[SimulatedStages, Schedule, tuple[float | None, ...], float, list[int]]:
     """A plan, caps that it keeps, some stages online, some of these without sight, and random times."""
     schedule = draw(schedules)
-    released = draw(st.sampled_from([0.0, 0.3, 0.5, 1.0]))
+    released = draw(st.sampled_from([0.0, 0.3, 0.5, 1.0, -0.4, -2.0]))
     room = [draw(st.sampled_from([0.0, 0.0, 0.5, 1.0, 3.0, None])) for _ in range(schedule.stages)]
     peaks = peak_in_flight(schedule, released)
     caps = tuple(None if more is None else peak + more for peak, more in zip(peaks, room, strict=True))

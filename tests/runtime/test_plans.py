@@ -21,7 +21,7 @@ from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.planner import PlanError, plan
 from adaptra_megatron.schedule.simulator import peak_in_flight
-from adaptra_megatron.schedule.split import split_backward
+from adaptra_megatron.schedule.split import split_backward, split_every_other
 
 INTERLEAVED = Layout(stages=4, chunks=2, group_size=None, can_split=True)
 COSTS: dict[str, Any] = {
@@ -145,12 +145,12 @@ class TestWithoutAPlan:
         assert book.enforced_cap(8, 0) is None
         assert not book.adapts
 
-    def test_measuring_starts_with_stocks_order_and_weights_at_once(self) -> None:
+    def test_measuring_starts_with_stocks_order_and_every_other_backward_split(self) -> None:
         for layout in (FOUR, INTERLEAVED):
             book = PlanBook(AdaptraConfig(), layout)
             assert book.adapts
             stock = stock_order(4, 8, layout.chunks)
-            assert book.schedule_for(8) == split_backward(stock, 0)
+            assert book.schedule_for(8) == split_every_other(stock)
             assert book.caps(8) == (held(stock),) * 4
             assert book.enforced_cap(8, 3) == held(stock)
             assert book.number == 0
@@ -187,7 +187,7 @@ class TestInstalling:
         assert (book.number, book.enforced_cap(8, 2), book.planned_for(8)) == (3, 5.0, None)
         book.install(schedule, 4, caps, costs=costs(8))
         assert book.planned_for(8) == costs(8)
-        assert book.schedule_for(12) == split_backward(one_f_one_b(4, 12), 0)
+        assert book.schedule_for(12) == split_every_other(one_f_one_b(4, 12))
         assert book.planned_for(12) is None
 
     def test_a_plan_beyond_the_cap_changes_nothing(self) -> None:

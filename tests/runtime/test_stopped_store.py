@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from adaptra_megatron.runtime.decision_reader import DecisionReader, decision_key, packed
+from adaptra_megatron.runtime.decision_reader import DecisionReader, decision_key
 from adaptra_megatron.runtime.decisions import Decision
 from adaptra_megatron.runtime.exchange import DELAY, _Leader
 from adaptra_megatron.runtime.membership import Membership
+from adaptra_megatron.transport.tagged_json import packed
 
 
 class StoppedStore:

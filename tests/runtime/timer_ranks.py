@@ -37,7 +37,8 @@ def main(argv: list[str]) -> None:
 
     trainer = Trainer(args, (), runtime)
     trainer.config.timers = timers = Timers(2, "max")
-    torch.cuda.synchronize, torch.cuda.current_stream = synchronize, lambda device=None: Stream()
+    stream = Stream()
+    torch.cuda.synchronize, torch.cuda.current_stream = synchronize, lambda device=None: stream
     trainer.run()
     first = torch.distributed.get_rank() == 0
     names = {"forward-backward", "forward-compute", "backward-compute", "backward-recv" if first else "forward-recv"}

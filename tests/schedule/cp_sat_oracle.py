@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ortools.sat.python import cp_model
 
 from adaptra_megatron.schedule.actions import Kind, Schedule
-from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.costs import Costs, LinkCost, PerChunk
 from adaptra_megatron.schedule.simulator import Simulation
 
 TICKS_PER_SECOND = 1000
@@ -36,9 +36,11 @@ def ticks(seconds: float) -> int:
 
 
 class Model:
-    """Split backwards only: a whole backward is a split one with I and W in one go, so it never does better.
+    """A whole backward is an I as long as it, and a W of no length right after. There are none where they do no better
+    than I and W in one go: without `Costs.backward_s`, if input gradients add nothing to what is held.
 
-    Micro-batches of a virtual stage cost the same, so F, I and W in ascending micro-batch order lose nothing.
+    Micro-batches of a virtual stage cost the same, so F, I and W in ascending micro-batch order lose nothing. What a
+    shared queue delays is left out.
     """
 
     def __init__(self, costs: Costs, *, horizon_s: float) -> None:
@@ -52,11 +54,14 @@ class Model:
             Kind.BACKWARD_INPUT: costs.backward_input_s,
             Kind.BACKWARD_WEIGHT: costs.backward_weight_s,
         }
+        places = [(v, m) for v in range(self.virtual_stages) for m in range(costs.micro_batches)]
+        adds = min(costs.released_at_backward_input) < 0.0
+        may_be_whole = costs.backward_s is not None or adds
+        self.whole = {place: self.model.new_bool_var("") for place in places} if may_be_whole else {}
         self.actions = {
-            (kind, v, m): self._action(f"{kind}{v}.{m}", ticks(table[v % costs.stages][v // costs.stages]))
+            (kind, v, m): self._action(f"{kind}{v}.{m}", self._duration(kind, table, v, m))
             for kind, table in tables.items()
-            for v in range(self.virtual_stages)
-            for m in range(costs.micro_batches)
+            for v, m in places
         }
         self._add_stages()
         self._add_messages()
@@ -74,7 +79,15 @@ class Model:
         found = solver.objective_value if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else float(self.horizon)
         return Optimum(solver.best_objective_bound / TICKS_PER_SECOND, found / TICKS_PER_SECOND)
 
-    def _action(self, name: str, duration: int) -> _Action:
+    def _duration(self, kind: Kind, table: PerChunk, v: int, m: int) -> cp_model.LinearExprT:
+        stage, chunk = v % self.costs.stages, v // self.costs.stages
+        split = ticks(table[stage][chunk])
+        if kind is Kind.FORWARD or not self.whole:
+            return split
+        whole = ticks(self.costs.whole_backward_s[stage][chunk]) if kind is Kind.BACKWARD_INPUT else 0
+        return split + (whole - split) * self.whole[v, m]
+
+    def _action(self, name: str, duration: cp_model.LinearExprT) -> _Action:
         start = self.model.new_int_var(0, self.horizon, f"{name}.start")
         end = self.model.new_int_var(0, self.horizon, f"{name}.end")
         interval = self.model.new_interval_var(start, duration, end, name)
@@ -88,23 +101,35 @@ class Model:
                 self.model.add(action.end <= self.actions[kind, v, m + 1].start)
             if kind is Kind.BACKWARD_WEIGHT:
                 self.model.add(self.actions[Kind.BACKWARD_INPUT, v, m].end <= action.start)
-        released = Fraction(costs.released_at_backward_input)
+                if self.whole:
+                    end = self.actions[Kind.BACKWARD_INPUT, v, m].end
+                    self.model.add(action.start == end).only_enforce_if(self.whole[v, m])
         for stage, cap in enumerate(costs.max_in_flight):
             mine = {key: action for key, action in self.actions.items() if key[1] % costs.stages == stage}
             self.model.add_no_overlap([action.interval for action in mine.values()])
             if cap is None:
                 continue
             held, sizes = [], []
+            released = Fraction(costs.released_at_backward_input[stage])
+            given, added = max(released, Fraction(0)), max(-released, Fraction(0))
             for (kind, v, m), forward in mine.items():
                 if kind is Kind.FORWARD:
-                    for until, size in ((Kind.BACKWARD_INPUT, released), (Kind.BACKWARD_WEIGHT, 1 - released)):
+                    for until, size in ((Kind.BACKWARD_INPUT, given), (Kind.BACKWARD_WEIGHT, 1 - given)):
                         held.append(self._span(forward.start, mine[until, v, m].end))
                         sizes.append(int(size * released.denominator))
+                    if added:
+                        input_start, end = mine[Kind.BACKWARD_INPUT, v, m].start, mine[Kind.BACKWARD_WEIGHT, v, m].end
+                        held.append(self._span(input_start, end, unless=self.whole[v, m]))
+                        sizes.append(int(added * released.denominator))
             self.model.add_cumulative(held, sizes, int(Fraction(cap) * released.denominator))
 
-    def _span(self, start: cp_model.IntVar, end: cp_model.IntVar) -> cp_model.IntervalVar:
+    def _span(
+        self, start: cp_model.IntVar, end: cp_model.IntVar, unless: cp_model.IntVar | None = None
+    ) -> cp_model.IntervalVar:
         length = self.model.new_int_var(0, self.horizon, "")
-        return self.model.new_interval_var(start, length, end, "")
+        if unless is None:
+            return self.model.new_interval_var(start, length, end, "")
+        return self.model.new_optional_interval_var(start, length, end, ~unless, "")
 
     def _add_messages(self) -> None:
         costs = self.costs
@@ -130,7 +155,8 @@ class Model:
     ) -> None:
         # Whether messages leave in hand-over order does not matter to the optimum of one message kind per link; with
         # two kinds (two stages, several chunks) free order makes the optimum a lower bound of the real one.
-        latency_s, occupancy_s = self.costs.link(*ends) if ends[0] != ends[1] else (0.0, 0.0)
+        cost = self.costs.link(*ends) if ends[0] != ends[1] else LinkCost()
+        latency_s, occupancy_s = (0.0, cost.transfer_s) if cost.rendezvous else (cost.latency_s, cost.occupancy_s)
         start = self.model.new_int_var(0, self.horizon, "")
         end = self.model.new_int_var(0, self.horizon, "")
         on_link.setdefault(ends, []).append(self.model.new_interval_var(start, ticks(occupancy_s), end, ""))
@@ -142,7 +168,11 @@ class Model:
         for order, starts in zip(schedule.orders, simulation.start_s, strict=True):
             for action, start_s in zip(order, starts, strict=True):
                 v = action.chunk * schedule.stages + action.stage
-                self.model.add_hint(self.actions[action.kind, v, action.micro_batch].start, ticks(start_s))
+                is_whole = action.kind is Kind.BACKWARD
+                kind = Kind.BACKWARD_INPUT if is_whole else action.kind
+                self.model.add_hint(self.actions[kind, v, action.micro_batch].start, ticks(start_s))
+                if self.whole and kind is Kind.BACKWARD_INPUT:
+                    self.model.add_hint(self.whole[v, action.micro_batch], is_whole)
 
 
 def optimum(costs: Costs, known: Simulation, *, limit_s: float) -> Optimum:

@@ -74,5 +74,5 @@ def _case(rng: random.Random, stages: int, micro_batches: int, caps: tuple[float
         backward_weight_s=table(),
         links={ends: LinkCost(rng.randint(0, 100) / 1000, rng.randint(0, 40) / 1000) for ends in slow},
         max_in_flight=caps,
-        released_at_backward_input=rng.choice([0.0, 0.25, 0.5, 0.75, 1.0]),
+        released_at_backward_input=(rng.choice([0.0, 0.25, 0.5, 0.75, 1.0]),) * stages,
     )

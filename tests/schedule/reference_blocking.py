@@ -85,7 +85,7 @@ class _Replay:
                 self._compute(stage, step)
 
     def _compute(self, stage: int, action: Action) -> None:
-        table = self.costs.forward_s if action.kind is Kind.FORWARD else self.costs.backward_s
+        table = self.costs.forward_s if action.kind is Kind.FORWARD else self.costs.whole_backward_s
         self.start_s[stage].append(self.now[stage])
         self.now[stage] += table[stage][action.chunk]
         self.end_s[stage].append(self.now[stage])

@@ -22,7 +22,7 @@ _NEEDS = {Kind.FORWARD: Kind.FORWARD, Kind.BACKWARD: Kind.BACKWARD, Kind.BACKWAR
 def duration(costs: Costs, action: Action) -> float:
     table = {
         Kind.FORWARD: costs.forward_s,
-        Kind.BACKWARD: costs.backward_s,
+        Kind.BACKWARD: costs.whole_backward_s,
         Kind.BACKWARD_INPUT: costs.backward_input_s,
         Kind.BACKWARD_WEIGHT: costs.backward_weight_s,
     }[action.kind]
@@ -58,8 +58,9 @@ class Links:
         if target == source:
             return end_s
         cost = self.costs.link(source, target)
-        self.free_s[source, target] = max(end_s, self.free_s[source, target]) + cost.occupancy_s
-        return self.free_s[source, target] + cost.latency_s
+        busy_s = cost.occupancy_s + cost.latency_s if cost.rendezvous else cost.occupancy_s
+        self.free_s[source, target] = max(end_s, self.free_s[source, target]) + busy_s
+        return self.free_s[source, target] + (0.0 if cost.rendezvous else cost.latency_s)
 
 
 def reference_replay(schedule: Schedule, costs: Costs) -> tuple[Times, Times] | None:
@@ -156,7 +157,7 @@ class OnlineReference:
         of_kind = {kind: [action for action in done if action.kind is kind] for kind in Kind}
         candidates = []
         for chunk in range(costs.chunks):
-            for kind in (Kind.BACKWARD_INPUT, Kind.FORWARD):
+            for kind in (self.backward_kind(stage), Kind.FORWARD):
                 micro_batch = sum(action.chunk == chunk for action in of_kind[kind])
                 if micro_batch == costs.micro_batches:
                     continue
@@ -164,7 +165,7 @@ class OnlineReference:
                 if kind is Kind.FORWARD:
                     if self.fits(stage, action, of_kind):
                         candidates.append(((1, self.index(action)), action))
-                else:
+                elif kind is Kind.BACKWARD or self.input_fits(stage, of_kind):
                     mirrored = self.table.index((costs.chunks - 1 - chunk, micro_batch))
                     candidates.append(((0, mirrored), action))
         backwards, weights = of_kind[Kind.BACKWARD_INPUT], of_kind[Kind.BACKWARD_WEIGHT]
@@ -175,15 +176,35 @@ class OnlineReference:
     def index(self, action: Action) -> int:
         return self.table.index((action.chunk, action.micro_batch))
 
+    def backward_kind(self, stage: int) -> Kind:
+        """Split, where there is room for what the input gradient of the first micro-batch adds."""
+        cap = self.costs.max_in_flight[stage]
+        needed = self.costs.chunks + max(0.0, -self.costs.released_at_backward_input[stage])
+        return Kind.BACKWARD_INPUT if cap is None or needed <= cap + 1e-9 else Kind.BACKWARD
+
+    def input_fits(self, stage: int, of_kind: dict[Kind, list[Action]]) -> bool:
+        """Whether the cap would hold with one more input gradient."""
+        cap = self.costs.max_in_flight[stage]
+        held = len(of_kind[Kind.FORWARD]) - self.given_back(stage, of_kind, more_inputs=1)
+        return cap is None or self.costs.released_at_backward_input[stage] >= 0.0 or held <= cap + 1e-9
+
     def fits(self, stage: int, action: Action, of_kind: dict[Kind, list[Action]]) -> bool:
-        """Whether the cap would hold with all forwards up to the latest in the reference order."""
+        """Whether the cap would hold with all forwards up to the latest in the reference order, and would still with
+        one more input gradient once all weight gradients are over."""
         cap = self.costs.max_in_flight[stage]
         if cap is None:
             return True
         latest = max(self.index(forward) for forward in [action, *of_kind[Kind.FORWARD]])
-        released = self.costs.released_at_backward_input
-        given_back = released * len(of_kind[Kind.BACKWARD_INPUT]) + (1 - released) * len(of_kind[Kind.BACKWARD_WEIGHT])
-        return latest + 1 - given_back <= cap + 1e-9
+        if latest + 1 - self.given_back(stage, of_kind) > cap + 1e-9:
+            return False
+        added = max(0.0, -self.costs.released_at_backward_input[stage])
+        splits = self.backward_kind(stage) is Kind.BACKWARD_INPUT
+        return not splits or latest + 1 - len(of_kind[Kind.BACKWARD_INPUT]) + added <= cap + 1e-9
+
+    def given_back(self, stage: int, of_kind: dict[Kind, list[Action]], more_inputs: int = 0) -> float:
+        released = self.costs.released_at_backward_input[stage]
+        inputs, weights = len(of_kind[Kind.BACKWARD_INPUT]) + more_inputs, len(of_kind[Kind.BACKWARD_WEIGHT])
+        return len(of_kind[Kind.BACKWARD]) + released * inputs + (1 - released) * weights
 
 
 @st.composite
@@ -194,20 +215,25 @@ def random_costs(
     max_micro_batches: int = 10,
     max_chunks: int = 3,
     whole_milliseconds: bool = False,
+    added: bool = False,
+    whole: bool = False,
+    rendezvous: bool = False,
 ) -> Costs:
     """Any costs: some actions and links may take no time at all.
 
-    In whole milliseconds, for CP-SAT, only links may: there, an F and its I of no length would hold no memory.
+    In whole milliseconds, for CP-SAT, only links may: there, an F and its I of no length would hold no memory. `added`:
+    input gradients may add to what is held. `whole`: whole backwards may have seconds of their own. `rendezvous`: links
+    may be such ones, and stages may share a queue.
     """
     stages = draw(st.integers(1, max_stages))
     chunks = draw(st.integers(1, max_chunks))
     if whole_milliseconds:
         seconds = st.integers(1, 40).map(lambda ticks: ticks / 1000)
         link_seconds = st.integers(0, 40).map(lambda ticks: ticks / 1000)
-        released = draw(st.sampled_from([0.0, 0.25, 0.5, 1.0]))
+        released = st.sampled_from([0.0, 0.25, 0.5, 1.0, *([-0.5, -1.75] if added else [])])
     else:
         seconds = link_seconds = st.one_of(st.just(0.0), st.just(0.02), st.floats(1e-4, 0.1))
-        released = draw(st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(0.0, 1.0)))
+        released = st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(-2.5 if added else 0.0, 1.0))
 
     def table() -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(draw(seconds) for _ in range(chunks)) for _ in range(stages))
@@ -222,7 +248,11 @@ def random_costs(
         forward_s=table(),
         backward_input_s=table(),
         backward_weight_s=table(),
-        links={ends: LinkCost(draw(link_seconds), draw(link_seconds)) for ends in slow},
+        links={
+            ends: LinkCost(draw(link_seconds), draw(link_seconds), rendezvous and draw(st.booleans())) for ends in slow
+        },
         max_in_flight=tuple(draw(cap) for _ in range(stages)),
-        released_at_backward_input=released,
+        released_at_backward_input=tuple(draw(released) for _ in range(stages)),
+        backward_s=table() if whole and draw(st.booleans()) else None,
+        shared_queue=rendezvous and draw(st.booleans()),
     )

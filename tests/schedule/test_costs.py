@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, costs_from_json, costs_to_json, uniform_costs
+from adaptra_megatron.schedule.costs import (
+    LEAST_RELEASED,
+    CostError,
+    Costs,
+    LinkCost,
+    costs_from_json,
+    costs_to_json,
+    uniform_costs,
+)
 
 SECONDS = st.floats(0.0, 10.0)
 GOOD: dict[str, Any] = {
@@ -38,9 +46,11 @@ def all_costs(draw: st.DrawFn) -> Costs:
         forward_s=tables[0],
         backward_input_s=tables[1],
         backward_weight_s=tables[2],
-        links={link: LinkCost(draw(SECONDS), draw(SECONDS)) for link in chosen},
+        links={link: LinkCost(draw(SECONDS), draw(SECONDS), draw(st.booleans())) for link in chosen},
         max_in_flight=tuple(draw(st.none() | st.floats(1.0, 99.0)) for _ in range(stages)),
-        released_at_backward_input=draw(st.floats(0.0, 1.0)),
+        released_at_backward_input=tuple(draw(st.floats(LEAST_RELEASED, 1.0)) for _ in range(stages)),
+        backward_s=draw(st.none() | st.just(tables[0])),
+        shared_queue=draw(st.booleans()),
     )
 
 
@@ -76,7 +86,11 @@ def test_numbers_and_rows_are_spread() -> None:
         ({"links": [{"from": 0, "to": 1, "latency_s": -1}]}, "latency_s of link 0->1"),
         ({"max_in_flight": 0.5}, "max_in_flight of stage 0 is 0.5"),
         ({"max_in_flight": [1, 2]}, "max_in_flight has 2 entries for 3 stages"),
-        ({"released_at_backward_input": 1.5}, "between 0 and 1"),
+        ({"released_at_backward_input": 1.5}, "between -16 and 1"),
+        ({"released_at_backward_input": [0, 0, -17]}, "of stage 2 must be between -16 and 1"),
+        ({"shared_queue": 1}, "shared_queue must be true or false"),
+        ({"links": [{"from": 0, "to": 1, "rendezvous": "yes"}]}, "rendezvous of link 0->1 must be true or false"),
+        ({"backward_s": [[0.1]]}, "backward_s has 1 rows for 3 stages"),
         ({"wat": 1}, "unknown field 'wat'"),
     ],
 )
@@ -97,5 +111,6 @@ def test_links_join_neighbours_only() -> None:
         uniform_costs(5, 2, forward_s=1, backward_input_s=1, backward_weight_s=1, links={(0, 2): LinkCost(1.0)})
 
 
-def test_backward_is_both_gradients() -> None:
-    assert costs_from_json(GOOD).backward_s == ((0.03,), (0.04,), (0.06,))
+def test_backward_is_both_gradients_where_it_was_not_measured() -> None:
+    assert costs_from_json(GOOD | {"backward_s": 0.02}).whole_backward_s == ((0.02,),) * 3
+    assert costs_from_json(GOOD).whole_backward_s == ((0.03,), (0.04,), (0.06,))

@@ -62,7 +62,11 @@ def test_equal_replicas_are_one_group_and_links_keep_what_is_not_changed() -> No
     assert [group.replicas for group in job.groups] == [(0, 4, 5), (1, 3), (2,)]
     assert (job.replicas, job.ranks, job.is_one_pipeline) == (6, 6 * 4 * 8, False)
     assert job.groups[0].costs == BASE
-    assert job.groups[1].costs.links == {(0, 1): (0.0, 0.001), (1, 2): (0.06, 0.0), (2, 1): (0.06, 0.0)}
+    assert job.groups[1].costs.links == {
+        (0, 1): LinkCost(occupancy_s=0.001),
+        (1, 2): LinkCost(0.06),
+        (2, 1): LinkCost(0.06),
+    }
     assert job.groups[2].costs.forward_s[3] == (0.02 * 1.25,)
     worst = worst_costs(job.groups)
     assert worst.links == job.groups[1].costs.links

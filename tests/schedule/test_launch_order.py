@@ -11,7 +11,7 @@ from support.schedules import classic_schedules, random_schedules
 
 from adaptra_megatron.schedule.actions import Order, Schedule
 from adaptra_megatron.schedule.classic import one_f_one_b
-from adaptra_megatron.schedule.costs import Costs, LinkCost
+from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
 from adaptra_megatron.schedule.launch_order import Posting, launch_ranks, receives_at_ends, receives_before
 from adaptra_megatron.schedule.routing import Message, needed, produced, sent_to
 
@@ -31,7 +31,11 @@ def schedules_and_costs(draw: st.DrawFn) -> tuple[Schedule, Costs | None]:
     if draw(st.booleans()):
         return schedule, None
     ring = {(a, b) for a in range(stages) for b in ((a + 1) % stages, (a - 1) % stages) if a != b}
-    links = {link: LinkCost(draw(seconds), draw(seconds)) for link in sorted(ring) if draw(st.booleans())}
+    links = {
+        link: LinkCost(draw(seconds), draw(seconds), draw(st.booleans()))
+        for link in sorted(ring)
+        if draw(st.booleans())
+    }
     costs = Costs(
         stages=stages,
         chunks=chunks,
@@ -40,6 +44,7 @@ def schedules_and_costs(draw: st.DrawFn) -> tuple[Schedule, Costs | None]:
         backward_input_s=table(),
         backward_weight_s=table(),
         links=links,
+        shared_queue=draw(st.booleans()),
     )
     return schedule, costs
 
@@ -96,10 +101,12 @@ def check_posted(schedule: Schedule, stage: int, order: Order, postings: Sequenc
     assert set(posted) == received
 
 
-def test_nothing_is_posted_before_its_producer_is_expected_to_have_started() -> None:
-    """Stock's order on two stages: stage 1 begins B1 before stage 0 begins F2, and B2 after stage 0 has begun B1."""
+def test_a_receive_is_posted_before_what_runs_when_its_message_is_made() -> None:
+    """Stock's order on two stages, gradients late: stage 1 ends B1 during stage 0's F2, and B2 before its B2."""
     schedule = one_f_one_b(2, 3)
-    batches = receives_before(schedule, 0, launch_ranks(schedule))
+    late = {(1, 0): LinkCost(0.25)}
+    costs = uniform_costs(2, 3, forward_s=1.5, backward_input_s=1.0, backward_weight_s=1.0, links=late)
+    batches = receives_before(schedule, 0, launch_ranks(schedule, costs))
     told = {
         f"{action.kind}{action.micro_batch}": [message.micro_batch for message in batch]
         for action, batch in zip(schedule.orders[0], batches, strict=True)

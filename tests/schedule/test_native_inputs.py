@@ -16,11 +16,12 @@ GOOD: dict[str, Any] = {
     "stages": 2,
     "chunks": 2,
     "micro_batches": 3,
-    **{name: [1.0] * 4 for name in ("forward_s", "backward_input_s", "backward_weight_s")},
-    "to_next": [(0.0, 0.0)] * 2,
-    "to_previous": [(0.0, 0.0)] * 2,
+    **{name: [1.0] * 4 for name in ("forward_s", "backward_input_s", "backward_weight_s", "backward_s")},
+    "to_next": [(0.0, 0.0, False)] * 2,
+    "to_previous": [(0.0, 0.0, True)] * 2,
     "cap": [math.inf] * 2,
-    "released": 0.5,
+    "released": [0.5, -2.0],
+    "shared_queue": True,
 }
 
 
@@ -40,9 +41,11 @@ def problem(**changed: object) -> _native.Problem:
         {"forward_s": [1.0] * 3},
         {"backward_input_s": [1.0] * 3},
         {"backward_weight_s": [1.0] * 5},
+        {"backward_s": []},
+        {"backward_s": [1.0, 1.0, 1.0, math.nan]},
         {"to_next": []},
-        {"to_previous": [(0.0, 0.0)]},
-        {"to_previous": [(0.0, 0.0), (0.0, -1.0)]},
+        {"to_previous": [(0.0, 0.0, False)]},
+        {"to_previous": [(0.0, 0.0, False), (0.0, -1.0, True)]},
         {"cap": [math.inf]},
         {"cap": [math.inf, math.nan]},
         {"cap": [0.5, 1.0]},
@@ -50,8 +53,10 @@ def problem(**changed: object) -> _native.Problem:
         {"forward_s": [1.0, 1.0, 1.0, math.inf]},
         {"forward_s": [1e308] * 4},
         {"backward_weight_s": [1.0, -1.0, 1.0, 1.0]},
-        {"released": 1.5},
-        {"released": math.nan},
+        {"released": [0.5]},
+        {"released": [0.5, 1.5]},
+        {"released": [0.5, math.nan]},
+        {"released": [0.5, -math.inf]},
     ],
 )
 def test_problems_that_cannot_be_are_refused(changed: dict[str, object]) -> None:
@@ -62,6 +67,7 @@ def test_problems_that_cannot_be_are_refused(changed: dict[str, object]) -> None
 ENCODED = _native.EncodedOrders
 REPLAYS: dict[str, Callable[[list[list[int]]], object]] = {
     "replay": lambda orders: _native.replay(problem(), orders),
+    "launch_ranks": lambda orders: _native.launch_ranks(problem(), orders),
     "replay_finish": lambda orders: _native.replay_finish(problem(), ENCODED(orders)),
     "replay_blocking": lambda orders: _native.replay_blocking(problem(), ENCODED(orders)),
     "blocking_finish": lambda orders: _native.blocking_finish(problem(), ENCODED(orders)),
@@ -71,13 +77,18 @@ REPLAYS: dict[str, Callable[[list[list[int]]], object]] = {
 @pytest.mark.parametrize("replay", REPLAYS)
 def test_orders_that_do_not_fit_the_problem_are_refused(replay: str) -> None:
     run = REPLAYS[replay]
-    run([[23], []])
+    run([[0], []])
     for orders in ([[24], []], [[], [1 << 30]], [[-17], []], [[-(1 << 31)], []], [[0]], [[0], [0], [0]], []):
         with pytest.raises(ValueError, match="orders has|codes from"):
             run(orders)
     if "blocking" not in replay:
         with pytest.raises(ValueError, match="codes from -1 to 0"):
             run([[-1], [0]])
+
+
+def test_released_fractions_are_as_many_as_orders() -> None:
+    with pytest.raises(ValueError, match="one entry per order"):
+        _native.peak_in_flight([[0], [0]], [0.5])
 
 
 def test_a_budget_is_not_negative() -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from cp_sat_oracle import optimum
 from hypothesis import given, settings
@@ -27,11 +29,14 @@ def assert_sound(planned: Plan, costs: Costs) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(costs=random_costs(max_stages=8, max_micro_batches=16, max_chunks=4), split=st.booleans())
+@given(
+    costs=random_costs(max_stages=8, max_micro_batches=16, max_chunks=4, added=True, whole=True, rendezvous=True),
+    split=st.booleans(),
+)
 def test_every_plan_runs_within_its_caps_and_takes_what_it_says(costs: Costs, split: bool) -> None:
     planned = plan(costs, split=split, deadline_s=0.0005)
     assert_sound(planned, costs)
-    assert planned.schedule.splits_backward == split
+    assert split or not planned.schedule.splits_backward
 
 
 @settings(max_examples=25, deadline=None)
@@ -41,7 +46,10 @@ def test_same_costs_same_plan(costs: Costs) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(costs=random_costs(max_chunks=1, max_stages=8, max_micro_batches=16), split=st.booleans())
+@given(
+    costs=random_costs(max_chunks=1, max_stages=8, max_micro_batches=16, added=True, whole=True, rendezvous=True),
+    split=st.booleans(),
+)
 def test_never_slower_than_stock_where_stock_fits(costs: Costs, split: bool) -> None:
     stock = simulate(one_f_one_b(costs.stages, costs.micro_batches), costs)
     fits = all(cap is None or peak <= cap for peak, cap in zip(stock.peak_in_flight, costs.max_in_flight, strict=True))
@@ -89,6 +97,46 @@ def test_emulated_cases_near_the_bound(times_ms: tuple[int, int, int], latency_m
     assert_sound(planned, costs)
     assert planned.gap <= 0.03
     assert planned.makespan_s <= simulate(zb_h1(8, 24), costs).makespan_s * (1 + 1e-12)
+
+
+def test_a_stage_keeps_its_backwards_whole_where_splitting_costs_more_than_it_gains() -> None:
+    """A slow link; the first stage has most to do, and whole backwards save it time, elsewhere nothing."""
+    costs = uniform_costs(
+        4,
+        16,
+        forward_s=0.02,
+        backward_input_s=0.02,
+        backward_weight_s=0.02,
+        links={(2, 3): LinkCost(0.06), (3, 2): LinkCost(0.06)},
+        max_in_flight=6,
+    )
+    split_s = ((0.026,), (0.02,), (0.02,), (0.02,))
+    whole_s = ((0.045,), (0.04,), (0.04,), (0.04,))
+    costs = dataclasses.replace(costs, backward_input_s=split_s, backward_weight_s=split_s, backward_s=whole_s)
+    planned = plan(costs)
+    assert_sound(planned, costs)
+    kinds = [{action.kind for action in order} for order in planned.schedule.orders]
+    assert Kind.BACKWARD in kinds[0]
+    assert all(Kind.BACKWARD_INPUT in others for others in kinds[1:])
+    for split in (True, False):
+        assert planned.makespan_s < 0.97 * plan(dataclasses.replace(costs, backward_s=None), split=split).makespan_s
+
+
+def test_no_split_where_the_cap_has_no_room_for_what_it_adds() -> None:
+    costs = uniform_costs(
+        3,
+        6,
+        forward_s=0.02,
+        backward_input_s=0.02,
+        backward_weight_s=0.02,
+        max_in_flight=3,
+        released_at_backward_input=-2.5,
+    )
+    planned = plan(costs)
+    assert not planned.schedule.splits_backward
+    roomy = plan(dataclasses.replace(costs, max_in_flight=(4.0,) * 3))
+    assert roomy.schedule.splits_backward
+    assert roomy.makespan_s < planned.makespan_s
 
 
 def test_whole_backwards_only_on_request() -> None:

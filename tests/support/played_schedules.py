@@ -52,7 +52,7 @@ def rank_traces(records: list[ActionRecord]) -> list[RankTrace]:
 def _seconds(action: Action, costs: Costs) -> float:
     table = {
         Kind.FORWARD: costs.forward_s,
-        Kind.BACKWARD: costs.backward_s,
+        Kind.BACKWARD: costs.whole_backward_s,
         Kind.BACKWARD_INPUT: costs.backward_input_s,
         Kind.BACKWARD_WEIGHT: costs.backward_weight_s,
     }[action.kind]

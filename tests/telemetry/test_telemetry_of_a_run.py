@@ -8,7 +8,6 @@ import json
 import re
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +65,8 @@ def _names_the_slow_link(text: str) -> bool:
 
 
 def _scrape(port: int) -> str:
-    with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+    """Nothing where the run has not opened its port yet, or ends meanwhile."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
         return page.read().decode()
     return ""
 

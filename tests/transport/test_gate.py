@@ -67,6 +67,34 @@ def test_a_burst_of_silent_strangers_does_not_pass_the_limit(listener: socket.so
     asyncio.run(run())
 
 
+def test_strangers_of_one_host_do_not_displace_who_comes_from_another() -> None:
+    async def run() -> None:
+        admitted = asyncio.Event()
+
+        async def admit(purpose: Purpose, connection: socket.socket) -> None:
+            connection.close()
+            admitted.set()
+
+        gate = Gate(SECRET, TIMEOUT_S, admit)
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=256))
+            gate.listen(listener)
+            address = listener.getsockname()
+            far_away = stack.enter_context(socket.create_connection(address, source_address=("127.0.0.2", 0)))
+            far_away.setblocking(False)
+            await until(lambda: len(gate._unproven) == 1, "it was not accepted")
+            strangers = 3 * MOST_UNPROVEN
+            for _ in range(strangers):
+                stack.enter_context(socket.create_connection(address))
+            expected = strangers + 1 - MOST_UNPROVEN
+            await until(lambda: gate.refused[Refusal.HALF_OPEN] >= expected, f"only {gate.refused} were sent away")
+            await handshake.connect(far_away, SECRET, PURPOSE, TIMEOUT_S)
+            await asyncio.wait_for(admitted.wait(), 5.0)
+            gate.close()
+
+    asyncio.run(run())
+
+
 def test_strangers_do_not_displace_who_is_proven(listener: socket.socket) -> None:
     async def run() -> None:
         admitted, done = asyncio.Event(), asyncio.Event()

@@ -56,8 +56,8 @@ class Pair:
             ring.close()
         self.rings = [Ring.create(SETTINGS.slots, SETTINGS.slot_nbytes) for _ in range(2)]
         there, back = self.rings
-        self.links[0].connected(there, back)
-        self.links[1].connected(back, there)
+        self.links[0].connected(there, back, lambda cause: None)
+        self.links[1].connected(back, there, lambda cause: None)
 
     def send(self, values: torch.Tensor, number: int, source: int = 0) -> None:
         made = self.devices[source].tensor(values)

@@ -99,6 +99,10 @@ class TestListeningHost:
 class TestHostIdentity:
     def test_the_same_for_processes_that_can_share_memory(self) -> None:
         assert placement.host_identity() == placement.host_identity()
+        assert len(placement.boot_identity()) == 36
+
+    def test_a_masked_boot_is_no_error_and_nobodys(self, tmp_path: Path) -> None:
+        assert placement.boot_identity(tmp_path) != placement.boot_identity(tmp_path)
 
     @pytest.mark.parametrize("missing", ["sys/kernel/random/boot_id", "self/ns/net"])
     def test_a_host_that_does_not_say_which_one_it_is_is_nobodys(self, missing: str, tmp_path: Path) -> None:

@@ -447,8 +447,8 @@ class Links:
             self.ends.append(DualLink(stage, 1 - stage, SETTINGS, PathSettings(**paths), make_group, mail, device))
             self.ends[-1].describe(specification)
         there, back = (Ring.create(SETTINGS.slots, SETTINGS.slot_nbytes) for _ in range(2))
-        self.ends[0].connected(there, back)
-        self.ends[1].connected(back, there)
+        self.ends[0].connected(there, back, lambda cause: None)
+        self.ends[1].connected(back, there, lambda cause: None)
         for end in self.ends:
             end.begin()
         self._over = threading.Event()

@@ -4,23 +4,24 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.supervised import supervised, until
 
 import adaptra_megatron
 from adaptra_megatron.transport import delegate_process, supervisor
 from adaptra_megatron.transport._ring import Inbox, Ring
-from adaptra_megatron.transport.control import Open, Start
-from adaptra_megatron.transport.handshake import PIPELINE_NBYTES, SECRET_NBYTES
-from adaptra_megatron.transport.placement import listen_shm
-from adaptra_megatron.transport.shm_wire import LANES
-from adaptra_megatron.transport.supervisor import Link, Supervisor
+from adaptra_megatron.transport.host_link_state import GiveUp
+from adaptra_megatron.transport.supervisor import Supervisor
 
 
 class End:
@@ -32,7 +33,7 @@ class End:
         self.rings: tuple[Ring, Ring] | None = None
         self.supervisor: Supervisor | None = None
 
-    def connected(self, outbound: Ring, inbound: Ring) -> None:
+    def connected(self, outbound: Ring, inbound: Ring, give_up: GiveUp) -> None:
         self.rings = outbound, inbound
 
     def disconnected(self, cause: str) -> None:
@@ -46,42 +47,14 @@ def start() -> Iterator[Callable[[], tuple[End, End]]]:
     running: list[Supervisor] = []
 
     def start() -> tuple[End, End]:
-        secret, pipeline = os.urandom(SECRET_NBYTES).hex(), os.urandom(PIPELINE_NBYTES).hex()
-        listeners = [listen_shm(), listen_shm()]
         ends = End(), End()
-        for stage, (end, peer) in enumerate(zip(ends, (1, 0), strict=True)):
-            request = Open(
-                peer=peer,
-                session=0,
-                transport="shm",
-                connects=stage == 0,
-                address=listeners[peer][1],
-                source="",
-                lanes=LANES,
-            )
-            beginning = Start(
-                stage=stage,
-                pipeline=pipeline,
-                secret=secret,
-                listeners=["shm"],
-                handshake_s=5.0,
-                stall_s=5.0,
-                max_message_nbytes=1 << 20,
-            )
-            end.supervisor = Supervisor(beginning, [listeners[stage][0]], [Link(end, request, 4, 4096)])
-            running.append(end.supervisor)
+        running.extend(supervised(ends))
+        ends[0].supervisor, ends[1].supervisor = running
         return ends
 
     yield start
     for each in running:
         each.close()
-
-
-def until(condition: Callable[[], Any], otherwise: Callable[[], str]) -> None:
-    deadline_s = time.monotonic() + 15.0
-    while not condition():
-        assert time.monotonic() < deadline_s, otherwise()
-        time.sleep(0.01)
 
 
 def joined(one: End, other: End) -> None:
@@ -93,6 +66,85 @@ def joined(one: End, other: End) -> None:
     event = Inbox(max_message_nbytes=0, pooled_nbytes=0).next(other.rings[1], time.monotonic() + 5.0)
     assert event is not None
     assert event.sequence == 7
+
+
+def both(one: End, other: End) -> list[Supervisor]:
+    found = [end.supervisor for end in (one, other)]
+    assert all(found)
+    return found
+
+
+def process_of(keeper: Supervisor) -> int:
+    """Of its delegate."""
+    until(lambda: keeper.process_id, lambda: "there is no delegate")
+    assert keeper.process_id is not None
+    return keeper.process_id
+
+
+def test_signals_to_all_of_a_job_end_no_delegate(start: Callable[[], tuple[End, End]]) -> None:
+    ends = start()
+    for moment in ("beginning", "up"):
+        for keeper in both(*ends):
+            process = process_of(keeper)
+            assert os.getsid(process) == process, "a terminal's signals reach it"
+            for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+                os.kill(process, each)
+        joined(*ends)
+        assert [keeper.starts for keeper in both(*ends)] == [1, 1], moment
+
+
+def test_a_delegate_that_is_killed_again_and_again_is_started_less_and_less_often(
+    start: Callable[[], tuple[End, End]], caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = start()
+    joined(*ends)
+    (keeper, _), kills, began_s = both(*ends), 0, time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        while time.monotonic() < began_s + 6.0:
+            process, starts = process_of(keeper), keeper.starts
+            if ends[0].rings is not None:  # it has come up: that alone does not make it a delegate that lives
+                os.kill(process, signal.SIGKILL)
+                kills += 1
+                until(lambda starts=starts: keeper.starts > starts, lambda: "no other delegate")
+            time.sleep(0.01)
+    joined(*ends)
+    assert 1 < kills < 12, f"{kills} kills in 6 s"
+    said = [text for text in caplog.messages if "starting another" in text]
+    assert len(said) <= 6, said
+
+
+class Undying:
+    """A process that the kernel keeps though it was killed."""
+
+    def __init__(self, real: subprocess.Popen[bytes]) -> None:
+        self._real, self.killed = real, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def kill(self) -> None:
+        self.killed += 1
+
+    def wait(self, timeout: float) -> int:
+        raise subprocess.TimeoutExpired("delegate", timeout)
+
+
+def test_a_delegate_that_does_not_even_end_when_killed_is_left_behind(
+    start: Callable[[], tuple[End, End]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delegate_process, "ENDED_S", 0.1)
+    ends = start()
+    joined(*ends)
+    keeper, _ = both(*ends)
+    assert keeper._delegate is not None
+    undying = Undying(keeper._delegate.process)
+    keeper._delegate.process = undying  # type: ignore[assignment]
+    os.kill(undying.pid, signal.SIGSTOP)
+    until(lambda: keeper.starts == 2, lambda: "no other delegate")
+    joined(*ends)
+    assert undying.killed == 1
+    undying._real.kill()
+    undying._real.wait(10.0)
 
 
 class Scarce:

@@ -15,6 +15,7 @@ import pytest
 
 from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event, Inbox, Ring
 from adaptra_megatron.transport.control import Open, Start
+from adaptra_megatron.transport.host_link_state import GiveUp
 from adaptra_megatron.transport.supervisor import Link, Supervisor
 from adaptra_megatron.transport.verbs_device import why_unavailable
 
@@ -56,7 +57,7 @@ class Stage:
         )
         self.supervisor = Supervisor(start, [self.listener], [Link(self, request, 4, 4096)])
 
-    def connected(self, outbound: Ring, inbound: Ring) -> None:
+    def connected(self, outbound: Ring, inbound: Ring, give_up: GiveUp) -> None:
         self.rings = outbound, inbound
         self.sessions += 1
 

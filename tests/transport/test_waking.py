@@ -33,8 +33,8 @@ def rings() -> list[Ring]:
 def links(rings: list[Ring]) -> Iterator[list[HostLink]]:
     made = [HostLink(stage, 1 - stage, SETTINGS) for stage in range(2)]
     there, back = rings
-    made[0].connected(there, back)
-    made[1].connected(back, there)
+    made[0].connected(there, back, lambda cause: None)
+    made[1].connected(back, there, lambda cause: None)
     yield made
     for link in made:
         link.close()

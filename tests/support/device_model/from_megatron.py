@@ -162,7 +162,7 @@ class _Calls:
     def _backward(self, input_tensor: Any, output_tensor: Any, *_: Any) -> torch.Tensor:
         output = output_tensor[0] if isinstance(output_tensor, list) else output_tensor
         chunk = self._chunk_of[id(output)]
-        self._compute(Kind.BACKWARD, chunk, self._backwards[chunk], self._costs.backward_s)
+        self._compute(Kind.BACKWARD, chunk, self._backwards[chunk], self._costs.whole_backward_s)
         self._backwards[chunk] += 1
         return torch.zeros(1)
 

@@ -192,12 +192,12 @@ class RecordingComputation:
         if split:
             self._compute(Kind.BACKWARD_INPUT, chunk, micro_batch, self._costs.backward_input_s)
         elif self._reductions.by_hooks():
-            seconds = self._costs.backward_s[self._stage][chunk] / 2
+            seconds = self._costs.whole_backward_s[self._stage][chunk] / 2
             self._recorder.compute(seconds)
             self._reductions.begin(chunk)
             self._recorder.compute(seconds, self._label(Kind.BACKWARD, chunk, micro_batch))
         else:
-            self._compute(Kind.BACKWARD, chunk, micro_batch, self._costs.backward_s)
+            self._compute(Kind.BACKWARD, chunk, micro_batch, self._costs.whole_backward_s)
         return self._tensor
 
     def weight_gradient(self, chunk: int, micro_batch: int) -> None:

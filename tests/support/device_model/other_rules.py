@@ -19,8 +19,8 @@ class LookAhead(Inbox):
 
     ahead = 8
 
-    def __init__(self, transport: Transport, program: Program, iteration: int, *, timeout_s: float) -> None:
-        super().__init__(transport, program, iteration, timeout_s=timeout_s)
+    def __init__(self, transport: Transport, program: Program, iteration: int, **settings: Any) -> None:
+        super().__init__(transport, program, iteration, **settings)
         self._keys = (transport, iteration)
         self._messages: dict[int, list[Message]] = {}
         """By neighbour, in the order in which it sends them."""

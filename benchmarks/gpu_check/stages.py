@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One stage of a pipeline of real processes on real GPUs, which may share one: what checks of links begin with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from adaptra_megatron.transport.cuda_device import CudaDevice, Device
+from adaptra_megatron.transport.device_clock import CudaEvents, DeviceClock
+from adaptra_megatron.transport.link_setup import LinkMaker
+from adaptra_megatron.transport.link_watch import LinkWatch
+from adaptra_megatron.transport.nccl_library import CommunicatorConfig, NcclLibrary, torch_nccl
+from adaptra_megatron.transport.nccl_link import NcclSide, gpu_identity
+from adaptra_megatron.transport.rendezvous import Rendezvous
+from adaptra_megatron.transport.stream_path import StreamTransport
+
+TIMEOUT_S = 60.0
+Decorate = Callable[[NcclLibrary], Any]
+
+
+class Stage(Protocol):
+    """Of a pipeline in which each rank is one stage."""
+
+    stage: int
+    rendezvous: Rendezvous
+    device: Device | None
+    """None: tensors are on the CPU."""
+    tensors: torch.device
+    largest_nbytes: int
+    """Of the messages that are worth sending here."""
+
+    def maker(self, decorate: Decorate = lambda library: library, *, identity: str | None = None) -> LinkMaker:
+        """Of this stage's links. `decorate`: NCCL. `identity`: of its GPU; None: one that no other stage has."""
+
+    def transport(self, timeout_s: float) -> StreamTransport:
+        """The plain device path, connected, with a clock."""
+
+    def tensor(self, number: int, nbytes: int) -> torch.Tensor:
+        """int32, computed on the current stream."""
+
+    def plus(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        """A new tensor, computed likewise."""
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What computation sees of it, in host memory once `synchronize` has returned."""
+
+    def synchronize(self) -> None:
+        """Wait for computation."""
+
+    def used_nbytes(self) -> int:
+        """Of the GPU's memory, by all processes."""
+
+    def die(self) -> None:
+        """End the process at once."""
+
+
+class CudaStage:
+    """Implements Stage: rank N has GPU N, or shares the last."""
+
+    largest_nbytes = 64 << 20
+
+    def __init__(self) -> None:
+        rank, count = int(os.environ["RANK"]), torch.cuda.device_count()
+        torch.cuda.set_device(min(rank, count - 1))
+        self.device: CudaDevice = CudaDevice(torch.device("cuda"))
+        self.tensors = self.device.device
+        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        self.stage = dist.get_rank()
+        assert dist.group.WORLD is not None
+        self.rendezvous = Rendezvous.of(dist.group.WORLD, TIMEOUT_S)
+        self._watch = LinkWatch()
+        self.plus(self.tensor(1, 1024), 1)  # kernels are loaded at their first use, which may wait for the whole GPU
+        torch.cuda.synchronize()
+
+    def maker(self, decorate: Decorate = lambda library: library, *, identity: str | None = None) -> LinkMaker:
+        # NCCL itself refuses ranks that share a GPU unless NCCL_MULTI_RANK_GPU_ENABLE is set.
+        name = identity or f"{gpu_identity(self.tensors)} of rank {self.stage}"
+        side = NcclSide(lambda: decorate(torch_nccl()), self.device, name, CommunicatorConfig(), self._watch)
+        return LinkMaker(self.rendezvous, side)
+
+    def transport(self, timeout_s: float) -> StreamTransport:
+        maker = self.maker()
+        maker.connect(wrap=False)
+        clock = DeviceClock(CudaEvents())
+        return StreamTransport(self.stage, maker.links(), self.device, clock, self._watch, timeout_s)
+
+    def tensor(self, number: int, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes // 4,), number, dtype=torch.int32, device=self.tensors)
+
+    def plus(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        return tensor + number
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu()
+
+    def synchronize(self) -> None:
+        torch.cuda.current_stream().synchronize()
+
+    def used_nbytes(self) -> int:
+        free, total = torch.cuda.mem_get_info()
+        return int(total - free)
+
+    def die(self) -> Any:
+        os._exit(0)

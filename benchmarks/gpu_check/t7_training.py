@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""T7: stages that share a GPU train over the host path, or over real NCCL, compared bitwise with stock Megatron.
+
+Megatron's own groups are gloo's here, which sends host memory only: stock's transfers are taken through host memory by
+a decorator of torch.distributed's isend and irecv, which copies, sends, and copies back. Stock runs twice: where those
+two runs differ, the kernels are not deterministic, and equality would mean nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from gpu_check.building import REPOSITORY
+from gpu_check.findings import Report
+from gpu_check.plan import SHARING
+
+ITERATIONS = 10
+MODEL = (
+    "--num-layers 8 --global-batch-size 16 --micro-batch-size 4 --mock-data --no-gradient-accumulation-fusion "
+    f"--distributed-backend gloo --train-iters {ITERATIONS} --eval-iters 1 --eval-interval 5"
+)
+STOCK = {"stock": "", "stock again": ""}
+HOST = {
+    "host path, shm": "--adaptra --adaptra-host-transport shm --adaptra-path host",
+    "host path, tcp": "--adaptra --adaptra-host-transport tcp --adaptra-path host",
+}
+ALONE, BESIDE = "device path alone", "device path beside shm"
+DEVICE = {
+    ALONE: "--adaptra --adaptra-host-transport off",
+    BESIDE: "--adaptra --adaptra-host-transport shm",
+}
+FRACTION = 0.9
+"""Of the GPU's memory, that ours keeps to."""
+
+
+class Trainer(Protocol):
+    """Where Megatron trains."""
+
+    layouts: Mapping[str, str]
+    """Names, and more arguments of the training."""
+
+    def ready(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, Megatron's processes can train."""
+
+    def begin_peaks(self) -> None:
+        """Forget the peaks of memory."""
+
+    def peaks(self) -> dict[str, float]:
+        """Most memory since then, by kind, as fractions of the GPU's; empty where nothing is known."""
+
+
+def run(trainer: Trainer, report: Report, paths: str) -> None:
+    """`paths`: host or device, those that are compared with stock."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    from adaptra_megatron.emulation.process_groups import leave_job
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with trainer.ready():
+        for layout, shape in trainer.layouts.items():
+            arguments = [*MODEL.split(), *shape.split()]
+            expected: dict[str, Any] = {}
+            for name, flags in {**STOCK, **(HOST if paths == "host" else DEVICE)}.items():
+                what = "losses, parameters and optimizer state are stock's, bit for bit" if expected else "it learns"
+                promise = f"{layout}, {name}: {what}"
+                report.begin(promise)
+                trainer.begin_peaks()
+                expected = _train(report, promise, name, [*arguments, *flags.split()], expected, trainer)
+        dist.barrier()
+        leave_job()
+
+
+def _train(
+    report: Report, promise: str, name: str, arguments: list[str], expected: dict[str, Any], trainer: Trainer
+) -> dict[str, Any]:
+    """Returns the tensors to compare with: those of the first training."""
+    import torch.distributed as dist
+
+    from adaptra_megatron.emulation.arguments import parse_arguments
+    from adaptra_megatron.emulation.results import differences
+    from adaptra_megatron.emulation.training import train
+
+    result = train(parse_arguments(arguments))
+    tensors, links = result.tensors(), result.adaptra.get("links", {})
+    mine = {
+        "different": differences(expected, tensors)[:1] if expected else [],
+        "compared": sum(tensor.numel() for tensor in expected.values()),
+        "seconds": result.iteration_seconds,
+        "transports": result.adaptra.get("transports", []),
+        "by_device": sum((link["paths"] or {}).get("sent_by_device", 0) for link in links.values()),
+        "costs": result.adaptra.get("measured_costs"),
+        "losses": result.losses,
+        "peaks": trainer.peaks(),
+    }
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    if dist.get_rank() == 0:
+        seen, shown = judge(name, ranks)
+        report.show(promise, seen, shown)
+    return expected or tensors
+
+
+def judge(name: str, ranks: list[dict[str, Any]]) -> tuple[str, bool]:
+    """What was seen of one training, and whether that is what was promised."""
+    problems = [f"rank {rank}: {each['different'][0]}" for rank, each in enumerate(ranks) if each["different"]]
+    compared = sum(each["compared"] for each in ranks)
+    losses = ranks[-1]["losses"]
+    if name != "stock" and not compared:
+        problems.append("nothing was compared")
+    expected = [] if name in STOCK else ["StreamTransport" if name == ALONE else "HostTransport"]
+    if ranks[0]["transports"] != expected:
+        problems.append(f"messages went by {ranks[0]['transports']}")
+    by_device = sum(each["by_device"] for each in ranks)
+    if bool(by_device) is not (name == BESIDE):
+        problems.append(f"links with two paths sent {by_device} messages by the device path")
+    if losses[-1] >= losses[0]:
+        problems.append("nothing was learnt")
+    # The ranks share the GPU.
+    peaks = {kind: sum(each["peaks"][kind] for each in ranks) for kind in ranks[0]["peaks"]}
+    if peaks.get("reserved", 0.0) > FRACTION:
+        problems.append(f"more than {FRACTION:g} of the GPU was reserved")
+    median_s = statistics.median(max(times) for times in zip(*(each["seconds"] for each in ranks), strict=True))
+    seen = [*problems, f"{compared} elements compared, last loss {losses[-1]:.6f}, {1e3 * median_s:.0f} ms/iteration"]
+    if peaks and (costs := ranks[0]["costs"]):
+        seen.append(f"I gave {costs.get('released_at_backward_input', 0.0):.2f} of an activation back")
+    if peaks:
+        seen.append("peaks of memory: " + ", ".join(f"{kind} {share:.4f}" for kind, share in peaks.items()))
+    return "; ".join(seen), not problems
+
+
+class SharedGpu:
+    """Implements Trainer: all ranks on GPU 0, Megatron's groups over gloo, links over NCCL where it connects them."""
+
+    def __init__(self) -> None:
+        import_patches()
+        os.environ["LOCAL_RANK"] = "0"
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        model = (
+            f"--pipeline-model-parallel-size {os.environ['WORLD_SIZE']} --hidden-size 512 --num-attention-heads 8 "
+            "--seq-length 512"
+        )
+        self.layouts = {"1 chunk": model, "2 chunks": f"{model} --num-virtual-stages-per-pipeline-rank 2"}
+
+    def ready(self) -> contextlib.AbstractContextManager[None]:
+        return one_gpu()
+
+    def begin_peaks(self) -> None:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+    def peaks(self) -> dict[str, float]:
+        import torch
+
+        stats, total = torch.cuda.memory_stats(), torch.cuda.mem_get_info()[1]
+        return {kind: stats[f"{kind}_bytes.all.peak"] / total for kind in ("allocated", "active", "reserved")}
+
+
+def import_patches() -> None:
+    """Import the package's patches where it is not installed: they are in a folder of their own."""
+    name = "adaptra_megatron.patches"
+    if importlib.util.find_spec(name) is None:
+        spec = importlib.util.spec_from_file_location(name, REPOSITORY / "patches" / "__init__.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+
+
+class HostedReceive:
+    """A receive into host memory whose wait brings it to the device."""
+
+    def __init__(self, work: Any, host: Any, target: Any) -> None:
+        self._work, self._host, self._target = work, host, target
+
+    def wait(self, timeout: Any = None) -> bool:
+        """As a receive's; the copy is on the current stream."""
+        self._work.wait() if timeout is None else self._work.wait(timeout)
+        self._target.detach().copy_(self._host)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return bool(self._work.is_completed())
+
+
+def hosted(isend: Callable[..., Any], irecv: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """torch.distributed's isend and irecv, for tensors of a device over a backend of host memory."""
+
+    @functools.wraps(isend)
+    def hosted_isend(tensor: Any, *args: Any, **keywords: Any) -> Any:
+        return isend(tensor.detach().cpu(), *args, **keywords)
+
+    @functools.wraps(irecv)
+    def hosted_irecv(tensor: Any, *args: Any, **keywords: Any) -> Any:
+        if tensor.device.type == "cpu":
+            return irecv(tensor, *args, **keywords)
+        host = tensor.detach().cpu()
+        return HostedReceive(irecv(host, *args, **keywords), host, tensor)
+
+    return hosted_isend, hosted_irecv
+
+
+class Uncoalesced:
+    """What a coalescing manager yields where each operation was waited for as it came."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+@contextlib.contextmanager
+def one_gpu() -> Iterator[None]:
+    """Let Megatron's processes share a GPU over gloo."""
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+    from megatron.core.distributed import param_and_grad_buffer
+
+    from adaptra_megatron.emulation.replacing import Replaced, Replacement
+    from adaptra_megatron.runtime import transports
+
+    @contextlib.contextmanager
+    def each_alone(*_: Any, **__: Any) -> Iterator[Uncoalesced]:
+        yield Uncoalesced()
+
+    hosted_isend, hosted_irecv = hosted(dist.isend, dist.irecv)
+    replacements = [
+        Replacement(owner, name, value, "gloo sends and receives host memory only")
+        for owner in (dist, c10d)
+        for name, value in (("isend", hosted_isend), ("irecv", hosted_irecv))
+    ]
+    reason = "gloo coalesces no operations on a device; nothing here is asynchronous"
+    replacements.append(Replacement(param_and_grad_buffer, "_coalescing_manager", each_alone, reason))
+    if os.environ.get(SHARING) == "1":
+        reason = f"NCCL lets ranks share a GPU under {SHARING}"
+        identity = f"GPU of rank {os.environ['RANK']}"
+        replacements.append(Replacement(transports, "gpu_identity", lambda device: identity, reason))
+    with Replaced(replacements):
+        yield

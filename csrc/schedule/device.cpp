@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device.hpp"
+
+namespace adaptra {
+
+double DeviceReplay::run(const Orders& orders, const Ranks& ranks) {
+    orders_ = &orders;
+    ranks_ = &ranks;
+    reset(orders);
+    for (int stage = problem_.stages - 1; stage >= 0; --stage) wake(stage);
+    while (!pending_.empty()) {
+        const int stage = pending_.back();
+        pending_.pop_back();
+        is_pending_[stage] = 0;
+        advance(stage);
+    }
+    double makespan = 0.0;
+    for (int stage = 0; stage < problem_.stages; ++stage) {
+        if (stages_[stage].position < static_cast<int>(orders[stage].size())) return kNever;
+        makespan = std::max(makespan, stages_[stage].free);
+    }
+    return makespan;
+}
+
+void DeviceReplay::reset(const Orders& orders) {
+    messages_.reset(problem_);
+    stages_.assign(problem_.stages, Stage{});
+    pending_.clear();
+    is_pending_.assign(problem_.stages, 0);
+    for (auto* times : {&start_, &end_}) times->assign(problem_.stages, {});
+    channels_.resize(problem_.links());
+    for (Channel& channel : channels_) {
+        channel.source = channel.target = -1;
+        channel.carried = 0;
+        channel.free = 0.0;
+        channel.made_at.clear();
+        channel.sent.clear();
+        channel.posted.clear();
+    }
+    for (int stage = 0; stage < problem_.stages; ++stage) {
+        for (int position = 0; position < static_cast<int>(orders[stage].size()); ++position) {
+            const Code code = orders[stage][position];
+            const int link = problem_.link_out(kind_of(code), problem_.chunk_in(code) * problem_.stages + stage);
+            if (link < 0 || !problem_.link(link).rendezvous) continue;
+            channels_[link].source = stage;
+            channels_[link].target = problem_.target_of(link);
+            channels_[link].made_at.push_back(position);
+        }
+    }
+}
+
+// Issues what `stage` can, until it must wait for what another stage does.
+void DeviceReplay::advance(int stage) {
+    const Order& order = (*orders_)[stage];
+    Stage& state = stages_[stage];
+    while (true) {
+        if (state.owes_send && !send(stage)) return;
+        if (state.position == static_cast<int>(order.size()) || !post_receives(stage)) return;
+        const Code code = order[state.position];
+        const Kind kind = kind_of(code);
+        const int chunk = problem_.chunk_in(code), micro_batch = problem_.micro_batch_in(code);
+        const int virtual_stage = chunk * problem_.stages + stage;
+        const double ready = messages_.ready(problem_, kind, virtual_stage, micro_batch);
+        if (ready == kNever) return;
+        double start = std::max(state.free, ready);
+        if (problem_.shared_queue) start = state.queue = std::max(start, state.queue);
+        state.free = start + problem_.seconds(kind, stage * problem_.chunks + chunk);
+        start_[stage].push_back(start);
+        end_[stage].push_back(state.free);
+        ++state.position;
+        const int link = problem_.link_out(kind, virtual_stage);
+        state.owes_send = link >= 0 && problem_.link(link).rendezvous;
+        if (state.owes_send) {
+            if (kind == kBackwardInput) messages_.input_end[virtual_stage * problem_.micro_batches + micro_batch] = state.free;
+            continue;
+        }
+        const int target = messages_.deliver(problem_, kind, virtual_stage, micro_batch, state.free);
+        if (target >= 0 && target != stage) wake(target);
+    }
+}
+
+// Before the action at hand: of both neighbours' messages, those made by what comes before it in the order of all actions.
+bool DeviceReplay::post_receives(int stage) {
+    Stage& state = stages_[stage];
+    while (true) {
+        Channel* first = nullptr;
+        int lowest = (*ranks_)[stage][state.position];
+        for (int link : problem_.links_into(stage)) {
+            Channel& channel = channels_[link];
+            if (channel.posted.size() == channel.made_at.size()) continue;
+            const int rank = (*ranks_)[channel.source][channel.made_at[channel.posted.size()]];
+            if (rank > lowest) continue;
+            first = &channel;
+            lowest = rank;
+        }
+        if (first == nullptr) return true;
+        if (!begin(*first, first->posted, state.free, state)) return false;
+        carry(*first);
+    }
+}
+
+bool DeviceReplay::send(int stage) {
+    Stage& state = stages_[stage];
+    const Code code = (*orders_)[stage][state.position - 1];
+    Channel& channel = channels_[problem_.link_out(kind_of(code), problem_.chunk_in(code) * problem_.stages + stage)];
+    if (!begin(channel, channel.sent, state.free, state)) return false;
+    state.owes_send = false;
+    carry(channel);
+    return true;
+}
+
+// Issues one end of the next transfer. Whether its start is known: behind it in a shared queue nothing is, before.
+bool DeviceReplay::begin(Channel& channel, std::vector<double>& starts, double ready, Stage& state) {
+    if (problem_.shared_queue) {
+        if (channel.carried < starts.size()) return false;
+        ready = state.queue = std::max({ready, state.queue, channel.free});
+    }
+    starts.push_back(ready);
+    return true;
+}
+
+void DeviceReplay::carry(Channel& channel) {
+    const std::size_t before = channel.carried;
+    while (channel.carried < std::min(channel.sent.size(), channel.posted.size())) {
+        const std::size_t index = channel.carried++;
+        const Code code = (*orders_)[channel.source][channel.made_at[index]];
+        const Kind kind = kind_of(code);
+        const int virtual_stage = problem_.chunk_in(code) * problem_.stages + channel.source;
+        const Link& link = problem_.link(problem_.link_out(kind, virtual_stage));
+        const double start = std::max({channel.sent[index], channel.posted[index], channel.free});
+        channel.free = start + link.occupancy;
+        const int slot = virtual_stage * problem_.micro_batches + problem_.micro_batch_in(code);
+        if (kind == kForward) {
+            messages_.activation[slot + problem_.micro_batches] = channel.free;
+        } else {
+            messages_.gradient[slot - problem_.micro_batches] = channel.free;
+        }
+    }
+    if (channel.carried == before) return;
+    wake(channel.source);
+    wake(channel.target);
+}
+
+void DeviceReplay::wake(int stage) {
+    if (is_pending_[stage]) return;
+    is_pending_[stage] = 1;
+    pending_.push_back(stage);
+}
+
+}  // namespace adaptra

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses processes: of its declared types and from who knows the secret, or refused before anything is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch.distributed as dist
+
+from adaptra_megatron.runtime.decision_reader import DecisionReader, decision_key
+from adaptra_megatron.runtime.decisions import Decision, LinkName
+from adaptra_megatron.transport import control, placement
+from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.notes import MOST_PROBES, Measure, Meet, decode_note
+from adaptra_megatron.transport.outlet import Outlet
+from adaptra_megatron.transport.paths import PathSettings
+from adaptra_megatron.transport.sealed_store import SealedStore, TamperedError
+from adaptra_megatron.transport.tagged_json import packed, unpacked
+
+SECRET = b"s" * 32
+executed: list[str] = []
+
+
+def stranger() -> None:
+    executed.append("code of a stranger")
+
+
+class Bomb:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return stranger, ()
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_what_is_no_decision_is_an_error_at_once_and_never_code(sealed: bool) -> None:
+    pickle.loads(pickle.dumps(Bomb()))
+    assert executed == ["code of a stranger"], "it would be seen"
+    executed.clear()
+    store = dist.HashStore()
+    ours = SealedStore(store, SECRET, "here")
+    (ours if sealed else store).set(decision_key(2), pickle.dumps(Bomb()))
+    reader, began_s = DecisionReader(ours, 30.0), time.monotonic()
+    reader.expect(2)
+    with pytest.raises(RuntimeError, match="cannot be read" if sealed else "knows the job's secret"):
+        reader.needed(2)
+    assert time.monotonic() - began_s < 15.0, "the timeout was waited for"
+    assert not executed
+    reader.close()
+
+
+def test_a_decision_comes_as_it_was_written() -> None:
+    store = SealedStore(dist.HashStore(), SECRET, "here")
+    decision = Decision(7, "F,0", caps=(1.5, None), diverted=(LinkName(0, 1, 2),))
+    store.set(decision_key(2), packed(decision))
+    reader = DecisionReader(store, 10.0)
+    reader.expect(2)
+    assert reader.needed(2) == decision
+    reader.close()
+
+
+def test_numbers_of_numpy_travel_as_numbers() -> None:
+    sent: Any = Decision(numpy.int64(7), None, caps=(numpy.float32(1.5),), diverted=(LinkName(numpy.int16(1), 2, 3),))
+    come = Decision(7, None, caps=(1.5,), diverted=(LinkName(1, 2, 3),))
+    assert unpacked(packed(sent), Decision, 1 << 16) == come
+
+
+def test_a_value_is_good_for_its_place_alone() -> None:
+    store = dist.HashStore()
+    ours = SealedStore(store, SECRET, "here")
+    ours.set("a", b"content")
+    assert ours.get("a") == ours.multi_get(["a"])[0] == b"content"
+    strangers = [SealedStore(store, b"t" * 32, "here"), SealedStore(store, SECRET, "there")]
+    store.set("b", store.get("a"))
+    for reader, key in ((ours, "b"), *((stranger, "a") for stranger in strangers)):
+        with pytest.raises(TamperedError, match="ADAPTRA_SECRET_FILE"):
+            reader.get(key)
+    store.set("a", store.get("a") + b"!")
+    with pytest.raises(TamperedError):
+        ours.multi_get(["a"])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"is": "measure", "session": 1, "count": 1 << 40, "nbytes": 1},
+        {"is": "measure", "session": 1, "count": 1, "nbytes": 1 << 40},
+        {"is": "measure", "session": 1, "count": "1", "nbytes": 1},
+        {"is": "measure", "session": 1, "count": 1, "nbytes": 1, "more": 1},
+        {"is": "measure", "session": -1, "count": 1, "nbytes": 1},
+        {"is": "open", "session": 1, "number": 1, "skipped": [[]]},
+        {"is": "open", "session": 1, "number": True, "skipped": []},
+        {"is": "failed", "session": 1, "cause": None},
+        {"is": "probed", "session": 1, "index": 1, "arrived_s": 10**400},
+        {"is": ["measure"]},
+        ["measure"],
+        None,
+    ],
+)
+def test_what_no_peer_says_is_no_note(said: Any) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        decode_note(json.dumps(said).encode())
+    assert decode_note(packed(Measure(1, MOST_PROBES, 1))) == Measure(1, MOST_PROBES, 1)
+
+
+@pytest.mark.parametrize("packet", [b"[" * 60_000, b"\xff", b"", b"{" + b" " * (1 << 17) + b"}"])
+def test_nor_is_junk(packet: bytes) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        decode_note(packet)
+
+
+def test_a_confirmation_of_what_was_never_sent_takes_no_time() -> None:
+    outlet: Outlet[int] = Outlet(PathSettings(), nbytes_of=lambda nbytes: nbytes)
+    outlet.tick(0.0, 0.0, list)
+    (meet,) = outlet.effects.notes
+    assert isinstance(meet, Meet)
+    outlet.made(meet.session, 0.0)
+    outlet.confirmed(meet.session, 1 << 62)
+
+
+def test_a_control_message_that_cannot_be_ends_the_channel() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        for packet in (b"junk", b"[]", b'{"is": "ping"}', b'{"is": "ping", "number": "1"}'):
+            descriptor = os.memfd_create("handed over")
+            before = len(os.listdir("/proc/self/fd"))
+            socket.send_fds(theirs, [packet], [descriptor])
+            with pytest.raises(control.ControlEndedError, match="cannot be"):
+                control.receive(ours)
+            assert len(os.listdir("/proc/self/fd")) == before, "what came with it is still open"
+            os.close(descriptor)
+
+
+class TestSecretFile:
+    @staticmethod
+    def secret_of(path: Path) -> bytes:
+        return placement.job_secret(dist.HashStore(), {placement.SECRET_VARIABLE: str(path)})
+
+    def test_all_who_read_the_file_have_one_secret(self, tmp_path: Path) -> None:
+        files = [tmp_path / name for name in ("one", "same", "other")]
+        for file, content in zip(files, (b"k" * 40, b"k" * 40 + b"\n", b"l" * 40), strict=True):
+            file.write_bytes(content)
+            file.chmod(0o600)
+        one, same, other = map(self.secret_of, files)
+        assert one == same != other
+        assert len(one) == 32
+
+    @pytest.mark.parametrize(
+        ("content", "mode", "said"),
+        [(b"k" * 40, 0o644, "chmod 600"), (b"k" * 31, 0o600, "fewer than 32"), (None, 0, "No such file")],
+    )
+    def test_what_is_no_secret_is_an_error(self, content: bytes | None, mode: int, said: str, tmp_path: Path) -> None:
+        file = tmp_path / "secret"
+        if content is not None:
+            file.write_bytes(content)
+            file.chmod(mode)
+        with pytest.raises(TransportError, match=said) as caught:
+            self.secret_of(file)
+        assert "kkkk" not in str(caught.value)
