@@ -15,13 +15,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from adaptra_megatron.runtime.decision_reader import LOOK_UP_S, MOST_NBYTES, DecisionReader, decision_key
+from adaptra_megatron.runtime.decision_reader import LOOK_UP_S, MOST_NBYTES, DecisionReader, arrives, decision_key
 from adaptra_megatron.runtime.decision_writer import DELAY, DecisionWriter
 from adaptra_megatron.runtime.decisions import Decision
 from adaptra_megatron.runtime.measurements import StageMeasurement
@@ -32,6 +30,8 @@ from adaptra_megatron.transport.tagged_json import packed, unpacked
 
 logger = logging.getLogger("adaptra_megatron.runtime")
 
+_COLLECT_PAUSE_S = 0.02
+"""Between two looks of the leader, who is one, for what all have measured."""
 _MISSED_S = 30.0
 """How long a rank may be behind the first one with what it measured before the leader says so."""
 
@@ -120,18 +120,24 @@ class PlanExchange:
 
 
 class _Leader:
-    """Collects measurements and has `decide` called, in a thread each; decisions are written by whoever comes first."""
+    """Collects measurements, has `decide` called, and publishes decisions, in a thread each.
+
+    Decisions are made by whoever comes first, the planner or the training. Neither waits for the store.
+    """
 
     def __init__(self, membership: Membership, decide: Decide, collecting: Any, writing: Any) -> None:
-        """`collecting`, `writing`: clients of the store, of which one waits and the other never does."""
+        """`collecting`, `writing`: clients of the store, one for each of the threads that ask it."""
         self._membership, self._decide = membership, decide
         self._collecting, self._writing = collecting, writing
         self._closed = threading.Event()
         self._rounds: queue.SimpleQueue[tuple[int, Round] | None] = queue.SimpleQueue()
+        self._unpublished: queue.SimpleQueue[tuple[int, Decision] | None] = queue.SimpleQueue()
+        self._lost: RuntimeError | None = None
+        """What the store answered when a decision could not be published."""
         self.decisions = DecisionWriter(self._write)
         self._threads = [
             threading.Thread(target=work, name=f"adaptra-{work.__name__.strip('_')}", daemon=True)
-            for work in (self._collect, self._plan)
+            for work in (self._collect, self._plan, self._publish)
         ]
         for thread in self._threads:
             thread.start()
@@ -140,11 +146,25 @@ class _Leader:
         """End the threads."""
         self._closed.set()
         self._rounds.put(None)
+        self._unpublished.put(None)
+        until_s = time.monotonic() + 2 * LOOK_UP_S
         for thread in self._threads:
-            thread.join(timeout=2 * LOOK_UP_S)
+            thread.join(timeout=max(0.0, until_s - time.monotonic()))
 
     def _write(self, iteration: int, decision: Decision) -> None:
-        self._writing.set(decision_key(iteration), packed(decision))
+        if self._lost is not None:
+            raise self._lost
+        self._unpublished.put((iteration, decision))
+
+    def _publish(self) -> None:
+        while (item := self._unpublished.get()) is not None:
+            iteration, decision = item
+            try:
+                self._writing.set(decision_key(iteration), packed(decision))
+            except RuntimeError as error:
+                self._lost = error
+                _say_lost(self._membership.rank, error)
+                return
 
     def _plan(self) -> None:
         while (item := self._rounds.get()) is not None:
@@ -173,7 +193,7 @@ class _Leader:
         while not self._closed.is_set():
             keys = [f"measured/{iteration}/{rank}" for rank in ranks]
             try:
-                if not _arrived(store, f"complete/{iteration}"):
+                if not arrives(store, f"complete/{iteration}", self._closed, LOOK_UP_S, _COLLECT_PAUSE_S):
                     begun = store.check([f"count/{iteration}"])
                     since_s = since_s if begun else time.monotonic()
                     if not missed and time.monotonic() - since_s > _MISSED_S:
@@ -203,14 +223,6 @@ class _Leader:
             "stays. They are late, hang, or have lost the job's store",
             *(_MISSED_S, ", ".join(map(str, ranks)), iteration, self.decisions.in_force.number),
         )
-
-
-def _arrived(store: Any, key: str) -> bool:
-    try:
-        store.wait([key], timedelta(seconds=LOOK_UP_S))
-    except DistStoreError:
-        return False
-    return True
 
 
 def _say_lost(rank: int, error: RuntimeError) -> None:

@@ -182,6 +182,8 @@ class Pipeline:
     def fail(self, cause: BaseException) -> None:
         """An iteration has ended with an error. What is under way is aborted, which the peers hear of."""
         self._sent_all, self._failure, self._unsettled = False, cause, None
+        if isinstance(self.transport, TwoPathTransport):
+            self.transport.say_failed(f"{type(cause).__name__}: {cause}")
         self.transport.close(drained=False)
 
     def close(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -53,6 +54,10 @@ class DeviceEvents(Protocol):
         """A session is of no use any more, or could not be made."""
 
 
+_MOST_MAKERS = 8
+"""Attempts to meet that may be under way: a job's store that is stopped keeps each of them."""
+
+
 class DevicePath:
     """Sessions of a link, one direction independent of the other."""
 
@@ -70,8 +75,13 @@ class DevicePath:
         """Meet the peer for a new session, in a thread of its own: the peer may not come."""
         maker = threading.Thread(target=self._make, args=(as_sender, session), name="adaptra-meet", daemon=True)
         with self._lock:
-            self._makers = [thread for thread in self._makers if thread.is_alive()] + [maker]
-        maker.start()
+            self._makers = [thread for thread in self._makers if thread.is_alive()]
+            if meets := len(self._makers) < _MOST_MAKERS:
+                maker.start()
+                self._makers.append(maker)
+        if not meets:
+            cause = f"{_MOST_MAKERS} earlier attempts to meet do not end: the job's store does not answer"
+            self._events.device_failed(as_sender, session, cause)
 
     def send(self, send: DeviceSend[Computed], *, header: bool) -> None:
         """Send a message, with its shape if the peer does not know it, or a probe."""
@@ -110,8 +120,9 @@ class DevicePath:
 
     def close(self) -> None:
         """End all sessions. Waits for those that are being made."""
+        until_s = time.monotonic() + self._meeting_s + 1.0
         for maker in self._makers:
-            maker.join(self._meeting_s + 1.0)
+            maker.join(max(0.0, until_s - time.monotonic()))
         with self._lock:
             self._closed = True
             sessions = self._all()

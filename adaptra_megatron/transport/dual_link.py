@@ -3,7 +3,7 @@
 
 The two directions are independent: the Outlet at the sending stage decides, the Inlet at the receiving stage follows.
 Both are bookkeeping; here is heard what they have to know, and what they ask for is passed on to the link's two sides.
-Notes between them go by the host path, and by the job's store while that is down. What may take time (sending on the
+Notes between them go by the host path, and by the link's line while that is down. What may take time (sending on the
 device path, making and ending its sessions) happens without the lock.
 """
 
@@ -36,9 +36,6 @@ from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings, P
 from adaptra_megatron.transport.probes import HostProber
 
 logger = logging.getLogger("adaptra_megatron.transport.dual_link")
-
-_FETCH_S = 2.0
-"""How long the training waits for anything before it is looked for in the store though the host path is up."""
 
 
 class DualLink(HostLink):
@@ -128,7 +125,7 @@ class DualLink(HostLink):
         outgoing = self._outgoing(key, tensor)
         now_s = time.monotonic()
         with self._lock:
-            if not self._outlet.device_healthy and now_s >= self._health.broken_from_s():
+            if not self._device_lives(self._outlet.device_healthy) and now_s >= self._health.broken_from_s():
                 raise self._error("could not send", key, now_s, now_s, receiving=False)
             self._usual_nbytes = tensor.nbytes
             message, path = self._outlet.post(key, outgoing)
@@ -145,7 +142,8 @@ class DualLink(HostLink):
     def post_receive(self, key: MessageKey) -> None:
         now_s = time.monotonic()
         with self._lock:
-            if not self._inlet.alive and key not in self._arrivals and now_s >= self._health.broken_from_s():
+            alone = not self._device_lives(self._inlet.alive)
+            if alone and key not in self._arrivals and now_s >= self._health.broken_from_s():
                 raise self._error("waited for", key, now_s, now_s, receiving=True)
             self._inlet.post(key, self._specification)
             self._ask_for(key, now_s)
@@ -167,6 +165,27 @@ class DualLink(HostLink):
         if self._begun:
             self._keeper.join(self._paths.probe_limit_s + 1.0)
         self._device.close()
+
+    # What the line tells.
+
+    def line_up(self) -> None:
+        super().line_up()
+        with self._lock:
+            self._mail.line_renewed()
+            self._keeper.wake()
+
+    def note_came(self, number: int, packet: bytes) -> int:
+        with self._lock:
+            try:
+                self.heard(number, packet)
+            except ValueError as cause:
+                self._health.fail(f"stage {self._peer} sent what cannot be: {cause}")
+                self._state.tell_waiting()
+            return self._mail.heard_below
+
+    def noted(self, below: int) -> None:
+        with self._lock:
+            self._mail.noted(below)
 
     # What the supervisor calls.
 
@@ -222,12 +241,13 @@ class DualLink(HostLink):
 
     def given_up_from_s(self, key: MessageKey | None) -> float:
         device = self._outlet.device_healthy and not len(self._outbox) if key is None else self._inlet.expects(key)
-        return math.inf if device else self._health.broken_from_s()
+        return math.inf if self._device_lives(device) else self._health.broken_from_s()
+
+    def _device_lives(self, usable: bool) -> bool:
+        return usable and not self._health.lost
 
     def look_again_s(self, key: MessageKey | None, now_s: float) -> float:
         look_again_s = now_s + self._paths.suspicion_s
-        if now_s > self._wait_began_s + _FETCH_S:
-            self._keeper.want_fetch()
         if key is not None and self._inlet.expects(key):
             look_again_s = min(look_again_s, self._inlet.suspect(self._wait_began_s, now_s))
             self._settle_effects()
@@ -245,9 +265,14 @@ class DualLink(HostLink):
         return self._error("could not send", key, since_s, now_s, receiving=False)
 
     def _error(self, doing: str, key: MessageKey, since_s: float, now_s: float, *, receiving: bool) -> TransportError:
-        alive = self._inlet.carries if receiving else self._outlet.device_healthy
-        cause = self._inlet.cause if receiving else self._outlet.cause
-        also = "the device path is up" if alive else f"the device path is down: {cause}"
+        half = self._inlet if receiving else self._outlet
+        carries = self._inlet.carries if receiving else self._outlet.path is Path.DEVICE
+        alive = self._inlet.alive if receiving else self._outlet.device_healthy
+        also = f"the device path is {'up' if alive else 'down: ' + half.cause}"
+        if self._health.lost:
+            also = ""
+        elif alive and not carries:
+            also += ", but the two stages could not agree to change to it"
         return self._health.error(doing, key, since_s, now_s, receiving=receiving, also=also)
 
     # Effects: those on the host path at once, those on the device path once somebody does them without the lock.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that keeps the two paths of a link: time, the notes in the job's store, and slow work on the device path.
+"""The thread that keeps the two paths of a link: time, notes that are overdue, and slow work on the device path.
 
 Whatever must not hold up anybody else.
 """
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from adaptra_megatron.transport.dual_link_device import DeviceSide
 from adaptra_megatron.transport.host_link_state import HostLinkState
-from adaptra_megatron.transport.note_mail import OVERDUE_S, NoteMail
+from adaptra_megatron.transport.note_mail import NoteMail
 
 _TICK_S = 0.05
 _IDLE_S = 60.0
@@ -28,16 +28,12 @@ class KeptLink(Protocol):
     def next_tick_s(self) -> float:
         """When time alone brings something."""
 
-    def heard(self, number: int, packet: bytes) -> None:
-        """A note was in the store. Raises ValueError for one that cannot be."""
-
 
 class Keeper:
     """Callers hold the link's lock, unless it says otherwise."""
 
     def __init__(self, state: HostLinkState, mail: NoteMail, device: DeviceSide, link: KeptLink) -> None:
         self._state, self._mail, self._device, self._link = state, mail, device, link
-        self._fetch_wanted = False
         self._to_keep = threading.Condition(state.lock)
         self._thread = threading.Thread(target=self._keep, name=f"adaptra-paths-{state.peer}", daemon=True)
 
@@ -53,12 +49,6 @@ class Keeper:
         """There may be work, another time to wake up, or the link closes."""
         self._to_keep.notify()
 
-    def want_fetch(self) -> None:
-        """Look into the store though the host path is up."""
-        if not self._fetch_wanted:
-            self._fetch_wanted = True
-            self._to_keep.notify()
-
     def _keep(self) -> None:
         state = self._state
         while True:
@@ -70,28 +60,11 @@ class Keeper:
                 down_s = 0.0 if down_since_s is None else max(now_s - down_since_s, 1e-9)
                 self._link.tick(now_s, down_s)
                 work = self._device.take_all()
-                overdue = self._mail.overdue(now_s)
-                fetch = self._fetch_wanted or (down_s > OVERDUE_S and not state.finished)
-                if not (work or overdue or fetch):
+                self._mail.say_overdue(now_s)
+                if not work:
                     self._to_keep.wait(self._pause_s(now_s))
                     continue
-                self._fetch_wanted = False
             self._device.do(work)
-            self._mail.put(overdue)
-            if fetch:
-                self._fetch()
-
-    def _fetch(self) -> None:
-        notes = self._mail.fetch()
-        state = self._state
-        with state.lock:
-            try:
-                for number, packet in notes:
-                    self._link.heard(number, packet)
-            except ValueError as cause:
-                state.health.fail(f"stage {state.peer} left what cannot be in the store: {cause}")
-                state.news.notify_all()
-            self._to_keep.wait(_TICK_S)
 
     def _pause_s(self, now_s: float) -> float:
         """Until time alone brings something."""
@@ -100,6 +73,5 @@ class Keeper:
             until_s = self._link.next_tick_s()
             if self._state.health.down_since_s is not None:
                 until_s = min(until_s, now_s + _TICK_S)
-        if (posted_s := self._mail.oldest_unheard_s) is not None:
-            until_s = min(until_s, posted_s + OVERDUE_S)
+        until_s = min(until_s, self._mail.overdue_from_s)
         return min(_IDLE_S, max(1e-3, until_s - now_s))

@@ -54,7 +54,7 @@ class HostLink:
         self.sessions = 0
         """How often the link came up."""
         self._stage, self._peer, self._settings = stage, peer, settings
-        self._state = HostLinkState(stage, peer, settings.grace_s)
+        self._state = HostLinkState(stage, peer, settings.grace_s, one_network=settings.transport != "verbs")
         self._lock, self._health = self._state.lock, self._state.health
         self._outbox = Outbox(settings.window_messages, settings.window_nbytes)
         self._arrivals = Arrivals()
@@ -218,6 +218,38 @@ class HostLink:
             self._state.session = None
             self._state.note_end(cause)
             self._state.news.notify_all()
+
+    # What the line tells.
+
+    def line_up(self) -> None:
+        """The peer's host answers."""
+        with self._lock:
+            self._health.line_changed(None)
+
+    def line_down(self, cause: str) -> None:
+        """The peer's host does not answer."""
+        with self._lock:
+            self._health.line_changed(cause)
+            self._state.tell_waiting()
+
+    def peer_runs(self, running: bool) -> None:
+        """The peer's process has stopped running, or runs again."""
+        with self._lock:
+            self._health.peer_runs(running, time.monotonic())
+
+    def lost(self, stage: int, cause: str) -> None:
+        """A stage of the pipeline is gone for good."""
+        with self._lock:
+            self._health.lose(stage, cause)
+            self._state.tell_waiting()
+
+    def note_came(self, number: int, packet: bytes) -> int:
+        """A note has come by the line; returns below which number all have."""
+        self._state.fail(f"stage {self._peer} sent what cannot be: note {number}, but this link has one path only")
+        return 0
+
+    def noted(self, below: int) -> None:
+        """The peer has all notes below this number."""
 
     # What the reader tells and asks; the lock is held.
 

@@ -35,15 +35,15 @@ class Session:
 class HostLinkState:
     """`lock` guards all of it, and what its link's parts keep for themselves."""
 
-    def __init__(self, stage: int, peer: int, grace_s: float) -> None:
-        """`grace_s`: how long the link may be down before waiting for it makes no sense."""
+    def __init__(self, stage: int, peer: int, grace_s: float, *, one_network: bool = True) -> None:
+        """`grace_s`, `one_network`: see LinkHealth."""
         self.stage, self.peer = stage, peer
         self.lock = threading.Lock()
         self.news = threading.Condition(self.lock)
         """For the training thread, where it does not wait in a ring."""
         self.session: Session | None = None
         """None while the link is down."""
-        self.health = LinkHealth(stage, peer, grace_s, time.monotonic())
+        self.health = LinkHealth(stage, peer, grace_s, time.monotonic(), one_network=one_network)
         self.closing = False
         self.heard_bye = False
         """Whether the peer has said that it closes its end; what it had sent before may still have to be read."""
@@ -61,8 +61,8 @@ class HostLinkState:
 
     @property
     def finished(self) -> bool:
-        """Whether one of the two ends was closed on purpose. Any thread may ask."""
-        return self.heard_bye or self.closing
+        """Whether one of the two ends was closed on purpose, or is gone. Any thread may ask."""
+        return self.heard_bye or self.closing or self.health.lost
 
     def note_farewell(self) -> None:
         """The peer has closed its end if it has said so and all of the session has been read. With the lock held.
@@ -71,7 +71,7 @@ class HostLinkState:
         have it in hand while the other finds the end.
         """
         if self.heard_bye and self.read_out:
-            self.health.said_bye = True
+            self.health.bye(time.monotonic())
         self.news.notify_all()
 
     def begin(self, session: Session) -> None:

@@ -23,6 +23,8 @@ from adaptra_megatron.transport.dual_link import DualLink
 from adaptra_megatron.transport.host_link import HostLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.host_setup import Meeting, meet
+from adaptra_megatron.transport.line_messages import NoteCame
+from adaptra_megatron.transport.lines import Lines
 from adaptra_megatron.transport.link_setup import LinkMaker
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.note_mail import NoteMail
@@ -30,7 +32,6 @@ from adaptra_megatron.transport.pair_group import LinkGroup
 from adaptra_megatron.transport.paths import LinkCounters, Path, PathSettings, ProbeTimes
 from adaptra_megatron.transport.placement import agree_on_host_path, job_secret
 from adaptra_megatron.transport.rendezvous import Rendezvous
-from adaptra_megatron.transport.sealed_store import SealedStore
 from adaptra_megatron.transport.supervisor import Link, Supervisor
 from adaptra_megatron.transport.verbs_wire import SLOT_NBYTES as VERBS_SLOT_NBYTES
 
@@ -81,6 +82,7 @@ class HostTransport:
         self._bell = Bell()
         self._links: dict[int, HostLink] = {}
         self._supervisor: Supervisor | None = None
+        self._lines: Lines | None = None
         peers = neighbours(self.stage, rendezvous.stages, wrap=chunks > 1)
         meeting = meet(rendezvous, peers, settings)
         self._transports = meeting.transports
@@ -107,10 +109,18 @@ class HostTransport:
         agree_on_host_path(self.rendezvous, name, failure)
 
     def _bring_up(self, meeting: Meeting, settings: HostSettings) -> None:
-        self._secret, self._pipeline = job_secret(dist.distributed_c10d._get_default_store()), meeting.pipeline
+        self._secret = job_secret(dist.distributed_c10d._get_default_store())
         of_link = {peer: _settings_for(transport, settings) for peer, transport in meeting.transports.items()}
         try:
             with started_on(settings.cpus):
+                self._lines = lines = Lines(
+                    self.stage,
+                    self.rendezvous.name,
+                    bytes.fromhex(meeting.pipeline),
+                    self._secret,
+                    list(meeting.line_listeners.values()),
+                    {peer: meeting.place(peer) for peer in of_link},
+                )
                 for peer in of_link:
                     self._links[peer] = self._make_link(peer, of_link[peer])
                 self._supervisor = Supervisor(
@@ -121,20 +131,21 @@ class HostTransport:
                         for peer, link in self._links.items()
                     ],
                 )
+                lines.begin(self._links)
         except BaseException:
             meeting.close()
             raise
 
     def _make_link(self, peer: int, settings: HostSettings) -> HostLink:
-        rendezvous, stage, maker = self.rendezvous, self.stage, self._maker
+        stage, maker, lines = self.stage, self._maker, self._lines
+        assert lines is not None
         if self._paths is None or maker is None:
             return HostLink(stage, peer, settings, self._device, self._bell)
 
         def make_group(as_sender: bool, session: int, timeout_s: float) -> LinkGroup:
             return maker.make((stage, peer) if as_sender else (peer, stage), session, timeout_s)
 
-        store = SealedStore(rendezvous.client("notes"), self._secret, f"notes of {self._pipeline}")
-        mail = NoteMail(store, f"{stage}-{peer}", f"{peer}-{stage}")
+        mail = NoteMail(lambda number, packet: lines.say(peer, NoteCame(number, packet.decode())))
         return DualLink(stage, peer, settings, self._paths, make_group, mail, self._device, self._bell)
 
     def _greet(self, limit_s: float) -> None:
@@ -265,6 +276,11 @@ class HostTransport:
         """Of the running delegate; None between two."""
         return self._delegate.process_id
 
+    def say_failed(self, cause: str) -> None:
+        """Tell all stages of the pipeline that this one ends with an error. Returns at once."""
+        if self._lines is not None:
+            self._lines.fail(cause)
+
     def close(self, *, drained: bool = True) -> bool:
         self._close_links()
         return self._maker is None or self._maker.close()
@@ -274,6 +290,8 @@ class HostTransport:
             link.close()
         if self._supervisor is not None:
             self._supervisor.close()
+        if self._lines is not None:
+            self._lines.close()
 
     @property
     def _delegate(self) -> Supervisor:
@@ -283,9 +301,8 @@ class HostTransport:
 
 def _settings_for(transport: str, settings: HostSettings) -> HostSettings:
     """An RNIC's work per slot is much the same whatever its size: over verbs, slots are larger."""
-    if transport != "verbs":
-        return settings
-    return replace(settings, slot_nbytes=max(settings.slot_nbytes, VERBS_SLOT_NBYTES))
+    slot_nbytes = max(settings.slot_nbytes, VERBS_SLOT_NBYTES) if transport == "verbs" else settings.slot_nbytes
+    return replace(settings, transport=transport, slot_nbytes=slot_nbytes)
 
 
 def neighbours(stage: int, stages: int, *, wrap: bool) -> list[int]:

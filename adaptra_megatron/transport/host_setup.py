@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from adaptra_megatron.transport.control import Open
 from adaptra_megatron.transport.handshake import PIPELINE_NBYTES
 from adaptra_megatron.transport.host_settings import HostSettings, usable_cores
+from adaptra_megatron.transport.lines import Place
 from adaptra_megatron.transport.placement import (
     agree_on_host_path,
     choose_transport,
@@ -44,26 +45,37 @@ class Meeting:
     """Of this stage: "shm" and "tcp" (for verbs too), as far as its links need them."""
     addresses: Sequence[dict[str, Address]]
     """By stage: where its listeners are."""
+    line_listeners: dict[str, socket.socket]
+    """As `listeners`, for lines."""
+    line_addresses: Sequence[dict[str, Address]]
     cores: Sequence[int]
     """By stage: what it may run on. More connections than that only take turns."""
+
+    def place(self, peer: int) -> Place:
+        """Where the line to `peer` leads."""
+        listener = _listener_of(self.transports[peer])
+        return Place(self.line_addresses[peer][listener], self._source(listener))
 
     def request(self, peer: int, settings: HostSettings) -> Open:
         """What to ask a delegate for, for the link to `peer`."""
         transport = self.transports[peer]
-        listener = "shm" if transport == "shm" else "tcp"
+        listener = _listener_of(transport)
         return Open(
             peer=peer,
             session=0,
             transport=transport,
             connects=self.stage < peer,
             address=self.addresses[peer][listener],
-            source=str(self.addresses[self.stage]["tcp"][0]) if listener == "tcp" else "",
+            source=self._source(listener),
             lanes=SHM_LANES if transport == "shm" else min(settings.lanes, self.cores[self.stage], self.cores[peer]),
         )
 
     def close(self) -> None:
         """Stop listening."""
-        _close(self.listeners)
+        _close(self.listeners, self.line_listeners)
+
+    def _source(self, listener: str) -> str:
+        return str(self.addresses[self.stage]["tcp"][0]) if listener == "tcp" else ""
 
 
 @dataclass(frozen=True)
@@ -88,21 +100,26 @@ def meet(rendezvous: Rendezvous, peers: Sequence[int], settings: HostSettings) -
     mine = _Host(host_identity(), secrets.token_hex(PIPELINE_NBYTES), lacking, usable_cores())
     hosts = [_Host(**told) for told in rendezvous.gather("places", asdict(mine))]
     transports: dict[int, str] = {}
-    listeners: dict[str, socket.socket] = {}
-    addresses: dict[str, Address] = {}
+    listeners: tuple[dict[str, socket.socket], ...] = ({}, {})
+    """For delegates, and for lines."""
+    addresses: tuple[dict[str, Address], ...] = ({}, {})
     failure: Exception | None = None
     try:
         transports |= {peer: _choose(hosts, stage, peer, settings.transport) for peer in peers}
-        _listen(set(transports.values()), _one_host(hosts), settings, listeners, addresses)
+        for both in zip(listeners, addresses, strict=True):
+            _listen(set(transports.values()), _one_host(hosts), settings, *both)
     except Exception as cause:  # whatever it is, the others are to know
         failure = cause
     try:
         offered = rendezvous.gather("addresses", addresses)
         agree_on_host_path(rendezvous, "listening", failure)
     except BaseException:
-        _close(listeners)
+        _close(*listeners)
         raise
-    return Meeting(stage, hosts[0].token, transports, listeners, offered, [host.cores for host in hosts])
+    for_delegates, for_lines = listeners
+    of_delegates, of_lines = zip(*offered, strict=True)
+    cores = [host.cores for host in hosts]
+    return Meeting(stage, hosts[0].token, transports, for_delegates, of_delegates, for_lines, of_lines, cores)
 
 
 def _choose(hosts: Sequence[_Host], stage: int, peer: int, wanted: str) -> str:
@@ -133,6 +150,10 @@ def _listen(
         listeners["tcp"], addresses["tcp"] = listen_tcp(host)
 
 
-def _close(listeners: dict[str, socket.socket]) -> None:
-    for listener in listeners.values():
+def _listener_of(transport: str) -> str:
+    return "shm" if transport == "shm" else "tcp"
+
+
+def _close(*listeners: dict[str, socket.socket]) -> None:
+    for listener in (listener for some in listeners for listener in some.values()):
         listener.close()

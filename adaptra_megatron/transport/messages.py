@@ -139,6 +139,9 @@ class TwoPathTransport(Protocol):
     def delegate_starts(self) -> int:
         """How often this stage's delegate was started: 1 unless it died."""
 
+    def say_failed(self, cause: str) -> None:
+        """Tell all stages of the pipeline that this one ends with an error. Returns at once."""
+
     def link_counters(self) -> dict[int, LinkCounters]:
         """By peer. Waits for nobody."""
 

@@ -13,11 +13,14 @@ import threading
 from collections.abc import Callable, Sequence
 
 from adaptra_megatron.transport._ring import PEER_ENDED, PumpCounters, Ring, receive_frames, send_frames
-from adaptra_megatron.transport.socket_io import tune_connection
+from adaptra_megatron.transport.socket_io import acknowledges, tune_connection
 from adaptra_megatron.transport.wire import Traffic
 
 ENDING_S = 2.0
 """A peer that ends a session ends all connections at once; this long after the first, all ends should be here."""
+DEAD_S = 15.0
+"""A host that acknowledges nothing for so long is gone, or out of reach."""
+LOOK_S = 5.0
 _ESTABLISHED = 1
 """Of TCP_INFO: neither side has ended it."""
 
@@ -35,6 +38,7 @@ class TcpWire:
         self._sent, self._taken = PumpCounters(), PumpCounters()
         self._ended: Callable[[str], None] = lambda cause: None
         self._look: asyncio.TimerHandle | None = None
+        self._next_look: asyncio.TimerHandle | None = None
 
     async def begin(self, connections: Sequence[socket.socket], ended: Callable[[str], None]) -> None:
         self._connections, self._ended = connections, ended
@@ -42,6 +46,7 @@ class TcpWire:
             tune_connection(connection)
             self._senders.append(self._pump(f"send-{lane}", self._send, connection))
             self._receivers.append(self._pump(f"receive-{lane}", self._receive, connection))
+        self._look_for_answers()
 
     async def stop(self) -> None:
         self._outbound.close()
@@ -51,8 +56,9 @@ class TcpWire:
                 connection.shutdown(socket.SHUT_RDWR)
         if pumps := [*self._senders, *self._receivers]:
             await asyncio.wait(pumps)
-        if self._look is not None:  # not before: these ends count too
-            self._look.cancel()
+        for look in (self._look, self._next_look):
+            if look is not None:  # not before: these ends count too
+                look.cancel()
         for connection in self._connections:
             connection.close()
 
@@ -89,6 +95,13 @@ class TcpWire:
 
         threading.Thread(target=body, name=name, daemon=True).start()
         return over
+
+    def _look_for_answers(self) -> None:
+        """End the session if what is under way on a connection is not acknowledged: the kernel would try for long."""
+        if all(acknowledges(connection, DEAD_S) for connection in self._connections):
+            self._next_look = asyncio.get_running_loop().call_later(LOOK_S, self._look_for_answers)
+        else:
+            self._ended(f"the peer's host has acknowledged nothing for {DEAD_S:g} s")
 
     def _look_at_the_others(self) -> None:
         """End the session if it was not the peer that ended one connection: what was on its way there is lost."""

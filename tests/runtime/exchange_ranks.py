@@ -146,6 +146,17 @@ def lag_behind() -> None:
     exchange.close()
 
 
+def measure_late() -> None:
+    """An iteration that takes longer than any thread waits for the store at a time."""
+    exchange = PlanExchange(join(dist.group.WORLD, TIMEOUT_S), lambda _: Decision(1, None), TIMEOUT_S)
+    exchange.post(0, measurement(0))
+    time.sleep(1.5)
+    exchange.post(1, measurement(1))
+    assert exchange.decision(DELAY + 1).number == 1
+    dist.barrier()
+    exchange.close()
+
+
 def fail_to_plan() -> None:
     """A planner that fails changes nothing: the plan it last made stays in force everywhere, with its paths."""
     calls = []
@@ -233,6 +244,7 @@ SCENARIOS = {
         decide,
         plan_slowly,
         lag_behind,
+        measure_late,
         fail_to_plan,
         lose_a_rank,
         lose_the_leader,

@@ -18,7 +18,9 @@ def test_clocks_are_related_and_decisions_reach_everybody(start_ranks: Callable[
 
 
 def test_late_plans_and_late_ranks_hold_nobody_up(start_ranks: Callable[..., list[RankResult]]) -> None:
-    start_ranks(3, [RANKS, "plan_slowly", "lag_behind"], timeout_s=60)
+    results = start_ranks(3, [RANKS, "plan_slowly", "lag_behind", "measure_late"], timeout_s=60)
+    for result in results:
+        assert "c10d" not in result.output, "a healthy run warns of its network"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from host_ranks import ANY, all_agree, exchange, until
 from transport_checks import CPU, activation, content, expect, flush, host_transport
 
+from adaptra_megatron.transport._ring import die_with_parent
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import TensorSpecification, TransportError
@@ -305,6 +306,62 @@ def host_dies(make: Make) -> None:
     transport.close()
 
 
+@contextmanager
+def other_store() -> Iterator[tuple[dist.Store, int]]:
+    """A client of a store that a process of its own serves, and that process."""
+    place: list[Any] = [None]
+    if dist.get_rank() == 0:
+        read, write = os.pipe()
+        if (server := os.fork()) == 0:
+            die_with_parent(os.getppid())
+            served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(write, str(served.port).encode())
+            signal.pause()
+        place = [(server, int(os.read(read, 16)))]
+    dist.broadcast_object_list(place, 0)
+    server, port = place[0]
+    try:
+        yield dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30)), server
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.kill(server, signal.SIGKILL)
+            os.waitpid(server, 0)
+
+
+def _host_dies_without_store(make: Make, fault: signal.Signals) -> None:
+    with other_store() as (store, server):
+        transport = make(preferred=Path.HOST, store=store)
+        exchange(transport, 0)
+        until(lambda: transport._links[1 - dist.get_rank()]._outlet.device_healthy, "no device path")  # type: ignore[attr-defined]
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.kill(server, fault)
+            with no_delegate(transport):
+                took_s = timed_exchange(transport, 1)
+                assert paths(transport).path is Path.DEVICE
+                dist.barrier()
+        else:
+            took_s = timed_exchange(transport, 1)
+            dist.barrier()
+        sys.stdout.write(f"failing over without a store took {took_s:.2f} s\n")
+        assert took_s < FAILOVER_S, f"failing over took {took_s:.2f} s"
+        on(transport, Path.HOST)
+        exchange(transport, 2)
+        dist.barrier()
+        transport.close()
+
+
+def store_stops(make: Make) -> None:
+    """As `host_dies`, with a store whose process is stopped."""
+    _host_dies_without_store(make, signal.SIGSTOP)
+
+
+def store_dies(make: Make) -> None:
+    """As `host_dies`, with a store whose process is gone."""
+    _host_dies_without_store(make, signal.SIGKILL)
+
+
 def both_die(make: Make) -> None:
     """No path is left: an error with both causes, not later than the grace period of the host path."""
     transport = make(grace_s=1.5)
@@ -345,15 +402,26 @@ def _host_is_down(transport: HostTransport) -> None:
     until(lambda: link._health.down_since_s is not None, "the host path is still up")
 
 
-SCENARIOS = (device_first, device_silent, device_raises, device_ends, switching, measured, host_dies, both_die)
+SCENARIOS = (
+    device_first,
+    device_silent,
+    device_raises,
+    device_ends,
+    switching,
+    measured,
+    host_dies,
+    store_stops,
+    store_dies,
+    both_die,
+)
 
 
 def main(transport_name: str, names: list[str]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))
 
-    def make(grace_s: float = 10.0, **changes: Any) -> HostTransport:
+    def make(grace_s: float = 10.0, store: Any = None, **changes: Any) -> HostTransport:
         settings = HostSettings(transport=transport_name, timeout_s=30.0, grace_s=grace_s)
-        transport = host_transport(settings, PathSettings(**changes))
+        transport = host_transport(settings, PathSettings(**changes), store=store)
         transport.describe(ANY)
         return transport
 

@@ -29,6 +29,7 @@ from adaptra_megatron.transport.handshake import ANSWER_NBYTES, CHALLENGE_NBYTES
 from adaptra_megatron.transport.heartbeat import INTERVAL_S
 from adaptra_megatron.transport.host_path import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.lines import BEAT_S, SILENT_S
 from adaptra_megatron.transport.messages import MessageKey, TensorSpecification, TransportError
 from adaptra_megatron.transport.outbox import Outbox
 
@@ -188,6 +189,57 @@ def rank_stopped(make: Make) -> None:
     assert counters.links[1 - dist.get_rank()].sessions == 1
     dist.barrier()
     transport.close()
+
+
+def stopped_while_the_link_is_down(make: Make) -> None:
+    """A training process does not run for longer than a link may be down, and cannot connect: training goes on then."""
+    transport, stop_s = make(grace_s=1.5), 5.0
+    ranks: list[Any] = [None, None]
+    dist.all_gather_object(ranks, os.getpid())
+    exchange(transport, 0)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(ranks[0], signal.SIGSTOP)
+        threading.Timer(stop_s, os.kill, (ranks[0], signal.SIGCONT)).start()
+        time.sleep(SILENT_S + BEAT_S)
+        delegate = transport.delegate_process_id
+        assert delegate is not None
+        os.kill(delegate, signal.SIGKILL)
+    start_s = time.monotonic()
+    for iteration in range(1, 4):
+        exchange(transport, iteration)
+    if dist.get_rank() == 1:
+        assert time.monotonic() - start_s > stop_s - SILENT_S - 1.0, "nothing was stopped"
+    counters = transport.counters()
+    assert counters.links[1 - dist.get_rank()].sessions > 1
+    dist.barrier()
+    transport.close()
+
+
+def rank_lost(make: Make) -> None:
+    """One of four dies while all others wait: each has an error that names it, within a second."""
+    rank, victim = dist.get_rank(), 2
+    transport = make(timeout_s=60.0)
+    names = transport.rendezvous.name(victim)
+    for peer in transport.peers:
+        transport.post_receive(activation(0, chunk=peer), peer)
+    dist.barrier()
+    if rank == victim:
+        time.sleep(0.3)
+        sys.stdout.write(f"killed at {time.monotonic()}\n")
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    awaited = [activation(0, chunk=peer) for peer in transport.peers]
+    waits = {0: lambda: transport.wait_any(awaited, time.monotonic() + 30.0)}
+    with pytest.raises(TransportError) as failed:
+        waits.get(rank, lambda: transport.wait(awaited[0], time.monotonic() + 30.0))()
+    failed_s = time.monotonic()
+    transport.say_failed(str(failed.value))
+    transport.close(drained=False)
+    sys.stdout.write(f"failed at {failed_s}, ended at {time.monotonic()}: {failed.value}\n")
+    sys.stdout.flush()
+    assert f"{names} is gone: its process has ended. Look at stage {victim} first" in str(failed.value)
+    os._exit(0)
 
 
 def parent_killed(make: Make) -> None:
@@ -468,6 +520,8 @@ SCENARIOS = (
     delegates_killed,
     delegate_stopped,
     rank_stopped,
+    stopped_while_the_link_is_down,
+    rank_lost,
     parent_killed,
     nothing_leaks,
     strangers,

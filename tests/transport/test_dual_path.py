@@ -20,6 +20,7 @@ TIMEOUT_S = 60.0
         ("device_silent", "device_raises"),
         ("device_ends",),
         ("host_dies",),
+        ("store_stops", "store_dies"),
         ("both_die",),
     ],
     ids=lambda names: "-".join(names),

@@ -173,9 +173,39 @@ def test_health_says_until_when_waiting_makes_sense() -> None:
         assert part in text
     health.up()
     assert "(--adaptra-timeout-s)" in str(health.error("waited for", key(3), 0.0, 600.0, receiving=True))
-    health.said_bye = True
-    assert health.broken_from_s() == -math.inf
+    health.bye(700.0)
+    health.bye(800.0)
+    assert 700.0 < health.broken_from_s() < 701.0, "what it closed for may be on its way"
     assert "stage 2 has closed its end" in str(health.error("x", key(0), 0.0, 1.0, receiving=False))
+
+
+def test_grace_is_for_a_peer_that_runs() -> None:
+    health = LinkHealth(1, 2, grace_s=5.0, now_s=100.0)
+    health.up()
+    health.peer_runs(False, 200.0)
+    health.down("it broke", 201.0)
+    assert health.broken_from_s() == math.inf, "it is there, and cannot connect"
+    text = str(health.error("waited for", key(3), 201.0, 800.0, receiving=True))
+    assert "the process of stage 2 is there, but has not run for 600 s" in text
+    health.peer_runs(True, 300.0)
+    assert health.broken_from_s() == 305.0
+    health.line_changed("timed out")
+    assert health.broken_from_s() == -math.inf
+    assert "the host of stage 2 does not answer: timed out" in str(health.error("x", key(0), 0.0, 1.0, receiving=True))
+    health.line_changed(None)
+    assert health.broken_from_s() == 305.0
+    health.lose(7, "rank 7 is gone")
+    assert health.broken_from_s() == -math.inf
+    assert "rank 7 is gone. Look at stage 7 first" in str(health.error("x", key(0), 0.0, 1.0, receiving=True))
+
+
+def test_a_line_says_nothing_of_a_session_on_another_network() -> None:
+    health = LinkHealth(1, 2, grace_s=5.0, now_s=100.0, one_network=False)
+    health.up()
+    health.line_changed("timed out")
+    assert health.broken_from_s() == math.inf
+    health.down("it broke", 201.0)
+    assert health.broken_from_s() == -math.inf
 
 
 @pytest.mark.parametrize("first", ["heard_bye", "read_out"])

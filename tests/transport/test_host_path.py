@@ -4,6 +4,7 @@ and host_ranks.py."""
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 HOST_RANKS = str(Path(__file__).with_name("host_ranks.py"))
 RANKS = str(Path(__file__).with_name("transport_ranks.py"))
 TIMEOUT_S = 60.0
+KNOWN_S = 3.0
+"""Ten times what it takes: the machine may be busy with other things."""
 
 PATHS = pytest.mark.parametrize("path", ["shm", "tcp"])
 
@@ -74,6 +77,22 @@ def test_a_stopped_delegate_is_replaced(start_ranks: Callable[..., object]) -> N
 @PATHS
 def test_a_stopped_rank_changes_nothing(start_ranks: Callable[..., object], path: str) -> None:
     start_ranks(2, [HOST_RANKS, path, "rank_stopped"], timeout_s=TIMEOUT_S)
+
+
+@PATHS
+def test_a_stopped_rank_cannot_connect_and_is_waited_for(start_ranks: Callable[..., object], path: str) -> None:
+    start_ranks(2, [HOST_RANKS, path, "stopped_while_the_link_is_down"], timeout_s=TIMEOUT_S)
+
+
+@PATHS
+def test_all_ranks_know_soon_which_one_died(start_ranks: Callable[..., list], path: str) -> None:
+    results = start_ranks(4, [HOST_RANKS, path, "rank_lost"], timeout_s=TIMEOUT_S, check=False, stop_on_failure=False)
+    assert results[2].returncode == -signal.SIGKILL
+    (killed,) = re.findall(r"killed at (\S+)", results[2].output)
+    for result in results[:2] + results[3:]:
+        assert result.returncode == 0, result.output
+        (failed,) = re.findall(r"failed at (\S+),", result.output)
+        assert float(failed) - float(killed) < KNOWN_S, result.output
 
 
 @PATHS

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
@@ -108,6 +109,32 @@ def test_what_was_sent_before_the_end_is_waited_for(lanes: tuple) -> None:
     assert causes(ours, inbound, happen, 4 * ENDING_S) == [PEER_ENDED]
     reader.join()
     assert seen == list(range(count))
+
+
+def test_a_peer_that_has_no_room_is_waited_for(lanes: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is stopped, say: its kernel answers, and for how long it does so is nothing to a connection."""
+    monkeypatch.setattr(tcp_wire, "DEAD_S", 0.2)
+    monkeypatch.setattr(tcp_wire, "LOOK_S", 0.05)
+    ours, theirs = lanes
+    ours[0].settimeout(0.3)
+    with contextlib.suppress(TimeoutError):
+        while True:
+            ours[0].send(bytes(1 << 16))
+    limits_ms: list[int] = []
+
+    def happen() -> None:
+        limits_ms.extend(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for each in ours)
+
+    assert causes(ours, Ring.create(SLOTS, 4096), happen, 2.0) == []
+    assert limits_ms == [0] * LANES, "the kernel would count it all the same"
+
+
+def test_a_host_that_acknowledges_nothing_ends_the_session(lanes: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, _theirs = lanes
+    monkeypatch.setattr(tcp_wire, "LOOK_S", 0.05)
+    monkeypatch.setattr(tcp_wire, "acknowledges", lambda connection, within_s: connection is not ours[1])
+    (cause,) = causes(ours, Ring.create(SLOTS, 4096), lambda: None, 0.2)
+    assert cause == "the peer's host has acknowledged nothing for 15 s"
 
 
 @pytest.mark.parametrize("ended", [True, False])

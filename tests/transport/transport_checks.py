@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,15 @@ CPU = torch.device("cpu")
 MEBIBYTE = 1 << 20
 
 
-def host_transport(settings: HostSettings, paths: PathSettings | None = None, *, chunks: int = 1) -> HostTransport:
-    """Between all ranks of the job; called by all of them. `paths`: None for links without a device path."""
-    rendezvous = Rendezvous.of(dist.group.WORLD, settings.timeout_s)
+def host_transport(
+    settings: HostSettings, paths: PathSettings | None = None, *, chunks: int = 1, store: Any = None
+) -> HostTransport:
+    """Between all ranks of the job; called by all of them. `paths`: None for links without a device path. `store`: to
+    meet in; None: the job's."""
+    if store is None:
+        rendezvous = Rendezvous.of(dist.group.WORLD, settings.timeout_s)
+    else:
+        rendezvous = Rendezvous(store, range(dist.get_world_size()), dist.get_rank(), settings.timeout_s)
     return HostTransport(rendezvous, chunks, settings, paths, None if paths is None else connected(rendezvous, chunks))
 
 
