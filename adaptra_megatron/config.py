@@ -150,7 +150,7 @@ class AdaptraConfig:
         choices=DISPATCHES,
     )
     communicators: CommunicatorConfig = CommunicatorConfig()
-    """Of links between GPUs. Has no flag: Megatron's --nccl-communicator-config-path sets it."""
+    """Settings of links between GPUs. Has no flag: Megatron's --nccl-communicator-config-path sets it."""
 
     @property
     def needs_host_path(self) -> bool:

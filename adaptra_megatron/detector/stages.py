@@ -63,7 +63,7 @@ class StageTracker:
         return None
 
     def report(self, iteration: int, before: State, changes: Mapping[KindAndChunk, Change]) -> Finding:
-        """Changes of one iteration as one finding. A stage that is slow is told by what is slow of it."""
+        """Changes of one iteration as one finding. A stage that is slow is described by what is slow of it."""
         known = {**self._slow, **changes}
         self._slow = {key: known[key] for key, series in sorted(self.series.items()) if series.state is State.SLOW}
         told = {key: change for key, change in changes.items() if key in self._slow} or changes

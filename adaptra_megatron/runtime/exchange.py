@@ -122,7 +122,7 @@ class PlanExchange:
 class _Leader:
     """Collects measurements, has `decide` called, and publishes decisions, in a thread each.
 
-    Decisions are made by whoever comes first, the planner or the training. Neither waits for the store.
+    Decisions are made by the planner or the training, whichever comes first. Neither waits for the store.
     """
 
     def __init__(self, membership: Membership, decide: Decide, collecting: Any, writing: Any) -> None:

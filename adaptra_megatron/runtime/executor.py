@@ -38,7 +38,7 @@ class IterationReport:
     steps: list[Step]
     """What it ran, in order: those of the records."""
     received_nbytes: int
-    """Of the largest activation that came from another stage; 0 if there is none."""
+    """The size of the largest activation that came from another stage; 0 if there is none."""
     over: Callable[[], bool]
     """Whether all of it has happened; never waits."""
     resolve: Callable[[], list[ActionRecord]]
@@ -110,8 +110,8 @@ class PipelineExecutor:
         steps: Steps | None = None,
     ) -> IterationReport:
         """Run every step of `program`; gradients are complete (not yet finalized) when this returns, on a GPU for what
-        is launched from now on. What was sent last may still be on its way: the next run waits for it, or whoever
-        closes the transport.
+        is launched from now on. What was sent last may still be on its way: the next run waits for it, or the
+        closing of the transport.
 
         `steps`: those of `program` in another order; None: in its own. Raises TransportError when a peer fails or stays
         silent for longer than the timeout, and what `steps` raises.

@@ -68,9 +68,9 @@ class CudaMemory:
     """MemorySource on torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp).
 
     A freed tensor leaves the allocated bytes at once. If other streams have used it, it leaves the active bytes only
-    when an allocation finds that they are done with it. So growth is told by allocated bytes, which depend on what the
-    program does and not on how far the device is behind it; and the peak by active ones, which is what there must be
-    memory for. `begin_peak` begins the peaks of torch.cuda.max_memory_allocated and the like anew, too.
+    when an allocation finds that they are done with it. So growth is read from allocated bytes, which depend on what
+    the program does and not on how far the device is behind it; and the peak from active ones, for which there must be
+    memory. `begin_peak` begins the peaks of torch.cuda.max_memory_allocated and the like anew, too.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -180,7 +180,7 @@ class Pipeline:
             self._settle()
 
     def fail(self, cause: BaseException) -> None:
-        """An iteration has ended with an error. What is under way is aborted, which the peers hear of."""
+        """An iteration has ended with an error. What is under way is aborted, and the peers learn why."""
         self._sent_all, self._failure, self._unsettled = False, cause, None
         if isinstance(self.transport, TwoPathTransport):
             self.transport.say_failed(f"{type(cause).__name__}: {cause}")

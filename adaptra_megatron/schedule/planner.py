@@ -66,7 +66,7 @@ def plan(
 
     Deterministic: the work is limited by a number of simulated actions, never by a clock. `deadline_s` sets that
     number to `deadline_s * ACTIONS_PER_SECOND`; at least one schedule is always made. What a first search leaves of it
-    is spent on the schedules of slightly different costs; `progress` is told how many of these searches are over. Where
+    is spent on the schedules of slightly different costs; `progress` gets how many of these searches are over. Where
     whole backwards take less than split ones, or hold less, stages are found that had better not split theirs. With
     `split` False each backward is whole, for models whose backward cannot be split. In a shared queue a plan is never
     slower than stock's order, where that fits the caps. Raises PlanError if no schedule fits the caps.
@@ -105,7 +105,7 @@ def plan(
 
 
 def _one_search(costs: Costs, split: bool) -> int:
-    """Simulated actions of a search that nobody has limited: twice as many where stages may keep backwards whole."""
+    """Simulated actions of a search without a limit: twice as many where stages may keep backwards whole."""
     actions = costs.stages * costs.chunks * costs.micro_batches * (3 if split else 2)
     searches = 2 if split and (costs.backward_s is not None or min(costs.released_at_backward_input) < 0.0) else 1
     return searches * max(_PASSES * actions, _ACTIONS_PER_STAGE_SQUARED * costs.stages**2)

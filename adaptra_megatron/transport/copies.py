@@ -107,4 +107,4 @@ class Copies(Protocol):
         """A message that another path brought to where the training has its tensors, and that is complete."""
 
     def close(self, timeout_s: float) -> None:
-        """Wait until no copy is under way, then let go of all memory. Safe to call twice."""
+        """Wait until no copy is under way, then free all memory. Safe to call twice."""

@@ -2,7 +2,7 @@
 """Moments on a GPU's stream in seconds of the host's monotonic clock; to mark one is not to wait for it.
 
 The two clocks are related by anchors: events on a stream that nothing else is on, so the device comes to one as soon as
-it is told to, and a thread that looks for it again and again sees that at once. A thread that slept would see it once
+it is asked to, and a thread that looks for it again and again sees that at once. A thread that slept would see it once
 woken, milliseconds later on a busy host. After an anchor the device's clock runs as it ran between the last two.
 """
 

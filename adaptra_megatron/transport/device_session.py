@@ -39,7 +39,7 @@ class SendingSession:
         self._next = 0
         self._early: dict[int, tuple[Computed, bool]] = {}
         self._lock = threading.Lock()
-        """Of what is held: confirmations are not to wait for a send that begins."""
+        """Guards what is held: confirmations are not to wait for a send that begins."""
         self._held: dict[int, list[tuple[Any, torch.Tensor]]] = {}
 
     def send(self, index: int, message: Computed, *, header: bool) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All listening sockets of ours: everybody may knock, only proven peers come in, the rest is counted."""
+"""All listening sockets of ours: any process may connect, only proven peers come in, the rest is counted."""
 
 from __future__ import annotations
 

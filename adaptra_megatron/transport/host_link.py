@@ -50,7 +50,7 @@ class HostLink:
         self, stage: int, peer: int, settings: HostSettings, device: Device | None = None, bell: Bell | None = None
     ) -> None:
         """`device`: where the tensors are that are sent, and that received ones are to be brought to; None: the CPU.
-        `bell`: is told of all that arrives."""
+        `bell`: rings for all that arrives."""
         self.sessions = 0
         """How often the link came up."""
         self._stage, self._peer, self._settings = stage, peer, settings

@@ -228,7 +228,7 @@ class HostTransport:
         return HostCounters(self.delegate_starts, refused, self.link_counters())
 
     def link_counters(self) -> dict[int, LinkCounters]:
-        """By peer. Waits for nobody."""
+        """By peer. Never waits."""
         return {
             peer: LinkCounters(
                 transport=self._delegate.transport(peer) or self._transports[peer],
@@ -262,7 +262,7 @@ class HostTransport:
             link.measure()
 
     def take_probes(self) -> list[ProbeTimes]:
-        """Of the bursts that have ended since the last call, of all links."""
+        """The bursts that have ended since the last call, of all links."""
         links = [link for link in self._links.values() if isinstance(link, DualLink)]
         return [probe for link in links for probe in link.take_probes()]
 

@@ -75,7 +75,7 @@ class _UnderWay(NamedTuple):
     part: tuple[Ring, int, int] | None
     """The slots that it reads, and first of all their ring; None for a whole message."""
     last: bool
-    """Whether the message is complete with it: whoever takes that looks at the event."""
+    """Whether the message is complete with it: what takes that looks at the event."""
 
 
 class IncomingCopies:
@@ -183,7 +183,7 @@ class IncomingCopies:
                 copy = self._under_way.popleft()
             try:
                 copy.copied.synchronize()
-            except RuntimeError as error:  # whoever takes the message meets it, too
+            except RuntimeError as error:  # what takes the message meets it, too
                 logger.debug("link %s: a copy to a failed device: %s", self.link, error)
             if copy.part is not None:
                 ring, first_slot, slots = copy.part

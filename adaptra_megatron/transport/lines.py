@@ -283,7 +283,7 @@ class Lines:
             for line in self._lines.values():
                 if line.writer is None:
                     continue
-                if late:  # this process did not run: it could not hear
+                if late:  # this process did not run: it could not receive
                     line.heard_s = now_s
                 self._note_runs(line, now_s <= line.heard_s + SILENT_S)
                 if line.runs or beats % _SILENT_BEATS == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes links on the device path, and all those of a pipeline at its start, in one order that nobody can wait in.
+"""Makes links on the device path, and all those of a pipeline at its start, in one order without a circle of waits.
 
 NCCL connects the two ends of a communicator at its first transfer, and both must have come to it. So every link greets
 as it is made: its source sends a tensor, its target compares it bit by bit. At the start this goes in rounds, in which
@@ -25,7 +25,7 @@ from adaptra_megatron.transport.rendezvous import Rendezvous
 ROUND_S = 60.0
 """How long a round may take. NCCL needs seconds for a communicator; a stage that lost a round may be as late."""
 FIRST_SESSION = 1
-"""Of every link, made at the start."""
+"""The session of every link that is made at the start."""
 FREED_S = 2.0
 """How long closing waits for NCCL to give back what sessions took."""
 _GREETING_NBYTES = 1 << 20
@@ -54,7 +54,7 @@ class LinkMaker:
     def connect(self, *, wrap: bool) -> None:
         """Make the first session of all links of this stage; called by all stages of the pipeline at the same point.
 
-        `wrap`: those between the last stage and the first, too. What fails is told by `links` and `make`.
+        `wrap`: those between the last stage and the first, too. `links` and `make` raise what failed.
         """
         stage = self._rendezvous.stage
         self._rendezvous.gather("connecting", None)

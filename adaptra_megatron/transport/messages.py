@@ -143,7 +143,7 @@ class TwoPathTransport(Protocol):
         """Tell all stages of the pipeline that this one ends with an error. Returns at once."""
 
     def link_counters(self) -> dict[int, LinkCounters]:
-        """By peer. Waits for nobody."""
+        """By peer. Never waits."""
 
     def prefer(self, peer: int, path: Path) -> None:
         """Send to `peer` by this path while it is healthy; a link with the host path only stays there."""
@@ -156,4 +156,4 @@ class TwoPathTransport(Protocol):
         """
 
     def take_probes(self) -> list[ProbeTimes]:
-        """Of the bursts that have ended since the last call, of all links."""
+        """The bursts that have ended since the last call, of all links."""

@@ -27,7 +27,7 @@ Communicator = int
 
 
 class Result(enum.IntEnum):
-    """What of ncclResult_t is told apart."""
+    """Those values of ncclResult_t that mean no error."""
 
     SUCCESS = 0
     IN_PROGRESS = 7
@@ -89,7 +89,7 @@ class NcclLibrary:
             raise NcclError(f"the NCCL that torch has loaded cannot be called: {cause}") from cause
 
     def version(self) -> int:
-        """Of the library: 22907 is 2.29.7."""
+        """The library's version: 22907 is 2.29.7."""
         version = ctypes.c_int()
         self._check("ncclGetVersion", self._library.ncclGetVersion(ctypes.byref(version)))
         return version.value

@@ -41,7 +41,7 @@ class NcclSide:
     """Raises NcclError where there is no NCCL."""
     device: Device
     identity: str
-    """Of its GPU, unique in the job."""
+    """That of its GPU, unique in the job."""
     config: CommunicatorConfig
     watch: LinkWatch
 
@@ -227,7 +227,7 @@ class NcclLink:
             self._under_way.append(work)
 
     def _prune(self) -> Sequence[NcclWork]:
-        """Let go of the bytes of what is done; returns what is not. A device that failed keeps all."""
+        """Free the bytes of what is done; returns what is not. A device that failed keeps all."""
         with self._lock:
             with contextlib.suppress(RuntimeError):
                 while self._under_way and self._under_way[0].ended.query():
@@ -282,6 +282,6 @@ class NcclLink:
 
 
 def gpu_identity(device: torch.device) -> str:
-    """Of a GPU, the same in all processes and in no other host."""
+    """The name of a GPU, the same in all processes and in no other host."""
     properties: Any = torch.cuda.get_device_properties(device)
     return str(properties.uuid)

@@ -192,7 +192,7 @@ class OutgoingCopies:
             try:
                 assert copy.message.event is not None
                 copy.message.event.synchronize()
-            except RuntimeError as cause:  # `write` says it, to whoever waits for the message to be sent
+            except RuntimeError as cause:  # `write` raises it where the message's sending is waited for
                 self._failed(cause)
             copy.ready = True
             self._on_ready()

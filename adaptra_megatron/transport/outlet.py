@@ -100,7 +100,7 @@ class _Session(Generic[Payload]):
     burst: Burst | None = None
     """What the receiver has been told to expect, or nothing."""
     probe_nbytes: int = PROBE_NBYTES
-    """Of the probe that was sent last."""
+    """The size of the probe that was sent last."""
     awaited: bool = False
     """Whether it does by now."""
 

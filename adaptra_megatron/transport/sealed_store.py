@@ -23,7 +23,7 @@ class SealedStore:
     """
 
     def __init__(self, store: Any, secret: bytes, place: str) -> None:
-        """`place`: the same for all who share the keys and for nobody else in the job: no value fits elsewhere."""
+        """`place`: the same for all that share the keys and for no other user of the store: no value fits elsewhere."""
         self._store, self._secret, self._place = store, secret, place
 
     def __getattr__(self, name: str) -> Any:

@@ -3,7 +3,7 @@
 
 A receive is on the device when it is posted, and so is a send, in the order of the training thread's calls (see
 schedule.launch_order for why that order matters). A wait only makes computation wait: the CPU never sees an arrival.
-When it was is told afterwards, by events before and behind each receive on the link's stream.
+When it arrived is read afterwards, from events before and behind each receive on the link's stream.
 
 A link that fails ends the run. Its receives are left standing: if they ended, what they were to bring would be taken
 for a message, by computation that is queued behind them and by whatever saves its results. So the training thread gets

@@ -112,8 +112,8 @@ def _value(iteration: int, micro_batch: int) -> int:
 
 
 def arrivals(stage: Stage, report: Report) -> None:
-    """What the receiver is told, against a sender that is late."""
-    promise = f"arrivals are told, within {1e3 * NEAR_S:g} ms, as late as the sender was, and never early"
+    """What the receiver measures of a sender that is late."""
+    promise = f"arrivals are timed, within {1e3 * NEAR_S:g} ms, as late as the sender was, and never early"
     report.begin(promise)
     transport = stage.transport(WAIT_S)
     transport.describe(TensorSpecification((SMALL_NBYTES // 4,), torch.int32, stage.tensors))
@@ -138,7 +138,7 @@ def arrivals(stage: Stage, report: Report) -> None:
 
 
 def _exchange(stage: Stage, transport: StreamTransport, name: str, pause_s: float) -> float:
-    """When the message was sent, and when its receiver is told that it came."""
+    """When the message was sent, and when its receiver saw it."""
     key = MessageKey(0, Direction.ACTIVATION, 0, 0)
     if stage.stage == 0:
         tensor = stage.tensor(1, SMALL_NBYTES)

@@ -65,7 +65,7 @@ public:
     void begin_urgent(Waiters& own) { change(own, urgent_, own.urgent, +1); }
     void end_urgent(Waiters& own) { change(own, urgent_, own.urgent, -1); }
 
-    // Whether nobody else has written into the words of the process that waits here.
+    // Whether no other process has written into the words of the process that waits here.
     bool intact(Waiters& own) const {
         const std::lock_guard<std::mutex> lock(own.mutex);
         return !own.spoilt && waiting_.load() == own.waiting && urgent_.load() == own.urgent;
@@ -73,7 +73,7 @@ public:
 
     // Wait until `done()`, or `closed()`, or the time `deadline_s` of the monotonic clock. `done` goes first: what was
     // there before the closing is still delivered. A deadline of 0 does not wait at all. `check()` throws for memory that
-    // is spoilt; it is called before each sleep, and after one that nobody ended.
+    // is spoilt; it is called before each sleep, and after one that timed out.
     template <class Done, class Closed, class Check>
     Outcome wait(Waiters& own, Done done, Closed closed, Check check, double deadline_s, Wait manner = Wait::kPatient) {
         while (true) {

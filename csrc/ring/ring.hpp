@@ -78,7 +78,7 @@ public:
     bool closed() const;
     // In a forked child: leave memory and descriptor to the parent. What stays is a closed, empty ring of its own.
     void disown();
-    // Consumer: published slots that nobody has taken yet.
+    // Consumer: published slots that have not been taken yet.
     std::uint64_t backlog() const;
     // Consumer: throws RingError if others have changed what this side alone writes, so that what it has just read out of
     // slots may have been written over.
