@@ -12,8 +12,9 @@ import gc
 import json
 import os
 import threading
+import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -84,7 +85,7 @@ class SoakRank:
             "waiting": self._faults.armed + len(self._plan),
             "paths": {peer: asdict(settings) for peer, settings in self._paths.items()},
             "held_before": self._held,
-            "held_after": held(),
+            "held_after": held_soon(self._held),
         }
         (self._directory / f"rank{self._stage}.json").write_text(json.dumps(record))
 
@@ -114,6 +115,17 @@ class SoakRank:
             return tensor, times
 
         return recorded
+
+
+def held_soon(before: Mapping[str, int]) -> dict[str, int]:
+    """What this process holds once it holds no more than `before`, or after 5 s.
+
+    Rank 0 serves the job's store: what that holds for clients of other ranks goes when these have closed them.
+    """
+    until_s = time.monotonic() + 5.0
+    while any((now := held())[name] > before[name] for name in before) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    return now
 
 
 def held() -> dict[str, int]:

@@ -33,7 +33,8 @@ def test_a_run_tells_what_it_does_while_it_runs(fork_server: ForkServer, tmp_pat
         f"--pipeline-model-parallel-size {STAGES} --num-layers {STAGES} --global-batch-size {MICRO_BATCHES} "
         f"--mock-data --no-gradient-accumulation-fusion --hidden-size 32 --seq-length 16 --train-iters {ITERATIONS} "
         f"--emulate-compute-ms 8,8,8 --emulate-slow-link 0>1:latency_ms={1e3 * LATENCY_S:g},from={ONSET} --adaptra "
-        f"--adaptra-max-in-flight 5 --adaptra-trace-dir {run} --adaptra-trace asked --adaptra-prometheus-port {port}"
+        f"--adaptra-host-transport off --adaptra-max-in-flight 5 --adaptra-prometheus-port {port} "
+        f"--adaptra-trace-dir {run} --adaptra-trace asked"
     )
     job = threading.Thread(
         target=run_ranks,

@@ -124,7 +124,7 @@ def test_messages_survive_any_cutting(step: int) -> None:
 )
 def test_what_is_no_message_is_refused(body: object) -> None:
     encoded = json.dumps(body).encode()
-    with pytest.raises(ValueError, match="a message"):
+    with pytest.raises(ValueError, match="a message| is no | is not in "):
         Decoder().feed(struct.pack("<I", len(encoded)) + encoded)
 
 
