@@ -78,7 +78,8 @@ def measure(case: Case, rounds: int, server: ForkServer) -> list[VariantReport]:
         variants = []
         for number in range(rounds):
             like = first if number else None
-            variants.append(Variant(name_of("torch.distributed", number), case.arguments(plan), like=like))
+            one = ("--adaptra-host-transport", "off")
+            variants.append(Variant(name_of("torch.distributed", number), (*case.arguments(plan), *one), like=like))
             for name, (transport, path) in TWO_PATHS.items():
                 two = ("--adaptra-host-transport", transport, "--adaptra-path", path)
                 variants.append(Variant(name_of(name, number), (*case.arguments(plan), *two), like=first))
