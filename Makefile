@@ -33,7 +33,7 @@ NATIVE := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock demo megatron test test-slow test-native-sanitized test-dropin test-versions test-nccl docs \
-	test-rdma bench-rdma soak closed-loop postings lint
+	test-rdma bench-rdma soak campaign-deaths closed-loop postings lint
 .DELETE_ON_ERROR:
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo 'make test-native-sanitized  fuzzers on native code built with sanitizers (SECONDS=3600 SEED=1000000 for more)'
 	@echo 'make test-rdma  the verbs transport on Soft-RoCE in a virtual machine (installs QEMU if it is missing)'
 	@echo 'make soak     fault campaign: real training while paths, delegates and ranks fail (SOAK=--rounds=5 for more)'
+	@echo 'make campaign-deaths  300 trainings in which ranks die at random moments (DEATHS=--seed=7 for others)'
 	@echo 'make closed-loop  200 iterations while links turn slow, move and heal at random (CLOSED_LOOP=--seed=7 for another)'
 	@echo 'make postings  20000 random jobs on a model of GPUs, for each rule of posting receives (POSTINGS=--cases=500 for fewer)'
 	@echo 'make bench-rdma  its throughput there, beside that of ib_write_bw'
@@ -75,7 +76,7 @@ lock:
 	scripts/write_lock.sh $${PYTHON:-python3.11} $(UPGRADE)
 
 demo: $(INSTALLED)
-	$(BIN)/python -m adaptra_megatron.emulation.demo
+	$(BIN)/python -m adaptra_megatron.emulation.demo.demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m 'not slow and not megatron_lm' --durations=30
@@ -84,7 +85,7 @@ test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m slow
 
 $(SANITIZED)/_ring.so: $(wildcard csrc/ring/*)
-$(SANITIZED)/_native.so: $(wildcard csrc/schedule/*)
+$(SANITIZED)/_native.so: $(wildcard csrc/schedule/* csrc/schedule/routing/*)
 $(SANITIZED)/%.so: | $(INSTALLED)
 	@mkdir -p $(SANITIZED)
 	$(CXX) -std=c++17 -shared -fPIC -fvisibility=hidden $(SANITIZE) $$($(BIN)/python -m pybind11 --includes) \
@@ -105,7 +106,7 @@ test-dropin: megatron
 test-nccl: $(INSTALLED)
 	for nccl in $(NCCL); do \
 	  $(PIP) install --quiet --no-deps --upgrade --target build/nccl/$$nccl nvidia-nccl-$$nccl && \
-	  NCCL_DIRECTORY=$(CURDIR)/build/nccl/$$nccl/nvidia/nccl $(BIN)/python -m pytest -q tests/transport/test_nccl_library.py || exit 1; \
+	  NCCL_DIRECTORY=$(CURDIR)/build/nccl/$$nccl/nvidia/nccl $(BIN)/python -m pytest -q tests/transport/device_session/test_nccl_library.py || exit 1; \
 	done
 
 # Each release in an environment with the Python that it asks for.
@@ -122,10 +123,13 @@ test-rdma: $(INSTALLED)
 	$(BIN)/python scripts/softroce_vm.py test
 
 soak: $(INSTALLED)
-	$(BIN)/python -m adaptra_megatron.emulation.soak $(SOAK)
+	$(BIN)/python -m campaigns.soak $(SOAK)
+
+campaign-deaths: $(INSTALLED)
+	$(BIN)/python -m campaigns.deaths $(DEATHS)
 
 closed-loop: $(INSTALLED)
-	$(BIN)/python -m adaptra_megatron.emulation.closed_loop $(CLOSED_LOOP)
+	$(BIN)/python -m campaigns.closed_loop $(CLOSED_LOOP)
 
 postings: $(INSTALLED)
 	$(BIN)/python scripts/play_postings.py $(POSTINGS)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from glob import glob
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension, build_ext
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import Command, find_packages, setup
 from setuptools.command.build import build
 
@@ -54,22 +54,23 @@ class build_with_start_up(build):
     sub_commands = [*build.sub_commands, ("build_start_up", None)]
 
 
+ParallelCompile().install()  # on all cores
 setup(
     packages=[*find_packages(include=["adaptra_megatron", "adaptra_megatron.*"]), PATCHES],
     package_dir={PATCHES: "patches"},
     ext_modules=[
         Pybind11Extension(
             "adaptra_megatron.schedule._native",
-            sorted(glob("csrc/schedule/*.cpp")),
-            depends=sorted(glob("csrc/schedule/*.hpp")),
+            sorted(glob("csrc/schedule/**/*.cpp", recursive=True)),
+            depends=sorted(glob("csrc/schedule/**/*.hpp", recursive=True)),
             cxx_std=17,
             extra_compile_args=[*COMPILED, "-ffp-contract=off"],
             extra_link_args=LINKED,
         ),
         Pybind11Extension(
             "adaptra_megatron.transport._ring",
-            sorted(glob("csrc/ring/*.cpp")),
-            depends=sorted(glob("csrc/ring/*.hpp")),
+            sorted(glob("csrc/ring/**/*.cpp", recursive=True)),
+            depends=sorted(glob("csrc/ring/**/*.hpp", recursive=True)),
             cxx_std=17,
             extra_compile_args=COMPILED,
             extra_link_args=LINKED,

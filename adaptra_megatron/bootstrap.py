@@ -51,19 +51,20 @@ def on_request() -> None:
     """
     if SCHEDULES in sys.modules and not any(finder.requested for finder in _finders()):
         raise BootstrapError(
-            f"{SCHEDULES} is imported already, and who imported it holds on to its functions: "
+            f"{SCHEDULES} was imported before, and modules that imported it keep its unpatched functions: "
             "import adaptra_megatron.auto before anything of megatron"
         )
     _finder().requested = True
 
 
 def is_turned_off() -> bool:
-    """Whether the environment turns us off."""
+    """Return whether the environment turns us off."""
     return os.environ.get(OFF_VARIABLE, "0") not in ("", "0")
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for the job, as its launcher's environment says: torch.distributed is not up yet."""
+    """Return whether this process speaks for the job, as its launcher's environment says: torch.distributed is not up
+    yet."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 

@@ -10,13 +10,15 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from adaptra_megatron.transport.nccl_library import CommunicatorConfig
+from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
+from adaptra_megatron.transport.wires.registry import WIRES
 
 POLICIES = ("off", "observe", "adapt")
-HOST_TRANSPORTS = ("off", "auto", "shm", "tcp", "verbs")
+HOST_TRANSPORTS = ("off", "auto", *WIRES)
 PATHS = ("device", "host")
 TRACES = ("all", "asked")
 DISPATCHES = ("planned", "auto", "online")
+REROUTES = ("off", "stragglers", "failures", "all")
 
 
 class ConfigError(ValueError):
@@ -74,14 +76,14 @@ class AdaptraConfig:
     )
     memory_fraction: float = _option(
         0.8,
-        "Of a GPU's memory, what plans may let be in use (all processes counted) before activations are capped.",
+        "Fraction of a GPU's memory (all processes) that plans may use; beyond it, in-flight activations are capped.",
         accepts=lambda fraction: 0.0 < fraction <= 1.0,
         expects="it must be above 0 and at most 1 (the whole GPU)",
         type=float,
         metavar="FRACTION",
     )
     trace_dir: Path | None = _option(
-        None, "Write what every rank did, and when, into this directory.", type=Path, metavar="DIR"
+        None, "Directory for the traces and event logs of all ranks.", type=Path, metavar="DIR"
     )
     trace: str = _option(
         "all",
@@ -97,9 +99,7 @@ class AdaptraConfig:
         type=int,
         metavar="PORT",
     )
-    prometheus_address: str = _option(
-        "127.0.0.1", "The address that --adaptra-prometheus-port is opened on.", metavar="ADDRESS"
-    )
+    prometheus_address: str = _option("127.0.0.1", "Address that the Prometheus port listens on.", metavar="ADDRESS")
     timeout_s: float | None = _option(
         None,
         "Longest wait for a message or a decision of another rank before the run stops with an error. Default: "
@@ -111,11 +111,11 @@ class AdaptraConfig:
     )
     host_transport: str = _option(
         "auto",
-        "Give every link between stages a second path, through host memory and a delegate process, which takes "
-        "over when torch.distributed fails: over shared memory (shm), TCP (tcp), RDMA (verbs; auto's choice where a "
-        "stage has none), or shared memory within a host, and RDMA or else TCP between hosts (auto). With auto, a run "
-        "goes on without it, and says so, where it cannot be set up; with the others that is an error. off: links have "
-        "one path, torch.distributed's.",
+        "Give every link between stages a second path, through host memory and a delegate process, which takes over "
+        "when torch.distributed fails: over shared memory (shm), TCP (tcp), RDMA (verbs; as auto where either stage "
+        "has no RDMA device), or shared memory within a host, and RDMA or else TCP between hosts (auto). With auto, a"
+        " run goes on without it, and says so, where it cannot be set up; with the others that is an error. off: "
+        "links have one path, torch.distributed's.",
         choices=HOST_TRANSPORTS,
     )
     rnics: tuple[str, ...] = _option(
@@ -144,19 +144,37 @@ class AdaptraConfig:
     )
     dispatch: str = _option(
         "auto",
-        "Who orders the actions of a stage: the plan (planned); the stage itself, which leaves the plan when its "
-        "next message is late and another is here (online); or the stage while a neighbour's messages come by the "
-        "host path and at random (auto).",
+        "Dispatch policy. planned: follow the plan; online: reorder a stage's actions by the arrival of messages; "
+        "auto: online while messages of a neighbour come by the host path and at irregular times.",
         choices=DISPATCHES,
+    )
+    reroute: str = _option(
+        "off",
+        "Which cells (stages of data-parallel replicas) give micro-batches to other replicas' cells of their stage. "
+        "off: none; stragglers: those that compute more slowly than others; and where a data source says how long "
+        "micro-batches are, whole ones are swapped between replicas; failures: those that have died: the iteration is "
+        "redone without them and training goes on, under `adaptra launch --no-kill`; all: both. Gradients are then "
+        "added up in another order: results equal stock's up to rounding, not to the bit.",
+        choices=REROUTES,
     )
     communicators: CommunicatorConfig = CommunicatorConfig()
     """Settings of links between GPUs. Has no flag: Megatron's --nccl-communicator-config-path sets it."""
 
     @property
     def needs_host_path(self) -> bool:
-        """Whether a flag was given that makes no sense without a host path."""
+        """Return whether a flag was given that makes no sense without a host path."""
         named = self.host_transport not in ("off", "auto")
         return named or self.path == "host" or self.interface is not None or bool(self.rnics)
+
+    @property
+    def avoids_stragglers(self) -> bool:
+        """Return whether slow cells give micro-batches away."""
+        return self.reroute in ("stragglers", "all")
+
+    @property
+    def outlives_ranks(self) -> bool:
+        """Return whether training goes on without ranks that have died."""
+        return self.reroute in ("failures", "all")
 
     def __post_init__(self) -> None:
         from adaptra_megatron.given import check_given
@@ -198,6 +216,14 @@ _ORDER = "shapes the order of actions, but --adaptra-policy {policy} keeps stock
 _FIXED = "beside --adaptra-plan-csv or --adaptra-costs nothing is measured for plans; drop one of the two"
 RULES = (
     Rule(("plan_csv", "costs_json", "max_in_flight"), lambda config: config.policy == "adapt", _ORDER),
+    Rule(("reroute",), lambda config: config.policy == "adapt", _ORDER),
+    Rule(("reroute",), _measures, f"is decided by measured speeds, but {_FIXED}"),
+    Rule(
+        ("reroute",),
+        lambda config: config.host_transport != "off",
+        "opens links between replicas while the job runs, by the host path, but --adaptra-host-transport is off; use "
+        "--adaptra-host-transport auto",
+    ),
     Rule(("dispatch",), lambda config: config.policy == "adapt", _ORDER, values=("online",)),
     Rule(
         tuple(option.name for option in OPTIONS if option.name != "policy"),
@@ -211,7 +237,6 @@ RULES = (
     ),
     Rule(("memory_fraction",), _measures, f"is for plans within measured memory, but {_FIXED}"),
     Rule(("trace",), lambda config: config.trace_dir is not None, "needs a place: give --adaptra-trace-dir too"),
-    Rule(("trace",), _measures, f"reaches the ranks with new plans, but {_FIXED}"),
     Rule(
         ("prometheus_address",),
         lambda config: config.prometheus_port is not None,
@@ -226,12 +251,6 @@ RULES = (
         ("path",),
         lambda config: config.host_transport != "off",
         "needs a host path, but --adaptra-host-transport is off; use --adaptra-host-transport auto",
-    ),
-    Rule(
-        ("interface",),
-        lambda config: config.host_transport != "off" or config.trace_dir is not None or _measures(config),
-        "is for the host path and for comparing the clocks of hosts, but --adaptra-host-transport is off, and clocks "
-        "are not compared beside a fixed plan without traces; use --adaptra-host-transport auto or --adaptra-trace-dir",
     ),
 )
 

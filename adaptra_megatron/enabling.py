@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a command line to patches in force: our flags in somebody's parser, and what is done once they are read."""
+"""From a command line to patches in force: our flags in a program's parser, and what is done once they are read."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from adaptra_megatron.bootstrap import OFF_VARIABLE, is_first_rank, is_turned_off
 from adaptra_megatron.config import ConfigError, add_adaptra_arguments, config_from_arguments
+from adaptra_megatron.log import logger_of
 
-logger = logging.getLogger("adaptra_megatron.bootstrap")
+logger = logger_of(__name__)
 
 
 class Enabling:
@@ -39,7 +39,7 @@ class Enabling:
             self.decide(parser, arguments)
             return arguments, unknown
 
-        # On the object: parse_args, whoever calls it, goes through here as well.
+        # On the object: every call of parse_args goes through here as well.
         parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
         return parser
 
@@ -60,7 +60,7 @@ class Enabling:
             self._decided = True
             if "--adaptra" in command_line and is_first_rank() and not is_turned_off():
                 logger.warning(
-                    "adaptra: --adaptra is on the command line, but Megatron's own parser has not read it, and nothing "
+                    "--adaptra is on the command line, but Megatron's own parser has not read it, and nothing "
                     "has been patched: stock Megatron runs. Start the script with `-m adaptra_megatron`, or make "
                     "`import adaptra_megatron.auto` its first import"
                 )
@@ -83,13 +83,17 @@ class Enabling:
             parser.error(str(error))
         if is_turned_off():
             if first and is_first_rank():
-                logger.warning("adaptra: turned off by %s; Megatron is left as it is", OFF_VARIABLE)
+                logger.warning("turned off by %s; Megatron is left as it is", OFF_VARIABLE)
             return
         if config.policy == "off":
             return
         from adaptra_megatron.given import check_given
         from adaptra_megatron.patches import PatchError, enable
-        from adaptra_megatron.runtime.refusals import UnsupportedFeatureError, pipeline_stages, refuse_arguments
+        from adaptra_megatron.runtime.megatron.refusals import (
+            UnsupportedFeatureError,
+            pipeline_stages,
+            refuse_arguments,
+        )
 
         try:
             check_given(config, pipeline_stages(arguments))
@@ -107,4 +111,4 @@ def _refuse_flags_without_effect(parser: argparse.ArgumentParser, arguments: arg
     ]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigError(f"{flags} changes nothing without --adaptra: add --adaptra")
+        raise ConfigError(f"{flags} has no effect without --adaptra: add --adaptra")

@@ -13,10 +13,11 @@ from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.costs import CostError, Costs
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.errors import ScheduleError
-from adaptra_megatron.schedule.job_costs import worst_costs
-from adaptra_megatron.schedule.job_json import job_costs_from_json
-from adaptra_megatron.transport.interfaces import InterfaceError, interface_address
-from adaptra_megatron.transport.nccl_library import CommunicatorConfig
+from adaptra_megatron.schedule.jobs.costs import worst_costs
+from adaptra_megatron.schedule.jobs.json_format import job_costs_from_json
+from adaptra_megatron.schedule.placement import Placement
+from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
+from adaptra_megatron.transport.setup.interfaces import InterfaceError, interface_address
 
 
 def check_given(config: AdaptraConfig, stages: int | None = None) -> None:
@@ -50,6 +51,7 @@ def read_plan(
             f"--adaptra-plan-csv {path} is a plan for {schedule.stages} stages, but this pipeline has {stages}; write "
             "one row of actions per stage"
         )
+    _refuse_placement(f"--adaptra-plan-csv {path}", schedule.custom_placement)
     return schedule
 
 
@@ -67,12 +69,22 @@ def read_costs(path: Path, *, stages: int | None = None, chunks: int | None = No
         costs = worst_costs(job_costs_from_json(document).groups)
     except CostError as error:
         raise ConfigError(f"--adaptra-costs {path}: {error}") from error
+    _refuse_placement(f"--adaptra-costs {path}", costs.custom_placement)
     wanted = {"stages": stages, "chunks per stage": chunks}
     found = {"stages": costs.stages, "chunks per stage": costs.chunks}
     for what, number in wanted.items():
         if number not in (None, found[what]):
             raise ConfigError(f"--adaptra-costs {path} is for {found[what]} {what}, but this pipeline has {number}")
     return costs
+
+
+def _refuse_placement(given: str, placement: Placement | None) -> None:
+    if placement is not None:
+        raise ConfigError(
+            f"{given}: it places virtual stages on stages {list(placement.stage_of)}, but Megatron builds its model "
+            f"chunks with virtual stage v on stage v modulo {placement.stages}, and a plan moves no layers: write it "
+            "for that. Other placements, as the V of ZB-V and DualPipe-V, can be simulated (adaptra simulate), not run"
+        )
 
 
 def communicators_from(path: str) -> CommunicatorConfig:

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from adaptra_megatron.emulation.fork_server import ForkServer
-from adaptra_megatron.emulation.link_faults import LinkFault
-from adaptra_megatron.emulation.link_story import LinkStory
-from adaptra_megatron.emulation.variants import Variant, VariantReport, run_variants
-from adaptra_megatron.runtime.exchange import DELAY
+from adaptra_megatron.control.control_loop import DELAY
+from adaptra_megatron.emulation.faults.link_faults import LinkFault
+from adaptra_megatron.emulation.faults.link_story import LinkStory
+from adaptra_megatron.emulation.jobs.fork_server import ForkServer
+from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, run_variants
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs

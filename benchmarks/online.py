@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptra_megatron.emulation.fork_server import ForkServer
-from adaptra_megatron.emulation.variants import Variant, VariantReport, check_equal, run_variants
+from adaptra_megatron.emulation.jobs.fork_server import ForkServer
+from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, check_equal, run_variants
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs

@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import pickle
 import statistics
 import tempfile
 import time
@@ -23,13 +22,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from adaptra_megatron.control.joining import iteration_sample
+from adaptra_megatron.control.measurements import stage_measurement
+from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.detector.detector import Detector
-from adaptra_megatron.emulation.fork_server import ForkServer
-from adaptra_megatron.emulation.launch import run_ranks
-from adaptra_megatron.runtime.joining import iteration_sample
-from adaptra_megatron.runtime.measurements import stage_measurement
+from adaptra_megatron.emulation.jobs.fork_server import ForkServer
+from adaptra_megatron.emulation.jobs.launch import run_ranks
+from adaptra_megatron.runtime.execution.timers import ClockTimer
 from adaptra_megatron.runtime.reporting import arrival_records
-from adaptra_megatron.runtime.timers import ClockTimer
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.telemetry.records import ActionRecord
@@ -171,7 +171,7 @@ def parts(micro_batches: int = 32) -> list[Part]:
             each(lambda: stage_measurement(0, 1, micro_batches, records, times, 0.0)),
             "training thread, per iteration",
         ),
-        Part("measurement, pickled", each(lambda: pickle.dumps(measurement)), "exchange's thread, per iteration"),
+        Part("measurement, packed", each(lambda: encoded(measurement)), "exchange's thread, per iteration"),
         Part("joined and judged", each(observe), "leader's thread, per iteration of all ranks"),
     ]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank of benchmarks/overhead.py: `overhead_rank.py REQUEST REPORT`; the request is JSON (`overhead.Request`).
 
-Trains with everything measured and with nothing measured, in turn. Nothing: the same plan from a file, so nobody wants
-to know, and the executor's timer, its records and the transport's times of messages decorated away.
+Trains with everything measured and with nothing measured, in turn. Nothing: the same plan from a file, and decorated
+away are the executor's timer, its records, the transport's times of messages, what ranks hand in and decisions.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from adaptra_megatron.emulation.megatron_on_cpu import install
+from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
 
 install(with_fused_weight_gradient=True)
 
 import torch.distributed as dist  # noqa: E402  (Megatron on the CPU must be installed first)
 
-from adaptra_megatron.emulation.arguments import parse_arguments  # noqa: E402
-from adaptra_megatron.emulation.process_groups import leave_job  # noqa: E402
+from adaptra_megatron.control import control_loop  # noqa: E402
+from adaptra_megatron.control.decisions import Decision  # noqa: E402
+from adaptra_megatron.control.planner_process import keeper  # noqa: E402
 from adaptra_megatron.emulation.replacing import Replaced, Replacement  # noqa: E402
-from adaptra_megatron.emulation.training import train  # noqa: E402
-from adaptra_megatron.runtime import dispatch, exchange, executor, leader, pipeline, timers  # noqa: E402
-from adaptra_megatron.transport import torch_path  # noqa: E402
+from adaptra_megatron.emulation.training.arguments import parse_arguments  # noqa: E402
+from adaptra_megatron.emulation.training.process_groups import leave_job  # noqa: E402
+from adaptra_megatron.emulation.training.training import train  # noqa: E402
+from adaptra_megatron.runtime import pipeline  # noqa: E402
+from adaptra_megatron.runtime.dispatch import dispatch  # noqa: E402
+from adaptra_megatron.runtime.execution import executor, timers  # noqa: E402
+from adaptra_megatron.transport.single_path import gloo_transport  # noqa: E402
 
 MODES = ("nothing", "everything")
 SKIPPED = 3
@@ -50,9 +55,11 @@ def nothing_measured() -> Iterator[None]:
         [
             Replacement(pipeline, "make_timer", lambda clock: NoTimer(), reason),
             Replacement(executor.PipelineExecutor, "_records", lambda *values: [], reason),
+            Replacement(pipeline.Pipeline, "_hand_in", lambda *values: None, reason),
+            Replacement(control_loop.PlanExchange, "decision", lambda exchange, iteration: Decision(0).kept(), reason),
             Replacement(dispatch.Dispatcher, "ran", lambda *values: None, reason),
             Replacement(pipeline, "arrival_records", lambda stage, received: [], reason),
-            Replacement(torch_path, "MessageTimes", lambda *values: None, reason),
+            Replacement(gloo_transport, "MessageTimes", lambda *values: None, reason),
         ]
     ):
         yield
@@ -89,10 +96,10 @@ def everything_measured(deciding: Spent, training: Spent) -> Iterator[None]:
     its marks around actions and its notes of messages are too short to be timed here."""
     with Replaced(
         [
-            deciding.timed(leader.PlanLeader, "decide"),
+            deciding.timed(keeper.PlannerKeeper, "decide"),
             training.timed(executor.PipelineExecutor, "_records"),
             training.timed(pipeline.Pipeline, "_hand_in"),
-            training.timed(exchange.PlanExchange, "decision"),
+            training.timed(control_loop.PlanExchange, "decision"),
         ]
     ):
         yield

@@ -34,11 +34,11 @@ from typing import Any
 import numpy
 
 from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event, Inbox, Ring, RingClosedError
-from adaptra_megatron.transport.control import Open, Start
-from adaptra_megatron.transport.host_link_state import GiveUp
+from adaptra_megatron.transport.delegate.control import Open, Start
+from adaptra_megatron.transport.delegate.supervisor import Link, Supervisor
+from adaptra_megatron.transport.host_link.state import GiveUp
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.supervisor import Link, Supervisor
-from adaptra_megatron.transport.verbs_wire import SLOT_NBYTES
+from adaptra_megatron.transport.wires.verbs.wire import SLOT_NBYTES
 
 MEBIBYTE = 1 << 20
 SIZES_MIB = (1, 16, 64)
@@ -49,7 +49,7 @@ BEST_OF_NBYTES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
 LIMIT_S = 120.0
 PATIENCE_S = 30.0
 """Emulated, a delegate needs a while for what takes no time elsewhere."""
-PIPELINE, SECRET = secrets.token_hex(16), secrets.token_hex(32)
+JOB, SECRET = secrets.token_hex(16), secrets.token_hex(32)
 
 
 class LinkEnd:
@@ -59,8 +59,8 @@ class LinkEnd:
 
     def __init__(self, stage: int, device: str, listener: socket.socket, address: tuple[str, int]) -> None:
         start = Start(
-            stage=stage,
-            pipeline=PIPELINE,
+            rank=stage,
+            job=JOB,
             secret=SECRET,
             listeners=["tcp"],
             handshake_s=20.0,

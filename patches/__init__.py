@@ -1,7 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is changed in Megatron: a table of patches, applied together by `enable` and taken back by its result."""
 
-from adaptra_megatron.patches.application import PATCHES, AppliedPatches, check_versions, enable, in_force
+from adaptra_megatron.patches.application import (
+    OUTLIVING_PATCHES,
+    PATCHES,
+    TRAINING_PATCHES,
+    AppliedPatches,
+    check_versions,
+    enable,
+    in_force,
+)
 from adaptra_megatron.patches.table import Patch, PatchError
 
-__all__ = ["PATCHES", "AppliedPatches", "Patch", "PatchError", "check_versions", "enable", "in_force"]
+__all__ = [
+    "OUTLIVING_PATCHES",
+    "PATCHES",
+    "TRAINING_PATCHES",
+    "AppliedPatches",
+    "Patch",
+    "PatchError",
+    "check_versions",
+    "enable",
+    "in_force",
+]

@@ -4,21 +4,24 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from adaptra_megatron.patches.checkpoints import PATCHES as TRAINING_PATCHES
+from adaptra_megatron.patches.distributed_optimizer import PATCHES as OUTLIVING_PATCHES
 from adaptra_megatron.patches.pipeline_schedules import PATCHES as SCHEDULE_PATCHES
 from adaptra_megatron.patches.table import Patch, PatchError
 from adaptra_megatron.patches.tensor_parallel_layers import PATCHES as LINEAR_PATCHES
 from adaptra_megatron.patches.timers import PATCHES as TIMER_PATCHES
 
 from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.log import logger_of
 
 if TYPE_CHECKING:
+    from adaptra_megatron.epochs.live_groups import LiveGroups
     from adaptra_megatron.runtime.runtime import AdaptraRuntime, Decorate
 
-logger = logging.getLogger("adaptra_megatron.patches")
+logger = logger_of(__name__)
 
 PATCHES: tuple[Patch, ...] = SCHEDULE_PATCHES + LINEAR_PATCHES + TIMER_PATCHES
 """Everything that is changed in Megatron, in the order in which it is applied."""
@@ -75,12 +78,15 @@ class AppliedPatches:
             )
 
 
-def enable(config: AdaptraConfig, *, decorate: Decorate | None = None) -> AppliedPatches:
+def enable(
+    config: AdaptraConfig, *, decorate: Decorate | None = None, groups: LiveGroups | None = None
+) -> AppliedPatches:
     """Patch Megatron for `config`; the result's `undo()` puts everything back.
 
-    All patches are applied or none. Enabling again with the same settings returns the patches in force; with other
-    settings it raises PatchError. `decorate` is passed to `AdaptraRuntime`. Raises PatchError for a megatron-core
-    outside the versions of the table or whose functions are not the expected ones.
+    All patches are applied or none, but for those of modules of Megatron-LM that a script does not use. Enabling again
+    with the same settings returns the patches in force; with other settings it raises PatchError. `decorate` and
+    `groups` are passed to `AdaptraRuntime`; None: this makes them. Raises PatchError for a megatron-core outside the
+    versions of the table or whose functions are not the expected ones.
     """
     if config.policy == "off":
         return AppliedPatches(config, None)
@@ -93,17 +99,22 @@ def enable(config: AdaptraConfig, *, decorate: Decorate | None = None) -> Applie
 
     from megatron.core.tensor_parallel import layers
 
+    from adaptra_megatron.epochs.live_groups import live_groups
+    from adaptra_megatron.runtime.megatron.linear_wgrad import WeightGradientQueue
     from adaptra_megatron.runtime.runtime import AdaptraRuntime
-    from adaptra_megatron.runtime.split_backward import WeightGradientQueue
 
-    applied = AppliedPatches(config, AdaptraRuntime(config, WeightGradientQueue(layers), decorate), decorate)
+    groups = live_groups(config) if groups is None else groups
+    applied = AppliedPatches(
+        config, AdaptraRuntime(config, WeightGradientQueue(layers), decorate, groups=groups), decorate
+    )
     try:
-        for patch in PATCHES:
+        outliving = OUTLIVING_PATCHES if config.outlives_ranks else ()
+        for patch in (*PATCHES, *outliving, *(patch for patch in TRAINING_PATCHES if patch.is_loaded)):
             applied.replace(patch)
     except Exception:
         applied.undo()
         raise
-    logger.info("adaptra: policy %s, patched %s", config.policy, ", ".join(applied.identities))
+    logger.info("policy %s, patched %s", config.policy, ", ".join(applied.identities))
     return applied
 
 

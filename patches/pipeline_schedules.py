@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches of megatron.core.pipeline_parallel.schedules.
 
-`get_forward_backward_func` reads the schedules as module globals at each call, and nobody imports them by name, so
+`get_forward_backward_func` reads the schedules as module globals at each call, and no module imports them by name, so
 replacing the globals before the training loop starts is enough.
 """
 
@@ -30,7 +30,7 @@ _PARAMETERS = (
     "first_val_step",
     "adjust_tensor_shapes_fn",
 )
-"""What every release has; what came later is asked for by `runtime.compat`."""
+"""What every release has; what came later is asked for by `runtime.megatron.compat`."""
 
 
 def _run(stock: Callable[..., Any], runtime: AdaptraRuntime, *, interleaved: bool) -> Callable[..., Any]:
@@ -41,12 +41,10 @@ def _run(stock: Callable[..., Any], runtime: AdaptraRuntime, *, interleaved: boo
     return forward_backward
 
 
-def _refuse(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
-    from adaptra_megatron.runtime.refusals import refuse_single_stage
-
+def _run_stock(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
     @functools.wraps(stock)
     def forward_backward(**arguments: Any) -> Any:
-        raise refuse_single_stage()
+        return runtime.run_stock(stock, arguments)
 
     return forward_backward
 
@@ -73,7 +71,7 @@ PATCHES = (
         target=f"{_MODULE}:forward_backward_no_pipelining",
         versions=SUPPORTED,
         parameters=_PARAMETERS,
-        reason="says that a pipeline of one stage has nothing to adapt, instead of silently doing nothing",
-        replace=_refuse,
+        reason="runs stock's schedule for a pipeline of one stage, says so, and tells of its iterations",
+        replace=_run_stock,
     ),
 )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,11 @@ class Patch:
     reason: str
     replace: Callable[[Callable[..., Any], AdaptraRuntime], Callable[..., Any]]
     """From the original and the runtime to the replacement."""
+
+    @property
+    def is_loaded(self) -> bool:
+        """Return whether the module that it changes has been imported."""
+        return self.target.partition(":")[0] in sys.modules
 
     def owner(self) -> tuple[Any, str]:
         """The object that holds the attribute, and its name. Raises PatchError if there is none."""

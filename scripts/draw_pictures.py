@@ -21,16 +21,19 @@ import picture_diagrams
 import simulated_tables
 from markdown_table import markdown_table
 
-from adaptra_megatron.schedule.actions import Kind, placement, virtual_stage
+from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.classic import one_f_one_b, zb_h1
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import Simulation, simulate, simulate_online
-from adaptra_megatron.schedule.stream_order import simulate_in_stream_order
 from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
 from adaptra_megatron.telemetry.report.timelines import WIDTH, Timeline
 from adaptra_megatron.telemetry.run_record import RunIteration
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from campaigns.published.stream_order import simulate_in_stream_order  # noqa: E402
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PICTURES = DOCS / "pictures"
@@ -98,14 +101,14 @@ def drawn(run: Run, axis_s: float) -> Timeline:
             records.append(ActionRecord(0, stage, str(kind), chunk, micro_batch, free_s, start_s, end_s))
             free_s = end_s
             if kind is not Kind.BACKWARD_WEIGHT:
-                ends_s[virtual_stage(stage, chunk, STAGES), kind is Kind.FORWARD, micro_batch] = end_s
+                ends_s[schedule.placement.virtual_stage(stage, chunk), kind is Kind.FORWARD, micro_batch] = end_s
     arrivals = []
     for stage, kind, chunk, micro_batch in (action for order in schedule.orders for action in order):
         forward = kind is Kind.FORWARD
-        source = virtual_stage(stage, chunk, STAGES) + (-1 if forward else 1)
+        source = schedule.placement.virtual_stage(stage, chunk) + (-1 if forward else 1)
         if kind is Kind.BACKWARD_WEIGHT or not 0 <= source < schedule.virtual_stages:
             continue
-        sender, _ = placement(source, STAGES)
+        sender = schedule.placement.stage_of[source]
         arrived_s = ends_s[source, forward, micro_batch] + run.costs.link(sender, stage).latency_s
         arrivals.append(ArrivalRecord(0, sender, stage, "F" if forward else "B", chunk, micro_batch, arrived_s))
     iteration = RunIteration(
@@ -156,7 +159,7 @@ def _page(height: float, content: str) -> str:
 
 def _report_style() -> str:
     """The light colours of `adaptra report`, so that its pages and these pictures look alike."""
-    style = files("adaptra_megatron.telemetry.report").joinpath("report.css").read_text(encoding="utf-8")
+    style = files("adaptra_megatron.telemetry.report").joinpath("templates", "report.css").read_text(encoding="utf-8")
     return style.partition("@media")[0]
 
 

@@ -19,7 +19,8 @@ missing() {
 }
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || missing "$python is not Python 3.10 or newer: set PYTHON"
-"$python" -c 'import pytest, torch' || missing "$python lacks torch or pytest: set PYTHON"
+# Found, not imported: on a machine that has just started torch takes half a minute, which the call's limit is to count.
+"$python" -c 'import importlib.util as util, sys; sys.exit(not all(map(util.find_spec, ("pytest", "torch"))))' || missing "$python lacks torch or pytest: set PYTHON"
 PYTHONPATH="$PWD:$PWD/benchmarks:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONPATH
 exec "$python" -m gpu_check "$@"

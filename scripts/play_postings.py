@@ -24,6 +24,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from markdown_table import markdown_table
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.device_model.cases import QUEUES, WAITS, Case, enough_blocks, random_case  # noqa: E402
@@ -79,22 +81,19 @@ def play(first: int, cases: int, others: int) -> tuple[Counts, Counts]:
     return deadlocks, played
 
 
-def table(deadlocks: Counts, played: Counts) -> list[str]:
+def table(deadlocks: Counts, played: Counts) -> str:
     """One row per kind of case, deadlocks of cases for each rule."""
     rules = [OURS, STOCK, *(rule for rule in RULES if rule != OURS)]
-    lines = [f"| cases | {' | '.join(rules)} |", f"|---{'|---' * len(rules)}|"]
     queues = ["serial", *(f"{number} queue{'s' * (number > 1)}" for number in QUEUES)]
     rows = [f"{each}, device-wide waits: {waits}" for each in queues for waits in WAITS]
     rows += sorted({kind for _rule, kind in played} - {*rows, "all"})
-    for kind in [*rows, "all"]:
-        counts = (f"{deadlocks[rule, kind]} of {played[rule, kind]}" for rule in rules)
-        lines.append(f"| {kind} | {' | '.join(counts)} |")
-    return lines
+    cells = [[row, *(f"{deadlocks[rule, row]} of {played[rule, row]}" for rule in rules)] for row in [*rows, "all"]]
+    return markdown_table(["cases", *rules], cells)
 
 
-def rooms(first: int, cases: int) -> list[str]:
+def rooms(first: int, cases: int) -> str:
     """Deadlocks of our rule on 32 queues where there is less and less room. Each kernel of NCCL takes 2 blocks."""
-    lines = ["| blocks beside one of computation | deadlocks |", "|---|---|"]
+    rows = []
     for kernels in range(enough_blocks(2, 2) // 2, 0, -1):
         found = 0
         for number in range(first, first + cases):
@@ -108,8 +107,8 @@ def rooms(first: int, cases: int) -> list[str]:
                 blocks_per_collective=2,
             )
             found += dataclasses.replace(case, device=limited).play().deadlock is not None
-        lines.append(f"| for {kernels} kernels | {found} of {cases} |")
-    return lines
+        rows.append([f"for {kernels} kernels", f"{found} of {cases}"])
+    return markdown_table(["blocks beside one of computation", "deadlocks"], rows)
 
 
 def main() -> None:
@@ -121,7 +120,7 @@ def main() -> None:
     arguments = parser.parse_args()
     gc.freeze()
     deadlocks, played = play(arguments.first, arguments.cases, min(arguments.others, arguments.cases))
-    text = "\n".join([*table(deadlocks, played), "", *rooms(arguments.first, max(1, arguments.cases // 100)), ""])
+    text = "\n".join([table(deadlocks, played), "", rooms(arguments.first, max(1, arguments.cases // 100)), ""])
     print(text)
     if arguments.output is not None:
         arguments.output.write_text(text)

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the pages of docs/ that are made from the code: docs/patches.md and docs/flags.md.
+"""Writes the pages of docs/ that are made from the code: docs/patches.md, docs/flags.md and docs/schedules.md.
 
 scripts/write_docs.py           writes them
 scripts/write_docs.py --check   exit status 1, and the names of those that are out of date
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from markdown_table import markdown_table
 
 from adaptra_megatron.bootstrap import HOOKS
 from adaptra_megatron.config import add_adaptra_arguments
+from adaptra_megatron.schedule.registry import SCHEDULES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -28,14 +30,17 @@ All of it, made from the tables in the code by `scripts/write_docs.py`. Nothing 
 
 def patches_page() -> str:
     """docs/patches.md. Imports Megatron."""
-    from adaptra_megatron.patches import PATCHES
+    from adaptra_megatron.patches import OUTLIVING_PATCHES, PATCHES, TRAINING_PATCHES
 
-    from adaptra_megatron.runtime.compat import DIFFERENCES
+    from adaptra_megatron.runtime.megatron.compat import DIFFERENCES
 
     hooks = markdown_table(("replaced", "why"), [(f"`{target}`", why) for target, why in HOOKS.items()])
     patches = markdown_table(
         ("patch", "replaced", "megatron-core", "why"),
-        [(patch.identity, f"`{patch.target}`", f"`{patch.versions}`", patch.reason) for patch in PATCHES],
+        [
+            (patch.identity, f"`{patch.target}`", f"`{patch.versions}`", patch.reason)
+            for patch in (*PATCHES, *TRAINING_PATCHES, *OUTLIVING_PATCHES)
+        ],
     )
     differences = markdown_table(
         ("since", "what differs", "seen by"), [(one.since, one.what, one.seen_by) for one in DIFFERENCES]
@@ -53,7 +58,7 @@ its replacement relies on:
 {patches}
 
 ## What differs between releases
-Told apart by what is there, in one module (`adaptra_megatron/runtime/compat.py`), never by the version:
+Told apart by what is there, in one module (`adaptra_megatron/runtime/megatron/compat.py`), never by the version:
 
 {differences}
 """
@@ -79,7 +84,27 @@ As `pretrain_gpt.py --adaptra --help` shows them under `adaptra`. Made from the 
 """
 
 
-PAGES = {"patches.md": patches_page, "flags.md": flags_page}
+def schedules_page() -> str:
+    """docs/schedules.md."""
+    rows = [
+        (f"`{name}`", named.chunks_text, str(named.generator.__doc__).partition("\n")[0], f"`{_path(named.generator)}`")
+        for name, named in SCHEDULES.items()
+    ]
+    return f"""# Schedules
+
+Orders of actions that have names, for `adaptra simulate COSTS.json --schedule NAME`. Made by `scripts/write_docs.py`
+from `adaptra_megatron.schedule.registry.SCHEDULES`, [where to add one](extending.md#an-order-of-actions). The names
+`planned` and `online` stand for what the [planner](how_it_works.md) finds and for [online dispatch](online.md).
+
+{markdown_table(("name", "per stage", "what it is", "made by"), rows)}
+"""
+
+
+def _path(function: Callable[..., object]) -> str:
+    return f"{function.__module__}.{function.__name__}"
+
+
+PAGES = {"patches.md": patches_page, "flags.md": flags_page, "schedules.md": schedules_page}
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from adaptra_megatron.config import (
     add_adaptra_arguments,
     config_from_arguments,
 )
-from adaptra_megatron.transport.nccl_library import CommunicatorConfig
+from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
 
 PLAN = "0F0,0B0\n1F0,1B0\n"
 COSTS = '{"stages": 2, "micro_batches": 1, "forward_s": 1, "backward_input_s": 1, "backward_weight_s": 1}'
@@ -90,9 +90,10 @@ ACCEPTED: dict[str, tuple[Any, set[str], str]] = {
     "timeout_s": (5.0, EVERY, ""),
     "host_transport": ("shm", EVERY, ""),
     "rnics": (("mlx5_0",), {"host path"}, "host-transport"),
-    "interface": ("lo", MEASURED, "host-transport"),
+    "interface": ("lo", EVERY, ""),
     "path": ("host", {"host path", "tcp", "observed host path"}, "host-transport"),
     "dispatch": ("online", ADAPTED | FIXED, "policy"),
+    "reroute": ("stragglers", {"host path", "tcp"}, "policy|plan-csv or --adaptra-costs|host-transport"),
 }
 """For each option: a value that is not its default, the contexts in which it means something, and the flag named
 where it does not."""
@@ -130,21 +131,15 @@ def test_saying_what_happens_anyway_is_no_contradiction() -> None:
     AdaptraConfig(trace="all", path="device", host_transport="off")
 
 
-@pytest.mark.parametrize("mode", FIXED)
-def test_traces_on_demand_need_decisions_to_travel_with(mode: str, plan: Path, costs: Path, tmp_path: Path) -> None:
-    given = {"fixed plan": {"plan_csv": plan}, "given costs": {"costs_json": costs}}[mode]
-    with pytest.raises(ConfigError, match="--adaptra-trace asked reaches the ranks with new plans, but beside"):
-        AdaptraConfig(trace="asked", trace_dir=tmp_path, **given)
-    AdaptraConfig(trace_dir=tmp_path, **given)
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("", "the CSV holds no action"),
         ("stage,action\n", "row 1, column 1: 'stage' is no action"),
         ("0F0,0B0\n1F0\n", "stage 1 B.* is missing"),
-        ("1F0,1B0\n0F0,0B0\n", "stands in rank 0's row"),
+        ("1F0,1B0\n1B1,0F0,0B0\n", "stands in rank 0's row"),
+        ("1F0,1B0\n0F0,0B0\n", r"it places virtual stages on stages \[1, 0\]"),
+        ("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n", r"stages \[0, 1, 1, 0\], but Megatron .* v modulo 2, .* not run$"),
         ("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n", "makes the stage hold 3 activations, its cap is 2"),
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "deadlock"),
     ],
@@ -165,6 +160,7 @@ def test_plans_that_no_pipeline_can_run_are_refused(plan: Path, text: str, said:
         ("{}", ": .*stages"),
         (COSTS.replace('"forward_s": 1', '"forward_s": -1'), ": forward_s of stage 0"),
         (COSTS.replace("stages", "phases"), ": .*'phases'"),
+        (COSTS.replace("{", '{"placement": [1, 0], "chunks": 1, '), r": it places virtual stages on stages \[1, 0\]"),
     ],
 )
 def test_costs_of_nothing_are_refused(costs: Path, text: str, said: str) -> None:
@@ -281,6 +277,7 @@ def test_help_has_a_group_of_its_own_and_names_units(parser: argparse.ArgumentPa
         "--adaptra-host-transport",
         "--adaptra-path",
         "--adaptra-dispatch",
+        "--adaptra-reroute",
         "--adaptra-rnics",
         "--adaptra-interface",
     }

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from adaptra_megatron.cli.directories import make_directory
-from adaptra_megatron.cli.inputs import InputError
-from adaptra_megatron.emulation.launch import LaunchError
-from adaptra_megatron.emulation.transport_bench import (
+from adaptra_megatron.cli.planning.inputs import InputError
+from adaptra_megatron.emulation.jobs.launch import LaunchError
+from adaptra_megatron.emulation.transport_bench.bench import (
     GIBIBYTE,
     KIBIBYTE,
     MEBIBYTE,
@@ -58,8 +58,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--sizes", type=_sizes, default=DEFAULTS.sizes, metavar="4KiB,1MiB,...", help="bytes of a message"
     )
-    parser.add_argument("--rounds", type=_positive, default=DEFAULTS.rounds, help="medians are over so many")
-    parser.add_argument("--lanes", type=_lanes, default=DEFAULTS.lanes, help="TCP connections, and iperf3's")
+    parser.add_argument("--rounds", type=_positive, default=DEFAULTS.rounds, help="repetitions; medians are reported")
+    parser.add_argument("--lanes", type=_lanes, default=DEFAULTS.lanes, help="TCP connections per link, for iperf3 too")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="write transport.md, transport.json and, with matplotlib, a plot"
     )
@@ -103,7 +103,7 @@ def _run_as_rank(request: BenchRequest, environment: Mapping[str, str]) -> Bench
         )
     if environment["WORLD_SIZE"] != str(RANKS):
         raise InputError(f"WORLD_SIZE is {environment['WORLD_SIZE']}: the benchmark is between {RANKS} ranks")
-    from adaptra_megatron.emulation.transport_bench_rank import measure  # torch
+    from adaptra_megatron.emulation.transport_bench.rank import measure  # torch
 
     return measure(request)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adaptra_megatron.cli.inputs import InputError
+from adaptra_megatron.cli.planning.inputs import InputError
 
 
 def make_directory(directory: Path, option: str) -> None:

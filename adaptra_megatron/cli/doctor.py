@@ -34,8 +34,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add `doctor` to the commands of `adaptra`."""
     parser = commands.add_parser(
         "doctor",
-        help="say what this host can do, and what keeps it from more",
-        description="Say what this host can do: RNICs, GPUs, transports, limits, versions, patches. "
+        help="check what this host supports, and what is missing",
+        description="Check what this host supports: RNICs, GPUs, transports, limits, versions, patches. "
         "Exit status 1 if --adaptra cannot work here.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -66,7 +66,7 @@ def examine(roots: Roots, environment: Mapping[str, str], *, self_test: bool) ->
 
 
 def works(report: Report) -> bool:
-    """Whether nothing keeps --adaptra from working here."""
+    """Return whether nothing keeps --adaptra from working here."""
     return not any(finding.fatal for findings in report.values() for finding in findings)
 
 

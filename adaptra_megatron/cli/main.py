@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from adaptra_megatron import __version__
-from adaptra_megatron.cli import bench, doctor, plan, report, simulate, trace
-from adaptra_megatron.cli.inputs import InputError
+from adaptra_megatron.cli import bench, doctor, launch, report, status, trace
+from adaptra_megatron.cli.planning import plan, simulate
+from adaptra_megatron.cli.planning.inputs import InputError
 from adaptra_megatron.schedule.costs import CostError
 from adaptra_megatron.schedule.errors import ScheduleError
 
@@ -30,19 +31,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser: argparse.ArgumentParser = _Parser(
         prog="adaptra",
-        description="Pipeline schedules for Megatron-core: plan them, simulate them; see what a host can do.",
+        description="Pipeline schedules for Megatron-core: plan, simulate, and check hosts, runs and transports.",
     )
     parser.add_argument("--version", action="version", version=f"adaptra {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     plan.add_command(commands)
     simulate.add_command(commands)
+    launch.add_command(commands)
     doctor.add_command(commands)
     bench.add_command(commands)
     report.add_command(commands)
     trace.add_command(commands)
+    status.add_command(commands)
     options = parser.parse_args(arguments)
     try:
-        status: int | None = options.run(options)
+        exit_status: int | None = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader, such as `head`, has seen enough; without this Python complains once more when it closes stdout.
@@ -52,4 +55,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = " ".join(str(error).split())
         print(f"{parser.prog}: {message}", file=sys.stderr)
         return 2
-    return status or 0
+    return exit_status or 0

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from adaptra_megatron.schedule.job_simulation import Progress
+from adaptra_megatron.schedule.jobs.simulation import Progress
 
 _PERIOD_S = 2.0
 """Between lines of text."""
@@ -20,13 +20,13 @@ def add_progress_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--progress",
         action=argparse.BooleanOptionalAction,
-        help="show on stderr how far the work is (default: if stderr is a terminal)",
+        help="show progress on stderr (default: if stderr is a terminal)",
     )
 
 
 @contextmanager
 def shown_progress(wanted: bool | None) -> Iterator[Progress | None]:
-    """What to tell progress to; None if nobody is to see it. `wanted` None: if stderr is a terminal."""
+    """Function that takes progress; None if none is shown. `wanted` None: if stderr is a terminal."""
     terminal = sys.stderr.isatty()
     if not (terminal if wanted is None else wanted):
         yield None

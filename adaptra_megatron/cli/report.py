@@ -6,11 +6,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from adaptra_megatron.cli.inputs import InputError
-from adaptra_megatron.telemetry.event_log import EventLogError
+from adaptra_megatron.cli.planning.inputs import InputError
+from adaptra_megatron.telemetry.events.event_log import EventLogError
 from adaptra_megatron.telemetry.report.page import MOST_TIMELINES, MissingIterationError, report_page
 from adaptra_megatron.telemetry.run_record import read_run
-from adaptra_megatron.telemetry.trace import TraceError
+from adaptra_megatron.telemetry.tracing.trace import TraceError
 
 _DESCRIPTION = """\
 Explain a run on one HTML page: what happened, where the time went, which links were slow, what plans gained.

@@ -7,10 +7,10 @@ import argparse
 import time
 from pathlib import Path
 
-from adaptra_megatron.cli.inputs import InputError, seconds
-from adaptra_megatron.telemetry.perfetto import merge_traces
-from adaptra_megatron.telemetry.trace import TraceError
-from adaptra_megatron.telemetry.trace_requests import RequestError, parse_request, request_directory
+from adaptra_megatron.cli.planning.inputs import InputError, seconds
+from adaptra_megatron.telemetry.tracing.perfetto import merge_traces
+from adaptra_megatron.telemetry.tracing.trace import TraceError
+from adaptra_megatron.telemetry.tracing.trace_requests import RequestError, parse_request, request_directory
 
 LOOK_AGAIN_S = 0.2
 
@@ -31,7 +31,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path, metavar="RUN", help="the run's --adaptra-trace-dir")
-    parser.add_argument("--request", metavar="WHICH", help="iterations to ask for; wait until the job has read it")
+    parser.add_argument("--request", metavar="WHICH", help="iterations to trace; wait until the job has read it")
     parser.add_argument(
         "--timeout-s", type=seconds, default=60.0, metavar="SECONDS", help="longest wait for the job (default: 60)"
     )
@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _ask(directory: Path, name: str, timeout_s: float) -> None:
-    """Put the request where the job looks, and take it back if nobody reads it in time."""
+    """Put the request where the job looks, and take it back if no rank reads it in time."""
     try:
         parse_request(name, running=0)
         request = request_directory(directory) / name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What falls ill soon after its recovery must stay well for longer the next time."""
+"""Flap damping: each relapse soon after a recovery lengthens the time until the next one counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from adaptra_megatron.detector.settings import DetectorSettings
 
 
 class FlapDamper:
-    """Of one link or stage."""
+    """Flap damping of a link or stage: each relapse soon after a recovery lengthens the next hold time."""
 
     def __init__(self, settings: DetectorSettings) -> None:
         self._settings = settings

@@ -16,6 +16,7 @@ from adaptra_megatron.detector.peers import Place, declare_slow_beside_peers
 from adaptra_megatron.detector.samples import IterationSample, LinkId, StageId
 from adaptra_megatron.detector.series import Change, Series
 from adaptra_megatron.detector.settings import ChangeSettings, DetectorSettings
+from adaptra_megatron.detector.sizes import SizeModel
 from adaptra_megatron.detector.stages import KindAndChunk, StageTracker
 
 
@@ -24,6 +25,7 @@ class Detector:
 
     def __init__(self, settings: DetectorSettings | None = None) -> None:
         self._settings = settings if settings is not None else DetectorSettings()
+        self._sizes = SizeModel()
         self._links: dict[LinkId, LinkTracker] = {}
         self._stages: dict[StageId, StageTracker] = {}
         self._observed = 0
@@ -36,12 +38,14 @@ class Detector:
     def observe(self, sample: IterationSample) -> list[Finding]:
         """Take one iteration in; what changed, stages first, in order of their names.
 
-        Iterations come in ascending order, gaps allowed. Raises ValueError otherwise.
+        Durations count as those of actions of the usual size, where sizes are known. Iterations come in ascending
+        order, gaps allowed. Raises ValueError otherwise.
         """
         if self._iteration is not None and sample.iteration <= self._iteration:
             raise ValueError(f"iteration {sample.iteration} was observed after iteration {self._iteration}")
         self._iteration = sample.iteration
         self._observed += 1
+        sample = self._sizes.alike(sample)
         disturbed = sample.disturbance is not None or self._observed <= self._settings.ignored_iterations
         if not disturbed:
             self._note_action_time(sample)
@@ -53,7 +57,7 @@ class Detector:
         ]
 
     def estimates(self) -> Estimates:
-        """Of everything that was ever measured, as it is now."""
+        """Present estimates of everything that was ever measured."""
         links = {identity: tracker.estimate() for identity, tracker in sorted(self._links.items())}
         stages = {identity: tracker.estimate() for identity, tracker in sorted(self._stages.items())}
         return Estimates(

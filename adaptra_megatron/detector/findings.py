@@ -12,7 +12,7 @@ from adaptra_megatron.detector.samples import LinkId, StageId
 
 
 class State(str, enum.Enum):
-    """Of a path of a link, or of a stage."""
+    """State of a link's path, or of a stage."""
 
     HEALTHY = "healthy"
     SLOW = "slow"
@@ -80,7 +80,7 @@ class StageEstimate:
     """One stage as it is now."""
 
     durations_s: Mapping[tuple[str, int], float]
-    """By (kind, chunk): median seconds of the latest iterations of the present level."""
+    """By (kind, chunk): median seconds of the latest iterations of the present level, for the usual size."""
     state: State
     since_iteration: int
     reason: str
@@ -88,7 +88,7 @@ class StageEstimate:
 
 @dataclass(frozen=True)
 class Estimates:
-    """Of all links and stages that were ever measured."""
+    """Estimates of all links and stages that were ever measured."""
 
     links: Mapping[LinkId, LinkEstimate]
     stages: Mapping[StageId, StageEstimate]

@@ -25,16 +25,16 @@ OUTLIERS = 0.1
 """Share of the messages whose disagreement is not looked at."""
 CANDIDATES = 16
 _NEGLIGIBLE = 0.01
-"""Of the occupancy: latencies that disagree by less without it need no explaining."""
+"""Share of the occupancy: latencies that disagree by less without it need no explaining."""
 _NEGATIVE = 0.1
-"""Of the occupancy: a bandwidth that makes latencies more negative than this claims that messages arrive unsent."""
+"""Share of the occupancy: a bandwidth that makes latencies more negative claims that messages arrive unsent."""
 _SIZES_DIFFER = 1.2
 _TOGETHER = 0.25
 """Messages are one bunch whose arrivals are closer than this share of the time between their sending."""
 
 
 class Messages(NamedTuple):
-    """Of one link in one iteration, in the order in which they were sent; lost ones left out."""
+    """Messages of a link in one iteration, in the order in which they were sent, without lost ones."""
 
     nbytes: Array
     start_s: Array
@@ -50,8 +50,8 @@ def least_held(start_s: Array, arrived_s: Array) -> npt.NDArray[np.bool_]:
     A pause of the receiver, or one late message on a link that keeps the order, delays many messages at once. They
     arrive together: that is one event and no evidence of many, and the last of them was held up least.
     """
-    arrivals_apart = np.diff(arrived_s)
-    together = (arrivals_apart >= 0.0) & (arrivals_apart < _TOGETHER * np.diff(start_s))
+    arrivals_apart = arrived_s[1:] - arrived_s[:-1]
+    together = (arrivals_apart >= 0.0) & (arrivals_apart < _TOGETHER * (start_s[1:] - start_s[:-1]))
     return np.append(~together, True)
 
 

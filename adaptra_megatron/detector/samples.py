@@ -107,6 +107,9 @@ class StageSample:
     """By (kind, chunk), kinds "F", "B", "I" and "W": seconds without waiting, one value per action, or their median."""
     lost: str | None = None
     """Why the stage is known to be gone; None while it is not."""
+    sizes: Mapping[tuple[str, int], Sequence[float] | npt.NDArray[np.floating[Any]]] = field(default_factory=dict)
+    """By (kind, chunk), where it is known: how much each action had to do, in the same order, or one value where all
+    had as much. In any unit that is the same for all pipelines and iterations."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class _Verdict(NamedTuple):
 
 _SAME = _Verdict(0)
 _FAR_ABOVE = 4.0
-"""Of the shifts that count."""
+"""Multiple of the smallest shift that counts."""
 
 
 class Series:
@@ -48,9 +48,9 @@ class Series:
         self.state = State.HEALTHY
         self._settings, self._changes, self._damper = settings, changes, damper
         self.window = Window(settings.baseline_iterations)
-        """Of the present level."""
+        """Values at the present level."""
         self._healthy_window = self.window
-        """Of the latest healthy level: what a recovery comes back to."""
+        """Values at the latest healthy level, to which a recovery comes back."""
         self.settled = False
         """Whether there is a level to compare with."""
         self._baseline: Level | None = None
@@ -85,7 +85,7 @@ class Series:
         return None if evidence is None else self._switch(batch, action_s, evidence)
 
     def accepted(self, iteration: int) -> bool:
-        """Whether `iteration` was taken for one of the present level."""
+        """Return whether `iteration` was taken for one of the present level."""
         return self.window.until_iteration == iteration
 
     def declare_slow(self, healthy_s: float, iteration: int, evidence: str) -> Change:

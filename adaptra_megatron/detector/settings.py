@@ -17,12 +17,12 @@ class ChangeSettings:
     """When a level (seconds per message, or per action) counts as changed. A change must pass every threshold."""
 
     relative_shift: float
-    """Of the level it is compared with."""
+    """Smallest shift that counts, as a share of the level it is compared with."""
     min_shift_s: float
     action_share: float = 0.1
-    """Of the job's median action: smaller shifts hardly matter to a schedule."""
+    """Smallest shift that counts, as a share of the job's median action: less hardly matters to a schedule."""
     sigmas: float = 4.0
-    """Of the noise of an iteration's median."""
+    """Smallest shift that counts, in standard deviations of an iteration's median."""
     single_iteration: bool
     """Whether overwhelming evidence of one iteration is enough."""
     replica_factor: float
@@ -52,7 +52,7 @@ STAGE_CHANGES = ChangeSettings(
 
 @dataclass(frozen=True, kw_only=True)
 class DetectorSettings:
-    """Of a Detector. Counts of iterations are of those that had evidence."""
+    """Settings of a Detector. Iterations are counted where they had evidence."""
 
     link: ChangeSettings = LINK_CHANGES
     stage: ChangeSettings = STAGE_CHANGES
@@ -70,7 +70,7 @@ class DetectorSettings:
     """A level that rises in so many of `recurrence_window`, though never in a row, has risen as well."""
     recurrence_window: int = 8
     flap_iterations: int = 50
-    """What falls ill again within so many iterations of its recovery must stay well twice as long the next time."""
+    """A relapse within so many iterations of a recovery doubles the time until the next recovery counts."""
     longest_hold_iterations: int = 64
     """And no longer than this."""
     min_messages: int = 3
@@ -78,7 +78,7 @@ class DetectorSettings:
     overwhelming_messages: int = 6
     """Fewer, those left out that arrived together with a later one, are never overwhelming."""
     planning_quantile: float = 0.75
-    """Of the transfer times: over-estimating a delay costs memory, under-estimating costs time."""
+    """Quantile of transfer times to plan for: over-estimating a delay costs memory, under-estimating costs time."""
     size_tolerance: float = 0.25
     """Messages that differ from the link's usual size by more, on a link of unknown bandwidth, are not comparable."""
 

@@ -27,7 +27,7 @@ class StageTracker:
         self.series: dict[KindAndChunk, Series] = {}
         self._dead = False
         self._slow: dict[KindAndChunk, Change] = {}
-        """Of what is slow, how it last changed."""
+        """The last change of each kind of action that is slow."""
         self._since, self._state_since, self._reason = 0, 0, words.UNJUDGED
 
     @property

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class TrainingResult:
     """Messages that each emulated slow link delayed, by `<source stage>><target stage>`."""
     pauses: int = 0
     """How often this rank stood still because its story said so."""
+    iterations_slowed: int = 0
+    """Iterations in which this rank's cell was emulated at another speed."""
     plans: list[tuple[int, str]] = field(default_factory=list)
     """Per iteration: the number of the plan, and a fingerprint of its schedule; empty without adaptra."""
     path_flaps: int = 0
@@ -93,6 +96,41 @@ def differences(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tenso
     return found
 
 
+def relative_distances(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> dict[str, float]:
+    """By sort of number (losses, grad norms, parameters): norm of all differences as a share of that of all numbers.
+
+    Of all together: a parameter whose gradient is nothing but rounding (the bias of attention's keys) is moved by Adam
+    as far as any other, in the direction of what was rounded.
+
+    Raises:
+        ResultsDifferError: a tensor is missing, or of another shape.
+    """
+    pairs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for name, left in expected.items():
+        sort = next((each for each in ("losses", "grad norms") if each in name), None)
+        if name.startswith("parameter "):
+            sort = "parameters"
+        if sort is None or not left.numel():
+            continue
+        right = actual.get(name)
+        if right is None or right.shape != left.shape:
+            raise ResultsDifferError(f"{name} is missing, or of another shape")
+        pairs.setdefault(sort, []).append((left.double().flatten(), right.double().flatten()))
+    found = {}
+    for sort, each in pairs.items():
+        left, right = (torch.cat(side) for side in zip(*each, strict=True))
+        found[sort] = float((left - right).norm() / left.norm())
+    return found
+
+
+def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
+    """The same for the same names and bits."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode() + _bytes(tensor).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """[elements, bytes per element], uint8."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -126,7 +164,8 @@ def save_result(result: TrainingResult, directory: str | Path, *, rank: int, wor
     """Write `rank<N>.pt` into `directory`, for `compare_directories`."""
     path = Path(directory) / f"rank{rank}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"world_size": world_size, "tensors": result.tensors(), "times": result.iteration_seconds}, path)
+    times = {"times": result.iteration_seconds, "spans": result.forward_backward_s}
+    torch.save({"world_size": world_size, "tensors": result.tensors(), **times}, path)
     return path
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,11 @@ def current_device() -> torch.device:
     return current if isinstance(current, torch.device) else torch.device("cuda", current)
 
 
+def has_one_queue(device: torch.device) -> bool:
+    """Return whether all that a GPU is given stands in one hardware queue, as Megatron demands for some layouts."""
+    return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
 def synchronizer_of(device: torch.device) -> Callable[[], None] | None:
     """What waits until a GPU has done all that it was given; None where computation blocks the thread that calls it."""
     return functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
@@ -28,7 +34,7 @@ def current_stream() -> torch.cuda.Stream | None:
 
 
 def pci_bus_id(device: torch.device) -> str | None:
-    """Of a GPU, as the kernel spells it; None for what is none, or where torch does not tell."""
+    """PCI address of a GPU as the kernel spells it; None for a CPU, or where torch does not tell."""
     if device.type != "cuda":
         return None
     properties: Any = torch.cuda.get_device_properties(device)

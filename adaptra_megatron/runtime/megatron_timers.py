@@ -3,7 +3,7 @@
 
 Its forward_step and backward_step start 'forward-compute' and 'backward-compute' here as in stock. What stock times in
 other functions is added from what was measured anyway: waiting for messages as 'forward-recv' and 'backward-recv',
-weight gradients as part of 'backward-compute'. Nobody waits for sends, so there are no times of them.
+weight gradients as part of 'backward-compute'. No rank waits for sends, so there are no times of them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from adaptra_megatron.runtime.executor import IterationReport
+from adaptra_megatron.runtime.execution.executor import IterationReport
 from adaptra_megatron.schedule.actions import Kind
 
 _LEVEL = 2
-"""Of timers of single actions; those of whole iterations are of level 1."""
+"""Log level of timers of single actions; those of whole iterations have level 1."""
 
 
 def add_times(timers: Any, report: IterationReport) -> None:

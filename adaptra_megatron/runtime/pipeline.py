@@ -4,44 +4,65 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.runtime.activations import ActivationAccount
-from adaptra_megatron.runtime.computation import StageComputation
-from adaptra_megatron.runtime.decision_writer import DELAY
-from adaptra_megatron.runtime.device import current_device, synchronizer_of
-from adaptra_megatron.runtime.dispatch import make_dispatcher
-from adaptra_megatron.runtime.disturbances import DisturbanceWatch
-from adaptra_megatron.runtime.exchange import PlanExchange
-from adaptra_megatron.runtime.executor import IterationReport, PipelineExecutor, Steps, planned_steps
-from adaptra_megatron.runtime.first_iterations import COLD, FirstIterations
-from adaptra_megatron.runtime.leader import PlanLeader
-from adaptra_megatron.runtime.measurements import stage_measurement
-from adaptra_megatron.runtime.megatron_call import PipelineCall
+from adaptra_megatron.control.control_loop import PlanExchange
+from adaptra_megatron.control.decision_writer import DELAY
+from adaptra_megatron.control.decisions import Decision, Told
+from adaptra_megatron.control.device_memory import memory_of
+from adaptra_megatron.control.measurements import stage_measurement
+from adaptra_megatron.control.memory import MemoryMeter, MemorySource, StageMemory, make_meter
+from adaptra_megatron.control.order.plans import Layout, PlanBook
+from adaptra_megatron.control.paths.steering import LinkSteering
+from adaptra_megatron.control.planner_process.keeper import PlannerKeeper
+from adaptra_megatron.epochs.epoch import Epoch
+from adaptra_megatron.epochs.live_groups import LiveGroups
+from adaptra_megatron.epochs.survival import Survival
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.runtime.device import current_device, has_one_queue, synchronizer_of
+from adaptra_megatron.runtime.dispatch.dispatch import make_dispatcher
+from adaptra_megatron.runtime.execution.activations import ActivationAccount
+from adaptra_megatron.runtime.execution.addresses import Addresses
+from adaptra_megatron.runtime.execution.disturbances import DisturbanceWatch
+from adaptra_megatron.runtime.execution.executor import IterationReport, PipelineExecutor, Steps, planned_steps
+from adaptra_megatron.runtime.execution.first_iterations import COLD, FirstIterations
+from adaptra_megatron.runtime.execution.program import Program, compile_program
+from adaptra_megatron.runtime.execution.timers import make_timer
+from adaptra_megatron.runtime.job import join_job
+from adaptra_megatron.runtime.megatron.computation import StageComputation
+from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, shared_groups
 from adaptra_megatron.runtime.megatron_timers import add_times
-from adaptra_megatron.runtime.membership import ClockSettings, join
-from adaptra_megatron.runtime.memory import MemoryMeter, MemorySource, StageMemory, make_meter, memory_of
-from adaptra_megatron.runtime.plans import Layout, PlanBook
-from adaptra_megatron.runtime.program import Program, compile_program
+from adaptra_megatron.runtime.outliving import hold_copies, outlive, refuse_outliving
+from adaptra_megatron.runtime.planning import make_planner
 from adaptra_megatron.runtime.reporting import arrival_records, make_telemetry, path_states, rank_figures
-from adaptra_megatron.runtime.steering import LinkSteering
-from adaptra_megatron.runtime.timers import make_timer
-from adaptra_megatron.runtime.transports import make_transport, path_policy, timeout_s
+from adaptra_megatron.runtime.rerouting.inputs import RoutableInputs
+from adaptra_megatron.runtime.rerouting.rerouting import Rerouting
+from adaptra_megatron.runtime.transports import make_transport, path_policy
 from adaptra_megatron.schedule.actions import Schedule
-from adaptra_megatron.schedule.costs import costs_from_json
+from adaptra_megatron.schedule.costs_json import costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
-from adaptra_megatron.transport.device_clock import CudaEvents, DeviceClock
+from adaptra_megatron.telemetry.events.events import RanksLost
+from adaptra_megatron.transport.gpu.device_clock import CudaEvents, DeviceClock
 from adaptra_megatron.transport.messages import MessageTimes, TransportError, TwoPathTransport
 from adaptra_megatron.transport.paths import Path
+from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 
-logger = logging.getLogger("adaptra_megatron.runtime.pipeline")
+logger = logger_of(__name__)
 
 SentAndReceived = tuple[Sequence[MessageTimes], Sequence[MessageTimes]]
+
+
+class Work(NamedTuple):
+    """What the executor is handed for an iteration."""
+
+    program: Program
+    addresses: Addresses
+    account: ActivationAccount
+    steps: Steps
 
 
 class _Ended(NamedTuple):
@@ -57,6 +78,9 @@ class _Ended(NamedTuple):
 
 RECEIVES_AHEAD = 16
 """On CPUs. Each holds a buffer for one message."""
+SETUP_LEAST_S = 10.0
+"""For the stages to meet before there are links, however short the wait for a message: a later stage would set up links
+with one that has left."""
 LAST_MESSAGES_S = 5.0
 """How long closing waits until the peers have what was sent last."""
 
@@ -64,66 +88,89 @@ LAST_MESSAGES_S = 5.0
 class Pipeline:
     """One rank's. Its iterations run between `begin` and `end`, evaluations among them."""
 
-    def __init__(self, call: PipelineCall, config: AdaptraConfig, memory: MemorySource | None) -> None:
-        """Collective over the pipeline's ranks, with the first call of each. `memory`: who tells what is allocated;
-        None: the device.
+    def __init__(
+        self,
+        call: PipelineCall,
+        config: AdaptraConfig,
+        memory: MemorySource | None,
+        groups: LiveGroups | None = None,
+        optimizers: Sequence[Any] = (),
+    ) -> None:
+        """Collective over the job's ranks, with the first call of each. `memory`: who tells what is allocated;
+        None: the device. `groups`: this process's, where ranks are outlived, and `optimizers`, the distributed ones.
 
         Raises a plan's error before anything is set up, TransportError and ExchangeError when ranks do not meet.
         """
+        device = current_device()
         layout = Layout(
             stages=call.stages,
             chunks=call.chunks,
             group_size=call.group_size,
             can_split=call.config.recompute_granularity != "full",
-            rendezvous=current_device().type == "cuda",
-            shared_queue=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and current_device().type == "cuda",
+            rendezvous=device.type == "cuda",
+            shared_queue=has_one_queue(device),
         )
-        device = current_device()
         memory = memory or memory_of(device)
         self.book = PlanBook(config, layout, measures_memory=memory is not None)
+        self._job = join_job(call.pipeline_group, shared_groups(call.config, call.groups), config)
+        job, control, self._clock, limit_s = self._job
         clock = DeviceClock(CudaEvents()) if device.type == "cuda" else None
-        self.transport = make_transport(call, config, clock)
+        meeting = Rendezvous(control, job, max(limit_s, SETUP_LEAST_S))
+        self.transport = make_transport(meeting, call.chunks, config, clock, limit_s)
         self._sent_all = False
         """Whether the last iteration came to its end."""
         self._failure: BaseException | None = None
         """What an iteration ended with: there can be no other."""
-        told = self.book.measures or config.trace_dir is not None
-        clocks = ClockSettings(interface=config.interface)
-        limit_s = timeout_s(config)
-        self.membership = join(call.pipeline_group, limit_s, clocks) if told else None
-        """None, as the exchange, where nobody wants to know what was measured."""
-        self.telemetry = make_telemetry(call, config, self.membership)
+        self.telemetry = make_telemetry(self._job, call.chunks, config)
         policy = path_policy(config, self.transport)
-        self.leader = PlanLeader(self.book, self.telemetry, policy)
-        """Has something to say on the leading rank alone."""
-        self.exchange: PlanExchange | None = None
-        if self.membership is not None and self.book.measures:
-            self.exchange = PlanExchange(self.membership, self.leader.decide, limit_s)
-        self.dispatcher = make_dispatcher(call, config, self.transport, limit_s)
+        self.planner: PlannerKeeper | None = None
+        """None on all ranks but the one that leads its replica."""
+        if job.rank == job.leader:
+            self.planner = make_planner(self._job, self.book, config, policy, self.telemetry)
+        self.rerouting: Rerouting | None = None
+        """None where micro-batches stay in their replicas."""
+        if config.reroute != "off":
+            swap = config.avoids_stragglers
+            self.rerouting = Rerouting(self._job, self.transport, self.planner, self.book, swap=swap)
+        self.exchange = PlanExchange(control, job, self.planner, limit_s, fixed_order=not self.book.adapts)
+        self.dispatcher = make_dispatcher(control, job, config, self.transport, limit_s)
         self._prefers_host = self.dispatcher.all_by_host_path = policy is not None and policy.preferred is Path.HOST
         self.iterations = 0
         """How many have run, evaluations among them."""
         self.training_iterations = 0
         ahead = 0 if layout.rendezvous else RECEIVES_AHEAD
-        self._executor = PipelineExecutor(self.transport, make_timer(clock), timeout_s=limit_s, receives_ahead=ahead)
+        self._executor = PipelineExecutor(
+            self.transport,
+            make_timer(clock),
+            timeout_s=limit_s,
+            receives_ahead=ahead,
+            plans_differ=job.replicas > 1 and self.book.adapts,
+        )
         self._meter: MemoryMeter | None = None
-        if memory is not None and self.exchange is not None:
+        if memory is not None:
             self._meter = make_meter(memory, config.memory_fraction, fp16=bool(call.config.fp16))
         self._steering: LinkSteering | None = None
-        """None where links have one path, or nobody decides on theirs."""
-        transport, joined = self.transport, self.membership
-        if isinstance(transport, TwoPathTransport) and policy and joined is not None and self.book.adapts:
-            self._steering = LinkSteering(transport, joined.pipeline, policy.preferred)
+        """None where links have one path, or their paths are not decided on."""
+        if isinstance(self.transport, TwoPathTransport) and policy and not self.book.observes:
+            self._steering = LinkSteering(self.transport, job.pipeline, policy.preferred)
         self._disturbances = DisturbanceWatch()
         self._disturbance: str | None = None
         self._first = FirstIterations(synchronizer_of(device))
         self._programs: dict[int, Program] = {}
         self._begun_s = 0.0
         self._unsettled: _Ended | None = None
+        self._epoch = 0
+        """Number of the one that links and routes were made for."""
+        self._losses_told = 0
+        self.survival: Survival | None = None
+        """None where the death of a rank ends the job."""
+        if groups is not None:
+            refuse_outliving(call, layout, optimizers)
+            hold_copies(self._job, optimizers)
+            self.survival = outlive(self._job, groups, self._interrupt)
 
-    def begin(self, call: PipelineCall) -> Schedule:
-        """What the iteration runs. Raises ExchangeError where that cannot be learnt, or a plan's error; TransportError
-        after an iteration that failed."""
+    def begin(self, call: PipelineCall) -> None:
+        """An iteration begins. Raises TransportError after one that failed."""
         if self._failure is not None:
             raise TransportError(
                 f"stage {call.stage}: the links to other stages were ended when an earlier iteration failed: "
@@ -136,33 +183,57 @@ class Pipeline:
             disturbance = self._disturbances.began(self._begun_s)
             self._disturbance = COLD if self._first.cold else disturbance
         self.telemetry.begin(self.iterations)
+
+    def schedule(self, call: PipelineCall) -> Schedule:
+        """What the iteration runs. Raises ExchangeError where that cannot be learnt, or a plan's error."""
         if call.forward_only:
             return self.book.evaluation_schedule(call.micro_batches)
-        if self.exchange is not None and self.training_iterations >= DELAY:
-            self._follow_decision(self.exchange, call.chunks)
+        if self.training_iterations >= DELAY:
+            self._follow(self.exchange.decision(self.training_iterations), call.chunks)
         self.telemetry.switch(self.book.number)
         planned = self.book.schedule_for(call.micro_batches)
         return self.book.whole_schedule(call.micro_batches) if self._first.cold else planned
 
-    def run(self, call: PipelineCall, schedule: Schedule, computation: StageComputation) -> IterationReport:
-        """All actions of this rank. Raises TransportError when a peer fails."""
-        program = self._compiled(call, schedule)
+    def inputs(self, call: PipelineCall) -> RoutableInputs | None:
+        """Where the data of the iteration's micro-batches come from; None: from the call's own iterators."""
+        if self.rerouting is None or not self.routes(call):
+            return None
+        return self.rerouting.begin(call, self.iterations, cold=self._first.cold)
+
+    def routes(self, call: PipelineCall) -> bool:
+        """Return whether micro-batches of `call` may be computed by other replicas."""
+        return self.rerouting is not None and (self.survival is not None or not call.forward_only)
+
+    def enter(self, epoch: Epoch) -> None:
+        """Go on with the ranks that live in `epoch`; does nothing where that was entered before."""
+        if epoch.number == self._epoch:
+            return
+        assert self.rerouting is not None
+        assert self.survival is not None
+        self._epoch = epoch.number
+        self.exchange.leave()
+        self.rerouting.enter(epoch, self.survival.check)
+        if self._job.layout.rank == min(epoch.live):
+            self.telemetry.lead()
+
+    def run(
+        self, call: PipelineCall, schedule: Schedule, computation: StageComputation, attempt: int = 0
+    ) -> IterationReport:
+        """All actions of this rank. `attempt`: number of the try at the iteration. Raises TransportError when a peer
+        fails."""
+        work = self._routed(call, schedule) or self._planned(call, schedule)
+        program, addresses, account, steps = work._replace(addresses=replace(work.addresses, attempt=attempt))
         self._sent_all = False
         if self._meter is not None and not call.forward_only:
             self._meter.begin(self.book.number)
-        return self._executor.run(
-            call,
-            program,
-            computation,
-            iteration=self.iterations,
-            account=self._account(call),
-            steps=self._steps(call, program),
-        )
+        return self._executor.run(call, program, computation, addresses=addresses, account=account, steps=steps)
 
     def end(self, call: PipelineCall, report: IterationReport) -> None:
         """All of the iteration has been launched. What it measured is handed in and told once it has happened: at once
         on the CPU, and on a GPU at the beginning of the next one, when no stage waits for what this rank launches."""
         self._first.end()
+        if self.rerouting is not None and self.routes(call):
+            self.rerouting.ended(forward_only=call.forward_only)
         ended = _Ended(call, report, self.iterations, self.training_iterations, self._disturbance, None)
         if call.forward_only:
             self._disturbances.evaluated()
@@ -170,18 +241,38 @@ class Pipeline:
             ended = ended._replace(memory=self._prepare_next(report))
             now_s = time.monotonic()
             self._disturbances.ended(now_s)
-            figures = rank_figures(self.transport, report, self.book.number, now_s - self._begun_s)
-            self.telemetry.trained(figures, *path_states(self.transport))
+            figures = rank_figures(self.transport, report, self.book.number, now_s - self._begun_s, self.survival)
+            self.telemetry.trained(figures, *path_states(self.transport, self._job.layout.pipeline))
             self.training_iterations += 1
+        self._tell_losses()
         self.iterations += 1
         self._sent_all = True
         self._unsettled = ended
         if report.over():
             self._settle()
 
+    def _tell_losses(self) -> None:
+        survival = self.survival
+        if survival is None or self._job.layout.rank != min(survival.epoch.live):
+            return
+        moved = () if self.rerouting is None else self.rerouting.moved_from_dead
+        for loss in survival.losses[self._losses_told :]:
+            lost = RanksLost(
+                epoch=loss.epoch,
+                ranks=loss.ranks,
+                dead_cells=tuple(map(str, loss.dead_cells)),
+                live=loss.live,
+                seconds=loss.seconds,
+                moved=moved,
+            )
+            self.telemetry.log(lost)
+        self._losses_told = len(survival.losses)
+
     def fail(self, cause: BaseException) -> None:
         """An iteration has ended with an error. What is under way is aborted, and the peers learn why."""
         self._sent_all, self._failure, self._unsettled = False, cause, None
+        if self.survival is not None:
+            self.survival.end_with(cause)
         if isinstance(self.transport, TwoPathTransport):
             self.transport.say_failed(f"{type(cause).__name__}: {cause}")
         self.transport.close(drained=False)
@@ -199,29 +290,60 @@ class Pipeline:
             except TransportError as cause:
                 logger.warning("closing although not everything sent has been received: %s", cause)
         ended = self.transport.close(drained=self._sent_all)
-        if self.exchange is not None:
-            self.exchange.close()
-        if self.membership is not None:
-            self.membership.clock.close()
+        self.exchange.close()
+        if self.survival is not None:
+            self.survival.close(well=self._failure is None)
+        self._clock.close()
         self.telemetry.close()
         return ended
 
-    def _follow_decision(self, exchange: PlanExchange, chunks: int) -> None:
-        decision = exchange.decision(self.training_iterations)
-        self.telemetry.begin(self.iterations, decision.requests, decision.job)
-        if decision.csv is not None:
-            planned = schedule_from_csv(decision.csv, chunks=chunks)
-            costs = None if decision.costs is None else costs_from_json(json.loads(decision.costs))
-            self.book.install(planned, decision.number, decision.caps, decision.released_at_backward_input, costs)
+    def _interrupt(self, cause: str) -> None:
+        """Wake all waits of this rank, from another thread: the set of live ranks has changed."""
+        if isinstance(self.transport, TwoPathTransport):
+            self.transport.abort(cause)
+        self.exchange.interrupt(cause)
+
+    def _follow(self, decision: Decision, chunks: int) -> None:
+        told, order, forecast, paths = decision.told or Told(), decision.order, decision.forecast, decision.paths
+        self.telemetry.begin(self.iterations, told.requests, told.job)
+        if order is not None:
+            planned, costs = schedule_from_csv(order.csv, chunks=chunks), costs_from_json(json.loads(order.costs))
+            self.book.install(planned, decision.number, order.caps, order.released_at_backward_input, costs)
             self._programs.clear()
-        self.book.number = decision.number
-        self.dispatcher.all_by_host_path = self._prefers_host and not decision.diverted
-        self.telemetry.switch(
-            decision.number, predicted_s=decision.predicted_s, before_predicted_s=decision.before_predicted_s
+        self.book.number = max(self.book.number, decision.number)  # a given plan has a number, too
+        self.telemetry.switch(self.book.number, **({} if forecast is None else asdict(forecast)))
+        if self.rerouting is not None:
+            self.rerouting.follow(decision.routing)
+        if paths is not None:
+            self.dispatcher.all_by_host_path = self._prefers_host and not paths.diverted
+            if self._steering is not None:
+                self._steering.steer(paths)
+                self._steering.measure(paths)
+
+    def _routed(self, call: PipelineCall, schedule: Schedule) -> Work | None:
+        """None where the iteration's micro-batches stay in their replicas."""
+        routed = self.rerouting.order(call, schedule) if self.rerouting is not None and self.routes(call) else None
+        if routed is None:
+            return None
+        program, order = routed
+        ranks = range(len(self._job.layout.workers))
+        everywhere = Addresses(
+            ranks, self.iterations, micro_batches=call.micro_batches, pipeline=self._job.layout.pipeline
         )
-        if self._steering is not None:
-            self._steering.steer(decision)
-            self._steering.measure(decision)
+        meter = None if call.forward_only else self._meter
+        account = ActivationAccount(call.stage, order.cap, order.released_at_backward_input, meter)
+        return Work(program, everywhere, account, planned_steps(program))
+
+    def _planned(self, call: PipelineCall, schedule: Schedule) -> Work:
+        program = self._compiled(call, schedule)
+        layout = self._job.layout
+        addresses = Addresses(
+            layout.pipeline,
+            self.iterations,
+            replica=layout.cell.replica,
+            micro_batches=call.micro_batches if layout.replicas > 1 else None,
+        )
+        return Work(program, addresses, self._account(call), self._steps(call, program))
 
     def _compiled(self, call: PipelineCall, schedule: Schedule) -> Program:
         program = self._programs.get(id(schedule))
@@ -252,14 +374,11 @@ class Pipeline:
 
     def _prepare_next(self, report: IterationReport) -> StageMemory | None:
         """What memory showed, before anything else uses it; and links take the next iteration's paths."""
-        exchange = self.exchange
-        if exchange is None:
-            return None
         if self._steering is not None:
             # Before the next iteration: once its receives are posted, the first messages still go by the old path.
-            early = exchange.early_decision(self.training_iterations + 1)
-            if early is not None:
-                self._steering.steer(early)
+            early = self.exchange.early_decision(self.training_iterations + 1)
+            if early is not None and early.paths is not None:
+                self._steering.steer(early.paths)
         return None if self._meter is None else self._meter.finish(report.received_nbytes)
 
     def _settle(self) -> None:
@@ -268,32 +387,35 @@ class Pipeline:
         if ended is None:
             return
         call, records = ended.call, ended.report.records  # which relates the clocks that the transport tells by
-        times = self.transport.take_times()
+        addresses, (sent, received) = ended.report.addresses, self.transport.take_times()
+        nbytes = addresses.nbytes((*sent, *received))
+        times = addresses.in_pipeline(sent), addresses.in_pipeline(received)
         arrivals = arrival_records(call.stage, times[1])
         if not call.forward_only:
-            self._hand_in(ended, times)
+            self._hand_in(ended, times, nbytes)
             self.dispatcher.ran(ended.report.steps, records, arrivals)
-        offset_s = None if self.membership is None else self.membership.clock.drifted(time.monotonic())
+        offset_s = self._clock.drifted(time.monotonic())
         self.telemetry.traced(ended.iteration, records, arrivals, offset_s)
         if call.config.timers is not None:
             add_times(call.config.timers, ended.report)
 
-    def _hand_in(self, ended: _Ended, times: SentAndReceived) -> None:
-        """Send off what an iteration measured, for the plans of later ones."""
-        if self.exchange is None or self.membership is None:
-            return
+    def _hand_in(self, ended: _Ended, times: SentAndReceived, nbytes: Mapping[int, int]) -> None:
+        """Send off what an iteration measured, for the plans of later ones. `nbytes`: of each micro-batch's messages,
+        also where another replica's cell is at their other end."""
         steering, report = self._steering, ended.report
         measurement = stage_measurement(
-            self.membership.pipeline,
+            self._job.layout.pipeline[0],
             ended.call.stage,
             ended.call.micro_batches,
             report.records,
             times,
-            self.membership.clock.offset_at(time.monotonic()),
+            self._clock.offset_at(time.monotonic()),
             report.computed_s() if current_device().type == "cuda" else None,
             ended.memory,
             probes=() if steering is None else steering.take_probes(),
             broken=() if steering is None else steering.broken(),
             disturbance=ended.disturbance,
+            nbytes=nbytes,
+            idle=(ended.iteration, self._begun_s),
         )
         self.exchange.post(ended.training_iteration, measurement)

@@ -9,21 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import megatron.core
 import torch
-import torch.distributed as dist
 
 from adaptra_megatron import __version__
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.runtime.exchange import PlanExchange
-from adaptra_megatron.runtime.executor import IterationReport
-from adaptra_megatron.runtime.megatron_call import PipelineCall
-from adaptra_megatron.runtime.membership import Membership
-from adaptra_megatron.telemetry.changes import PathState
-from adaptra_megatron.telemetry.events import RunStarted
+from adaptra_megatron.epochs.survival import Survival
+from adaptra_megatron.runtime.execution.executor import IterationReport
+from adaptra_megatron.runtime.job import Job
+from adaptra_megatron.runtime.megatron.compat import megatron_version
+from adaptra_megatron.telemetry.events.changes import PathState
+from adaptra_megatron.telemetry.events.events import RunStarted
+from adaptra_megatron.telemetry.figures.scalars import LossFigures, RankFigures
 from adaptra_megatron.telemetry.records import ArrivalRecord
 from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
-from adaptra_megatron.telemetry.scalars import RankFigures
 from adaptra_megatron.transport.messages import Direction, MessageTimes, Transport, TwoPathTransport
 from adaptra_megatron.transport.paths import PathCounters
 
@@ -34,13 +32,14 @@ def running_versions() -> dict[str, str]:
     """What runs, which need not be what is installed: Megatron is often used from its sources."""
     return {
         "adaptra-megatron": __version__,
-        "megatron-core": megatron.core.__version__,
+        "megatron-core": megatron_version(),
         "torch": torch.__version__,
     }
 
 
-def make_telemetry(call: PipelineCall, config: AdaptraConfig, membership: Membership | None) -> RunTelemetry:
+def make_telemetry(job: Job, chunks: int, config: AdaptraConfig) -> RunTelemetry:
     """This rank's. Raises prometheus.PrometheusError if an endpoint is wanted and cannot be opened."""
+    layout = job.layout
     settings = TelemetrySettings(
         trace_dir=config.trace_dir,
         every_iteration=config.trace == "all",
@@ -48,15 +47,21 @@ def make_telemetry(call: PipelineCall, config: AdaptraConfig, membership: Member
         prometheus_address=config.prometheus_address,
     )
     place = Place(
-        run=membership.token if membership is not None else "",
-        rank=dist.get_rank(),
+        run=layout.token,
+        rank=layout.rank,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        stage=call.stage,
-        leads=dist.get_rank() == PlanExchange.LEADER,
-        clock_offset_s=membership.clock_offset_s if membership is not None else 0.0,
+        stage=layout.cell.stage,
+        replica=layout.cell.replica,
+        leads=layout.rank == layout.leader,
+        clock_offset_s=job.clock.first_offset_s,
     )
     start = RunStarted(
-        layout={"stages": call.stages, "chunks": call.chunks, "world_size": dist.get_world_size()},
+        layout={
+            "stages": len(layout.pipeline),
+            "chunks": chunks,
+            "world_size": len(layout.workers),
+            "replica": layout.cell.replica,
+        },
         versions=running_versions(),
         config={name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()},
         host=platform.node(),
@@ -80,8 +85,10 @@ def arrival_records(stage: int, received: Sequence[MessageTimes]) -> list[Arriva
     ]
 
 
-def rank_figures(transport: Transport, report: IterationReport, plan_number: int, seconds: float) -> RankFigures:
-    """Of a training iteration that took `seconds`, for whoever watches."""
+def rank_figures(
+    transport: Transport, report: IterationReport, plan_number: int, seconds: float, survival: Survival | None
+) -> RankFigures:
+    """Figures of a training iteration that took `seconds`, for TensorBoard and Prometheus."""
     links = _paths(transport).values()
     by_path = {
         "device": sum(link.sent_by_device for link in links),
@@ -92,13 +99,25 @@ def rank_figures(transport: Transport, report: IterationReport, plan_number: int
         peak_in_flight=report.peak_in_flight,
         plan_number=plan_number,
         messages_by_path=by_path if links else {},
+        lost=None if survival is None else _loss_figures(survival),
     )
 
 
-def path_states(transport: Transport) -> tuple[dict[int, PathState], int | None]:
-    """What links with two paths do, by peer, and how often the delegate was started, where there is one."""
+def _loss_figures(survival: Survival) -> LossFigures:
+    return LossFigures(
+        dead_cells=sorted((cell.replica, cell.stage) for cell in survival.epoch.dead_cells),
+        ranks=survival.ranks_lost,
+        seconds={loss.epoch: loss.seconds for loss in survival.losses},
+    )
+
+
+def path_states(transport: Transport, ranks: Sequence[int]) -> tuple[dict[int, PathState], int | None]:
+    """What links with two paths do between `ranks`, the pipeline's, by the peer's stage; and how often the delegate was
+    started, where there is one."""
     states = {
-        peer: PathState(link.path.value, link.switches, link.sessions_lost) for peer, link in _paths(transport).items()
+        ranks.index(peer): PathState(link.path.value, link.switches, link.sessions_lost)
+        for peer, link in _paths(transport).items()
+        if peer in ranks
     }
     return states, transport.delegate_starts if isinstance(transport, TwoPathTransport) else None
 

@@ -4,33 +4,44 @@
 from __future__ import annotations
 
 import atexit
+import functools
+import gc
 import hashlib
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import schedules
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.runtime.compat import finalize_gradients
-from adaptra_megatron.runtime.computation import MegatronComputation, StageComputation
-from adaptra_megatron.runtime.megatron_call import PipelineCall, pipeline_call
-from adaptra_megatron.runtime.memory import MemorySource
+from adaptra_megatron.control.memory import MemorySource
+from adaptra_megatron.epochs.epoch import Epoch
+from adaptra_megatron.epochs.live_groups import LiveGroups
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.runtime.execution.executor import IterationReport
+from adaptra_megatron.runtime.megatron.computation import MegatronComputation, StageComputation
+from adaptra_megatron.runtime.megatron.iteration import finish_gradients, forget_gradients, iteration
+from adaptra_megatron.runtime.megatron.linear_wgrad import WeightGradientQueue
+from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, pipeline_call
+from adaptra_megatron.runtime.megatron.random_draws import flags_drawn_in_other_order
+from adaptra_megatron.runtime.megatron.te_wgrad import EngineLayers
 from adaptra_megatron.runtime.pipeline import Pipeline
-from adaptra_megatron.runtime.random_draws import flags_drawn_in_other_order
-from adaptra_megatron.runtime.split_backward import WeightGradientQueue
-from adaptra_megatron.runtime.transformer_engine_layers import EngineLayers
+from adaptra_megatron.runtime.single_stage import SingleStage
 from adaptra_megatron.schedule.actions import Schedule
-from adaptra_megatron.schedule.costs import costs_to_json
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.transport.messages import TwoPathTransport
-from adaptra_megatron.transport.stream_path import end_process
+from adaptra_megatron.transport.single_path.nccl_transport import end_process
 
-logger = logging.getLogger("adaptra_megatron.runtime")
+logger = logger_of(__name__)
 
 Decorate = Callable[[StageComputation, int], StageComputation]
+
+
+class _Ran(NamedTuple):
+    report: IterationReport
+    schedule: Schedule
+    losses: list[Any]
+    """Those that the training script gets."""
 
 
 class AdaptraRuntime:
@@ -42,10 +53,12 @@ class AdaptraRuntime:
         queue: WeightGradientQueue,
         decorate: Decorate | None = None,
         memory: MemorySource | None = None,
+        groups: LiveGroups | None = None,
     ) -> None:
         """`decorate(computation, stage)` may wrap what a stage computes (emulation, instrumentation).
 
-        `memory`: who tells what is allocated, where that is not the device Megatron computes on.
+        `memory`: who tells what is allocated, where that is not the device Megatron computes on. `groups`: Megatron's,
+        where training outlives its ranks.
         """
         self.peak_in_flight = 0.0
         """Most activations held at once in any training iteration so far."""
@@ -53,12 +66,16 @@ class AdaptraRuntime:
         """What the last training iteration ran."""
         self.runs_actions = False
         """Whether actions of an iteration run at this moment."""
+        self.sharded_optimizers: list[Any] = []
+        """Megatron's distributed optimizers, where training outlives its ranks."""
         self._config = config
         self.weight_gradients = queue
         self._engine_layers = EngineLayers(queue)
         self._decorate = decorate
-        self._memory = memory
+        self._memory, self._groups = memory, groups
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
+        self._single: SingleStage | None = None
+        """Where pipelines have one stage."""
         # Threads that wait in native code must not outlive the interpreter, and Megatron's scripts undo nothing.
         atexit.register(self._close_at_exit)
 
@@ -76,39 +93,101 @@ class AdaptraRuntime:
         except BaseException as cause:
             # Receives that stand on the GPU would keep whatever waits for it, and this process from ending.
             pipeline.fail(cause)
+            # As the process ends, the interpreter would look through all objects for cycles, for most of a second.
+            atexit.register(gc.freeze)
             raise
 
-    def _iterate(self, pipeline: Pipeline, call: PipelineCall) -> list[Any]:
-        schedule = pipeline.begin(call)
-        computation = MegatronComputation(call, self.weight_gradients)
-        decorated = self._decorate(computation, call.stage) if self._decorate is not None else computation
-        embedding = _start_stock_bookkeeping(call)
-        self.runs_actions = True
-        try:
-            report = pipeline.run(call, schedule, decorated)
-        finally:
-            self.runs_actions = False
-        if not call.forward_only:
-            _finalize_gradients(call, computation, embedding)
-            self.peak_in_flight = max(self.peak_in_flight, report.peak_in_flight)
-            self.last_schedule = schedule
-        pipeline.end(call, report)
-        if call.config.timers is not None:
-            call.config.timers("forward-backward").stop()
-        return computation.losses
+    def run_stock(self, stock: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """One call of Megatron's schedule without pipelining, which runs as it is; returns its result.
 
-    def last_plan(self) -> tuple[int, str]:
-        """Number and fingerprint (of the schedule, not the number) of what the last training iteration ran."""
+        Raises ExchangeError when ranks of the job do not meet at the first.
+        """
+        if self._single is None:
+            self._single = SingleStage(arguments, self._config)
+        return self._single.run(stock, arguments)
+
+    def save(self, write: Callable[[], Any]) -> Any:
+        """Have `write`, which is collective over the job, write a checkpoint; its result.
+
+        Where ranks are outlived, it sees those that live, numbered from 0, as if they were all; and it is called again
+        where one dies meanwhile. Raises what `write` raises.
+        """
+        survivals = [each.survival for each in self._pipelines.values() if each.survival is not None]
+        if not survivals or self._groups is None:
+            return write()
+        groups = self._groups
+
+        def attempt(epoch: Epoch, number: int) -> Any:
+            self._gather_again()
+            with groups.numbered_alive():
+                return write()
+
+        return survivals[0].carry_out(attempt)
+
+    def _iterate(self, pipeline: Pipeline, call: PipelineCall) -> list[Any]:
+        pipeline.begin(call)
+        if pipeline.survival is None:
+            ran = self._attempt(pipeline, call)
+        else:
+            ran = pipeline.survival.carry_out(functools.partial(self._attempt_among, pipeline, call))
+        if not call.forward_only:
+            self.peak_in_flight = max(self.peak_in_flight, ran.report.peak_in_flight)
+            self.last_schedule = ran.schedule
+        pipeline.end(call, ran.report)
+        return ran.losses
+
+    def _attempt_among(self, pipeline: Pipeline, call: PipelineCall, epoch: Epoch, number: int) -> _Ran:
+        """`number`: of tries that did not commit, in which other ranks may have died."""
+        pipeline.enter(epoch)
+        self._gather_again()
+        if number and not call.forward_only:
+            forget_gradients(call)
+        # Of an epoch, not of a try: a rank that was between two calls as others died has not tried yet.
+        return self._attempt(pipeline, call, epoch.number, degraded=bool(epoch.dead_cells))
+
+    def _gather_again(self) -> None:
+        """Gather parameters from the shards that are stepped, where a rank may have died while that was done."""
+        if self._groups is None or not self._groups.stale:
+            return
+        for optimizer in self.sharded_optimizers:
+            for chunk in optimizer.model_chunks:
+                for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                    group.param_gather_handle = None
+                chunk.start_param_sync(force_sync=True)
+        self._groups.stale = False
+
+    def _attempt(self, pipeline: Pipeline, call: PipelineCall, number: int = 0, *, degraded: bool = False) -> _Ran:
+        schedule = pipeline.schedule(call)
+        computation = MegatronComputation(call, self.weight_gradients, pipeline.inputs(call))
+        decorated = self._decorate(computation, call.stage) if self._decorate is not None else computation
+        with iteration(call) as embedding:
+            self.runs_actions = True
+            try:
+                report = pipeline.run(call, schedule, decorated, number)
+            finally:
+                self.runs_actions = False
+            if not call.forward_only:
+                finish_gradients(call, computation.tokens, embedding, degraded=degraded)
+            losses = computation.losses
+            if pipeline.rerouting is not None and pipeline.routes(call):
+                losses = pipeline.rerouting.end(losses)
+        return _Ran(report, schedule, losses)
+
+    def last_plan(self) -> tuple[int, str] | None:
+        """Number and fingerprint (of the schedule, not the number) of what the last training iteration ran; None where
+        that was no pipeline's."""
         if self.last_schedule is None:
-            raise RuntimeError("no training iteration has run yet")
+            return None
         csv = schedule_to_csv(self.last_schedule)
         number = max((pipeline.book.number for pipeline in self._pipelines.values()), default=0)
         return number, hashlib.sha256(csv.encode()).hexdigest()[:16]
 
     def summary(self) -> dict[str, Any]:
         """What ran, for reports and tests: plain numbers and text; on the leading rank also the costs it measured."""
+        reroutings = [each.rerouting for each in self._pipelines.values() if each.rerouting is not None]
         return {
-            "training_iterations": sum(pipeline.training_iterations for pipeline in self._pipelines.values()),
+            "training_iterations": sum(pipeline.training_iterations for pipeline in self._pipelines.values())
+            + (0 if self._single is None else self._single.training_iterations),
             "plans_installed": max((pipeline.book.number for pipeline in self._pipelines.values()), default=0),
             "split_weight_gradients": self.weight_gradients.computed,
             "peak_in_flight": self.peak_in_flight,
@@ -117,14 +196,16 @@ class AdaptraRuntime:
             "measured_costs": self._measured_costs(),
             "online_iterations": sum(pipeline.dispatcher.online_iterations for pipeline in self._pipelines.values()),
             "moved_actions": sum(pipeline.dispatcher.moved_actions for pipeline in self._pipelines.values()),
+            "routed_iterations": sum(each.routed_iterations for each in reroutings),
+            "swapped_micro_batches": sum(each.swapped_micro_batches for each in reroutings),
             "schedule_csv": None if self.last_schedule is None else schedule_to_csv(self.last_schedule),
         }
 
     def _links(self) -> dict[str, Any]:
-        """What links with a host path have seen, by "<stage>-<peer>"."""
+        """What links with a host path have seen, by "<rank>-<peer>"."""
         transports = [pipeline.transport for pipeline in self._pipelines.values()]
         return {
-            f"{transport.stage}-{peer}": asdict(counters)
+            f"{transport.rank}-{peer}": asdict(counters)
             for transport in transports
             if isinstance(transport, TwoPathTransport)
             for peer, counters in transport.link_counters().items()
@@ -132,8 +213,8 @@ class AdaptraRuntime:
 
     def _measured_costs(self) -> dict[str, Any] | None:
         for pipeline in self._pipelines.values():
-            if pipeline.leader.costs is not None:
-                return costs_to_json(pipeline.leader.costs)
+            if pipeline.planner is not None and pipeline.planner.costs is not None:
+                return pipeline.planner.costs
         return None
 
     def close(self) -> bool:
@@ -143,43 +224,27 @@ class AdaptraRuntime:
         """
         atexit.unregister(self._close_at_exit)
         self._engine_layers.restore()
+        if self._single is not None:
+            self._single.close()
         ended = [pipeline.close() for pipeline in self._pipelines.values()]
         self._pipelines.clear()
         return all(ended)
 
     def _close_at_exit(self) -> None:
         if not self.close():
-            logger.error("adaptra: what is on the GPU cannot be ended, so this process ends without waiting for it")
+            logger.error("what is on the GPU cannot be ended, so this process ends without waiting for it")
             end_process()
 
     def _pipeline(self, call: PipelineCall) -> Pipeline:
         identity = (*dist.get_process_group_ranks(call.pipeline_group), call.chunks)
         if identity not in self._pipelines:
-            self._pipelines[identity] = Pipeline(call, self._config, self._memory)
+            self._pipelines[identity] = Pipeline(
+                call, self._config, self._memory, self._groups, self.sharded_optimizers
+            )
             self._engine_layers.split(call.model_chunks, call.config)
             if self._config.policy == "adapt":
                 _warn_of_other_draws(call)
         return self._pipelines[identity]
-
-
-def _start_stock_bookkeeping(call: PipelineCall) -> Any:
-    """What stock does before its first action; returns the embedding module that finalizing needs."""
-    config, embedding = call.config, None
-    if config.finalize_model_grads_func is not None and not call.forward_only:
-        model = call.model_chunks if call.interleaved else call.model_chunks[0]
-        embedding = schedules.clear_embedding_activation_buffer(config, model, call.holds_last_stage)
-    if config.timers is not None:
-        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    return embedding
-
-
-def _finalize_gradients(call: PipelineCall, computation: MegatronComputation, embedding: Any) -> None:
-    config = call.config
-    if config.finalize_model_grads_func is None:
-        return
-    schedules.finish_embedding_wgrad_compute(config, embedding, call.holds_last_stage, call.groups.tp)
-    tokens = computation.tokens if config.calculate_per_token_loss else None
-    finalize_gradients(config, call.model_chunks, tokens, call.groups, force=call.force_all_reduce)
 
 
 def _warn_of_other_draws(call: PipelineCall) -> None:
@@ -187,7 +252,7 @@ def _warn_of_other_draws(call: PipelineCall) -> None:
     flags = flags_drawn_in_other_order(call.config, call.chunks)
     if flags and dist.get_rank() == 0:
         logger.warning(
-            "adaptra: %s: what is computed with these random numbers equals stock's in distribution, not bit for bit: "
+            "%s: what is computed with these random numbers equals stock's in distribution, not bit for bit: "
             "stock draws them for all actions of a rank from the same streams, so another order of actions draws "
             "others; --adaptra-policy observe keeps stock's order",
             ", ".join(flags),

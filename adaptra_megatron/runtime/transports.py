@@ -3,33 +3,28 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
-from typing import Any
-
-from torch.distributed.distributed_c10d import _get_default_store
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.runtime.device import current_device, pci_bus_id
-from adaptra_megatron.runtime.megatron_call import PipelineCall
-from adaptra_megatron.runtime.path_leader import PathPolicy
-from adaptra_megatron.transport.affinity import RnicError, cpus_to_bind, rank_rnics
-from adaptra_megatron.transport.cuda_device import Device, device_of
-from adaptra_megatron.transport.device_clock import DeviceClock
+from adaptra_megatron.control.path_decider import PathPolicy
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.runtime.device import current_device, has_one_queue, pci_bus_id
+from adaptra_megatron.transport.device_session.link_watch import LinkWatch
+from adaptra_megatron.transport.device_session.nccl_library import torch_nccl
+from adaptra_megatron.transport.device_session.nccl_link import NcclSide, gpu_identity
+from adaptra_megatron.transport.gpu.cuda_device import Device, device_of
+from adaptra_megatron.transport.gpu.device_clock import DeviceClock
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.link_setup import LinkMaker
-from adaptra_megatron.transport.link_watch import LinkWatch
 from adaptra_megatron.transport.messages import Transport, TransportError, TwoPathTransport
-from adaptra_megatron.transport.nccl_library import torch_nccl
-from adaptra_megatron.transport.nccl_link import NcclSide, gpu_identity
 from adaptra_megatron.transport.paths import Path, PathSettings
-from adaptra_megatron.transport.placement import agree_on_host_path
-from adaptra_megatron.transport.rendezvous import Rendezvous
-from adaptra_megatron.transport.stream_path import StreamTransport
-from adaptra_megatron.transport.torch_path import WaitingThreadTransport
+from adaptra_megatron.transport.setup.link_setup import LinkMaker
+from adaptra_megatron.transport.setup.rendezvous import Rendezvous, agree_on_host_path
+from adaptra_megatron.transport.setup.rnic_affinity import RnicError, cpus_to_bind, rank_rnics
+from adaptra_megatron.transport.single_path.gloo_transport import WaitingThreadTransport
+from adaptra_megatron.transport.single_path.nccl_transport import StreamTransport
 
-logger = logging.getLogger("adaptra_megatron.runtime")
+logger = logger_of(__name__)
 
 NCCL_LIMIT_S = 15.0
 """Making an NCCL communicator may take seconds; the host path carries messages meanwhile."""
@@ -45,53 +40,41 @@ BLOCKING_VARIABLES = {
 ORDER_VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
-def timeout_s(config: AdaptraConfig) -> float:
-    """Longest wait for another rank: what was asked for, or what torch.distributed was initialised with.
-
-    Megatron initialises it with --distributed-timeout-minutes.
-    """
-    if config.timeout_s is not None:
-        return config.timeout_s
-    store: Any = _get_default_store()
-    limit_s: float = store.timeout.total_seconds()
-    return limit_s
-
-
-def make_transport(call: PipelineCall, config: AdaptraConfig, clock: DeviceClock | None) -> Transport:
+def make_transport(
+    rendezvous: Rendezvous, chunks: int, config: AdaptraConfig, clock: DeviceClock | None, timeout_s: float
+) -> Transport:
     """Called by all ranks of the pipeline at the same point. `clock`: times messages between GPUs; None elsewhere.
 
     Raises TransportError, on all of them alike, when what was asked for does not come up, or nothing does.
     """
-    rendezvous = Rendezvous.of(call.pipeline_group, timeout_s(config))
     device = device_of(current_device())
     blocked = None if device is None else why_blocked(os.environ)
     maker, watch = None, LinkWatch()
     if blocked is None:
         maker = LinkMaker(rendezvous, None if device is None else _nccl_side(device, config, watch))
-        maker.connect(wrap=call.chunks > 1)
+        maker.connect(wrap=chunks > 1)
     if config.host_transport != "off":
         try:
-            return _two_paths(call, config, rendezvous, maker, device)
+            return _two_paths(rendezvous, chunks, config, maker, device, timeout_s)
         except TransportError as cause:  # the same on all ranks of the pipeline
             if config.needs_host_path or maker is None:
                 raise
             _say_once(rendezvous, f"links between stages have one path, torch.distributed's: {cause}")
     if maker is None:
         raise TransportError(f"{blocked}. Use --adaptra-host-transport auto: messages then go by the host path alone")
-    links = maker.links()
+    links, layout = maker.links(), rendezvous.layout
     if device is None:
-        return WaitingThreadTransport(rendezvous.stage, links, call.chunks, timeout_s(config))
-    return StreamTransport(rendezvous.stage, links, device, clock, watch, timeout_s(config))
+        return WaitingThreadTransport(layout.rank, links, chunks, timeout_s, layout.name)
+    return StreamTransport(layout.rank, links, device, clock, watch, timeout_s, name=layout.name)
 
 
 def path_policy(config: AdaptraConfig, transport: Transport) -> PathPolicy | None:
     """How links choose between their paths; None where messages have torch.distributed's alone."""
     if not isinstance(transport, TwoPathTransport):
         return None
-    on_gpu = current_device().type == "cuda"
-    one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-    host_alone = on_gpu and why_blocked(os.environ) is not None
-    return PathPolicy(preferred=Path.HOST if host_alone else Path(config.path), device_blocks=one_queue and on_gpu)
+    device = current_device()
+    host_alone = device.type == "cuda" and why_blocked(os.environ) is not None
+    return PathPolicy(preferred=Path.HOST if host_alone else Path(config.path), device_blocks=has_one_queue(device))
 
 
 def why_blocked(environment: Mapping[str, str]) -> str | None:
@@ -103,25 +86,27 @@ def why_blocked(environment: Mapping[str, str]) -> str | None:
 
 
 def _two_paths(
-    call: PipelineCall,
-    config: AdaptraConfig,
     rendezvous: Rendezvous,
+    chunks: int,
+    config: AdaptraConfig,
     maker: LinkMaker | None,
     device: Device | None,
+    timeout_s: float,
 ) -> Transport:
     """Links with a host path, and a device path too where `maker` is given. Raises TransportError on all ranks."""
     failure: Exception | None = None
     try:
         # Only here, for it needs the package's native part for rings.
-        from adaptra_megatron.transport.host_path import HostTransport
+        from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 
         place = pci_bus_id(current_device())
         settings = HostSettings(
             transport=config.host_transport,
             interface=config.interface,
-            timeout_s=timeout_s(config),
+            timeout_s=timeout_s,
             rnics=rank_rnics(config.rnics, place),
             cpus=cpus_to_bind(place),
+            outlives_ranks=config.outlives_ranks,
         )
         if maker is not None and device is not None and os.environ.get(ORDER_VARIABLE, "0") not in ("", "0"):
             raise TransportError(
@@ -135,7 +120,7 @@ def _two_paths(
         _say_once(rendezvous, f"messages between stages go by the host path alone: {why_blocked(os.environ)}")
     on_gpu = device is not None
     paths = PathSettings(preferred=Path(config.path), probe_limit_s=NCCL_LIMIT_S if on_gpu else GLOO_LIMIT_S)
-    return HostTransport(rendezvous, call.chunks, settings, paths, maker, device)
+    return HostTransport(rendezvous, chunks, settings, paths, maker, device)
 
 
 def _nccl_side(device: Device, config: AdaptraConfig, watch: LinkWatch) -> NcclSide:
@@ -145,4 +130,4 @@ def _nccl_side(device: Device, config: AdaptraConfig, watch: LinkWatch) -> NcclS
 def _say_once(rendezvous: Rendezvous, text: str) -> None:
     """In the log of the first rank of a pipeline, and of one pipeline only."""
     if rendezvous.stage == 0 and rendezvous.first_of_the_job_to(text.partition(":")[0]):
-        logger.warning("adaptra: %s", text)
+        logger.warning("%s", text)

@@ -15,8 +15,8 @@ class Problem:
         backward_input_s: Sequence[float],
         backward_weight_s: Sequence[float],
         backward_s: Sequence[float],
-        to_next: Sequence[tuple[float, float, bool]],
-        to_previous: Sequence[tuple[float, float, bool]],
+        stage_of: Sequence[int],
+        links: Sequence[tuple[int, int, float, float, bool]],
         cap: Sequence[float],
         released: Sequence[float],
         shared_queue: bool,
@@ -50,6 +50,45 @@ class Planned(TypedDict):
     bound_kind: str
     bound_place: int
 
+class RoutedProblem:
+    def __init__(
+        self,
+        *,
+        replicas: int,
+        stages: int,
+        micro_batches: int,
+        per_cell: Sequence[float],
+        factor: Sequence[float],
+        whole_given: bool,
+        live: Sequence[bool],
+        cap: Sequence[float],
+        released: Sequence[float],
+        own_latency: Sequence[float],
+        own_occupancy: Sequence[float],
+        given: Sequence[tuple[int, int, float, float]],
+        sync: Sequence[float],
+        staggered: bool,
+        pinned: Sequence[bool],
+    ) -> None: ...
+
+class RoutedTimes(TypedDict):
+    makespan_s: float
+    period_s: float
+    start_s: list[list[float]]
+    end_s: list[list[float]]
+
+class RoutedReplayed(RoutedTimes):
+    position: list[int]
+
+class RoutedPlanned(RoutedTimes):
+    hosts: list[int]
+    orders: list[list[int]]
+    present_s: float
+    kept: bool
+    simulated_actions: int
+    bound_s: float
+    bound_stage: int
+
 def actions(
     problem: Problem, stage: int, codes: Sequence[int], action: type[Action], kinds: tuple[Kind, ...]
 ) -> tuple[Action, ...]: ...
@@ -61,5 +100,10 @@ def dispatch_finish(problem: Problem) -> tuple[list[float], list[float]]: ...
 def replay(problem: Problem, orders: Sequence[Sequence[int]]) -> Replayed: ...
 def launch_ranks(problem: Problem, orders: Sequence[Sequence[int]]) -> list[list[int]]: ...
 def dispatch(problem: Problem) -> Dispatched: ...
-def plan(problem: Problem, split: bool, budget: int) -> Planned: ...
+def plan(problem: Problem, split: bool, budget: int, known: Sequence[Sequence[Sequence[int]]] = ...) -> Planned: ...
 def lower_bound(problem: Problem) -> tuple[float, str, int]: ...
+def replay_routed(problem: RoutedProblem, hosts: Sequence[int], orders: Sequence[Sequence[int]]) -> RoutedReplayed: ...
+def plan_routed(
+    problem: RoutedProblem, split: bool, present: Sequence[int], least_gain: float, budget: int
+) -> RoutedPlanned: ...
+def routed_bound(problem: RoutedProblem, split: bool) -> tuple[float, int]: ...

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one representation of a pipeline schedule that planner, simulator, executor, CSV and trace share.
 
-A *stage* is a pipeline rank, a *chunk* is one of its model chunks (virtual stages), and a *virtual stage*
-`chunk * stages + stage` is the position in the model: virtual stage 0 holds the embedding, the last one the loss.
+A *stage* is a pipeline rank, a *chunk* is one of its model chunks, and a *virtual stage* is a position in the model:
+virtual stage 0 holds the embedding, the last one the loss. Which stage and chunk a virtual stage is, the schedule's
+placement says; in Megatron's, chunk c of stage s is virtual stage `c * stages + s`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from adaptra_megatron.schedule.placement import Placement, interleaved
 
 
 class Kind(str, enum.Enum):
@@ -28,7 +31,7 @@ class Kind(str, enum.Enum):
 
     @property
     def sends_gradient(self) -> bool:
-        """Whether the action ends by sending an input gradient to the previous virtual stage."""
+        """Return whether the action ends by sending an input gradient to the previous virtual stage."""
         return self is Kind.BACKWARD or self is Kind.BACKWARD_INPUT
 
 
@@ -55,6 +58,17 @@ class Schedule:
     chunks: int
     micro_batches: int
     orders: tuple[Order, ...]
+    custom_placement: Placement | None = None
+    """None: Megatron's, which is also what Megatron's own table becomes."""
+
+    def __post_init__(self) -> None:
+        if self.custom_placement is not None and self.custom_placement == interleaved(self.stages, self.chunks):
+            object.__setattr__(self, "custom_placement", None)
+
+    @property
+    def placement(self) -> Placement:
+        """Which stage runs each virtual stage, and so where each message goes."""
+        return self.custom_placement or interleaved(self.stages, self.chunks)
 
     @property
     def virtual_stages(self) -> int:
@@ -62,15 +76,5 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether any backward is split in input and weight gradient."""
+        """Return whether any backward is split in input and weight gradient."""
         return any(action.kind is Kind.BACKWARD_INPUT for order in self.orders for action in order)
-
-
-def virtual_stage(stage: int, chunk: int, stages: int) -> int:
-    """Position in the model of `chunk` on `stage` (Megatron's interleaved placement)."""
-    return chunk * stages + stage
-
-
-def placement(virtual: int, stages: int) -> tuple[int, int]:
-    """`(stage, chunk)` of a virtual stage: the inverse of `virtual_stage`."""
-    return virtual % stages, virtual // stages

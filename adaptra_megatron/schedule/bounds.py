@@ -50,6 +50,5 @@ def bound_from_native(found: tuple[float, str, int], costs: Costs) -> LowerBound
     seconds, kind, place = found
     if kind != "link":
         return LowerBound(seconds=seconds, kind=kind, where=f"stage {place}")
-    source = place // 2
-    target = (source + (-1 if place % 2 else 1)) % costs.stages
+    source, target = costs.placement.links[place]
     return LowerBound(seconds=seconds, kind=kind, where=f"link {source}->{target}")

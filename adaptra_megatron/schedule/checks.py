@@ -9,8 +9,8 @@ from typing import NoReturn
 
 from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule
 from adaptra_megatron.schedule.costs import Released, released_per_stage
-from adaptra_megatron.schedule.deadlock import check_progress
 from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.transfers.deadlock import check_progress
 
 __all__ = ["ScheduleError", "check_schedule"]
 
@@ -39,6 +39,12 @@ def check_schedule(
     if len(schedule.orders) != schedule.stages:
         raise ScheduleError(
             f"the schedule has {len(schedule.orders)} orders for {schedule.stages} stages: give each one"
+        )
+    placement = schedule.placement
+    if (placement.stages, placement.chunks) != (schedule.stages, schedule.chunks):
+        raise ScheduleError(
+            f"the schedule has {schedule.stages} stages of {schedule.chunks} chunks, its placement has "
+            f"{placement.stages} of {placement.chunks}"
         )
     for stage in range(schedule.stages):
         _StageCheck(schedule, stage).run()

@@ -8,8 +8,8 @@ action for action. The orders with split backward are the same ones with each we
 from __future__ import annotations
 
 from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule
-from adaptra_megatron.schedule.errors import ScheduleError
-from adaptra_megatron.schedule.split import delay_weights
+from adaptra_megatron.schedule.errors import ScheduleError, require_counts
+from adaptra_megatron.schedule.weight_delays import delay_weights
 
 
 def gpipe(stages: int, micro_batches: int, *, chunks: int = 1) -> Schedule:
@@ -17,7 +17,7 @@ def gpipe(stages: int, micro_batches: int, *, chunks: int = 1) -> Schedule:
 
     Backwards run in ascending micro-batch order, so gradients accumulate in the order of every other schedule here.
     """
-    _require_counts(stages=stages, micro_batches=micro_batches, chunks=chunks)
+    require_counts(stages=stages, micro_batches=micro_batches, chunks=chunks)
 
     def order(stage: int) -> Order:
         forwards = (
@@ -40,7 +40,7 @@ def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
 
     Stage `s` runs `min(stages - s - 1, micro_batches)` forwards, then one forward and one backward in turn.
     """
-    _require_counts(stages=stages, micro_batches=micro_batches)
+    require_counts(stages=stages, micro_batches=micro_batches)
     table = [(micro_batch, 0) for micro_batch in range(micro_batches)]
     orders = [_one_forward_one_backward(stage, table, 1, stages - stage - 1) for stage in range(stages)]
     return _schedule(stages, 1, micro_batches, orders)
@@ -75,7 +75,7 @@ def forward_only(stages: int, micro_batches: int, chunks: int = 1, group_size: i
     Raises ScheduleError where Megatron refuses to evaluate, which is where it refuses to train.
     """
     if chunks == 1:
-        _require_counts(stages=stages, micro_batches=micro_batches)
+        require_counts(stages=stages, micro_batches=micro_batches)
         table = [(micro_batch, 0) for micro_batch in range(micro_batches)]
     else:
         table = _interleaved_table(stages, micro_batches, chunks, group_size)
@@ -103,7 +103,7 @@ def zb_h2(stages: int, micro_batches: int) -> Schedule:
     last action; stage `s` ends `s` forwards later than stage 0, so an optimizer step that synchronises all stages
     sees the makespan of ZB-H1.
     """
-    _require_counts(stages=stages, micro_batches=micro_batches)
+    require_counts(stages=stages, micro_batches=micro_batches)
     table = [(micro_batch, 0) for micro_batch in range(micro_batches)]
     orders = [_one_forward_one_backward(stage, table, 1, 2 * (stages - stage - 1)) for stage in range(stages)]
     return delay_weights(_schedule(stages, 1, micro_batches, orders), range(0, 2 * stages, 2))
@@ -136,7 +136,7 @@ def _one_forward_one_backward(stage: int, table: list[tuple[int, int]], chunks: 
 
 def _interleaved_table(stages: int, micro_batches: int, chunks: int, group_size: int | None) -> list[tuple[int, int]]:
     """`(micro-batch, chunk)` in forward order: Megatron's `get_schedule_table`, and the rules that guard its use."""
-    _require_counts(stages=stages, micro_batches=micro_batches, chunks=chunks)
+    require_counts(stages=stages, micro_batches=micro_batches, chunks=chunks)
     if stages < 2 or chunks < 2:
         raise ScheduleError(
             f"an interleaved schedule needs at least 2 stages and 2 chunks per stage, got {stages} and {chunks}: "
@@ -163,12 +163,6 @@ def _interleaved_table(stages: int, micro_batches: int, chunks: int, group_size:
         for chunk in range(chunks)
         for micro_batch in range(first, min(first + group, micro_batches))
     ]
-
-
-def _require_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ScheduleError(f"{name} must be a whole number of at least 1, got {count!r}")
 
 
 def _schedule(stages: int, chunks: int, micro_batches: int, orders: list[Order]) -> Schedule:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+
+from adaptra_megatron.schedule.placement import Placement, interleaved
 
 LEAST_RELEASED = -16.0
 """The least that an input gradient can be said to release, in activations. With sequence parallelism over t ranks, a
@@ -18,7 +20,7 @@ _ROUNDING = 1e-9
 
 
 Released = float | Sequence[float]
-"""Of an activation, what input gradients give back: on all stages alike, or one per stage."""
+"""Share of an activation that input gradients give back: on all stages alike, or one per stage."""
 
 
 class CostError(ValueError):
@@ -43,6 +45,8 @@ class LinkCost(NamedTuple):
 
 
 PerChunk = tuple[tuple[float, ...], ...]
+PerMicroBatch = tuple[tuple[tuple[float, ...], ...], ...]
+"""By stage, chunk and micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +54,13 @@ class Costs:
     """Costs of one iteration of a pipeline.
 
     `forward_s[stage][chunk]` and so on are seconds; `backward_s` are those of whole backwards, None where they take
-    what input and weight gradients take. `links[(source, target)]` joins pipeline ranks; what is not
-    listed costs nothing. Messages of one link arrive in the order in which they were sent. `max_in_flight[stage]`
-    is the cap on activations held at once: each forward takes 1, its input gradient gives
-    `released_at_backward_input[stage]` back and its weight gradient the rest; None means no cap. Below 0, an input
-    gradient adds to what is held. `shared_queue`: whether a stage's computation and its transfers over rendezvous links
-    stand in one hardware queue.
+    what input and weight gradients take. `links[(source, target)]` joins pipeline ranks that are neighbours or exchange
+    messages in the placement; what is not listed costs nothing. Messages of one link arrive in the order in which they
+    were sent. `max_in_flight[stage]` is the cap on activations held at once: each forward takes 1, its input gradient
+    gives `released_at_backward_input[stage]` back and its weight gradient the rest; None means no cap. Below 0, an
+    input gradient adds to what is held. `shared_queue`: whether a stage's computation and its transfers over rendezvous
+    links stand in one hardware queue. Micro-batches that differ (in length, say) have a factor on the seconds of a
+    table: `micro_batch_factors[name][stage][chunk][micro_batch]`; tables that it does not name are the same for all.
 
     Raises CostError at construction for anything inconsistent.
     """
@@ -71,6 +76,9 @@ class Costs:
     released_at_backward_input: tuple[float, ...] = ()
     backward_s: PerChunk | None = None
     shared_queue: bool = False
+    custom_placement: Placement | None = None
+    """Which stage runs each virtual stage; None: Megatron's, which is also what Megatron's own table becomes."""
+    micro_batch_factors: Mapping[str, PerMicroBatch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("stages", "chunks", "micro_batches"):
@@ -79,8 +87,11 @@ class Costs:
                 raise CostError(f"{name} must be a whole number of at least 1, got {value!r}")
         for name, table in self.tables().items():
             _check_table(name, table, self.stages, self.chunks)
+        for name, factors in self.micro_batch_factors.items():
+            _check_factors(name, factors, self)
+        self._check_placement()
         for (source, target), cost in self.links.items():
-            _check_link(source, target, cost, self.stages)
+            _check_link(source, target, cost, self.placement)
         for name, usual in (("max_in_flight", None), ("released_at_backward_input", 0.0)):
             if not getattr(self, name):
                 object.__setattr__(self, name, (usual,) * self.stages)
@@ -100,6 +111,27 @@ class Costs:
         if not isinstance(self.shared_queue, bool):
             raise CostError(f"shared_queue must be true or false, got {self.shared_queue!r}")
 
+    def _check_placement(self) -> None:
+        placement = self.custom_placement
+        if placement is None:
+            return
+        if (placement.stages, placement.chunks) != (self.stages, self.chunks):
+            raise CostError(
+                f"placement is one of {placement.stages} stages with {placement.chunks} chunks each, the costs are of "
+                f"{self.stages} stages with {self.chunks}"
+            )
+        if placement == interleaved(self.stages, self.chunks):
+            object.__setattr__(self, "custom_placement", None)
+
+    @property
+    def placement(self) -> Placement:
+        """Which stage runs each virtual stage."""
+        return self.custom_placement or interleaved(self.stages, self.chunks)
+
+    def placed(self, placement: Placement) -> Costs:
+        """The same seconds of each stage, chunk and link, with the parts of the model placed otherwise."""
+        return self if placement == self.placement else replace(self, custom_placement=placement)
+
     def link(self, source: int, target: int) -> LinkCost:
         """Cost of the directed link; free when not listed."""
         return self.links.get((source, target), NO_COST)
@@ -117,6 +149,34 @@ class Costs:
         names = ("forward_s", "backward_input_s", "backward_weight_s", "backward_s")
         return {name: table for name in names if (table := getattr(self, name)) is not None}
 
+    def factors_of(self, name: str, stage: int, chunk: int) -> tuple[float, ...]:
+        """Per micro-batch: the factor on `chunk`'s seconds in the table `name`."""
+        given = self.micro_batch_factors.get(name)
+        return (1.0,) * self.micro_batches if given is None else given[stage][chunk]
+
+    def micro_batch_s(self, name: str, stage: int, chunk: int) -> tuple[float, ...]:
+        """Per micro-batch: seconds that the table `name` and its factors come to; "backward_s": of whole backwards."""
+        if name == "backward_s" and self.backward_s is None:
+            halves = (self.micro_batch_s(half, stage, chunk) for half in ("backward_input_s", "backward_weight_s"))
+            return tuple(map(sum, zip(*halves, strict=True)))
+        seconds: float = getattr(self, name)[stage][chunk]
+        return tuple(seconds * factor for factor in self.factors_of(name, stage, chunk))
+
+    def with_micro_batches(self, seconds: Mapping[str, PerMicroBatch]) -> Costs:
+        """The same costs with seconds [stage][chunk][micro_batch] by the name of their table, which gets the means."""
+        means = {
+            name: tuple(tuple(math.fsum(each) / len(each) for each in row) for row in table)
+            for name, table in seconds.items()
+        }
+        factors = {
+            name: tuple(
+                tuple(tuple(value / mean if mean else 1.0 for value in each) for each, mean in zip(*rows, strict=True))
+                for rows in zip(table, means[name], strict=True)
+            )
+            for name, table in seconds.items()
+        }
+        return replace(self.with_tables(means), micro_batch_factors={**self.micro_batch_factors, **factors})
+
     def with_tables(self, tables: Mapping[str, PerChunk]) -> Costs:
         """The same costs with other seconds per stage and chunk, by the name of their field."""
         changes: dict[str, Any] = dict(tables)
@@ -124,7 +184,7 @@ class Costs:
 
     @property
     def has_rendezvous(self) -> bool:
-        """Whether any link is a rendezvous link."""
+        """Return whether any link is a rendezvous link."""
         return any(cost.rendezvous for cost in self.links.values())
 
     @property
@@ -175,71 +235,13 @@ def uniform_costs(
     )
 
 
-_FIELDS = {field.name for field in fields(Costs)}
-
-
-def costs_from_json(document: Any) -> Costs:
-    """Costs from the parsed JSON document that `adaptra plan` and `adaptra simulate` read.
-
-    Times may be one number (the same everywhere), one per stage, or one row per stage with one value per chunk; caps
-    and released fractions one number or one per stage.
-    Raises CostError for a missing or unknown field or a wrong value.
-    """
-    if not isinstance(document, dict):
-        raise CostError(f"costs must be a JSON object, got {type(document).__name__}")
-    unknown = sorted(set(document) - _FIELDS)
-    if unknown:
-        raise CostError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}")
-    for name in ("stages", "micro_batches", "forward_s", "backward_input_s", "backward_weight_s"):
-        if name not in document:
-            raise CostError(f"field {name!r} is missing")
-    stages, chunks = document["stages"], document.get("chunks", 1)
-    for name, count in (("stages", stages), ("chunks", chunks)):
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise CostError(f"{name} must be a whole number of at least 1, got {count!r}")
-    whole = document.get("backward_s")
-    released = document.get("released_at_backward_input", 0.0)
-    return Costs(
-        stages=stages,
-        chunks=chunks,
-        micro_batches=document["micro_batches"],
-        forward_s=table_from_json("forward_s", document["forward_s"], stages, chunks),
-        backward_input_s=table_from_json("backward_input_s", document["backward_input_s"], stages, chunks),
-        backward_weight_s=table_from_json("backward_weight_s", document["backward_weight_s"], stages, chunks),
-        links=_links_from_json(document.get("links") or []),
-        max_in_flight=_per_stage("max_in_flight", document.get("max_in_flight"), stages),
-        released_at_backward_input=_per_stage("released_at_backward_input", released, stages),
-        backward_s=None if whole is None else table_from_json("backward_s", whole, stages, chunks),
-        shared_queue=document.get("shared_queue", False),
-    )
-
-
-def costs_to_json(costs: Costs) -> dict[str, Any]:
-    """The document that `costs_from_json` reads back as equal costs."""
-    return {
-        "stages": costs.stages,
-        "chunks": costs.chunks,
-        "micro_batches": costs.micro_batches,
-        "forward_s": [list(row) for row in costs.forward_s],
-        "backward_input_s": [list(row) for row in costs.backward_input_s],
-        "backward_weight_s": [list(row) for row in costs.backward_weight_s],
-        "backward_s": None if costs.backward_s is None else [list(row) for row in costs.backward_s],
-        "links": [
-            {"from": source, "to": target, **cost._asdict()} for (source, target), cost in sorted(costs.links.items())
-        ],
-        "max_in_flight": list(costs.max_in_flight),
-        "released_at_backward_input": list(costs.released_at_backward_input),
-        "shared_queue": costs.shared_queue,
-    }
-
-
 def released_per_stage(released: Released, stages: int) -> tuple[float, ...]:
     """One for each of `stages`."""
     return tuple(released) if isinstance(released, Sequence) else (released,) * stages
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is a finite number; True and False are none."""
+    """Return whether `value` is a finite number; True and False are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -254,57 +256,31 @@ def _check_table(name: str, table: PerChunk, stages: int, chunks: int) -> None:
                 raise CostError(f"{name} of stage {stage}, chunk {chunk} must be seconds >= 0, got {seconds!r}")
 
 
-def _check_link(source: int, target: int, cost: LinkCost, stages: int) -> None:
+def _check_factors(name: str, factors: PerMicroBatch, costs: Costs) -> None:
+    if name not in costs.tables():
+        raise CostError(f"micro_batch_factors has {name!r}; there are {', '.join(costs.tables())}")
+    shape = (costs.stages, costs.chunks, costs.micro_batches)
+    if len(factors) != shape[0] or any(len(row) != shape[1] for row in factors):
+        raise CostError(f"micro-batches of {name} are not given for {shape[0]} stages with {shape[1]} chunks each")
+    for stage, row in enumerate(factors):
+        for each in row:
+            if len(each) != shape[2]:
+                raise CostError(f"{name} of stage {stage} has {len(each)} values for {shape[2]} micro-batches")
+            for micro_batch, factor in enumerate(each):
+                if not is_number(factor) or factor < 0:
+                    raise CostError(
+                        f"{name} of stage {stage}, micro-batch {micro_batch} must be 0 or more, got {factor!r}"
+                    )
+
+
+def _check_link(source: int, target: int, cost: LinkCost, placement: Placement) -> None:
+    stages = placement.stages
     if not (0 <= source < stages and 0 <= target < stages) or source == target:
         raise CostError(f"link {source}->{target} does not join two of the stages 0..{stages - 1}")
-    if (target - source) % stages not in (1, stages - 1):
+    if (target - source) % stages not in (1, stages - 1) and (source, target) not in placement.links:
         raise CostError(f"link {source}->{target} joins stages that are not neighbours in a pipeline of {stages}")
     for name, seconds in (("latency_s", cost.latency_s), ("occupancy_s", cost.occupancy_s)):
         if not is_number(seconds) or seconds < 0:
             raise CostError(f"{name} of link {source}->{target} must be seconds >= 0, got {seconds!r}")
     if not isinstance(cost.rendezvous, bool):
         raise CostError(f"rendezvous of link {source}->{target} must be true or false, got {cost.rendezvous!r}")
-
-
-def table_from_json(name: str, value: Any, stages: int, chunks: int) -> PerChunk:
-    """Seconds per stage and chunk from one number, one per stage, or one row per stage; raises CostError."""
-    if is_number(value):
-        return ((float(value),) * chunks,) * stages
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise CostError(f"{name} must be a number or a list with one row per stage, got {value!r}")
-    rows: list[tuple[float, ...]] = []
-    for row in value:
-        if is_number(row):
-            rows.append((float(row),) * chunks)
-        elif isinstance(row, Sequence) and not isinstance(row, str):
-            rows.append(tuple(row))
-        else:
-            raise CostError(f"{name} of stage {len(rows)} must be a number or one number per chunk, got {row!r}")
-    return tuple(rows)
-
-
-def _links_from_json(value: Any) -> dict[tuple[int, int], LinkCost]:
-    if not isinstance(value, list):
-        raise CostError(f"links must be a list of objects, got {value!r}")
-    links: dict[tuple[int, int], LinkCost] = {}
-    for entry in value:
-        if not isinstance(entry, dict) or not {"from", "to"} <= set(entry):
-            raise CostError(f"a link needs 'from' and 'to', got {entry!r}")
-        unknown = sorted(set(entry) - {"from", "to", *LinkCost._fields})
-        if unknown:
-            raise CostError(f"unknown field {unknown[0]!r} in link {entry['from']}->{entry['to']}")
-        ends = (entry["from"], entry["to"])
-        if not all(isinstance(end, int) and not isinstance(end, bool) for end in ends):
-            raise CostError(f"link {ends[0]!r}->{ends[1]!r} must join two stage numbers")
-        if ends in links:
-            raise CostError(f"link {ends[0]}->{ends[1]} is listed twice")
-        links[ends] = LinkCost(**{name: value for name, value in entry.items() if name in LinkCost._fields})
-    return links
-
-
-def _per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
-    if isinstance(value, list):
-        return tuple(value)
-    if value is None or is_number(value):
-        return (value,) * stages
-    raise CostError(f"{name} must be a number or one per stage, got {value!r}")

@@ -2,7 +2,8 @@
 """Schedules as the CSV that torch.distributed.pipelining reads and writes (`compute_only` format).
 
 One row per pipeline rank, one cell per action: `0F0,1F0,1I0,1W0,0B0` is virtual stage, kind, micro-batch. Torch calls
-the virtual stage "stage index"; with its loop-style placement, which is Megatron's, it is `chunk * stages + stage`.
+the virtual stage "stage index". Which rows its actions stand in says which rank runs it: torch's "loop" style is
+Megatron's placement, its "v" style is `placement.v_shape`.
 Torch leaves cells empty where a rank idles; the order of the others is all that counts, here as there.
 """
 
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 import csv
 import re
+from typing import NamedTuple
 
-from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule, placement, virtual_stage
+from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.placement import Placement
 
 _KINDS = {kind.value: kind for kind in Kind}
 _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
@@ -20,24 +23,37 @@ _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 
 def schedule_to_csv(schedule: Schedule) -> str:
     """The schedule as CSV text that `PipelineScheduleMulti._load_csv` of torch 2.13 reads."""
-    stages = schedule.stages
+    placement, chunks = schedule.placement, range(schedule.chunks)
     # A Kind is its letter: adding it is several times as fast as formatting it, and large plans are written per switch.
-    rows = (
-        ",".join(
-            [str(virtual_stage(stage, chunk, stages)) + kind + str(number) for stage, kind, chunk, number in order]
-        )
-        for order in schedule.orders
-    )
+    rows = []
+    for stage, order in enumerate(schedule.orders):
+        virtual_stages = [str(placement.virtual_stage(stage, chunk)) for chunk in chunks]
+        rows.append(",".join([virtual_stages[chunk] + kind + str(number) for _, kind, chunk, number in order]))
     return "".join(f"{row}\n" for row in rows)
+
+
+class _Cell(NamedTuple):
+    """One action as it stands in the text; rows and columns count from 0."""
+
+    row: int
+    column: int
+    text: str
+    virtual_stage: int
+    kind: Kind
+    micro_batch: int
+
+    def error(self, what: str) -> ScheduleError:
+        return ScheduleError(f"row {self.row + 1}, column {self.column + 1}: {self.text!r} {what}", stage=self.row)
 
 
 def schedule_from_csv(text: str, *, chunks: int | None = None) -> Schedule:
     """The schedule in CSV text, as `_dump_csv(format="compute_only")` of torch 2.13 writes it.
 
-    Stages are the rows; blank lines at the end are none. `chunks` None infers the chunks from the largest virtual
-    stage, micro-batches are inferred from the largest one. Raises ScheduleError, naming row and column (from 1), for a
-    cell that is no F, B, I or W, that stands in the row of a rank on which Megatron does not place its virtual stage,
-    or that names a chunk beyond `chunks`. Whether the schedule can run is for `checks.check_schedule` to say.
+    Stages are the rows; blank lines at the end are none. The placement is Megatron's if all virtual stages stand where
+    Megatron has them, else the one that the rows say. `chunks` None infers the chunks from the largest virtual stage,
+    micro-batches are inferred from the largest one. Raises ScheduleError, naming row and column (from 1), for a cell
+    that is no F, B, I or W, that names a chunk beyond `chunks`, or whose virtual stage belongs to the row of another
+    rank. Whether the schedule can run is for `checks.check_schedule` to say.
     """
     if chunks is not None and chunks < 1:
         raise ScheduleError(f"chunks must be at least 1, got {chunks}")
@@ -47,43 +63,68 @@ def schedule_from_csv(text: str, *, chunks: int | None = None) -> Schedule:
         raise ScheduleError(f"not a CSV: {error}") from error
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
-    orders = tuple(_order(rank, row, len(rows), chunks) for rank, row in enumerate(rows))
-    actions = [action for order in orders for action in order]
+    cells = [
+        [_cell(number, column, text) for column, cell in enumerate(row) if (text := cell.strip())]
+        for number, row in enumerate(rows)
+    ]
+    actions = [cell for row in cells for cell in row]
     if not actions:
         raise ScheduleError("the CSV holds no action; a row per rank with cells like 0F0 is expected")
+    stages = len(rows)
+    misplaced = next((cell for cell in actions if cell.virtual_stage % stages != cell.row), None)
+    placement = None if misplaced is None else _placement(actions, stages, chunks, misplaced)
+    orders = tuple(
+        tuple(_action(cell, placement, stages, chunks or len(rows[cell.row])) for cell in row) for row in cells
+    )
+    if chunks is None:
+        chunks = 1 + max(action.chunk for order in orders for action in order)
     return Schedule(
-        stages=len(rows),
-        chunks=chunks if chunks is not None else 1 + max(action.chunk for action in actions),
-        micro_batches=1 + max(action.micro_batch for action in actions),
+        stages=stages,
+        chunks=chunks,
+        micro_batches=1 + max(cell.micro_batch for cell in actions),
         orders=orders,
+        custom_placement=placement,
     )
 
 
-def _order(rank: int, row: list[str], stages: int, chunks: int | None) -> Order:
-    actions = []
-    for column, cell in enumerate(row):
-        if cell := cell.strip():
-            try:
-                actions.append(_action(cell, rank, stages, len(row) if chunks is None else chunks))
-            except ScheduleError as error:
-                raise ScheduleError(f"row {rank + 1}, column {column + 1}: {error}", stage=rank) from None
-    return tuple(actions)
-
-
-def _action(cell: str, rank: int, stages: int, chunks: int) -> Action:
-    match = _CELL.fullmatch(cell)
+def _cell(row: int, column: int, text: str) -> _Cell:
+    match = _CELL.fullmatch(text)
     if match is None:
-        raise ScheduleError(
-            f"{cell!r} is no action: virtual stage, one of F, B, I, W, and micro-batch are expected, as in 0F0 "
+        raise _Cell(row, column, text, 0, Kind.FORWARD, 0).error(
+            "is no action: virtual stage, one of F, B, I, W, and micro-batch are expected, as in 0F0 "
             "(torch's compute_only format, without its communication and overlapped actions)"
         )
-    virtual, micro_batch = int(match[1]), int(match[3])
-    stage, chunk = placement(virtual, stages)
-    if stage != rank:
-        raise ScheduleError(
-            f"{cell!r} stands in rank {rank}'s row, but with {stages} rows Megatron places virtual stage {virtual} on "
-            f"rank {stage} (virtual stage modulo ranks): move it there"
-        )
+    return _Cell(row, column, text, int(match[1]), _KINDS[match[2]], int(match[3]))
+
+
+def _placement(actions: list[_Cell], stages: int, chunks: int | None, misplaced: _Cell) -> Placement:
+    """The placement that the rows say; raises ScheduleError at `misplaced`, which Megatron's has elsewhere."""
+    virtual_stage = misplaced.virtual_stage
+    rule = (
+        f"stands in rank {misplaced.row}'s row, but with {stages} rows Megatron places virtual stage {virtual_stage} "
+        f"on rank {virtual_stage % stages} (virtual stage modulo ranks): move it there. Another placement has each "
+        "virtual stage in one row, all up to the largest, and equally many in each row"
+    )
+    row_of: dict[int, int] = {}
+    for cell in actions:
+        if row_of.setdefault(cell.virtual_stage, cell.row) != cell.row:
+            raise misplaced.error(f"{rule}; virtual stage {cell.virtual_stage} stands in two")
+    missing = next(number for number in range(len(row_of) + 1) if number not in row_of)
+    if missing < len(row_of):
+        raise misplaced.error(f"{rule}; virtual stage {missing} stands in none")
+    try:
+        placement = Placement(tuple(row_of[virtual] for virtual in range(len(row_of))))
+    except ScheduleError as error:
+        raise misplaced.error(f"{rule}; here, {error}") from None
+    if chunks not in (None, placement.chunks):
+        raise misplaced.error(f"{rule}; here, {placement.chunks}, and {chunks} chunks per rank are expected")
+    return placement
+
+
+def _action(cell: _Cell, placement: Placement | None, stages: int, chunks: int) -> Action:
+    if placement is not None:
+        return Action(cell.row, cell.kind, placement.places[cell.virtual_stage].chunk, cell.micro_batch)
+    chunk = cell.virtual_stage // stages
     if chunk >= chunks:
-        raise ScheduleError(f"{cell!r} belongs to chunk {chunk} of rank {rank}, which has at most {chunks} chunks")
-    return Action(stage, _KINDS[match[2]], chunk, micro_batch)
+        raise cell.error(f"belongs to chunk {chunk} of rank {cell.row}, which has at most {chunks} chunks")
+    return Action(cell.row, cell.kind, chunk, cell.micro_batch)

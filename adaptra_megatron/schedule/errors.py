@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from adaptra_megatron.schedule.actions import Action
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from adaptra_megatron.schedule.actions import Action
 
 
 class ScheduleError(ValueError):
@@ -16,3 +19,10 @@ class ScheduleError(ValueError):
         super().__init__(message)
         self.stage = stage
         self.action = action
+
+
+def require_counts(**counts: int) -> None:
+    """Raise ScheduleError, naming the count, for one that is no whole number of at least 1."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ScheduleError(f"{name} must be a whole number of at least 1, got {count!r}")

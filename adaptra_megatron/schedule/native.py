@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule
-from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.costs import Costs, PerChunk
 
 # An action of a known stage is one number: (micro_batch * chunks + chunk) * 4 + index of its kind here.
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -17,21 +17,29 @@ _INDEX_OF_KIND = {kind: index for index, kind in enumerate(_KINDS)}
 
 def problem_from_costs(costs: Costs) -> _native.Problem:
     """The native twin of `costs`."""
-    stages = costs.stages
     return _native.Problem(
-        stages=stages,
+        stages=costs.stages,
         chunks=costs.chunks,
         micro_batches=costs.micro_batches,
-        forward_s=[seconds for row in costs.forward_s for seconds in row],
-        backward_input_s=[seconds for row in costs.backward_input_s for seconds in row],
-        backward_weight_s=[seconds for row in costs.backward_weight_s for seconds in row],
-        backward_s=[seconds for row in costs.whole_backward_s for seconds in row],
-        to_next=[costs.link(stage, (stage + 1) % stages) for stage in range(stages)],
-        to_previous=[costs.link(stage, (stage - 1) % stages) for stage in range(stages)],
+        forward_s=_seconds("forward_s", costs),
+        backward_input_s=_seconds("backward_input_s", costs),
+        backward_weight_s=_seconds("backward_weight_s", costs),
+        backward_s=_seconds("backward_s", costs),
+        stage_of=costs.placement.stage_of,
+        links=[(*ends, *costs.link(*ends)) for ends in costs.placement.links],
         cap=[math.inf if cap is None else cap for cap in costs.max_in_flight],
         released=costs.released_at_backward_input,
         shared_queue=costs.shared_queue,
     )
+
+
+def _seconds(name: str, costs: Costs) -> list[float]:
+    """One number per stage and chunk, or, where micro-batches differ, one for each of them."""
+    if not costs.micro_batch_factors:
+        table: PerChunk = costs.whole_backward_s if name == "backward_s" else getattr(costs, name)
+        return [seconds for row in table for seconds in row]
+    places = ((stage, chunk) for stage in range(costs.stages) for chunk in range(costs.chunks))
+    return [seconds for place in places for seconds in costs.micro_batch_s(name, *place)]
 
 
 def encode_action(action: Action, chunks: int) -> int:
@@ -56,6 +64,7 @@ def decode_orders(codes: Sequence[Sequence[int]], costs: Costs) -> Schedule:
         stages=costs.stages,
         chunks=costs.chunks,
         micro_batches=costs.micro_batches,
+        custom_placement=costs.custom_placement,
         orders=tuple(
             _native.actions(problem, stage, stage_codes, Action, _KINDS) for stage, stage_codes in enumerate(codes)
         ),

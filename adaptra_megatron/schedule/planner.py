@@ -13,8 +13,9 @@ from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import LowerBound, bound_from_native
 from adaptra_megatron.schedule.costs import CostError, Costs, PerChunk
-from adaptra_megatron.schedule.native import decode_orders, problem_from_costs
+from adaptra_megatron.schedule.native import decode_orders, encode_schedule, problem_from_costs
 from adaptra_megatron.schedule.simulator import peak_in_flight, require_room_for_chunks, simulate
+from adaptra_megatron.schedule.v_shaped import v_orders
 
 ACTIONS_PER_SECOND = 50_000_000
 """Simulated actions per second that a deadline is converted with: what one slow core does, so plans are repeatable."""
@@ -51,7 +52,7 @@ class Plan:
 
 
 def default_deadline_s(costs: Costs, *, split: bool = True) -> float:
-    """What `plan` takes when nobody says: one search, and 0.5 s for 64 stages and 256 micro-batches on one core."""
+    """Default of `plan`: one search, and 0.5 s for 64 stages and 256 micro-batches on one core."""
     return _one_search(costs, split) / ACTIONS_PER_SECOND
 
 
@@ -69,7 +70,8 @@ def plan(
     is spent on the schedules of slightly different costs; `progress` gets how many of these searches are over. Where
     whole backwards take less than split ones, or hold less, stages are found that had better not split theirs. With
     `split` False each backward is whole, for models whose backward cannot be split. In a shared queue a plan is never
-    slower than stock's order, where that fits the caps. Raises PlanError if no schedule fits the caps.
+    slower than stock's order, where that fits the caps; with a V placement, never slower than an order of `v_shaped`
+    that does. Raises PlanError if no schedule fits the caps.
     """
     try:
         require_room_for_chunks(costs)
@@ -86,7 +88,9 @@ def plan(
     searches = (budget - first_search) // one_search
     tell = progress or (lambda doing, done, total: None)
     tell("planning", 0, 1 + searches)
-    found = _native.plan(problem_from_costs(costs), split, first_search)
+    known = v_orders(costs.micro_batches, costs.placement)
+    codes = [encode_schedule(schedule) for schedule in known]
+    found = _native.plan(problem_from_costs(costs), split, first_search, codes)
     assert math.isfinite(found["makespan_s"])
     lower_bound = bound_from_native((found["bound_s"], found["bound_kind"], found["bound_place"]), costs)
     best = Plan(
@@ -99,7 +103,13 @@ def plan(
         if best.gap <= _NO_GAP:
             break
         tell("planning", 1 + number, 1 + searches)
-        best = _improve(best, costs, number, split=split, budget=one_search)
+        nearby = problem_from_costs(nearby_costs(costs, number))
+        orders = _native.plan(nearby, split, one_search, codes)["orders"]
+        best = _faster(best, decode_orders(orders, costs), costs)
+    # As they are: the search splits all backwards of a stage or none.
+    for schedule in known if split else ():
+        if not costs.stages_over_cap(peak_in_flight(schedule, costs.released_at_backward_input)):
+            best = _faster(best, schedule, costs)
     peaks = peak_in_flight(best.schedule, costs.released_at_backward_input)
     return dataclasses.replace(best, peak_in_flight=peaks)
 
@@ -111,10 +121,8 @@ def _one_search(costs: Costs, split: bool) -> int:
     return searches * max(_PASSES * actions, _ACTIONS_PER_STAGE_SQUARED * costs.stages**2)
 
 
-def _improve(best: Plan, costs: Costs, number: int, *, split: bool, budget: int) -> Plan:
-    """`best`, or a plan for the `number`-th neighbour of `costs` if that takes less."""
-    nearby = problem_from_costs(nearby_costs(costs, number))
-    schedule = decode_orders(_native.plan(nearby, split, budget)["orders"], costs)
+def _faster(best: Plan, schedule: Schedule, costs: Costs) -> Plan:
+    """`best`, or a plan of `schedule` if that takes less."""
     makespan_s = simulate(schedule, costs).makespan_s
     if makespan_s < best.makespan_s * (1.0 - _NO_GAP):
         return dataclasses.replace(best, schedule=schedule, makespan_s=makespan_s)

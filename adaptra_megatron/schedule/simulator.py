@@ -3,9 +3,10 @@
 
 A stage runs its actions one after another. F of virtual stage v needs the activation from v-1, a backward of v the
 gradient from v+1 (the last virtual stage: its own F), W its own I. The action that makes a message hands it to the
-directed link between the two ranks when it ends. A link carries messages in the order in which they were handed over:
-each starts when the link is free, keeps it busy for `occupancy_s` and arrives `latency_s` after that. With two
-stages and several chunks, one directed link carries activations and gradients.
+directed link between the two ranks when it ends; where one rank runs both virtual stages the message is there at once.
+A link carries messages in the order in which they were handed over: each starts when the link is free, keeps it busy
+for `occupancy_s` and arrives `latency_s` after that. With two stages and several chunks, or a V placement, one directed
+link carries activations and gradients.
 
 A rendezvous link is busy for both, and a transfer starts when both of its ends have. Hosts issue all work far ahead,
 in the launch order (see `launch_order`). With separate queues that posts every receive in time. With
@@ -20,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adaptra_megatron.schedule import _native
-from adaptra_megatron.schedule.actions import Action, Kind, Schedule, placement, virtual_stage
-from adaptra_megatron.schedule.blocking import encoded_programs
+from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.costs import CostError, Costs, Released, released_per_stage
 from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.native import decode_orders, encode_schedule, problem_from_costs
+from adaptra_megatron.schedule.transfers.blocking import encoded_programs
 
 Times = tuple[tuple[float, ...], ...]
 
@@ -64,7 +65,7 @@ def simulate(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Sim
     the orders deadlock: it names the stages and the actions that wait. Raises ScheduleError for `blocking` with orders
     that stock does not run.
     """
-    _check_fits(schedule, costs)
+    check_fits(schedule, costs)
     codes, problem = encode_schedule(schedule), problem_from_costs(costs)
     if blocking:
         blocked = _native.replay_blocking(problem, encoded_programs(schedule))
@@ -131,12 +132,18 @@ def _simulation(
     )
 
 
-def _check_fits(schedule: Schedule, costs: Costs) -> None:
+def check_fits(schedule: Schedule, costs: Costs) -> None:
+    """Raise SimulationError unless `costs` are of a pipeline and iteration like those of `schedule`."""
     for name in ("stages", "chunks", "micro_batches"):
         if getattr(schedule, name) != getattr(costs, name):
             raise SimulationError(
                 f"the schedule has {getattr(schedule, name)} {name}, the costs have {getattr(costs, name)}"
             )
+    if schedule.placement != costs.placement:
+        raise SimulationError(
+            f"the schedule places virtual stages on stages {list(schedule.placement.stage_of)}, the costs on "
+            f"{list(costs.placement.stage_of)}"
+        )
     if len(schedule.orders) != schedule.stages:
         raise SimulationError(f"the schedule has {len(schedule.orders)} orders for {schedule.stages} stages")
     for stage, order in enumerate(schedule.orders):
@@ -162,13 +169,11 @@ def _describe_deadlock(schedule: Schedule, position: Sequence[int]) -> str:
 
 def _needed_by(action: Action, schedule: Schedule) -> Action:
     """The action whose result `action` waits for."""
-    position = virtual_stage(action.stage, action.chunk, schedule.stages)
     if action.kind is Kind.BACKWARD_WEIGHT:
         return action._replace(kind=Kind.BACKWARD_INPUT)
-    if action.kind is Kind.FORWARD:
-        stage, chunk = placement(position - 1, schedule.stages)
-        return Action(stage, Kind.FORWARD, chunk, action.micro_batch)
-    if position + 1 == schedule.virtual_stages:
+    placement, forward = schedule.placement, action.kind is Kind.FORWARD
+    place = (placement.previous_place if forward else placement.next_place)(action.stage, action.chunk)
+    if place is None:
+        assert not forward, "what needs no message never waits"
         return action._replace(kind=Kind.FORWARD)
-    stage, chunk = placement(position + 1, schedule.stages)
-    return Action(stage, action.kind, chunk, action.micro_batch)
+    return Action(place.stage, action.kind, place.chunk, action.micro_batch)

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-logger = logging.getLogger("adaptra_megatron.telemetry")
+from adaptra_megatron.log import logger_of
+
+logger = logger_of(__name__)
 
 Item = TypeVar("Item")
 
@@ -37,7 +38,7 @@ class BackgroundWriter(Generic[Item]):
 
     @property
     def failed(self) -> bool:
-        """Whether writing has stopped because of an error (which was logged)."""
+        """Return whether writing has stopped because of an error (which was logged)."""
         return self._failed.is_set()
 
     def put(self, item: Item) -> None:

@@ -17,9 +17,9 @@ class ActionRecord(NamedTuple):
     chunk: int
     micro_batch: int
     wait_start_s: float
-    """When the rank began to wait for the message the action needs; `start_s` if it needed none."""
+    """Time at which the rank began to wait for the message the action needs; `start_s` if it needed none."""
     start_s: float
-    """When it had what it needed and began to compute."""
+    """Time at which it had what it needed and began to compute."""
     end_s: float
 
     @property
@@ -34,7 +34,7 @@ class ActionRecord(NamedTuple):
 
 
 class ArrivalRecord(NamedTuple):
-    """When a message reached the stage that needed it, which may be before that stage began to wait."""
+    """Arrival of a message at the stage that needed it, which may be before that stage began to wait."""
 
     iteration: int
     source: int
@@ -80,7 +80,7 @@ class IterationRecorder:
     def take(self, iteration: int) -> list[ActionRecord]:
         """Remove and return the records of `iteration`, in the order in which they ran; empty if there are none.
 
-        Records of earlier iterations that nobody took are dropped, so a forgotten `take` cannot grow without end.
+        Records of earlier iterations that were not taken are dropped, so a forgotten `take` cannot grow without end.
         """
         taken = [record for record in self._records if record.iteration == iteration]
         self._records = [record for record in self._records if record.iteration > iteration]

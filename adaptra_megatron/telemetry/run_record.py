@@ -9,11 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from adaptra_megatron.telemetry.event_log import read_events
-from adaptra_megatron.telemetry.events import IterationsTimed, LinkDetection, PlanSwitched, StageDetection, StampedEvent
-from adaptra_megatron.telemetry.metrics import iteration_span_s
+from adaptra_megatron.telemetry.events.event_log import read_events
+from adaptra_megatron.telemetry.events.events import (
+    IterationsTimed,
+    LinkDetection,
+    PlanSwitched,
+    RanksLost,
+    RunStarted,
+    StageDetection,
+    StampedEvent,
+)
+from adaptra_megatron.telemetry.figures.metrics import iteration_span_s
 from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
-from adaptra_megatron.telemetry.trace import FILE_PATTERN, RankTrace, TraceError, read_trace, read_trace_header
+from adaptra_megatron.telemetry.tracing.trace import FILE_PATTERN, RankTrace, TraceError, read_trace, read_trace_header
 
 MOST_FILES_TO_COMPARE = 256
 """Ranks up to which all traces are read to find the slowest pipeline; above, the first pipeline stands for all."""
@@ -26,7 +34,7 @@ class RunIteration:
     """One training iteration of one pipeline; without records where it was not traced."""
 
     number: int
-    """As in the trace and in events: evaluations are counted."""
+    """Number in the trace and in events: evaluations are counted."""
     start_s: float
     """On the job's common clock; 0 of one that was not traced."""
     seconds: float
@@ -39,7 +47,7 @@ class RunIteration:
 
     @property
     def traced(self) -> bool:
-        """Whether it is known what was done in it."""
+        """Return whether it is known what was done in it."""
         return bool(self.records)
 
 
@@ -49,7 +57,7 @@ class Part:
 
     iterations: tuple[RunIteration, ...]
     beginning: tuple[StampedEvent, ...]
-    """The detections and switches that began it."""
+    """The detections, losses and switches that began it."""
     new_order: bool
     """Whether the order of actions is another than before; for runs without events."""
 
@@ -84,9 +92,9 @@ class RunRecord:
 
     directory: Path
     ranks: tuple[int, ...]
-    """Of the pipeline that is shown, by stage."""
+    """Global ranks of the pipeline that is shown, by stage."""
     pipelines: int
-    """How many there are; the one shown is the slowest, if it could be told."""
+    """Number of pipelines; the one shown is the slowest, if it could be told."""
     iterations: tuple[RunIteration, ...]
     events: tuple[StampedEvent, ...]
     parts: tuple[Part, ...]
@@ -112,9 +120,10 @@ def read_run(directory: Path | str) -> RunRecord:
     lanes = _pipelines(directory)
     to_read = lanes if sum(map(len, lanes)) <= MOST_FILES_TO_COMPARE else lanes[:1]
     candidates = [[read_trace(path) for path in lane] for lane in to_read]
-    traces = max(candidates, key=_median_seconds)
     events = read_events(directory)
-    iterations = _with_times(_iterations(traces), events)
+    traces = max(_longest_lived(candidates, events), key=_median_seconds)
+    decided_here = of_replica(traces[0].rank, events)
+    iterations = _with_times(_iterations(traces), decided_here)
     if not iterations:
         raise TraceError(f"no iteration that all stages have finished is in the trace of {directory}")
     return RunRecord(
@@ -123,8 +132,20 @@ def read_run(directory: Path | str) -> RunRecord:
         pipelines=len(lanes),
         iterations=tuple(iterations),
         events=tuple(events),
-        parts=tuple(find_parts(iterations, events)),
+        parts=tuple(find_parts(iterations, decided_here)),
     )
+
+
+def _longest_lived(pipelines: list[list[RankTrace]], events: Sequence[StampedEvent]) -> list[list[RankTrace]]:
+    """Those all of whose ranks took part for longest, where some have died; else all."""
+    if not any(isinstance(found.event, RanksLost) for found in events):
+        return pipelines
+    lasts = [
+        min(max((record.iteration for record in trace.records), default=-1) for trace in pipeline)
+        for pipeline in pipelines
+    ]
+    longest = max(lasts)
+    return [pipeline for pipeline, last in zip(pipelines, lasts, strict=True) if last >= longest - 1]
 
 
 def find_parts(iterations: Sequence[RunIteration], events: Sequence[StampedEvent]) -> list[Part]:
@@ -132,7 +153,7 @@ def find_parts(iterations: Sequence[RunIteration], events: Sequence[StampedEvent
     changes: dict[int, list[StampedEvent]] = defaultdict(list)
     numbers = [iteration.number for iteration in iterations]
     for stamped in events:
-        if isinstance(stamped.event, (LinkDetection, StageDetection, PlanSwitched)):
+        if isinstance(stamped.event, (LinkDetection, StageDetection, PlanSwitched, RanksLost)):
             at = next((number for number in numbers if number >= began_at(stamped)), None)
             if at is not None:
                 changes[at].append(stamped)
@@ -161,9 +182,25 @@ def find_parts(iterations: Sequence[RunIteration], events: Sequence[StampedEvent
 
 
 def began_at(stamped: StampedEvent) -> int:
-    """The iteration in which what an event tells began: a finding is told later."""
+    """The iteration in which what an event reports began: a finding is reported later."""
     since = getattr(stamped.event, "since_iteration", None)
     return stamped.stamp.iteration if since is None else int(since)
+
+
+def replicas_of(events: Sequence[StampedEvent]) -> dict[int, int]:
+    """Replica of each rank that has a log; 0 where replicas are not named."""
+    starts = {found.stamp.rank: found.event for found in events if isinstance(found.event, RunStarted)}
+    return {rank: start.layout.get("replica", 0) for rank, start in starts.items()}
+
+
+def of_replica(rank: int, events: Sequence[StampedEvent]) -> list[StampedEvent]:
+    """What was said by ranks of the replica of `rank`, whose plans are its own; all where replicas are not named, or
+    one rank decides for all."""
+    replicas = replicas_of(events)
+    starts = (found.event for found in events if isinstance(found.event, RunStarted))
+    if any(start.config.get("reroute", "off") != "off" for start in starts):
+        return list(events)
+    return [found for found in events if replicas.get(found.stamp.rank, 0) == replicas.get(rank, 0)]
 
 
 def _with_times(traced: list[RunIteration], events: Sequence[StampedEvent]) -> list[RunIteration]:
@@ -184,7 +221,8 @@ def _with_times(traced: list[RunIteration], events: Sequence[StampedEvent]) -> l
 
 
 def _steps(before: Sequence[RunIteration], after: Sequence[RunIteration], alone: bool) -> bool:
-    """Whether all of `after` are longer, or all shorter, than is usual `before`; one iteration counts only `alone`."""
+    """Return whether all of `after` are longer, or all shorter, than is usual `before`; one iteration counts only
+    `alone`."""
     if len(after) < 2 and not alone:
         return False
     usual_s = median(iteration.seconds for iteration in before)

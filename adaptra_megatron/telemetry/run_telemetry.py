@@ -12,13 +12,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
-from adaptra_megatron.telemetry.changes import IterationTimes, PathState, PathWatch, SwitchWatch
-from adaptra_megatron.telemetry.event_log import EventLog
-from adaptra_megatron.telemetry.events import Event, RunEnded, RunStarted
-from adaptra_megatron.telemetry.prometheus import LOOPBACK, PrometheusEndpoint
-from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
-from adaptra_megatron.telemetry.scalars import (
+from adaptra_megatron.telemetry.events.changes import IterationTimes, PathState, PathWatch, SwitchWatch
+from adaptra_megatron.telemetry.events.event_log import EventLog
+from adaptra_megatron.telemetry.events.events import Event, RunEnded, RunStarted
+from adaptra_megatron.telemetry.figures.prometheus import LOOPBACK, PrometheusEndpoint
+from adaptra_megatron.telemetry.figures.scalars import (
     JobFigures,
     RankFigures,
     ScalarWriters,
@@ -26,26 +26,27 @@ from adaptra_megatron.telemetry.scalars import (
     megatron_writers,
     scalars,
 )
-from adaptra_megatron.telemetry.trace import TraceWriter
-from adaptra_megatron.telemetry.trace_requests import Iterations, RequestBox, RequestedTraces
+from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
+from adaptra_megatron.telemetry.tracing.trace import TraceWriter
+from adaptra_megatron.telemetry.tracing.trace_requests import Iterations, RequestBox, RequestedTraces
 
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetrySettings:
-    """What a user can set."""
+    """Settings of a user."""
 
     trace_dir: Path | None = None
-    """Where traces and events go; None: there are none."""
+    """Directory of traces and events; None: there are none."""
     every_iteration: bool = True
-    """Whether all iterations are traced, or those that somebody asks for."""
+    """Whether all iterations are traced, or those that are asked for."""
     prometheus_port: int | None = None
-    """Of the first rank of a host, the next rank's is the next; 0: any free ones; None: no endpoint."""
+    """Port of a host's first rank; the next rank's is the next. 0: any free ones; None: no endpoint."""
     prometheus_address: str = LOOPBACK
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank is in its job."""
+    """Place of a rank in its job."""
 
     run: str
     """The same on all ranks, new for each start."""
@@ -54,8 +55,17 @@ class Place:
     """Within its host: ranks of one host serve Prometheus at ports one after another."""
     stage: int
     leads: bool
-    """Whether this rank decides on plans: it alone logs switches and takes requests for traces."""
+    """Whether this rank decides on plans: of its replica, it alone logs switches; that of replica 0 takes requests for
+    traces."""
+    replica: int = 0
     clock_offset_s: float = 0.0
+
+
+class FiguresOfJob(Protocol):
+    """Figures that the leader sent; decoded where they are shown."""
+
+    def unpacked(self) -> JobFigures:
+        """The figures."""
 
 
 class RunTelemetry:
@@ -68,7 +78,7 @@ class RunTelemetry:
         self._times = IterationTimes()
         self._iterations = 0
         self._running = -1
-        self._job: JobFigures | None = None
+        self._job: FiguresOfJob | None = None
         self._scalars: ScalarWriters | None = None
         self._endpoint: PrometheusEndpoint | None = None
         if settings.prometheus_port is not None:
@@ -90,7 +100,7 @@ class RunTelemetry:
         self._traces = TraceWriter(directory, place.rank, place.stage, clock_offset_s=offset_s)
         if not every_iteration:
             self._requested = RequestedTraces(self._traces)
-            self._box = RequestBox(directory) if place.leads else None
+            self._box = RequestBox(directory) if place.leads and not place.replica else None
 
     def log(self, event: Event) -> None:
         """Something happened, in the iteration that runs."""
@@ -98,10 +108,10 @@ class RunTelemetry:
             self._events.log(event)
 
     def requests(self) -> tuple[Iterations, ...]:
-        """On the leading rank: which iterations to trace, new since the last call; to be sent to every rank."""
+        """On the rank that takes them: which iterations to trace, new since the last call; to be sent to every rank."""
         return () if self._box is None else self._box.take(self._running)
 
-    def begin(self, iteration: int, requests: Sequence[Iterations] = (), job: JobFigures | None = None) -> None:
+    def begin(self, iteration: int, requests: Sequence[Iterations] = (), job: FiguresOfJob | None = None) -> None:
         """Iteration `iteration` (evaluations count) begins; `requests` and `job` are what the leader sent for it."""
         self._running = iteration
         if self._events is not None:
@@ -109,6 +119,10 @@ class RunTelemetry:
         if self._requested is not None:
             self._requested.request(requests)
         self._job = job if job is not None else self._job
+
+    def lead(self) -> None:
+        """This rank says from now on what one rank says for all: the one that did has died."""
+        self._place = replace(self._place, leads=True)
 
     def switch(self, number: int, *, predicted_s: float | None = None, before_predicted_s: float | None = None) -> None:
         """Plan `number` runs from this iteration on; said again, it changes nothing."""
@@ -138,20 +152,22 @@ class RunTelemetry:
         """A training iteration is over. `links`: by peer, where there are two paths; failovers are counted here."""
         self._iterations += 1
         gain = self._switches.iteration(figures.iteration_s)
-        if self._place.leads:
-            for event in (gain, self._times.add(self._running, figures.iteration_s)):
-                if event is not None:
-                    self.log(event)
+        for event in (gain, self._times.add(self._running, figures.iteration_s)):
+            if event is not None and self._place.leads:
+                self.log(event)
         for change in self._paths.look(links or {}, delegate_starts):
             self.log(change)
         figures = replace(figures, failovers=self._paths.failovers)
         if self._endpoint is not None:
-            self._endpoint.show(self._iterations, figures, self._job)
+            self._endpoint.show(self._iterations, figures, self._figures_of_job())
         if self._scalars is None:
             self._scalars = megatron_writers()  # not before: they are made while Megatron initializes
         step = megatron_step(self._iterations)
         if self._scalars.due(step):
-            self._scalars.write(step, scalars(figures, self._job))
+            self._scalars.write(step, scalars(figures, self._figures_of_job()))
+
+    def _figures_of_job(self) -> JobFigures | None:
+        return None if self._job is None else self._job.unpacked()
 
     def close(self) -> None:
         """Say why the run ended and write what is queued, for some seconds at most. May be called twice."""
@@ -160,7 +176,7 @@ class RunTelemetry:
         reason = "the program ended" if error is None else f"{type(error).__name__}: {error}"
         if self._events is not None:
             times = self._times.rest()
-            if times is not None:
+            if times is not None and self._place.leads:
                 self.log(times)
             self.log(RunEnded(reason=reason))
             self._events.close()

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from adaptra_megatron.telemetry.records import ActionRecord, IterationRecorder
-from adaptra_megatron.telemetry.trace import TraceWriter
+from adaptra_megatron.telemetry.tracing.trace import TraceWriter
 
 OnIteration = Callable[[int, list[ActionRecord]], None]
 
@@ -51,7 +51,7 @@ class StockRecording:
     def undo(self) -> None:
         """Put Megatron's functions back; does nothing the second time.
 
-        Raises RuntimeError, and changes nothing, if somebody has replaced one of them since.
+        Raises RuntimeError, and changes nothing, if one of them has been replaced since.
         """
         for name, function in self._ours.items():
             if getattr(self._schedules, name) is not function:

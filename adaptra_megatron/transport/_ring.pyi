@@ -71,7 +71,7 @@ class Ring:
     def write_bye(self, deadline_s: float) -> None: ...
     @property
     def slots_address(self) -> int:
-        """Of the memory of all headers and payloads, for hardware that reads and writes it."""
+        """Address of the memory of all headers and payloads, for hardware that reads and writes it."""
     @property
     def slots_nbytes(self) -> int: ...
     def slot_offsets(self, index: int) -> tuple[int, int]:
@@ -104,7 +104,7 @@ class Event:
 
         MESSAGE = ...
         PART = ...
-        """Of a message that was asked for: where its bytes are in the ring, until those slots are released."""
+        """Part of a message that was asked for: where its bytes are in the ring, until those slots are released."""
         REPEATED = ...
         ACK = ...
         BYE = ...
@@ -129,19 +129,19 @@ class Event:
     def shape(self) -> list[int]: ...
     @property
     def total_nbytes(self) -> int:
-        """Of the message."""
+        """Size of the message."""
     @property
     def payload(self) -> memoryview:
-        """Of a whole message."""
+        """Content of a whole message."""
     @property
     def block_nbytes(self) -> int:
-        """Of the memory that the payload begins, and that stays with the inbox; 0 where there is no payload."""
+        """Size of the memory that the payload begins, and that stays with the inbox; 0 where there is no payload."""
     @property
     def offset(self) -> int:
-        """Of a part, in its message."""
+        """Offset of a part in its message."""
     @property
     def nbytes(self) -> int:
-        """Of a part."""
+        """Size of a part."""
     @property
     def first_slot(self) -> int: ...
     @property

@@ -44,8 +44,10 @@ class HostSettings:
     pooled_nbytes: int = 256 * MEBIBYTE
     """Unused memory of received messages that each link keeps for the next ones."""
     grace_s: float = 10.0
-    """How long a link may be down before whoever waits for it gets an error; it is reconnected meanwhile."""
+    """How long a link may be down before waits for it raise an error; it is reconnected meanwhile."""
     handshake_s: float = 5.0
     """Longest time for a connection and the proof of each side."""
+    outlives_ranks: bool = False
+    """Whether a rank that is gone ends its own links alone, for others go on without it."""
     stall_s: float = 30.0
     """Longest pause in the middle of a frame before its connection is given up."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between stages, named by key, and the interface that moves it.
+"""What travels between ranks, named by key, and the interface that moves it.
 
 Callers never learn which path carries a key: they post, ask whether a key has arrived, and wait with a deadline.
 """
@@ -9,11 +9,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from adaptra_megatron.transport.paths import LinkCounters, Path, ProbeTimes
+
+if TYPE_CHECKING:  # processes without torch import this
+    import torch
+
+    from adaptra_megatron.job.control_store import ControlStore
 
 
 class Direction(str, enum.Enum):
@@ -33,11 +36,24 @@ class MessageKey(NamedTuple):
     direction: Direction
     chunk: int
     micro_batch: int
+    """Its number in the job: replica * (micro-batches of each replica) + number within the replica."""
+    attempt: int = 0
+    """Number of the try at the iteration, from 0: what an earlier one left under way is dropped."""
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Iteration and attempt, which only go up."""
+        return self.iteration, self.attempt
 
     def __str__(self) -> str:
+        return self.spelled()
+
+    def spelled(self, micro_batches: int | None = None) -> str:
+        """In words. `micro_batches`: of each replica, to tell which of them it is of; None: there is one alone."""
+        replica, number = divmod(self.micro_batch, micro_batches) if micro_batches else (None, self.micro_batch)
         return (
-            f"{self.direction.value} of micro-batch {self.micro_batch} for chunk {self.chunk} "
-            f"in iteration {self.iteration}"
+            f"{self.direction.value} of micro-batch {number}{'' if replica is None else f' of replica {replica}'} "
+            f"for chunk {self.chunk} in iteration {self.iteration}{self.attempt and f', attempt {self.attempt}' or ''}"
         )
 
 
@@ -53,11 +69,15 @@ class MessageTimes(NamedTuple):
     done_s: float
     nbytes: int
     path: Path
-    """Of a sent message: the one it was first sent on; of a received one: the one it came by."""
+    """Path that a sent message first took, or that a received one came by."""
 
 
 class TransportError(RuntimeError):
     """A message could not be moved. Names this rank, the link, the key, the cause and the remedy."""
+
+
+class AbortedError(TransportError):
+    """A message was under way on a link that was ended on purpose; says why. Links can be opened again."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +87,16 @@ class TensorSpecification:
     shape: tuple[int, ...] | None
     dtype: torch.dtype
     device: torch.device
+    micro_batches: int | None = None
+    """Number of micro-batches of each replica, for errors to name them: see `MessageKey.spelled`."""
 
 
 class Transport(Protocol):
-    """Moves tensors between the stages of one pipeline.
+    """Moves tensors between ranks of the job that have a link: those of one pipeline, from the start.
 
-    `peer` is always the rank of the other stage in the pipeline's process group. Failure contract: when a peer
-    dies or a path breaks, `wait` and `flush` raise TransportError no later than their deadline, posting raises it where
-    the break is known already; the transport is then unusable and `close` still returns.
+    `peer` is always a global rank. Failure contract: when a peer dies or a path breaks, `wait` and `flush` raise
+    TransportError no later than their deadline, posting raises it where the break is known already; `close` still
+    returns. What failed is then of no use but where links can be opened again: see TwoPathTransport.
     """
 
     def describe(self, specification: TensorSpecification) -> None:
@@ -87,16 +109,16 @@ class Transport(Protocol):
         """Announce that `key` will come from `peer`. Keys of one peer must be posted in the order it sends them.
 
         What this puts on a device it puts there before it returns: the order of all posts and sends is what keeps
-        devices from waiting for each other for ever (schedule.launch_order). Where the size is not known beforehand,
+        devices from waiting for each other for ever (transfers.launch_order). Where the size is not known beforehand,
         it may have to wait for a header first.
         """
 
     def sees_arrivals(self, peer: int) -> bool:
-        """Whether the CPU sees what arrives from `peer`, which is what `ready` and `wait_any` live by, and nothing
-        between the two stages stands in a queue of a device meanwhile. May change at any time."""
+        """Return whether the CPU sees what arrives from `peer`, which is what `ready` and `wait_any` live by, and
+        nothing between the two ranks stands in a queue of a device meanwhile. May change at any time."""
 
     def ready(self, key: MessageKey) -> bool:
-        """Whether `wait(key)` would return, or raise, without waiting."""
+        """Return whether `wait(key)` would return, or raise, without waiting."""
 
     def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
         """True once one of `keys` (posted, at least one) is ready; False at `until_s` (time.monotonic).
@@ -127,20 +149,46 @@ class Transport(Protocol):
 
 @runtime_checkable
 class TwoPathTransport(Protocol):
-    """What a transport can do besides whose links have a path through host memory, and mostly a second one."""
+    """What a transport can do besides whose links have a path through host memory, and mostly a second one.
 
-    stage: int
+    Links can be opened to any ranks of the job, and closed or aborted, while others carry messages. Of each pair of
+    ranks both call `open_link`, in any order, and both `close_link` or `abort`; what was opened anew begins from
+    nothing: no message of an earlier opening is delivered.
+    """
+
+    rank: int
 
     @property
     def peers(self) -> Sequence[int]:
-        """Stages that this one has links to."""
+        """Ranks that this one has links to."""
 
     @property
     def delegate_starts(self) -> int:
-        """How often this stage's delegate was started: 1 unless it died."""
+        """How often this rank's delegate was started: 1 unless it died."""
+
+    def open_link(self, peer: int) -> None:
+        """Begin to open a link, or to open one again that was aborted. Returns at once; messages may be posted, and
+        leave once it is up. If it is not up within the time that the start of a job has, they raise TransportError.
+        """
+
+    def wait_for_link(self, peer: int, deadline_s: float) -> None:
+        """Wait until a link is up. Raises TransportError at `deadline_s` (time.monotonic), and where it was ended."""
+
+    def close_link(self, peer: int) -> None:
+        """Give a link up over which nothing is under way. Returns at once; what it held is given back soon after."""
+
+    def abort(self, cause: str, peers: Collection[int] | None = None) -> None:
+        """End the links to `peers` (None: all) with what is under way on them. Returns at once; for any thread.
+
+        Waits for their messages, here and at the other end, end with an AbortedError that has the cause, and so do
+        posts, until the link is opened again. What they held is given back soon after.
+        """
+
+    def enter(self, control: ControlStore) -> None:
+        """Open links, and make device sessions, in another epoch from now on."""
 
     def say_failed(self, cause: str) -> None:
-        """Tell all stages of the pipeline that this one ends with an error. Returns at once."""
+        """Tell all peers, who tell theirs, that this rank ends with an error. Returns at once."""
 
     def link_counters(self) -> dict[int, LinkCounters]:
         """By peer. Never waits."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 PROBE_NBYTES = 1 << 16
-"""Of those that prove a new device session. Those that measure a path are as large as the messages."""
+"""Size of probes that prove a new device session. Those that measure a path are as large as the messages."""
 
 
 class Path(str, enum.Enum):
@@ -27,7 +27,7 @@ class Path(str, enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class PathSettings:
-    """Of every directed link that has both paths. All stages of a pipeline must have the same."""
+    """Settings of every directed link that has both paths; the same in all stages of a pipeline."""
 
     preferred: Path = Path.DEVICE
     """Used while it is healthy."""
@@ -56,6 +56,11 @@ class PathSettings:
     """A device session that was healthy for as long makes earlier failures forgotten."""
 
 
+def why_down(died: str | None, latest: str) -> str:
+    """Why a device path is down: what the last healthy session died of, and what the latest attempt at another."""
+    return latest if died in (None, latest) else f"{died}; since then: {latest}"
+
+
 class TransferTimes:
     """How long messages of the device path may take before it counts as dead, by what the latest one has taken."""
 
@@ -76,10 +81,10 @@ class TransferTimes:
 
 @dataclass(frozen=True)
 class PathCounters:
-    """What one stage has seen of one link."""
+    """What one rank has seen of one link."""
 
     path: Path
-    """Of the next message that it sends."""
+    """Path of the next message that it sends."""
     sent_by_device: int
     sent_by_host: int
     switches: int
@@ -90,7 +95,7 @@ class PathCounters:
     """Why what this stage sends cannot take the device path, once that has been given up; None while it can, or has
     not come up yet for the first time."""
     host_down: str | None = None
-    """Why it cannot take the host path, once that has been down for longer than anybody waits for it."""
+    """Why it cannot take the host path, once that has been down for longer than any wait for it lasts."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,8 @@ class LinkCounters:
     """How often it came up."""
     doubles: int
     """Messages that came again and were dropped."""
+    stale: int
+    """Messages of attempts that had ended, which were dropped."""
     unacknowledged: int
     paths: PathCounters | None
     """None where there is the host path only."""
@@ -114,6 +121,6 @@ class ProbeTimes(NamedTuple):
     path: Path
     nbytes: int
     sent_s: float
-    """Of the sender's monotonic clock."""
+    """Moment on the sender's monotonic clock."""
     arrived_s: float
-    """Of the peer's."""
+    """Moment on the receiver's monotonic clock."""

@@ -40,7 +40,7 @@ CALL_S = 570.0
 BUILD_S = 240.0
 LEAST_S = 5.0
 """Less makes no sense for any check."""
-PROBE_S = 60.0
+PROBE_S = 120.0
 PROBE = """
 import json, torch
 name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
@@ -60,8 +60,8 @@ class Machine(NamedTuple):
 
 
 def probe() -> Machine:
-    """In a process of its own: this one leaves the GPU alone."""
-    said = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S, check=True)
+    """In a process of its own: this one leaves the GPU alone. Raises subprocess.SubprocessError where torch fails."""
+    said = subprocess.run([sys.executable, "-c", PROBE], stdout=subprocess.PIPE, text=True, timeout=PROBE_S, check=True)
     return Machine(*json.loads(said.stdout.splitlines()[-1]))
 
 
@@ -71,8 +71,7 @@ def prepare(machine: Machine, nccl: Path | None, second: bool, until_s: float) -
     nvcc = shutil.which("nvcc") or "nvcc"
     library = None
     _try(lacking, NATIVE, lambda: build_native(os.environ.get("CXX", "c++"), until_s))
-    if not second:
-        _try(lacking, KERNELS_NEEDED, lambda: run_all([kernel_command(nvcc, KERNELS, machine.architecture)], until_s))
+    _try(lacking, KERNELS_NEEDED, lambda: run_all([kernel_command(nvcc, KERNELS, machine.architecture)], until_s))
     if nccl is None:
         lacking[NCCL] = "--nccl names no sources or library of NCCL 2.30.3 or newer"
     elif second:
@@ -129,7 +128,7 @@ def main(argv: Sequence[str] | None = None, probe: Callable[[], Machine] = probe
     """The command line. Returns the exit status."""
     begun_s = time.monotonic()
     parser = argparse.ArgumentParser(prog="scripts/gpu_check.sh", allow_abbrev=False)
-    parser.add_argument("call", choices=["first", "second"], help="T0 to T3, or T4 to T7")
+    parser.add_argument("call", choices=["first", "second"], help="T0 to T3, or T2 of NCCL and T4 to T7")
     parser.add_argument("--nccl", type=Path, help="NCCL 2.30.3 or newer: a tarball or folder of sources, or a library")
     parser.add_argument("--output", type=Path, help="for the table; default: benchmarks/results/gpu_DEVICE_CALL.md")
     parser.add_argument("--only", nargs="+", default=[""], help="checks whose names begin so: T1 'T4, error'")
@@ -140,7 +139,11 @@ def main(argv: Sequence[str] | None = None, probe: Callable[[], Machine] = probe
     only = tuple(arguments.only)
     if not any(check.name.startswith(only) for check in (second_call(None) if second else first_call())):
         parser.error(f"--only {' '.join(only)}: no check of the {arguments.call} call has such a name")
-    machine = probe()
+    try:
+        machine = probe()
+    except subprocess.SubprocessError as cause:
+        print(f"torch cannot be asked for a GPU: {cause}")
+        return 2
     if machine.gpu is None:
         print(f"torch {machine.torch} finds no GPU (CUDA build: {machine.cuda})")
         return 2

@@ -46,7 +46,7 @@ def native_commands(compiler: str) -> tuple[list[list[str]], list[list[str]]]:
     compiling, linking = [], []
     for folder, target in NATIVE.items():
         objects = []
-        for source in sorted((REPOSITORY / folder).glob("*.cpp")):
+        for source in sorted((REPOSITORY / folder).rglob("*.cpp")):
             objects.append(str(BUILD / f"{source.parent.name}_{source.stem}.o"))
             compiling.append([compiler, *flags, *includes, str(source), "-o", objects[-1]])
         output = f"{REPOSITORY / target}{sysconfig.get_config_var('EXT_SUFFIX')}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from adaptra_megatron.transport.cuda_device import CudaDevice
+from adaptra_megatron.transport.gpu.cuda_device import CudaDevice
 from gpu_check.gpu import HostCall, Stream
 
 BLOCK_NBYTES = 256 << 20

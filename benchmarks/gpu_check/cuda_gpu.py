@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from adaptra_megatron.transport.cuda_device import CudaDevice
+from adaptra_megatron.transport.gpu.cuda_device import CudaDevice
 from gpu_check.building import KERNELS
 from gpu_check.cuda_calls import host_calls
 from gpu_check.gpu import HostCall, Point, Standing, Stream

@@ -15,7 +15,7 @@ class Point(Protocol):
     """A place in a stream."""
 
     def query(self) -> bool:
-        """Whether the GPU has come to it."""
+        """Return whether the GPU has come to it."""
 
 
 class Standing(Protocol):

@@ -35,14 +35,19 @@ def first_call() -> tuple[Check, ...]:
 
 
 def second_call(nccl: Path | None) -> tuple[Check, ...]:
-    """T4 to T7: links and training. `nccl`: a library that lets ranks share a GPU, for all that goes by NCCL."""
+    """T2 of NCCL, and T4 to T7: links and training. `nccl`: a library that lets ranks share a GPU."""
     sharing = {SHARING: "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0", "NCCL_DEBUG": "WARN"}
     # What torch was linked with is then found to be loaded already.
     real = {} if nccl is None else {**sharing, "LD_PRELOAD": str(nccl)}
     one_queue = {**real, QUEUES: "1"}
     by_nccl, host = (NATIVE, NCCL), (NATIVE,)
+    standing = (*by_nccl, KERNELS)
+    waits = "NCCL does not wait for a kernel that stands, or may"
     iterations = "iterations over NCCL end, in a plan's order"
     return (
+        _two("T2, init", waits, "t2_sessions", 45.0, "init", real, standing),
+        _two("T2, first transfer", waits, "t2_sessions", 45.0, "connect", real, standing),
+        _two("T2, abort", waits, "t2_sessions", 45.0, "abort", real, standing),
         _two("T4", iterations, "t4_stream_path", 40.0, "iterations", real, by_nccl),
         _two("T4, one queue", iterations, "t4_stream_path", 40.0, "iterations", one_queue, by_nccl),
         _two("T4, arrivals", "arrival times are true", "t4_stream_path", 20.0, "arrivals", real, by_nccl),

@@ -11,14 +11,16 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.transport.cuda_device import CudaDevice, Device
-from adaptra_megatron.transport.device_clock import CudaEvents, DeviceClock
-from adaptra_megatron.transport.link_setup import LinkMaker
-from adaptra_megatron.transport.link_watch import LinkWatch
-from adaptra_megatron.transport.nccl_library import CommunicatorConfig, NcclLibrary, torch_nccl
-from adaptra_megatron.transport.nccl_link import NcclSide, gpu_identity
-from adaptra_megatron.transport.rendezvous import Rendezvous
-from adaptra_megatron.transport.stream_path import StreamTransport
+from adaptra_megatron.transport.device_session.link_watch import LinkWatch
+from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig, NcclLibrary, torch_nccl
+from adaptra_megatron.transport.device_session.nccl_link import NcclSide, gpu_identity
+from adaptra_megatron.transport.gpu.cuda_device import CudaDevice, Device, Stream
+from adaptra_megatron.transport.gpu.device_clock import CudaEvents, DeviceClock
+from adaptra_megatron.transport.setup.link_setup import LinkMaker
+from adaptra_megatron.transport.setup.rendezvous import Rendezvous
+from adaptra_megatron.transport.single_path.nccl_transport import StreamTransport
+from gpu_check.cuda_gpu import CudaGpu
+from gpu_check.gpu import Gpu
 
 TIMEOUT_S = 60.0
 Decorate = Callable[[NcclLibrary], Any]
@@ -35,8 +37,14 @@ class Stage(Protocol):
     largest_nbytes: int
     """Of the messages that are worth sending here."""
 
+    def gpu(self) -> Gpu:
+        """The GPU by itself."""
+
+    def side(self, decorate: Decorate = lambda library: library, *, identity: str | None = None) -> NcclSide:
+        """What links are made with. `decorate`: NCCL. `identity`: of its GPU; None: one that no other stage has."""
+
     def maker(self, decorate: Decorate = lambda library: library, *, identity: str | None = None) -> LinkMaker:
-        """Of this stage's links. `decorate`: NCCL. `identity`: of its GPU; None: one that no other stage has."""
+        """Of this stage's links; arguments as for `side`."""
 
     def transport(self, timeout_s: float) -> StreamTransport:
         """The plain device path, connected, with a clock."""
@@ -56,8 +64,26 @@ class Stage(Protocol):
     def used_nbytes(self) -> int:
         """Of the GPU's memory, by all processes."""
 
+    def streams(self) -> int:
+        """How many `device` has made."""
+
     def die(self) -> None:
         """End the process at once."""
+
+
+class CountedStreams(CudaDevice):
+    """A GPU that counts the streams that are made of it. None is ever destroyed, so as many there are.
+
+    NCCL's own, which it makes and destroys through a runtime of its own, show in the used memory alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = 0
+        super().__init__(device)
+
+    def new_stream(self) -> Stream:
+        self.streams += 1
+        return super().new_stream()
 
 
 class CudaStage:
@@ -68,7 +94,7 @@ class CudaStage:
     def __init__(self) -> None:
         rank, count = int(os.environ["RANK"]), torch.cuda.device_count()
         torch.cuda.set_device(min(rank, count - 1))
-        self.device: CudaDevice = CudaDevice(torch.device("cuda"))
+        self.device = CountedStreams(torch.device("cuda"))
         self.tensors = self.device.device
         dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
         self.stage = dist.get_rank()
@@ -78,11 +104,16 @@ class CudaStage:
         self.plus(self.tensor(1, 1024), 1)  # kernels are loaded at their first use, which may wait for the whole GPU
         torch.cuda.synchronize()
 
-    def maker(self, decorate: Decorate = lambda library: library, *, identity: str | None = None) -> LinkMaker:
+    def gpu(self) -> CudaGpu:
+        return CudaGpu()
+
+    def side(self, decorate: Decorate = lambda library: library, *, identity: str | None = None) -> NcclSide:
         # NCCL itself refuses ranks that share a GPU unless NCCL_MULTI_RANK_GPU_ENABLE is set.
         name = identity or f"{gpu_identity(self.tensors)} of rank {self.stage}"
-        side = NcclSide(lambda: decorate(torch_nccl()), self.device, name, CommunicatorConfig(), self._watch)
-        return LinkMaker(self.rendezvous, side)
+        return NcclSide(lambda: decorate(torch_nccl()), self.device, name, CommunicatorConfig(), self._watch)
+
+    def maker(self, decorate: Decorate = lambda library: library, *, identity: str | None = None) -> LinkMaker:
+        return LinkMaker(self.rendezvous, self.side(decorate, identity=identity))
 
     def transport(self, timeout_s: float) -> StreamTransport:
         maker = self.maker()
@@ -105,6 +136,9 @@ class CudaStage:
     def used_nbytes(self) -> int:
         free, total = torch.cuda.mem_get_info()
         return int(total - free)
+
+    def streams(self) -> int:
+        return self.device.streams
 
     def die(self) -> Any:
         os._exit(0)

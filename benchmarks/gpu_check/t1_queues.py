@@ -84,7 +84,7 @@ def _event_of(other: Stream) -> Wait:
 
 
 def reached(point: Point, within_s: float) -> bool:
-    """Whether the GPU comes to a point in time."""
+    """Return whether the GPU comes to a point in time."""
     until_s = time.monotonic() + within_s
     while not point.query():
         if time.monotonic() >= until_s:

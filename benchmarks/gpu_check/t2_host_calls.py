@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpu_check.findings import Report
-from gpu_check.gpu import Gpu
+from gpu_check.gpu import Gpu, HostCall, Stream
 
 RETURNS_S = 5.0
 """After the kernel has ended."""
@@ -19,29 +19,35 @@ def run(gpu: Gpu, report: Report) -> None:
     """All calls that the GPU has, one after the other."""
     stream = gpu.link_streams(1)[0]
     for name, call in gpu.host_calls().items():
-        when = "once a kernel that stands has ended" if call.may_wait else "while a kernel stands"
-        promise = f"{name} returns {when}"
-        report.begin(promise)
-        try:
-            ready = call.prepare(stream)
-        except (ImportError, RuntimeError) as cause:
-            report.leave_out(promise, str(cause))
-            continue
-        gpu.synchronize()
-        standing = gpu.stand(stream)
-        thread = _Call(ready)
-        waited = not thread.returned_within(call.at_once_s)
-        standing.release()
-        if not thread.returned_within(RETURNS_S):
-            # Whatever is asked of the GPU now may never return either.
-            report.show(promise, f"it had not returned {RETURNS_S:g} s after the kernel had ended", False)
-            return
-        gpu.synchronize()
-        if thread.failure is not None:
-            report.show(promise, f"it failed: {thread.failure}", False)
-        else:
-            seen = "it waited for the kernel" if waited else f"it returned after {1e3 * thread.seconds:.1f} ms"
-            report.show(promise, seen, call.may_wait or not waited)
+        if not look(gpu, report, stream, name, call):
+            return  # whatever is asked of the GPU now may never return either
+
+
+def look(gpu: Gpu, report: Report, stream: Stream, name: str, call: HostCall) -> bool:
+    """Return whether a call waits for a kernel that stands on a stream. Returns False where it never returned."""
+    when = "once a kernel that stands has ended" if call.may_wait else "while a kernel stands"
+    promise = f"{name} returns {when}"
+    report.begin(promise)
+    try:
+        ready = call.prepare(stream)
+    except (ImportError, RuntimeError) as cause:
+        report.leave_out(promise, str(cause))
+        return True
+    gpu.synchronize()
+    standing = gpu.stand(stream)
+    thread = _Call(ready)
+    waited = not thread.returned_within(call.at_once_s)
+    standing.release()
+    if not thread.returned_within(RETURNS_S):
+        report.show(promise, f"it had not returned {RETURNS_S:g} s after the kernel had ended", False)
+        return False
+    gpu.synchronize()
+    if thread.failure is not None:
+        report.show(promise, f"it failed: {thread.failure}", False)
+    else:
+        seen = "it waited for the kernel" if waited else f"it returned after {1e3 * thread.seconds:.1f} ms"
+        report.show(promise, seen, call.may_wait or not waited)
+    return True
 
 
 class _Call(threading.Thread):
@@ -63,6 +69,6 @@ class _Call(threading.Thread):
         self.seconds = time.monotonic() - begun_s
 
     def returned_within(self, seconds: float) -> bool:
-        """Whether it has, `seconds` from now."""
+        """Return whether it has, `seconds` from now."""
         self.join(seconds)
         return not self.is_alive()

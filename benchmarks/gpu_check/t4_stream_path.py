@@ -9,11 +9,12 @@ from collections.abc import Iterator
 
 import torch
 
-from adaptra_megatron.runtime.inbox import Inbox
-from adaptra_megatron.runtime.program import compile_program, message_key
+from adaptra_megatron.runtime.execution.addresses import Addresses
+from adaptra_megatron.runtime.execution.inbox import Inbox
+from adaptra_megatron.runtime.execution.program import compile_program
 from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.transport.messages import Direction, MessageKey, TensorSpecification
-from adaptra_megatron.transport.stream_path import StreamTransport
+from adaptra_megatron.transport.single_path.nccl_transport import StreamTransport
 from gpu_check.findings import Report
 from gpu_check.stages import Stage
 
@@ -82,7 +83,8 @@ def _iterate(stage: Stage, transport: StreamTransport, schedule: Schedule, itera
     """What PipelineExecutor does, without Megatron; returns how many messages came back wrong, on the first stage."""
     program = compile_program(schedule, stage.stage)
     transport.describe(TensorSpecification((nbytes // 4,), torch.int32, stage.tensors))
-    inbox = Inbox(transport, program, iteration, timeout_s=WAIT_S)
+    addresses = Addresses(stage.rendezvous.ranks, iteration)
+    inbox = Inbox(transport, program, addresses, timeout_s=WAIT_S)
     inputs: dict[int, torch.Tensor] = {}
     back: dict[int, torch.Tensor] = {}
     for step in program.steps:
@@ -99,7 +101,7 @@ def _iterate(stage: Stage, transport: StreamTransport, schedule: Schedule, itera
             made = stage.plus(inputs.pop(here), LAST_MADE)
         inbox.post_before_send(step)
         if step.send is not None:
-            transport.post_send(message_key(step.send, iteration), step.send.target, made)
+            transport.post_send(addresses.key(step.send), addresses.ranks[step.send.target], made)
     seen = {number: stage.read(tensor) for number, tensor in back.items()}
     stage.synchronize()
     transport.flush(time.monotonic() + WAIT_S)

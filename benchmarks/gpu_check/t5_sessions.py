@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from adaptra_megatron.transport.host_path import HostTransport
+from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.link_setup import LinkMaker
 from adaptra_megatron.transport.messages import Direction, MessageKey, TensorSpecification
 from adaptra_megatron.transport.paths import Path, PathSettings
+from adaptra_megatron.transport.setup.link_setup import LinkMaker
 from gpu_check.findings import Report
 from gpu_check.stages import Stage
 
@@ -65,7 +65,7 @@ def sessions(stage: Stage, report: Report) -> None:
 def _many(stage: Stage, report: Report, maker: LinkMaker) -> None:
     promise = f"{SESSIONS} sessions come up and are freed, and leave nothing behind"
     report.begin(promise)
-    seconds, unfreed, before = [], 0, (0, 0)
+    seconds, unfreed, before = [], 0, (0, 0, 0)
     for number in range(SESSIONS):
         begun_s = time.monotonic()
         link: Any = maker.make(THERE, 2 + number, MADE_S)
@@ -80,16 +80,18 @@ def _many(stage: Stage, report: Report, maker: LinkMaker) -> None:
         stage.rendezvous.gather(f"session {number} is over", None)
         if number == SETTLED - 1:
             before = _left(stage)
-    nbytes, threads = (after - earlier for earlier, after in zip(before, _left(stage), strict=True))
+    nbytes, threads, streams = (after - earlier for earlier, after in zip(before, _left(stage), strict=True))
     if stage.stage == 0:
         seen = f"{unfreed} not freed; {nbytes / (1 << 20):.1f} MiB and {threads} threads more than after {SETTLED}"
         shown = unfreed == 0 and nbytes <= GROWTH_NBYTES and threads <= GROWTH_THREADS
         report.show(promise, f"{seen}; the first came up in {seconds[0]:.2f} s, the last in {seconds[-1]:.2f} s", shown)
+        seen = f"{streams} streams more than after {SETTLED} sessions, of {stage.streams()} in all"
+        report.show("all sessions of a link share its stream", seen, streams == 0)
 
 
-def _left(stage: Stage) -> tuple[int, int]:
+def _left(stage: Stage) -> tuple[int, int, int]:
     gc.collect()
-    return stage.used_nbytes(), len(os.listdir("/proc/self/task"))
+    return stage.used_nbytes(), len(os.listdir("/proc/self/task")), stage.streams()
 
 
 def _while_a_receive_stands(stage: Stage, report: Report, maker: LinkMaker) -> None:
@@ -136,7 +138,7 @@ def death(stage: Stage, report: Report) -> None:
     freed_s = time.monotonic() + FREED_S
     while _ending() and time.monotonic() < freed_s:
         time.sleep(0.01)
-    shown = cause != "it came up" and seconds <= limit_s + 1.0 and not _ending()
+    shown = cause != "it came up" and seconds <= 2 * limit_s and not _ending()
     report.show(promise, f"after {seconds:.1f} s: {cause}; {'not ' * _ending()}freed", shown)
     maker.close()
 
@@ -157,7 +159,7 @@ class _DiesAtInit:
 
 
 def _ending() -> bool:
-    """Whether a communicator is still being freed."""
+    """Return whether a communicator is still being freed."""
     return any(thread.name.startswith("adaptra-nccl-end") for thread in threading.enumerate())
 
 
@@ -228,11 +230,11 @@ def one_gpu(stage: Stage, report: Report) -> None:
     report.begin(promise)
     transport = _two_paths(stage, stage.maker(identity="one GPU"))
     link: Any = transport._links[1 - stage.stage]
-    _until(lambda: link._outlet._sessions >= 3, "the device path was not tried again")
+    _until(lambda: link._paths.sender._sessions >= 3, "the device path was not tried again")
     wrong = sum(_exchange(transport, stage, iteration) for iteration in range(3))
     if stage.stage == 0:
-        shown = wrong == 0 and _path(transport) is Path.HOST and "one GPU" in link._outlet.cause
-        report.show(promise, f"{wrong} messages wrong; {link._outlet.cause}", shown)
+        shown = wrong == 0 and _path(transport) is Path.HOST and "one GPU" in link._paths.sender.cause
+        report.show(promise, f"{wrong} messages wrong; {link._paths.sender.cause}", shown)
     stage.rendezvous.gather("done", None)
     transport.close()
 
@@ -248,7 +250,7 @@ def _two_paths(stage: Stage, maker: LinkMaker) -> HostTransport:
 
 def _path(transport: HostTransport) -> Path:
     """By which this rank sends."""
-    counters = transport.link_counters()[1 - transport.stage].paths
+    counters = transport.link_counters()[1 - transport.rank].paths
     assert counters is not None
     return counters.path
 

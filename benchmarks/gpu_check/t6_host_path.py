@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from adaptra_megatron.transport._ring import Ring
-from adaptra_megatron.transport.host_path import HostTransport
+from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Direction, MessageKey
 from gpu_check.findings import Report

@@ -20,11 +20,12 @@ from typing import Any, Protocol
 from gpu_check.building import REPOSITORY
 from gpu_check.findings import Report
 from gpu_check.plan import SHARING
+from gpu_check.t7_memory import Bytes, NotedMeter, judge_kept
 
-ITERATIONS = 10
+ITERATIONS = 30
 MODEL = (
     "--num-layers 8 --global-batch-size 16 --micro-batch-size 4 --mock-data --no-gradient-accumulation-fusion "
-    f"--distributed-backend gloo --train-iters {ITERATIONS} --eval-iters 1 --eval-interval 5"
+    f"--distributed-backend gloo --train-iters {ITERATIONS} --eval-iters 1 --eval-interval 15"
 )
 STOCK = {"stock": "", "stock again": ""}
 HOST = {
@@ -36,6 +37,7 @@ DEVICE = {
     ALONE: "--adaptra --adaptra-host-transport off",
     BESIDE: "--adaptra --adaptra-host-transport shm",
 }
+EQUAL = "losses, parameters and optimizer state are stock's, bit for bit"
 FRACTION = 0.9
 """Of the GPU's memory, that ours keeps to."""
 
@@ -50,10 +52,13 @@ class Trainer(Protocol):
         """Within it, Megatron's processes can train."""
 
     def begin_peaks(self) -> None:
-        """Forget the peaks of memory."""
+        """Forget the peaks of memory, and what actions changed."""
 
     def peaks(self) -> dict[str, float]:
         """Most memory since then, by kind, as fractions of the GPU's; empty where nothing is known."""
+
+    def kept(self) -> dict[str, float] | None:
+        """As NotedMeter's; None where nothing was noted since then."""
 
 
 def run(trainer: Trainer, report: Report, paths: str) -> None:
@@ -62,7 +67,7 @@ def run(trainer: Trainer, report: Report, paths: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from adaptra_megatron.emulation.process_groups import leave_job
+    from adaptra_megatron.emulation.training.process_groups import leave_job
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     with trainer.ready():
@@ -70,8 +75,7 @@ def run(trainer: Trainer, report: Report, paths: str) -> None:
             arguments = [*MODEL.split(), *shape.split()]
             expected: dict[str, Any] = {}
             for name, flags in {**STOCK, **(HOST if paths == "host" else DEVICE)}.items():
-                what = "losses, parameters and optimizer state are stock's, bit for bit" if expected else "it learns"
-                promise = f"{layout}, {name}: {what}"
+                promise = f"{layout}, {name}: {EQUAL if expected else 'it learns'}"
                 report.begin(promise)
                 trainer.begin_peaks()
                 expected = _train(report, promise, name, [*arguments, *flags.split()], expected, trainer)
@@ -85,9 +89,9 @@ def _train(
     """Returns the tensors to compare with: those of the first training."""
     import torch.distributed as dist
 
-    from adaptra_megatron.emulation.arguments import parse_arguments
     from adaptra_megatron.emulation.results import differences
-    from adaptra_megatron.emulation.training import train
+    from adaptra_megatron.emulation.training.arguments import parse_arguments
+    from adaptra_megatron.emulation.training.training import train
 
     result = train(parse_arguments(arguments))
     tensors, links = result.tensors(), result.adaptra.get("links", {})
@@ -100,12 +104,16 @@ def _train(
         "costs": result.adaptra.get("measured_costs"),
         "losses": result.losses,
         "peaks": trainer.peaks(),
+        "kept": trainer.kept(),
     }
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     if dist.get_rank() == 0:
-        seen, shown = judge(name, ranks)
-        report.show(promise, seen, shown)
+        report.show(promise, *judge(name, ranks))
+        if name not in STOCK:
+            promise = promise.replace(EQUAL, "between I and W no more is kept than plans reckon with")
+            released = (mine["costs"] or {}).get("released_at_backward_input")
+            report.show(promise, *judge_kept([each["kept"] for each in ranks], released))
     return expected or tensors
 
 
@@ -130,8 +138,6 @@ def judge(name: str, ranks: list[dict[str, Any]]) -> tuple[str, bool]:
         problems.append(f"more than {FRACTION:g} of the GPU was reserved")
     median_s = statistics.median(max(times) for times in zip(*(each["seconds"] for each in ranks), strict=True))
     seen = [*problems, f"{compared} elements compared, last loss {losses[-1]:.6f}, {1e3 * median_s:.0f} ms/iteration"]
-    if peaks and (costs := ranks[0]["costs"]):
-        seen.append(f"I gave {costs.get('released_at_backward_input', 0.0):.2f} of an activation back")
     if peaks:
         seen.append("peaks of memory: " + ", ".join(f"{kind} {share:.4f}" for kind, share in peaks.items()))
     return "; ".join(seen), not problems
@@ -149,20 +155,54 @@ class SharedGpu:
             "--seq-length 512"
         )
         self.layouts = {"1 chunk": model, "2 chunks": f"{model} --num-virtual-stages-per-pipeline-rank 2"}
+        self._peaks = dict.fromkeys(("allocated", "active", "reserved"), 0)
+        self._meters: list[NotedMeter] = []
 
-    def ready(self) -> contextlib.AbstractContextManager[None]:
-        return one_gpu()
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        with one_gpu(), noted_meters(self._meters, self._in_use):
+            yield
 
     def begin_peaks(self) -> None:
         import torch
 
         torch.cuda.reset_peak_memory_stats()
+        self._peaks = dict.fromkeys(self._peaks, 0)
+        self._meters.clear()
 
     def peaks(self) -> dict[str, float]:
         import torch
 
-        stats, total = torch.cuda.memory_stats(), torch.cuda.mem_get_info()[1]
-        return {kind: stats[f"{kind}_bytes.all.peak"] / total for kind in ("allocated", "active", "reserved")}
+        self._in_use()
+        return {name: nbytes / torch.cuda.mem_get_info()[1] for name, nbytes in self._peaks.items()}
+
+    def kept(self) -> dict[str, float] | None:
+        return self._meters[0].kept() if self._meters else None
+
+    def _in_use(self) -> dict[str, float]:
+        """And takes in the peaks, which meters begin anew."""
+        import torch
+
+        stats = torch.cuda.memory_stats_as_nested_dict()
+        for name, nbytes in self._peaks.items():
+            self._peaks[name] = max(nbytes, stats[f"{name}_bytes"]["all"]["peak"])
+        return {name: stats[f"{name}_bytes"]["all"]["current"] for name in ("allocated", "active")}
+
+
+@contextlib.contextmanager
+def noted_meters(meters: list[NotedMeter], in_use: Callable[[], Bytes]) -> Iterator[None]:
+    """Have all meters of this process note what actions change, and put them on a list."""
+    from adaptra_megatron.emulation.replacing import Replaced, Replacement
+    from adaptra_megatron.runtime import pipeline
+
+    make_meter = pipeline.make_meter
+
+    def make(*arguments: Any, **keywords: Any) -> NotedMeter:
+        meters.append(NotedMeter(make_meter(*arguments, **keywords), in_use))
+        return meters[-1]
+
+    with Replaced([Replacement(pipeline, "make_meter", make, "what actions change is noted")]):
+        yield
 
 
 def import_patches() -> None:
@@ -189,7 +229,7 @@ class HostedReceive:
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         return bool(self._work.is_completed())
 
 

@@ -31,7 +31,7 @@ inline timespec to_timespec(double seconds) {
 
 enum class Outcome { kDone, kTimedOut, kClosed };
 
-// Which of several waiting threads a ring wakes: patient ones only if nobody urgent is there.
+// Which of several waiting threads a ring wakes: patient ones only if no urgent one is there.
 enum class Wait : std::uint32_t { kPatient = 1, kUrgent = 2 };
 
 // What a process has written into the words of a doorbell that it waits on, which are its alone to write.

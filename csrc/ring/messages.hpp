@@ -27,7 +27,7 @@ Outcome write_message(Ring& ring, FrameHeader header, const std::byte* source, d
 // A frame without payload.
 Outcome write_control(Ring& ring, FrameKind kind, std::uint64_t sequence, double deadline_s);
 
-// What a receiver hears of, in order of completion.
+// What a receiver is notified of, in order of completion.
 struct Event {
     enum class Kind { kMessage, kPart, kRepeated, kAck, kBye };
     Kind kind = Kind::kBye;

@@ -226,7 +226,7 @@ void Ring::begin_urgent() { shared_->filled.begin_urgent(for_filled_); }
 
 void Ring::end_urgent() {
     shared_->filled.end_urgent(for_filled_);
-    // Patient threads slept through this. No check of the counts: whoever takes the next slot makes it.
+    // Patient threads slept through this. No check of the counts: the thread that takes the next slot makes it.
     if (shared_->published.load() != taken_.load()) shared_->filled.ring_all();
 }
 
@@ -250,7 +250,7 @@ void Ring::close() {
 }
 
 void Ring::disown() {
-    // In place: whoever still has this object in the child finds memory where it was.
+    // In place: code that still has this object in the child finds memory where it was.
     constexpr int kEmpty = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
     if (mmap(memory_, mapped_nbytes_, PROT_READ | PROT_WRITE, kEmpty, -1, 0) == MAP_FAILED) {
         throw_errno("leaving a ring to the parent");

@@ -73,7 +73,7 @@ public:
     void poke();
     std::uint64_t pokes() const { return pokes_.load(); }
 
-    // Wake everybody at both ends. Published slots can still be taken; nothing can be claimed.
+    // Wake all threads at both ends. Published slots can still be taken; nothing can be claimed.
     void close();
     bool closed() const;
     // In a forked child: leave memory and descriptor to the parent. What stays is a closed, empty ring of its own.

@@ -27,7 +27,7 @@ public:
                 }
                 relax();
             }
-            sched_yield();  // whoever else can run on this core goes first: the awaited message may be its work
+            sched_yield();  // another thread that can run on this core goes first: the awaited message may be its work
         }
         if (credit_.load() > 0) --credit_;
     }

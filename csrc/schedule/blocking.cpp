@@ -6,7 +6,7 @@ namespace adaptra {
 double BlockingReplay::run(const Orders& programs) {
     const int stages = problem_.stages;
     channels_.assign(2 * stages, Channel{});
-    link_free_.assign(problem_.links(), 0.0);
+    link_free_.assign(problem_.links.size(), 0.0);
     now_.assign(stages, 0.0);
     position_.assign(stages, 0);
     waiting_.assign(stages, {});
@@ -53,7 +53,8 @@ bool BlockingReplay::advance(const Order& program, int stage) {
             posted = true;
         } else {
             start_[stage].push_back(now);
-            now_[stage] += problem_.seconds(kind_of(step), stage * problem_.chunks + problem_.chunk_in(step));
+            now_[stage] += problem_.seconds(kind_of(step), stage * problem_.chunks + problem_.chunk_in(step),
+                                            problem_.micro_batch_in(step));
             end_[stage].push_back(now_[stage]);
         }
     }
@@ -67,11 +68,15 @@ void BlockingReplay::post(int stage, int call) {
 }
 
 void BlockingReplay::send(int stage, bool next) {
-    const int link = next ? problem_.link_to_next(stage) : problem_.link_to_previous(stage);
-    const Link& cost = problem_.link(link);
-    link_free_[link] = std::max(now_[stage], link_free_[link]) + cost.occupancy;
+    const int stages = problem_.stages;
+    const int link = problem_.link_between(stage, next ? (stage + 1) % stages : (stage + stages - 1) % stages);
+    double delivered = now_[stage];  // where no message of a schedule goes there is no link
+    if (link >= 0) {
+        link_free_[link] = std::max(delivered, link_free_[link]) + problem_.links[link].occupancy;
+        delivered = link_free_[link] + problem_.links[link].latency;
+    }
     Channel& channel = channels_[2 * stage + !next];
-    at(channel, channel.sent).delivered = link_free_[link] + cost.latency;
+    at(channel, channel.sent).delivered = delivered;
     waiting_[stage].push_back({2 * stage + !next, channel.sent++});
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Why these bounds hold for every schedule. Micro-batches cost the same, so only counts matter: "the m-th F of virtual
-// stage v" is whichever starts m-th there. It needs m activations to have arrived, so m forwards of v-1 to have ended;
+// Why these bounds hold for every schedule. "The m-th F of virtual stage v" is whichever starts m-th there, where
+// micro-batches cost the same, and micro-batch m where they differ: each kind of a chunk runs in ascending order. It needs m activations to have arrived, so m forwards of v-1 to have ended;
 // the m-th B needs m gradients, the m-th W m input gradients. A whole backward is I and W in one go that sends later
 // and releases later, so what bounds split schedules bounds all.
 // Other costs are eased to such ones first, see `eased`.
@@ -20,7 +20,7 @@ constexpr double kRounding = 1.0 - 1e-12;
 
 // Jobs of one kind on one machine: heads ascend and tails descend, so they are best taken in their order.
 struct JobClass {
-    double seconds = 0.0;
+    std::vector<double> seconds;
     std::vector<double> head;  // earliest start
     std::vector<double> tail;  // least time from its end to the end of the iteration
 };
@@ -28,7 +28,7 @@ struct JobClass {
 double jackson_bound(const std::vector<JobClass>& classes) {
     std::vector<std::size_t> next(classes.size(), 0);
     std::vector<double> left(classes.size());
-    for (std::size_t c = 0; c < classes.size(); ++c) left[c] = classes[c].seconds;
+    for (std::size_t c = 0; c < classes.size(); ++c) left[c] = classes[c].seconds.empty() ? 0.0 : classes[c].seconds[0];
     double now = 0.0, bound = 0.0;
     while (true) {
         std::size_t chosen = classes.size();
@@ -53,9 +53,8 @@ double jackson_bound(const std::vector<JobClass>& classes) {
             continue;
         }
         now += left[chosen];
-        left[chosen] = classes[chosen].seconds;
         bound = std::max(bound, now + classes[chosen].tail[next[chosen]]);
-        ++next[chosen];
+        if (++next[chosen] < classes[chosen].seconds.size()) left[chosen] = classes[chosen].seconds[next[chosen]];
     }
 }
 
@@ -83,6 +82,7 @@ private:
     double before(const std::vector<double>& values, int virtual_stage, int index) const {
         return index == 0 ? 0.0 : values[slot(virtual_stage, index - 1)];
     }
+    void add_up(int virtual_stage, int micro_batch);
     void heads(int index);
     void tails(int index);
     double room_at(int virtual_stage, int index) const;
@@ -91,9 +91,13 @@ private:
     Bound stage_bound(int stage) const;
     Bound link_bound(int link) const;
     int messages_on(int link) const;
-    double forward_seconds(int v) const { return problem_.forward[problem_.row(v)]; }
-    double input_seconds(int v) const { return problem_.backward_input[problem_.row(v)]; }
-    double weight_seconds(int v) const { return problem_.backward_weight[problem_.row(v)]; }
+    double forward_seconds(int v, int m) const { return problem_.seconds(kForward, problem_.row(v), m); }
+    double input_seconds(int v, int m) const { return problem_.seconds(kBackwardInput, problem_.row(v), m); }
+    double weight_seconds(int v, int m) const { return problem_.seconds(kBackwardWeight, problem_.row(v), m); }
+    // Entry of a table below for a stage or virtual stage, and a micro-batch.
+    std::size_t entry(int place, int m) const {
+        return static_cast<std::size_t>(place) * problem_.width + m * problem_.step;
+    }
 
     const Problem& problem_;
     const bool with_caps_;
@@ -106,7 +110,9 @@ private:
     std::vector<double> activation_left_, gradient_left_;  // [virtual stage]: least time from its transfer's start
     std::vector<double> input_work_, forward_work_;        // [virtual stage]: machine bounds, see heads and tails
     std::vector<StageMemory> memory_;                            // [stage]
-    // Sums over chunks of a stage, from the virtual stage's chunk up or down.
+    std::vector<double> input_tail_, forward_tail_;        // [virtual stage]: work of the latest indices, see tails
+    std::vector<double> stage_work_;                       // [stage]: of all micro-batches
+    // Sums over chunks of a stage, from the virtual stage's chunk up or down, by `entry`.
     std::vector<double> all_forward_, all_input_, all_weight_, input_from_, input_to_, weight_to_, forward_from_;
 };
 
@@ -117,41 +123,53 @@ Bounds::Bounds(const Problem& problem, bool with_caps)
         table->assign(problem.slots(), 0.0);
     }
     for (auto* row : {&activation_sent_, &gradient_sent_, &activation_left_, &gradient_left_, &input_work_,
-                      &forward_work_, &input_from_, &input_to_, &weight_to_, &forward_from_}) {
+                      &forward_work_, &input_tail_, &forward_tail_}) {
         row->assign(virtual_stages_, 0.0);
     }
-    for (auto* row : {&all_forward_, &all_input_, &all_weight_}) row->assign(problem.stages, 0.0);
+    for (auto* row : {&input_from_, &input_to_, &weight_to_, &forward_from_}) {
+        row->assign(static_cast<std::size_t>(virtual_stages_) * problem.width, 0.0);
+    }
+    for (auto* row : {&all_forward_, &all_input_, &all_weight_}) {
+        row->assign(static_cast<std::size_t>(problem.stages) * problem.width, 0.0);
+    }
+    stage_work_.assign(problem.stages, 0.0);
     memory_.resize(problem.stages);
     for (int v = 0; v < virtual_stages_; ++v) {
-        const int stage = problem.stage_of(v);
-        all_forward_[stage] += forward_seconds(v);
-        all_input_[stage] += input_seconds(v);
-        all_weight_[stage] += weight_seconds(v);
-        StageMemory& memory = memory_[stage];
-        memory.least_forward = std::min(memory.least_forward, forward_seconds(v));
-        memory.least_input = std::min(memory.least_input, input_seconds(v));
-        memory.least_weight = std::min(memory.least_weight, weight_seconds(v));
-        memory.most_input = std::max(memory.most_input, input_seconds(v));
-        for (int other = stage; other < virtual_stages_; other += problem.stages) {
-            if (other >= v) {
-                input_from_[v] += input_seconds(other);
-                forward_from_[v] += forward_seconds(other);
-            }
-            if (other <= v) {
-                input_to_[v] += input_seconds(other);
-                weight_to_[v] += weight_seconds(other);
-            }
-        }
+        for (int m = 0; m < problem.width; ++m) add_up(v, m);
     }
     for (int index = 0; index < count_; ++index) heads(index);
     for (int index = 0; index < count_; ++index) tails(index);
 }
 
+void Bounds::add_up(int v, int m) {
+    const int stage = problem_.stage_of(v);
+    all_forward_[entry(stage, m)] += forward_seconds(v, m);
+    all_input_[entry(stage, m)] += input_seconds(v, m);
+    all_weight_[entry(stage, m)] += weight_seconds(v, m);
+    const double work = forward_seconds(v, m) + input_seconds(v, m) + weight_seconds(v, m);
+    stage_work_[stage] += work * count_ / problem_.width;
+    StageMemory& memory = memory_[stage];
+    memory.least_forward = std::min(memory.least_forward, forward_seconds(v, m));
+    memory.least_input = std::min(memory.least_input, input_seconds(v, m));
+    memory.least_weight = std::min(memory.least_weight, weight_seconds(v, m));
+    memory.most_input = std::max(memory.most_input, input_seconds(v, m));
+    for (int chunk = 0; chunk < problem_.chunks; ++chunk) {
+        const int other = problem_.virtual_stage(stage, chunk);
+        if (other >= v) {
+            input_from_[entry(v, m)] += input_seconds(other, m);
+            forward_from_[entry(v, m)] += forward_seconds(other, m);
+        }
+        if (other <= v) {
+            input_to_[entry(v, m)] += input_seconds(other, m);
+            weight_to_[entry(v, m)] += weight_seconds(other, m);
+        }
+    }
+}
+
 const Link& Bounds::link_out(int virtual_stage, bool forward) const {
     static const Link kFree;
-    if (problem_.stages == 1) return kFree;
-    const int stage = problem_.stage_of(virtual_stage);
-    return problem_.link(forward ? problem_.link_to_next(stage) : problem_.link_to_previous(stage));
+    const int link = problem_.link_out(forward ? kForward : kBackward, virtual_stage);
+    return link < 0 ? kFree : problem_.links[link];
 }
 
 void Bounds::heads(int index) {
@@ -162,7 +180,7 @@ void Bounds::heads(int index) {
             activation_sent_[v] = std::max(activation_sent_[v], forward_end_[slot(v - 1, index)]) + link.occupancy;
             start = std::max(start, activation_sent_[v] + link.latency);
         }
-        forward_end_[slot(v, index)] = start + forward_seconds(v);
+        forward_end_[slot(v, index)] = start + forward_seconds(v, index);
     }
     for (int v = virtual_stages_ - 1; v >= 0; --v) {
         const int stage = problem_.stage_of(v);
@@ -174,11 +192,12 @@ void Bounds::heads(int index) {
         }
         // From the start of the stage's first-chunk F number k to the end of this B lie F k..index of all chunks and
         // B k..index of this and later chunks: the running maximum over k.
-        const double first_start = forward_end_[slot(stage, index)] - forward_seconds(stage);
-        input_work_[v] = std::max(input_work_[v], first_start) + all_forward_[stage] + input_from_[v];
-        const double end = std::max(start + input_seconds(v), input_work_[v]);
+        const int first = problem_.virtual_stage(stage, 0);
+        const double first_start = forward_end_[slot(first, index)] - forward_seconds(first, index);
+        input_work_[v] = std::max(input_work_[v], first_start) + all_forward_[entry(stage, index)] + input_from_[entry(v, index)];
+        const double end = std::max(start + input_seconds(v, index), input_work_[v]);
         input_end_[slot(v, index)] = end;
-        weight_end_[slot(v, index)] = std::max(before(weight_end_, v, index), end) + weight_seconds(v);
+        weight_end_[slot(v, index)] = std::max(before(weight_end_, v, index), end) + weight_seconds(v, index);
     }
     if (with_caps_) remember(index);
 }
@@ -221,7 +240,8 @@ double Bounds::room_at(int v, int index) const {
     const double missing = started - cap;
     if (!with_caps_ || missing <= 0.0) return 0.0;
     const StageMemory& memory = memory_[stage];
-    const double first_start = forward_end_[slot(stage, 0)] - forward_seconds(stage);
+    const int first = problem_.virtual_stage(stage, 0);
+    const double first_start = forward_end_[slot(first, 0)] - forward_seconds(first, 0);
     const int forwards_waiting = started - 1 - static_cast<int>(std::floor(cap));
     double best = kNever;
     for (int inputs = std::max(1, static_cast<int>(std::ceil(missing))); inputs <= problem_.chunks * index; ++inputs) {
@@ -244,7 +264,7 @@ double Bounds::room_at(int v, int index) const {
 }
 
 void Bounds::tails(int index) {
-    const int chunks = problem_.chunks;
+    const int chunks = problem_.chunks, m = count_ - 1 - index;
     for (int v = 0; v < virtual_stages_; ++v) {
         const int stage = problem_.stage_of(v);
         // B and W of micro-batch k of the last chunk must end before its F number k + floor(cap) can start (with
@@ -253,18 +273,19 @@ void Bounds::tails(int index) {
         const double released = problem_.released[stage];
         const double weight_cap = released < 1.0 ? (cap - released) / (1.0 - released) : kNever;
         weight_left_[slot(v, index)] =
-            weight_seconds(v) + std::max(before(weight_left_, v, index),
+            weight_seconds(v, m) + std::max(before(weight_left_, v, index),
                                          chunks > 1 ? 0.0 : tail_of_forward_that_waits(v, index, weight_cap));
+        input_tail_[v] += input_to_[entry(v, m)] + weight_to_[entry(v, m)];
         double after = std::max({before(input_left_, v, index), weight_left_[slot(v, index)],
                                  tail_of_forward_that_waits(v, index, cap),
-                                 (index + 1) * (input_to_[v] + weight_to_[v]) - input_seconds(v)});
+                                 input_tail_[v] - input_seconds(v, m)});
         if (v > 0) {
             const Link& link = link_out(v, false);
             gradient_left_[v] =
                 std::max(gradient_left_[v], input_left_[slot(v - 1, index)] + link.latency) + link.occupancy;
             after = std::max(after, gradient_left_[v]);
         }
-        input_left_[slot(v, index)] = after + input_seconds(v);
+        input_left_[slot(v, index)] = after + input_seconds(v, m);
     }
     for (int v = virtual_stages_ - 1; v >= 0; --v) {
         const int stage = problem_.stage_of(v);
@@ -276,10 +297,11 @@ void Bounds::tails(int index) {
             after = std::max(after, activation_left_[v]);
         }
         // The mirror image of input_work_: F of this and later chunks, B of all chunks, up to the first chunk's B.
-        const double first_tail = input_left_[slot(stage, index)] - input_seconds(stage);
-        forward_work_[v] = std::max(forward_work_[v], first_tail) + all_input_[stage] + forward_from_[v];
-        const double work = (index + 1) * (forward_from_[v] + all_input_[stage] + all_weight_[stage]);
-        forward_left_[slot(v, index)] = std::max({after + forward_seconds(v), forward_work_[v], work});
+        const int first = problem_.virtual_stage(stage, 0);
+        const double first_tail = input_left_[slot(first, index)] - input_seconds(first, m);
+        forward_work_[v] = std::max(forward_work_[v], first_tail) + all_input_[entry(stage, m)] + forward_from_[entry(v, m)];
+        forward_tail_[v] += forward_from_[entry(v, m)] + all_input_[entry(stage, m)] + all_weight_[entry(stage, m)];
+        forward_left_[slot(v, index)] = std::max({after + forward_seconds(v, m), forward_work_[v], forward_tail_[v]});
     }
 }
 
@@ -288,35 +310,37 @@ double Bounds::tail_of_forward_that_waits(int v, int index, double cap) const {
     if (!with_caps_ || cap >= count_ || cap < 1.0) return 0.0;
     const int later = index - static_cast<int>(std::floor(cap));
     if (later < 0) return 0.0;
-    const int last_chunk = problem_.stage_of(v) + (problem_.chunks - 1) * problem_.stages;
+    const int last_chunk = problem_.virtual_stage(problem_.stage_of(v), problem_.chunks - 1);
     return forward_left_[slot(last_chunk, later)];
 }
 
 Bound Bounds::stage_bound(int stage) const {
     std::vector<JobClass> classes;
-    const auto add = [&](int v, double seconds, const std::vector<double>& end, const std::vector<double>& left) {
+    const auto add = [&](int v, Kind kind, const std::vector<double>& end, const std::vector<double>& left) {
         JobClass jobs;
-        jobs.seconds = seconds;
         for (int index = 0; index < count_; ++index) {
+            const double seconds = problem_.seconds(kind, problem_.row(v), index);
+            jobs.seconds.push_back(seconds);
             jobs.head.push_back(end[slot(v, index)] - seconds);
             jobs.tail.push_back(left[slot(v, count_ - 1 - index)] - seconds);
         }
         classes.push_back(std::move(jobs));
     };
-    for (int v = stage; v < virtual_stages_; v += problem_.stages) {
-        add(v, forward_seconds(v), forward_end_, forward_left_);
-        add(v, input_seconds(v), input_end_, input_left_);
-        add(v, weight_seconds(v), weight_end_, weight_left_);
+    for (int chunk = 0; chunk < problem_.chunks; ++chunk) {
+        const int v = problem_.virtual_stage(stage, chunk);
+        add(v, kForward, forward_end_, forward_left_);
+        add(v, kBackwardInput, input_end_, input_left_);
+        add(v, kBackwardWeight, weight_end_, weight_left_);
     }
     return {jackson_bound(classes), "stage", stage};
 }
 
 Bound Bounds::link_bound(int link) const {
     std::vector<JobClass> classes;
-    const Link& cost = problem_.link(link);
+    const Link& cost = problem_.links[link];
     const auto add = [&](int from, int to, const std::vector<double>& end, const std::vector<double>& left) {
         JobClass jobs;
-        jobs.seconds = cost.occupancy;
+        jobs.seconds.assign(count_, cost.occupancy);
         for (int index = 0; index < count_; ++index) {
             jobs.head.push_back(end[slot(from, index)]);
             jobs.tail.push_back(cost.latency + left[slot(to, count_ - 1 - index)]);
@@ -324,9 +348,8 @@ Bound Bounds::link_bound(int link) const {
         classes.push_back(std::move(jobs));
     };
     for (int v = 0; v < virtual_stages_; ++v) {
-        const int stage = problem_.stage_of(v);
-        if (v + 1 < virtual_stages_ && problem_.link_to_next(stage) == link) add(v, v + 1, forward_end_, forward_left_);
-        if (v > 0 && problem_.link_to_previous(stage) == link) add(v, v - 1, input_end_, input_left_);
+        if (problem_.activation_link[v] == link) add(v, v + 1, forward_end_, forward_left_);
+        if (problem_.gradient_link[v] == link) add(v, v - 1, input_end_, input_left_);
     }
     return {jackson_bound(classes), "link", link};
 }
@@ -350,10 +373,10 @@ Bound Bounds::best() const {
         best_work = work;
     };
     for (int stage = 0; stage < problem_.stages; ++stage) {
-        consider(stage_bound(stage), count_ * (all_forward_[stage] + all_input_[stage] + all_weight_[stage]));
+        consider(stage_bound(stage), stage_work_[stage]);
     }
-    for (int link = 0; problem_.stages > 1 && link < problem_.links(); ++link) {
-        const double occupancy = problem_.link(link).occupancy;
+    for (int link = 0; link < static_cast<int>(problem_.links.size()); ++link) {
+        const double occupancy = problem_.links[link].occupancy;
         if (occupancy > 0.0) consider(link_bound(link), count_ * messages_on(link) * occupancy);
     }
     return best;
@@ -363,9 +386,7 @@ Bound Bounds::best() const {
 int Bounds::messages_on(int link) const {
     int messages = 0;
     for (int v = 0; v < virtual_stages_; ++v) {
-        const int stage = problem_.stage_of(v);
-        messages += v + 1 < virtual_stages_ && problem_.link_to_next(stage) == link;
-        messages += v > 0 && problem_.link_to_previous(stage) == link;
+        messages += (problem_.activation_link[v] == link) + (problem_.gradient_link[v] == link);
     }
     return messages;
 }

@@ -11,7 +11,7 @@ namespace adaptra {
 struct Bound {
     double seconds = 0.0;
     std::string kind;  // "stage", "link", "memory" or "path"
-    int place = 0;     // stage, or Problem link index
+    int place = 0;     // stage, or index of one of the problem's links
 };
 
 // Least time from the start of each action to the end of the iteration, in any schedule within the caps.

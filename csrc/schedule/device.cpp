@@ -28,7 +28,7 @@ void DeviceReplay::reset(const Orders& orders) {
     pending_.clear();
     is_pending_.assign(problem_.stages, 0);
     for (auto* times : {&start_, &end_}) times->assign(problem_.stages, {});
-    channels_.resize(problem_.links());
+    channels_.resize(problem_.links.size());
     for (Channel& channel : channels_) {
         channel.source = channel.target = -1;
         channel.carried = 0;
@@ -40,10 +40,10 @@ void DeviceReplay::reset(const Orders& orders) {
     for (int stage = 0; stage < problem_.stages; ++stage) {
         for (int position = 0; position < static_cast<int>(orders[stage].size()); ++position) {
             const Code code = orders[stage][position];
-            const int link = problem_.link_out(kind_of(code), problem_.chunk_in(code) * problem_.stages + stage);
-            if (link < 0 || !problem_.link(link).rendezvous) continue;
+            const int link = problem_.link_out(kind_of(code), problem_.virtual_stage(stage, problem_.chunk_in(code)));
+            if (link < 0 || !problem_.links[link].rendezvous) continue;
             channels_[link].source = stage;
-            channels_[link].target = problem_.target_of(link);
+            channels_[link].target = problem_.links[link].target;
             channels_[link].made_at.push_back(position);
         }
     }
@@ -58,18 +58,18 @@ void DeviceReplay::advance(int stage) {
         if (state.position == static_cast<int>(order.size()) || !post_receives(stage)) return;
         const Code code = order[state.position];
         const Kind kind = kind_of(code);
-        const int chunk = problem_.chunk_in(code), micro_batch = problem_.micro_batch_in(code);
-        const int virtual_stage = chunk * problem_.stages + stage;
+        const int micro_batch = problem_.micro_batch_in(code);
+        const int virtual_stage = problem_.virtual_stage(stage, problem_.chunk_in(code));
         const double ready = messages_.ready(problem_, kind, virtual_stage, micro_batch);
         if (ready == kNever) return;
         double start = std::max(state.free, ready);
         if (problem_.shared_queue) start = state.queue = std::max(start, state.queue);
-        state.free = start + problem_.seconds(kind, stage * problem_.chunks + chunk);
+        state.free = start + problem_.seconds(kind, problem_.row(virtual_stage), micro_batch);
         start_[stage].push_back(start);
         end_[stage].push_back(state.free);
         ++state.position;
         const int link = problem_.link_out(kind, virtual_stage);
-        state.owes_send = link >= 0 && problem_.link(link).rendezvous;
+        state.owes_send = link >= 0 && problem_.links[link].rendezvous;
         if (state.owes_send) {
             if (kind == kBackwardInput) messages_.input_end[virtual_stage * problem_.micro_batches + micro_batch] = state.free;
             continue;
@@ -79,13 +79,13 @@ void DeviceReplay::advance(int stage) {
     }
 }
 
-// Before the action at hand: of both neighbours' messages, those made by what comes before it in the order of all actions.
+// Before the action at hand: of other stages' messages, those made by what comes before it in the order of all actions.
 bool DeviceReplay::post_receives(int stage) {
     Stage& state = stages_[stage];
     while (true) {
         Channel* first = nullptr;
         int lowest = (*ranks_)[stage][state.position];
-        for (int link : problem_.links_into(stage)) {
+        for (int link : problem_.incoming[stage]) {
             Channel& channel = channels_[link];
             if (channel.posted.size() == channel.made_at.size()) continue;
             const int rank = (*ranks_)[channel.source][channel.made_at[channel.posted.size()]];
@@ -102,7 +102,7 @@ bool DeviceReplay::post_receives(int stage) {
 bool DeviceReplay::send(int stage) {
     Stage& state = stages_[stage];
     const Code code = (*orders_)[stage][state.position - 1];
-    Channel& channel = channels_[problem_.link_out(kind_of(code), problem_.chunk_in(code) * problem_.stages + stage)];
+    Channel& channel = channels_[problem_.link_out(kind_of(code), problem_.virtual_stage(stage, problem_.chunk_in(code)))];
     if (!begin(channel, channel.sent, state.free, state)) return false;
     state.owes_send = false;
     carry(channel);
@@ -125,8 +125,8 @@ void DeviceReplay::carry(Channel& channel) {
         const std::size_t index = channel.carried++;
         const Code code = (*orders_)[channel.source][channel.made_at[index]];
         const Kind kind = kind_of(code);
-        const int virtual_stage = problem_.chunk_in(code) * problem_.stages + channel.source;
-        const Link& link = problem_.link(problem_.link_out(kind, virtual_stage));
+        const int virtual_stage = problem_.virtual_stage(channel.source, problem_.chunk_in(code));
+        const Link& link = problem_.links[problem_.link_out(kind, virtual_stage)];
         const double start = std::max({channel.sent[index], channel.posted[index], channel.free});
         channel.free = start + link.occupancy;
         const int slot = virtual_stage * problem_.micro_batches + problem_.micro_batch_in(code);

@@ -89,9 +89,10 @@ void Dispatcher::reset() {
     }
     for (int v = 0; v < problem_.virtual_stages(); ++v) {
         const int row = problem_.row(v), stage = problem_.stage_of(v);
-        const double backward = policy_.split[stage] ? problem_.backward_input[row] + problem_.backward_weight[row]
-                                                     : problem_.backward[row];
-        state_[stage].work += problem_.micro_batches * (problem_.forward[row] + backward);
+        const double backward = policy_.split[stage] ? problem_.mean_seconds(kBackwardInput, row) +
+                                                           problem_.mean_seconds(kBackwardWeight, row)
+                                                     : problem_.mean_seconds(kBackward, row);
+        state_[stage].work += problem_.micro_batches * (problem_.mean_seconds(kForward, row) + backward);
     }
     leaves_ = 1;
     while (leaves_ < stages) leaves_ *= 2;
@@ -117,11 +118,11 @@ bool Dispatcher::input_fits(int stage) const {
 }
 
 // The earliest start of an action whose message may not wait for its link.
-double Dispatcher::link_ready(Kind kind, int virtual_stage) const {
+double Dispatcher::link_ready(Kind kind, int virtual_stage, int micro_batch) const {
     if (!policy_.paced) return 0.0;
     const int out = problem_.link_out(kind, virtual_stage);
-    if (out < 0 || !problem_.link(out).rendezvous) return 0.0;
-    return messages_.link_free[out] - problem_.seconds(kind, problem_.row(virtual_stage));
+    if (out < 0 || !problem_.links[out].rendezvous) return 0.0;
+    return messages_.link_free[out] - problem_.seconds(kind, problem_.row(virtual_stage), micro_batch);
 }
 
 double Dispatcher::urgency(Kind kind, int slot) const {
@@ -134,7 +135,7 @@ Dispatcher::Choice Dispatcher::next_backward(int stage) const {
     Choice best;
     int best_index = 0;
     for (int chunk = problem_.chunks - 1; chunk >= 0; --chunk) {
-        const int virtual_stage = chunk * problem_.stages + stage;
+        const int virtual_stage = problem_.virtual_stage(stage, chunk);
         const int micro_batch = next_backward_[virtual_stage];
         if (micro_batch == problem_.micro_batches) continue;
         const int slot = virtual_stage * problem_.micro_batches + micro_batch;
@@ -142,7 +143,7 @@ Dispatcher::Choice Dispatcher::next_backward(int stage) const {
         const Kind kind = backward_kind(stage);
         if (kind == kBackwardInput && !input_fits(stage)) continue;
         const double time =
-            std::max({state_[stage].free, messages_.gradient[slot], link_ready(kind, virtual_stage)});
+            std::max({state_[stage].free, messages_.gradient[slot], link_ready(kind, virtual_stage, micro_batch)});
         const int index = reference_index(problem_, policy_.group, problem_.chunks - 1 - chunk, micro_batch);
         if (time < best.time || (time == best.time && index < best_index)) {
             best = {time, problem_.code(kind, chunk, micro_batch), urgency(kind, slot)};
@@ -156,14 +157,14 @@ Dispatcher::Choice Dispatcher::next_forward(int stage) const {
     Choice best;
     int best_index = 0;
     for (int chunk = 0; chunk < problem_.chunks; ++chunk) {
-        const int virtual_stage = chunk * problem_.stages + stage;
+        const int virtual_stage = problem_.virtual_stage(stage, chunk);
         const int micro_batch = next_forward_[virtual_stage];
         if (micro_batch == problem_.micro_batches) continue;
         const int slot = virtual_stage * problem_.micro_batches + micro_batch;
         const int index = reference_index(problem_, policy_.group, chunk, micro_batch);
         if (messages_.activation[slot] == kNever || !forward_fits(stage, index)) continue;
         const double time =
-            std::max({state_[stage].free, messages_.activation[slot], link_ready(kForward, virtual_stage)});
+            std::max({state_[stage].free, messages_.activation[slot], link_ready(kForward, virtual_stage, micro_batch)});
         if (time < best.time || (time == best.time && index < best_index)) {
             best = {time, problem_.code(kForward, chunk, micro_batch), urgency(kForward, slot)};
             best_index = index;
@@ -176,7 +177,7 @@ Dispatcher::Choice Dispatcher::next_weight(int stage) const {
     const Stage& state = state_[stage];
     if (!policy_.split[stage] || state.weights == static_cast<int>(weight_queue_[stage].size())) return {};
     const Code code = weight_queue_[stage][state.weights];
-    const int virtual_stage = problem_.chunk_in(code) * problem_.stages + stage;
+    const int virtual_stage = problem_.virtual_stage(stage, problem_.chunk_in(code));
     const int slot = virtual_stage * problem_.micro_batches + problem_.micro_batch_in(code);
     return {state.free, code, urgency(kBackwardWeight, slot)};
 }
@@ -219,11 +220,11 @@ Dispatcher::Choice Dispatcher::expected_message(int stage, Kind kind) const {
     const auto& known = forward ? messages_.activation : messages_.gradient;
     const auto& expected = forward ? expected_activation_ : expected_gradient_;
     Choice best;
-    for (int virtual_stage = stage; virtual_stage < problem_.virtual_stages(); virtual_stage += problem_.stages) {
+    for (int chunk = 0; chunk < problem_.chunks; ++chunk) {
+        const int virtual_stage = problem_.virtual_stage(stage, chunk);
         const int micro_batch = forward ? next_forward_[virtual_stage] : next_backward_[virtual_stage];
         if (micro_batch == problem_.micro_batches) continue;
         const int slot = virtual_stage * problem_.micro_batches + micro_batch;
-        const int chunk = problem_.chunk_of(virtual_stage);
         if (known[slot] < kNever || expected[slot] >= best.time || expected[slot] <= state_[stage].free) continue;
         const int index = reference_index(problem_, policy_.group, chunk, micro_batch);
         const Kind awaited = forward ? kForward : backward_kind(stage);
@@ -244,15 +245,14 @@ void Dispatcher::expect(Kind kind, int virtual_stage, int micro_batch) {
     for (int hop = 0; hop < policy_.horizon; ++hop, v += step) {
         const int next = v + step;
         if (next < 0 || next >= problem_.virtual_stages()) return;
-        const int stage = problem_.stage_of(v);
-        const Link& link = problem_.link(forward ? problem_.link_to_next(stage) : problem_.link_to_previous(stage));
-        time += problem_.seconds(kind, problem_.row(v)) + link.occupancy + link.latency;
+        time += problem_.seconds(kind, problem_.row(v), micro_batch) + problem_.transfer(problem_.link_out(kind, v));
         expected[next * problem_.micro_batches + micro_batch] = time;
     }
 }
 
 double Dispatcher::seconds(Code code, int stage) const {
-    return problem_.seconds(kind_of(code), stage * problem_.chunks + problem_.chunk_in(code));
+    return problem_.seconds(kind_of(code), stage * problem_.chunks + problem_.chunk_in(code),
+                            problem_.micro_batch_in(code));
 }
 
 void Dispatcher::start_action(int stage, const Choice& choice) {
@@ -264,12 +264,13 @@ void Dispatcher::start_action(int stage, const Choice& choice) {
     const Kind kind = kind_of(choice.code);
     const int chunk = problem_.chunk_in(choice.code);
     const int micro_batch = problem_.micro_batch_in(choice.code);
-    const int virtual_stage = chunk * problem_.stages + stage;
+    const int virtual_stage = problem_.virtual_stage(stage, chunk);
     orders_[stage].push_back(choice.code);
     start_[stage].push_back(choice.time);
-    state.free = choice.time + problem_.seconds(kind, stage * problem_.chunks + chunk);
+    const double duration = problem_.seconds(kind, stage * problem_.chunks + chunk, micro_batch);
+    state.free = choice.time + duration;
     end_[stage].push_back(state.free);
-    state.work -= problem_.seconds(kind, stage * problem_.chunks + chunk);
+    state.work -= duration;
     if (kind == kForward) {
         ++state.forwards;
         ++next_forward_[virtual_stage];

@@ -29,12 +29,13 @@ struct Policy {
 // Why a cap cannot deadlock it. All stages share one reference order of forwards, F_0 F_1 ..., Megatron's
 // interleaved one with `group` micro-batches, and F_k may start only if a stage that held all of F_0..F_max(k, k')
 // (k' the highest started so far), less what its backwards gave back, would keep the cap. So forwards that were
-// skipped always keep their room, and F_k starts only within it. Let B_j be the first backward in the reference
-// order that never runs. Each forward it depends on has an index <= D(j), the index of its own micro-batch in the
-// last chunk; the j backwards before it ran everywhere, and their weight gradients, which wait for nobody, run when
-// the cap blocks. A stage thus needs room for D(j) + 1 - j activations at most: with that much (`room_needed`), every
-// one of these forwards can start, by induction over index and virtual stage, and so can B_j.
-// Where an input gradient adds activations, B_j needs room for what it adds (`room_needed`). F_k leaves it: with all
+// skipped always keep their room, and F_k starts only within it. Let m be the first micro-batch of which some backward
+// never runs, and B_m the one of its latest such virtual stage. The forwards of m have an index <= D(m), its index in
+// the last chunk; the backwards of the micro-batches before it, m of each chunk, ran everywhere, and their weight
+// gradients, which no action waits for, run when the cap blocks. A stage thus needs room for D(m) + 1 - m * chunks
+// activations at most: with that much (`room_needed`), every forward of m can start, one virtual stage after the other,
+// and so can B_m. It does not matter on which stages virtual stages are.
+// Where an input gradient adds activations, B_m needs room for what it adds (`room_needed`). F_k leaves it: with all
 // weight gradients over, the next I would keep the cap. That costs nothing, for no schedule can do without it: an I has
 // to follow F_k, and what runs between them makes no more room than those weight gradients.
 class Dispatcher {
@@ -75,7 +76,7 @@ private:
     double seconds(Code code, int stage) const;
     bool forward_fits(int stage, int index) const;
     bool input_fits(int stage) const;
-    double link_ready(Kind kind, int virtual_stage) const;
+    double link_ready(Kind kind, int virtual_stage, int micro_batch) const;
     Kind backward_kind(int stage) const { return policy_.split[stage] ? kBackwardInput : kBackward; }
     void start_action(int stage, const Choice& choice);
     void update(int stage);

@@ -2,6 +2,7 @@
 #include "input_checks.hpp"
 
 #include <cmath>
+#include <set>
 #include <stdexcept>
 #include <string>
 
@@ -26,10 +27,30 @@ double total_of(const std::vector<double>& seconds, const char* name) {
     return total;
 }
 
-double total_of(const std::vector<Link>& links, const char* name) {
+double total_of(const std::vector<Link>& links) {
     double total = 0.0;
-    for (const Link& link : links) total += total_of({link.latency, link.occupancy}, name);
+    for (const Link& link : links) total += total_of({link.latency, link.occupancy}, "links");
     return total;
+}
+
+void check_placement(const Problem& problem) {
+    const int stages = problem.stages;
+    require_size(problem.stage_at.size(), problem.virtual_stages(), "stage_of");
+    std::vector<int> chunks(stages, 0);
+    for (const int stage : problem.stage_at) {
+        require(stage >= 0 && stage < stages && chunks[stage]++ < problem.chunks, "stage_of has a stage too often or none");
+    }
+    std::set<std::pair<int, int>> joined;
+    for (const Link& link : problem.links) {
+        const bool known = std::min(link.source, link.target) >= 0 && std::max(link.source, link.target) < stages;
+        require(known && link.source != link.target && joined.emplace(link.source, link.target).second,
+                "links has one that joins no two stages, or the same ones again");
+    }
+    for (int v = 1; v < problem.virtual_stages(); ++v) {
+        const int before = problem.stage_at[v - 1], after = problem.stage_at[v];
+        require(before == after || (joined.count({before, after}) && joined.count({after, before})),
+                "links lacks one that messages take");
+    }
 }
 
 }  // namespace
@@ -41,12 +62,11 @@ void check_problem(const Problem& problem) {
     require(stages <= kMostCodes / chunks && stages * chunks <= kMostCodes / 4 / micro_batches,
             std::to_string(stages) + " stages, " + std::to_string(chunks) + " chunks and " +
                 std::to_string(micro_batches) + " micro-batches are more actions than have a code");
-    require_size(problem.forward.size(), stages * chunks, "forward_s");
-    require_size(problem.backward_input.size(), stages * chunks, "backward_input_s");
-    require_size(problem.backward_weight.size(), stages * chunks, "backward_weight_s");
-    require_size(problem.backward.size(), stages * chunks, "backward_s");
-    require_size(problem.to_next.size(), stages, "to_next");
-    require_size(problem.to_previous.size(), stages, "to_previous");
+    require_size(problem.forward.size(), stages * chunks * problem.width, "forward_s");
+    require_size(problem.backward_input.size(), stages * chunks * problem.width, "backward_input_s");
+    require_size(problem.backward_weight.size(), stages * chunks * problem.width, "backward_weight_s");
+    require_size(problem.backward.size(), stages * chunks * problem.width, "backward_s");
+    check_placement(problem);
     require_size(problem.cap.size(), stages, "cap");
     require_size(problem.released.size(), stages, "released");
     for (const double cap : problem.cap) require(cap >= 1.0, "cap has an entry that is not 1 or more");
@@ -54,8 +74,7 @@ void check_problem(const Problem& problem) {
                            total_of(problem.backward_input, "backward_input_s") +
                            total_of(problem.backward_weight, "backward_weight_s") +
                            total_of(problem.backward, "backward_s") +
-                           static_cast<double>(chunks) * (total_of(problem.to_next, "to_next") +
-                                                          total_of(problem.to_previous, "to_previous"));
+                           static_cast<double>(chunks) * total_of(problem.links);
     // Twice: a lower bound adds what is before an action to what is after it.
     require(std::isfinite(2.0 * static_cast<double>(micro_batches) * seconds), "the seconds are no finite number");
     for (const double released : problem.released) {

@@ -49,7 +49,7 @@ void Launch::order(const Orders& orders, const Replay::Times& start, const Repla
     ranks.resize(orders.size());
     next_rank_ = 0;
     position_.assign(problem_.stages, 0);
-    link_free_.assign(problem_.links(), 0.0);
+    link_free_.assign(problem_.links.size(), 0.0);
     activation_made_.assign(problem_.slots(), 0);
     std::fill_n(activation_made_.begin(), problem_.micro_batches, 1);
     gradient_made_.assign(problem_.slots(), 0);
@@ -79,14 +79,14 @@ void Launch::order(const Orders& orders, const Replay::Times& start, const Repla
 // The stage whose next action is to come before that of `stage`, which makes a message for it; -1: none.
 int Launch::held_up(const Orders& orders, const Replay::Times& start, const Replay::Times& end, int stage) const {
     const Code code = orders[stage][position_[stage]];
-    const int virtual_stage = problem_.chunk_in(code) * problem_.stages + stage;
+    const int virtual_stage = problem_.virtual_stage(stage, problem_.chunk_in(code));
     const int link = problem_.link_out(kind_of(code), virtual_stage);
-    if (!problem_.shared_queue || link < 0 || !problem_.link(link).rendezvous) return -1;
-    const int target = problem_.target_of(link);
+    if (!problem_.shared_queue || link < 0 || !problem_.links[link].rendezvous) return -1;
+    const int target = problem_.links[link].target;
     const int position = position_[target];
     if (position == static_cast<int>(orders[target].size())) return -1;
     const Code behind = orders[target][position];
-    const int slot = (problem_.chunk_in(behind) * problem_.stages + target) * problem_.micro_batches +
+    const int slot = problem_.virtual_stage(target, problem_.chunk_in(behind)) * problem_.micro_batches +
                      problem_.micro_batch_in(behind);
     const Kind kind = kind_of(behind);
     if (kind == kForward ? !activation_made_[slot] : sends_gradient(kind) && !gradient_made_[slot]) return -1;
@@ -100,7 +100,7 @@ void Launch::append(const Orders& orders, const Replay::Times& end, int stage, R
     ranks[stage][position] = next_rank_++;
     const Code code = orders[stage][position];
     const Kind kind = kind_of(code);
-    const int virtual_stage = problem_.chunk_in(code) * problem_.stages + stage;
+    const int virtual_stage = problem_.virtual_stage(stage, problem_.chunk_in(code));
     const int slot = virtual_stage * problem_.micro_batches + problem_.micro_batch_in(code);
     if (kind == kForward) {
         if (virtual_stage + 1 < problem_.virtual_stages()) {
@@ -112,7 +112,7 @@ void Launch::append(const Orders& orders, const Replay::Times& end, int stage, R
         gradient_made_[slot - problem_.micro_batches] = 1;
     }
     const int link = problem_.link_out(kind, virtual_stage);
-    if (link >= 0) link_free_[link] = std::max(link_free_[link], end[stage][position]) + problem_.link(link).occupancy;
+    if (link >= 0) link_free_[link] = std::max(link_free_[link], end[stage][position]) + problem_.links[link].occupancy;
 }
 
 }  // namespace adaptra

@@ -139,8 +139,14 @@ bool LocalSearch::may_swap(Code first, Code second, int stage) const {
     const Kind kind = kind_of(first), other = kind_of(second);
     const bool same_chunk = problem_->chunk_in(first) == problem_->chunk_in(second);
     if (same_chunk && (kind == other || (sends_gradient(kind) && sends_gradient(other)))) return false;
-    if (!same_chunk || problem_->micro_batch_in(first) != problem_->micro_batch_in(second)) return true;
-    const bool last = problem_->chunk_in(first) * problem_->stages + stage + 1 == problem_->virtual_stages();
+    if (problem_->micro_batch_in(first) != problem_->micro_batch_in(second)) return true;
+    const int v = problem_->virtual_stage(stage, problem_->chunk_in(first));
+    if (!same_chunk) {  // what one makes for the other may stay on the stage
+        const int step = problem_->virtual_stage(stage, problem_->chunk_in(second)) - v;
+        return !(step == 1 && kind == kForward && other == kForward) &&
+               !(step == -1 && sends_gradient(kind) && sends_gradient(other));
+    }
+    const bool last = v + 1 == problem_->virtual_stages();
     return !(kind == kBackwardInput && other == kBackwardWeight) && !(kind == kForward && last);
 }
 
@@ -199,7 +205,8 @@ double LocalSearch::estimate(const Move& move) const {
 }
 
 double LocalSearch::seconds(Code code, int stage) const {
-    return problem_->seconds(kind_of(code), stage * problem_->chunks + problem_->chunk_in(code));
+    return problem_->seconds(kind_of(code), stage * problem_->chunks + problem_->chunk_in(code),
+                             problem_->micro_batch_in(code));
 }
 
 double LocalSearch::taken_by(Code code, int stage) const {
@@ -212,7 +219,7 @@ double LocalSearch::taken_by(Code code, int stage) const {
 }
 
 double LocalSearch::left(Code code, int stage) const {
-    const int virtual_stage = problem_->chunk_in(code) * problem_->stages + stage;
+    const int virtual_stage = problem_->virtual_stage(stage, problem_->chunk_in(code));
     const int slot = virtual_stage * problem_->micro_batches + problem_->micro_batch_in(code);
     const Kind kind = kind_of(code);
     return kind == kForward ? left_.forward[slot] : kind == kBackwardWeight ? left_.weight[slot] : left_.backward[slot];
@@ -223,17 +230,15 @@ double LocalSearch::left_after(Code code, int stage) const {
     const Kind kind = kind_of(code);
     if (kind == kBackwardWeight) return 0.0;
     const int count = problem_->micro_batches;
-    const int virtual_stage = problem_->chunk_in(code) * problem_->stages + stage;
+    const int virtual_stage = problem_->virtual_stage(stage, problem_->chunk_in(code));
     const int slot = virtual_stage * count + problem_->micro_batch_in(code);
     const double weight = kind == kBackwardInput ? left_.weight[slot] : 0.0;
     if (kind == kForward) {
         if (virtual_stage + 1 == problem_->virtual_stages()) return left_.backward[slot];
-        const Link& link = problem_->link(problem_->link_to_next(stage));
-        return link.occupancy + link.latency + left_.forward[slot + count];
+        return problem_->transfer(problem_->activation_link[virtual_stage]) + left_.forward[slot + count];
     }
     if (virtual_stage == 0) return weight;
-    const Link& link = problem_->link(problem_->link_to_previous(stage));
-    return std::max(weight, link.occupancy + link.latency + left_.backward[slot - count]);
+    return std::max(weight, problem_->transfer(problem_->gradient_link[virtual_stage]) + left_.backward[slot - count]);
 }
 
 double LocalSearch::random() {

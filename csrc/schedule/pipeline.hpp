@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <limits>
 #include <vector>
@@ -25,13 +24,16 @@ inline bool sends_gradient(Kind kind) { return kind == kBackward || kind == kBac
 using Order = std::vector<Code>;
 using Orders = std::vector<Order>;
 
+// A directed link between two stages.
 struct Link {
     double latency = 0.0;  // 0 for rendezvous links, which carry one message at a time: it is part of the occupancy
     double occupancy = 0.0;
     bool rendezvous = false;
+    int source = -1, target = -1;
 };
 
-// The fields mirror adaptra_megatron.schedule.costs.Costs; tables are indexed [stage * chunks + chunk].
+// The fields mirror adaptra_megatron.schedule.costs.Costs; tables are indexed [(stage * chunks + chunk) * width], plus
+// the micro-batch where these differ.
 struct Problem {
     int stages = 0;
     int chunks = 0;
@@ -41,25 +43,34 @@ struct Problem {
     std::vector<double> backward_weight;
     std::vector<double> backward;   // input and weight gradient in one go
     bool backward_differs = false;  // whether that is anywhere not their sum
-    std::vector<Link> to_next;      // [stage]: the directed link to the next rank (from the last one to 0)
-    std::vector<Link> to_previous;  // [stage]: the directed link to the previous rank (from 0 to the last one)
+    int width = 1;                  // entries of a table per stage and chunk: 1, or as many as micro-batches
+    int step = 0;                   // from one micro-batch's entry to the next one's: 0 or 1
+    std::vector<int> stage_at;      // [virtual stage]: the stage that runs it, its chunks in the order of the model
+    std::vector<Link> links;        // all that messages between stages take
     std::vector<double> cap;        // [stage]; kNever: no cap
     std::vector<double> released;   // [stage]: fraction of an activation that the input gradient gives back; below 0: adds
     bool shared_queue = false;      // whether a stage's computation and rendezvous transfers start in the order of issue
 
+    // What follows from stage_at and links, by `route`.
+    std::vector<int> virtual_at;                      // [stage * chunks + chunk]
+    std::vector<int> row_at;                          // [virtual stage]: stage * chunks + chunk
+    std::vector<int> activation_link, gradient_link;  // [virtual stage]: of what its F and B make; -1: stays on its stage
+    std::vector<std::vector<int>> incoming;           // [stage]: links to it
+
+    void route();
+
     bool has_rendezvous() const {
-        const auto is_one = [](const Link& link) { return link.rendezvous; };
-        return std::any_of(to_next.begin(), to_next.end(), is_one) ||
-               std::any_of(to_previous.begin(), to_previous.end(), is_one);
+        return std::any_of(links.begin(), links.end(), [](const Link& link) { return link.rendezvous; });
     }
 
     // Whether anything can stand in front of computation.
     bool queue_matters() const { return shared_queue && has_rendezvous(); }
 
     int virtual_stages() const { return stages * chunks; }
-    int stage_of(int virtual_stage) const { return virtual_stage % stages; }
-    int chunk_of(int virtual_stage) const { return virtual_stage / stages; }
-    int row(int virtual_stage) const { return stage_of(virtual_stage) * chunks + chunk_of(virtual_stage); }
+    int virtual_stage(int stage, int chunk) const { return virtual_at[stage * chunks + chunk]; }
+    int stage_of(int virtual_stage) const { return stage_at[virtual_stage]; }
+    int row(int virtual_stage) const { return row_at[virtual_stage]; }
+    int chunk_of(int virtual_stage) const { return row(virtual_stage) - stage_of(virtual_stage) * chunks; }
     std::size_t slots() const { return static_cast<std::size_t>(virtual_stages()) * micro_batches; }
 
     Code code(Kind kind, int chunk, int micro_batch) const { return ((micro_batch * chunks + chunk) << 2) | kind; }
@@ -67,33 +78,55 @@ struct Problem {
     int chunk_in(Code code) const { return chunks == 1 ? 0 : (code >> 2) % chunks; }
     int micro_batch_in(Code code) const { return chunks == 1 ? code >> 2 : (code >> 2) / chunks; }
 
-    double seconds(Kind kind, int row) const {
+    double seconds(Kind kind, int row, int micro_batch) const {
+        const std::size_t entry = static_cast<std::size_t>(row) * width + micro_batch * step;
         switch (kind) {
-            case kForward: return forward[row];
-            case kBackward: return backward[row];
-            case kBackwardInput: return backward_input[row];
-            default: return backward_weight[row];
+            case kForward: return forward[entry];
+            case kBackward: return backward[entry];
+            case kBackwardInput: return backward_input[entry];
+            default: return backward_weight[entry];
         }
     }
-
-    // Of two stages, next and previous are the same rank: both kinds of message share one directed link.
-    int link_to_next(int stage) const { return 2 * stage; }
-    int link_to_previous(int stage) const { return stages == 2 ? 2 * stage : 2 * stage + 1; }
-    int links() const { return 2 * stages; }
-    int target_of(int link) const { return (link / 2 + (link % 2 ? stages - 1 : 1)) % stages; }
-    // From the previous and from the next stage.
-    std::array<int, 2> links_into(int stage) const {
-        return {link_to_next((stage + stages - 1) % stages), link_to_previous((stage + 1) % stages)};
+    double mean_seconds(Kind kind, int row) const {
+        if (step == 0) return seconds(kind, row, 0);
+        double total = 0.0;
+        for (int micro_batch = 0; micro_batch < micro_batches; ++micro_batch) total += seconds(kind, row, micro_batch);
+        return total / micro_batches;
     }
+
     // The link that the message of an action takes; -1: what it makes stays on its stage.
     int link_out(Kind kind, int virtual_stage) const {
-        const int stage = stage_of(virtual_stage);
-        if (stages == 1 || kind == kBackwardWeight) return -1;
-        if (kind == kForward) return virtual_stage + 1 < virtual_stages() ? link_to_next(stage) : -1;
-        return virtual_stage > 0 ? link_to_previous(stage) : -1;
+        if (kind == kBackwardWeight) return -1;
+        return kind == kForward ? activation_link[virtual_stage] : gradient_link[virtual_stage];
     }
-    const Link& link(int index) const { return index % 2 ? to_previous[index / 2] : to_next[index / 2]; }
+    // Seconds on the way of a message that finds its link free; -1: none.
+    double transfer(int link) const { return link < 0 ? 0.0 : links[link].occupancy + links[link].latency; }
+    // The link between two stages; -1: no message takes that way.
+    int link_between(int source, int target) const {
+        for (const int link : incoming[target]) {
+            if (links[link].source == source) return link;
+        }
+        return -1;
+    }
 };
+
+inline void Problem::route() {
+    std::vector<int> placed(stages, 0);
+    virtual_at.assign(virtual_stages(), -1);
+    row_at.assign(virtual_stages(), -1);
+    incoming.assign(stages, {});
+    for (int v = 0; v < virtual_stages(); ++v) {
+        row_at[v] = stage_at[v] * chunks + placed[stage_at[v]]++;
+        virtual_at[row_at[v]] = v;
+    }
+    for (std::size_t link = 0; link < links.size(); ++link) incoming[links[link].target].push_back(static_cast<int>(link));
+    activation_link.assign(virtual_stages(), -1);
+    gradient_link.assign(virtual_stages(), -1);
+    for (int v = 1; v < virtual_stages(); ++v) {
+        activation_link[v - 1] = link_between(stage_at[v - 1], stage_at[v]);
+        gradient_link[v] = link_between(stage_at[v], stage_at[v - 1]);
+    }
+}
 
 // Activations a stage holds, from counts (not a running sum), so that every caller gets the same rounding.
 inline double held(int forwards, int inputs, int weights, double released) {
@@ -145,7 +178,8 @@ struct Messages {
 
 private:
     double send(const Problem& problem, int link, double end) {
-        const Link& cost = problem.link(link);
+        if (link < 0) return end;
+        const Link& cost = problem.links[link];
         const double start = std::max(end, link_free[link]);
         link_free[link] = start + cost.occupancy;
         return link_free[link] + cost.latency;
@@ -157,28 +191,25 @@ inline void Messages::reset(const Problem& problem) {
     std::fill_n(activation.begin(), problem.micro_batches, 0.0);
     gradient.assign(problem.slots(), kNever);
     input_end.assign(problem.slots(), kNever);
-    link_free.assign(problem.links(), 0.0);
+    link_free.assign(problem.links.size(), 0.0);
 }
 
 inline int Messages::deliver(const Problem& problem, Kind kind, int virtual_stage, int micro_batch, double end) {
     const int count = problem.micro_batches;
     const int slot = virtual_stage * count + micro_batch;
-    const int stage = problem.stage_of(virtual_stage);
     if (kind == kBackwardWeight) return -1;
     if (kind == kForward) {
         if (virtual_stage + 1 == problem.virtual_stages()) {
             gradient[slot] = end;
             return -1;
         }
-        const int target = stage + 1 == problem.stages ? 0 : stage + 1;
-        activation[slot + count] = target == stage ? end : send(problem, problem.link_to_next(stage), end);
-        return target;
+        activation[slot + count] = send(problem, problem.activation_link[virtual_stage], end);
+        return problem.stage_of(virtual_stage + 1);
     }
     if (kind == kBackwardInput) input_end[slot] = end;
     if (virtual_stage == 0) return -1;
-    const int target = stage == 0 ? problem.stages - 1 : stage - 1;
-    gradient[slot - count] = target == stage ? end : send(problem, problem.link_to_previous(stage), end);
-    return target;
+    gradient[slot - count] = send(problem, problem.gradient_link[virtual_stage], end);
+    return problem.stage_of(virtual_stage - 1);
 }
 
 }  // namespace adaptra

@@ -40,13 +40,12 @@ void Replay::advance(const Order& order, int stage) {
     while (position < length) {
         const Code code = order[position];
         const Kind kind = kind_of(code);
-        const int chunk = problem_->chunk_in(code);
-        const int virtual_stage = chunk * problem_->stages + stage;
+        const int virtual_stage = problem_->virtual_stage(stage, problem_->chunk_in(code));
         const int micro_batch = problem_->micro_batch_in(code);
         const double ready_at = messages_.ready(*problem_, kind, virtual_stage, micro_batch);
         if (ready_at == kNever) break;
         const double begin = std::max(now, ready_at);
-        now = begin + problem_->seconds(kind, stage * problem_->chunks + chunk);
+        now = begin + problem_->seconds(kind, problem_->row(virtual_stage), micro_batch);
         start_[stage][position] = begin;
         end_[stage][position] = now;
         ++position;
@@ -63,7 +62,7 @@ void Replay::advance(const Order& order, int stage) {
 void Replay::remaining(const Orders& orders, Urgency& left) {
     const int stages = problem_->stages;
     for (auto* table : {&left.forward, &left.backward, &left.weight}) table->assign(problem_->slots(), -1.0);
-    messages_.link_free.assign(problem_->links(), 0.0);
+    messages_.link_free.assign(problem_->links.size(), 0.0);
     free_.assign(stages, 0.0);
     is_pending_.assign(stages, 1);
     for (int stage = 0; stage < stages; ++stage) {
@@ -83,8 +82,7 @@ void Replay::advance_backwards(const Order& order, int stage, Urgency& left) {
     while (position_[stage] > 0) {
         const Code code = order[position_[stage] - 1];
         const Kind kind = kind_of(code);
-        const int chunk = problem_->chunk_in(code);
-        const int virtual_stage = chunk * problem_->stages + stage;
+        const int virtual_stage = problem_->virtual_stage(stage, problem_->chunk_in(code));
         const int slot = virtual_stage * problem_->micro_batches + problem_->micro_batch_in(code);
         const bool forward = kind == kForward;
         double after = free_[stage];
@@ -95,9 +93,9 @@ void Replay::advance_backwards(const Order& order, int stage, Urgency& left) {
             const double needed = forward ? left.forward[slot + problem_->micro_batches]
                                           : left.backward[slot - problem_->micro_batches];
             if (needed < 0.0) return;
-            if (problem_->stages > 1) {
-                const int link = forward ? problem_->link_to_next(stage) : problem_->link_to_previous(stage);
-                const Link& cost = problem_->link(link);
+            const int link = problem_->link_out(kind, virtual_stage);
+            if (link >= 0) {
+                const Link& cost = problem_->links[link];
                 double& sent = messages_.link_free[link];
                 sent = std::max(sent, needed + cost.latency) + cost.occupancy;
                 after = std::max(after, sent);
@@ -106,14 +104,15 @@ void Replay::advance_backwards(const Order& order, int stage, Urgency& left) {
             }
         }
         auto& table = forward ? left.forward : kind == kBackwardWeight ? left.weight : left.backward;
-        free_[stage] = after + problem_->seconds(kind, stage * problem_->chunks + chunk);
+        free_[stage] = after + problem_->seconds(kind, problem_->row(virtual_stage), problem_->micro_batch_in(code));
         table[slot] = free_[stage];
         --position_[stage];
-        for (int neighbour : {(stage + 1) % problem_->stages, (stage + problem_->stages - 1) % problem_->stages}) {
-            if (kind != kBackwardWeight && neighbour != stage && !is_pending_[neighbour]) {
-                is_pending_[neighbour] = 1;
-                pending_.push_back(neighbour);
-            }
+        const int before = virtual_stage + (forward ? -1 : 1);
+        if (kind == kBackwardWeight || before < 0 || before == problem_->virtual_stages()) continue;
+        const int source = problem_->stage_of(before);
+        if (source != stage && !is_pending_[source]) {
+            is_pending_[source] = 1;
+            pending_.push_back(source);
         }
     }
 }

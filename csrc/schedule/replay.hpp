@@ -26,7 +26,7 @@ public:
 
     // When the last run had what the action of `stage` waits for.
     double arrival(Code code, int stage) const {
-        const int virtual_stage = problem_->chunk_in(code) * problem_->stages + stage;
+        const int virtual_stage = problem_->virtual_stage(stage, problem_->chunk_in(code));
         return messages_.ready(*problem_, kind_of(code), virtual_stage, problem_->micro_batch_in(code));
     }
 

@@ -62,6 +62,24 @@ Orders stock_orders(const Problem& problem, const Split& split, bool delay_weigh
     return orders;
 }
 
+// The same orders with their backwards split or whole, as `split` says.
+Orders with_backwards(const Orders& orders, const Split& split) {
+    Orders changed(orders.size());
+    for (std::size_t stage = 0; stage < orders.size(); ++stage) {
+        for (const Code code : orders[stage]) {
+            const Kind kind = kind_of(code);
+            const Code action = code - kind;
+            if (kind == kForward || (kind != kBackward && split[stage])) {
+                changed[stage].push_back(code);
+            } else if (sends_gradient(kind)) {
+                changed[stage].push_back(action | (split[stage] ? kBackwardInput : kBackward));
+                if (split[stage]) changed[stage].push_back(action | kBackwardWeight);
+            }
+        }
+    }
+    return changed;
+}
+
 struct Seed {
     double makespan;
     Orders orders;
@@ -69,8 +87,9 @@ struct Seed {
 
 class Search {
 public:
-    Search(const Problem& problem, const Split& split, double bound, std::int64_t budget)
-        : problem_(problem), split_(split), bound_(bound), budget_(budget), shares_queue_(problem.queue_matters()),
+    Search(const Problem& problem, const Split& split, const std::vector<Orders>& known, double bound,
+           std::int64_t budget)
+        : problem_(problem), split_(split), known_(known), bound_(bound), budget_(budget), shares_queue_(problem.queue_matters()),
           dispatcher_(problem), replay_(problem), group_(largest_group(problem, split)),
           actions_(actions_of(problem, split)),
           memory_steps_(static_cast<int>(
@@ -102,6 +121,7 @@ private:
 
     const Problem& problem_;
     const Split split_;
+    const std::vector<Orders>& known_;
     const double bound_;
     const std::int64_t budget_;
     const bool shares_queue_;
@@ -156,6 +176,13 @@ void Search::seed() {
     for (bool delay_weights : {false, true}) {
         const Orders stock = stock_orders(problem_, split_, delay_weights);
         if (within_caps(stock)) consider(stock, makespan_of(stock));
+    }
+    for (const Orders& known : known_) {
+        const Orders orders = with_backwards(known, split_);
+        if (!within_caps(orders)) continue;
+        const double makespan = makespan_of(orders);
+        remember(orders, makespan);
+        consider(orders, makespan);
     }
     attempt(policy_with(full));
     attempt(urgent_policy_with(full, 0.0, 0));
@@ -213,7 +240,7 @@ void Search::remember(const Orders& orders, double makespan) {
 }
 
 void Search::consider(const Orders& orders, double makespan) {
-    if (makespan > best_.makespan * (1.0 + kSame)) return;
+    if (makespan == kNever || makespan > best_.makespan * (1.0 + kSame)) return;
     const std::vector<double> peaks = peaks_of(orders, problem_.released);
     const double memory = std::accumulate(peaks.begin(), peaks.end(), 0.0);
     if (makespan >= best_.makespan * (1.0 - kSame) && memory >= best_memory_) return;
@@ -296,7 +323,7 @@ std::vector<double> Search::tapered(const Taper& taper) const {
     for (int stage = 0; stage < problem_.stages; ++stage) {
         double work = 0.0;
         for (int row = stage * problem_.chunks; row < (stage + 1) * problem_.chunks; ++row) {
-            work += problem_.forward[row] + problem_.backward[row];
+            work += problem_.mean_seconds(kForward, row) + problem_.mean_seconds(kBackward, row);
         }
         period = std::max(period, work);
     }
@@ -305,12 +332,11 @@ std::vector<double> Search::tapered(const Taper& taper) const {
     std::vector<double> wanted(problem_.stages, taper.extra);
     for (int v = problem_.virtual_stages() - 1; v >= 0; --v) {
         const int row = problem_.row(v), stage = problem_.stage_of(v);
-        if (v + 1 < problem_.virtual_stages() && problem_.stages > 1) {
-            const Link& there = problem_.link(problem_.link_to_next(stage));
-            const Link& back = problem_.link(problem_.link_to_previous(problem_.stage_of(v + 1)));
-            round_trip += there.latency + there.occupancy + back.latency + back.occupancy;
+        if (v + 1 < problem_.virtual_stages()) {
+            round_trip += problem_.transfer(problem_.activation_link[v]);
+            round_trip += problem_.transfer(problem_.gradient_link[v + 1]);
         }
-        round_trip += problem_.forward[row] + problem_.backward_input[row];
+        round_trip += problem_.mean_seconds(kForward, row) + problem_.mean_seconds(kBackwardInput, row);
         wanted[stage] += period > 0.0 ? taper.scale * round_trip / period : 0.0;
     }
     for (int stage = 0; stage < problem_.stages; ++stage) {
@@ -327,8 +353,9 @@ bool Search::within_caps(const Orders& orders) const {
 
 }  // namespace
 
-SearchResult search(const Problem& problem, const Split& split, double bound, std::int64_t budget) {
-    return Search(problem, split, bound, budget).run();
+SearchResult search(const Problem& problem, const Split& split, const std::vector<Orders>& known, double bound,
+                    std::int64_t budget) {
+    return Search(problem, split, known, bound, budget).run();
 }
 
 }  // namespace adaptra

@@ -14,7 +14,9 @@ struct SearchResult {
 };
 
 // Looks for the orders of least makespan within the caps, among equals those of least memory. Stops when `budget`
-// actions have been simulated or `bound` is reached; the same problem and budget always give the same orders.
-SearchResult search(const Problem& problem, const Split& split, double bound, std::int64_t budget);
+// actions have been simulated or `bound` is reached; the same problem and budget always give the same orders. `known`:
+// complete orders to start from, besides stock's; their backwards are split or joined as `split` says.
+SearchResult search(const Problem& problem, const Split& split, const std::vector<Orders>& known, double bound,
+                    std::int64_t budget);
 
 }  // namespace adaptra

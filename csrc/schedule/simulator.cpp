@@ -10,6 +10,7 @@
 #include "input_checks.hpp"
 #include "launch.hpp"
 #include "replay.hpp"
+#include "routing/routed_module.hpp"
 #include "split_choice.hpp"
 
 namespace py = pybind11;
@@ -18,18 +19,19 @@ namespace adaptra {
 namespace {
 
 using Table = std::vector<double>;
-using LinkTable = std::vector<std::tuple<double, double, bool>>;
+using LinkTable = std::vector<std::tuple<int, int, double, double, bool>>;
 
 std::vector<Link> links_from(const LinkTable& table) {
     std::vector<Link> links;
-    for (const auto& [latency, occupancy, rendezvous] : table) {
-        links.push_back(rendezvous ? Link{0.0, occupancy + latency, true} : Link{latency, occupancy, false});
+    for (const auto& [source, target, latency, occupancy, rendezvous] : table) {
+        const double alone = rendezvous ? 0.0 : latency;
+        links.push_back({alone, rendezvous ? occupancy + latency : occupancy, rendezvous, source, target});
     }
     return links;
 }
 
 Problem make_problem(int stages, int chunks, int micro_batches, Table forward, Table backward_input,
-                     Table backward_weight, Table backward, const LinkTable& to_next, const LinkTable& to_previous,
+                     Table backward_weight, Table backward, std::vector<int> stage_of, const LinkTable& links,
                      Table cap, Table released, bool shared_queue) {
     Problem problem;
     problem.stages = stages;
@@ -39,12 +41,17 @@ Problem make_problem(int stages, int chunks, int micro_batches, Table forward, T
     problem.backward_input = std::move(backward_input);
     problem.backward_weight = std::move(backward_weight);
     problem.backward = std::move(backward);
-    problem.to_next = links_from(to_next);
-    problem.to_previous = links_from(to_previous);
+    problem.stage_at = std::move(stage_of);
+    problem.links = links_from(links);
     problem.cap = std::move(cap);
     problem.released = std::move(released);
     problem.shared_queue = shared_queue;
+    if (problem.forward.size() != static_cast<std::size_t>(stages) * chunks) {
+        problem.width = micro_batches;
+        problem.step = 1;
+    }
     check_problem(problem);
+    problem.route();
     for (std::size_t row = 0; row < problem.forward.size(); ++row) {
         problem.backward_differs |= problem.backward[row] != problem.backward_input[row] + problem.backward_weight[row];
     }
@@ -165,14 +172,18 @@ py::tuple dispatch_finish(const Problem& problem) {
     return py::make_tuple(finish, peaks);
 }
 
-py::dict plan(const Problem& problem, bool split, std::int64_t budget) {
+py::dict plan(const Problem& problem, bool split, std::int64_t budget, const std::vector<Orders>& known) {
     if (budget < 0) throw std::invalid_argument("budget must be 0 or more actions");
+    for (const Orders& orders : known) {
+        check_orders(problem, orders, range_of(orders));
+        if (Replay(problem).run(orders) == kNever) throw std::invalid_argument("known orders wait for each other");
+    }
     SearchResult found;
     Bound bound;
     {
         py::gil_scoped_release release;
         bound = lower_bound(problem);
-        found = search_any_split(problem, split, bound.seconds, budget);
+        found = search_any_split(problem, split, known, bound.seconds, budget);
     }
     py::dict result;
     result["makespan_s"] = found.makespan;
@@ -230,8 +241,7 @@ PYBIND11_MODULE(_native, module) {
     py::class_<Problem>(module, "Problem")
         .def(py::init(&make_problem), py::kw_only(), py::arg("stages"), py::arg("chunks"), py::arg("micro_batches"),
              py::arg("forward_s"), py::arg("backward_input_s"), py::arg("backward_weight_s"), py::arg("backward_s"),
-             py::arg("to_next"), py::arg("to_previous"), py::arg("cap"), py::arg("released"),
-             py::arg("shared_queue"));
+             py::arg("stage_of"), py::arg("links"), py::arg("cap"), py::arg("released"), py::arg("shared_queue"));
     py::class_<EncodedOrders>(module, "EncodedOrders")
         .def(py::init([](Orders orders) { return EncodedOrders{std::move(orders)}; }), py::arg("orders"));
     module.def("replay_finish", &replay_finish, py::arg("problem"), py::arg("orders"));
@@ -244,6 +254,8 @@ PYBIND11_MODULE(_native, module) {
     module.def("replay", &replay, py::arg("problem"), py::arg("orders"));
     module.def("launch_ranks", &launch_ranks, py::arg("problem"), py::arg("orders"));
     module.def("dispatch", &dispatch, py::arg("problem"));
-    module.def("plan", &plan, py::arg("problem"), py::arg("split"), py::arg("budget"));
+    module.def("plan", &plan, py::arg("problem"), py::arg("split"), py::arg("budget"),
+               py::arg("known") = std::vector<Orders>());
     module.def("lower_bound", &bound, py::arg("problem"));
+    add_routing(module);
 }

@@ -12,8 +12,8 @@ constexpr double kTrialShare = 0.5;         // of the budget, for all trials
 // held. Trials are: all stages split, none, and then one stage after the other changed.
 class SplitChoice {
 public:
-    SplitChoice(const Problem& problem, double bound, std::int64_t budget)
-        : problem_(problem), bound_(bound), budget_(budget) {}
+    SplitChoice(const Problem& problem, const std::vector<Orders>& known, double bound, std::int64_t budget)
+        : problem_(problem), known_(known), bound_(bound), budget_(budget) {}
 
     SearchResult run();
 
@@ -22,6 +22,7 @@ private:
     bool spent() const { return simulated_ >= kTrialShare * budget_; }
 
     const Problem& problem_;
+    const std::vector<Orders>& known_;
     const double bound_;
     const std::int64_t budget_;
     std::int64_t simulated_ = 0;
@@ -32,10 +33,10 @@ private:
 // What heads, tails and searches go by: the seconds of I and W, or of B where backwards are whole.
 Problem as_run(Problem problem, const Split& split) {
     if (!problem.backward_differs) return problem;
-    for (std::size_t row = 0; row < problem.forward.size(); ++row) {
-        if (split[row / problem.chunks]) continue;
-        problem.backward_input[row] = problem.backward[row];
-        problem.backward_weight[row] = 0.0;
+    for (std::size_t entry = 0; entry < problem.forward.size(); ++entry) {
+        if (split[entry / (problem.chunks * problem.width)]) continue;
+        problem.backward_input[entry] = problem.backward[entry];
+        problem.backward_weight[entry] = 0.0;
     }
     problem.backward_differs = false;  // or bounds would ease I and W of the others
     return problem;
@@ -60,7 +61,7 @@ SearchResult SplitChoice::run() {
 }
 
 bool SplitChoice::attempt(const Split& split, std::int64_t budget) {
-    const SearchResult found = search(as_run(problem_, split), split, bound_, budget);
+    const SearchResult found = search(as_run(problem_, split), split, known_, bound_, budget);
     simulated_ += found.simulated_actions;
     if (!split_.empty() && found.makespan >= best_.makespan * (1.0 - kSame)) return false;
     best_ = found;
@@ -79,10 +80,11 @@ bool whole_may_help(const Problem& problem) {
 
 }  // namespace
 
-SearchResult search_any_split(const Problem& problem, bool may_split, double bound, std::int64_t budget) {
-    if (may_split && whole_may_help(problem)) return SplitChoice(problem, bound, budget).run();
+SearchResult search_any_split(const Problem& problem, bool may_split, const std::vector<Orders>& known, double bound,
+                              std::int64_t budget) {
+    if (may_split && whole_may_help(problem)) return SplitChoice(problem, known, bound, budget).run();
     const Split split(problem.stages, may_split);
-    return search(as_run(problem, split), split, bound, budget);
+    return search(as_run(problem, split), split, known, bound, budget);
 }
 
 }  // namespace adaptra

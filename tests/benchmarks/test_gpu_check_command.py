@@ -126,6 +126,12 @@ def test_without_a_gpu_nothing_is_run(capsys: pytest.CaptureFixture[str]) -> Non
     assert "finds no GPU" in capsys.readouterr().out
 
 
+def test_a_torch_that_fails_is_lacking(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "PROBE", "raise ImportError('libcudart.so.13')")
+    assert command.main(["first"]) == 2
+    assert "torch cannot be asked" in capsys.readouterr().out
+
+
 def test_what_cannot_be_built_is_lacking_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "BUILD", tmp_path)
     commands = [["true"], ["sh", "-c", "echo no header; false"]], [["touch", str(tmp_path / "linked")]]
@@ -142,6 +148,7 @@ def test_what_cannot_be_built_is_lacking_and_the_rest_goes_on(tmp_path: Path, mo
         archive.addfile(tarfile.TarInfo("README"), io.BytesIO())
     assert "no sources of NCCL" in command.prepare(MACHINE, nothing, True, until_s)[0][NCCL]
     monkeypatch.setattr(command, "kernel_command", lambda *_: ["no-such-nvcc"])
+    assert "No such file" in command.prepare(MACHINE, nothing, True, until_s)[0][command.KERNELS_NEEDED]
     assert "No such file" in command.prepare(MACHINE, nothing, False, until_s)[0][command.KERNELS_NEEDED]
 
 
@@ -174,11 +181,11 @@ def test_native_parts_are_those_of_setup_py() -> None:
     assert sorted(Path(each[-1]).name.partition(".")[0] for each in linking) == ["_native", "_ring"]
     objects = [word for each in linking for word in each if word.endswith(".o")]
     assert objects == [each[-1] for each in compiling]
-    assert len(set(objects)) == len(list(REPOSITORY.glob("csrc/*/*.cpp")))
+    assert len(set(objects)) == len(list(REPOSITORY.glob("csrc/**/*.cpp")))
     setup = (REPOSITORY / "setup.py").read_text()
     for folder, target in building.NATIVE.items():
         assert f'"{target.replace("/", ".")}"' in setup
-        assert f'glob("{folder}/*.cpp")' in setup
+        assert f'glob("{folder}/**/*.cpp", recursive=True)' in setup
 
 
 @pytest.mark.parametrize("calls", [first_call(), second_call(Path("/libnccl.so.2"))], ids=["first", "second"])

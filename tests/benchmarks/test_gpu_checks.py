@@ -16,6 +16,7 @@ from gpu_check import (
     t0_tests,
     t1_queues,
     t2_host_calls,
+    t2_sessions,
     t3_resident,
     t4_stream_path,
     t5_sessions,
@@ -24,13 +25,17 @@ from gpu_check import (
 )
 from gpu_check.findings import NOT_OK, NOT_RUN, OK, Report
 from gpu_check.plan import first_call
+from gpu_check.t7_memory import NotedMeter, judge_kept
 from gpu_check.watchdog import watch
-from support.gpu_stand_in import ModelledGpu, StageOnSimulation
-from support.simulated_pipeline import ProcessEndedError, SimulatedStage, play
+from support.gpu.gpu_stand_in import ModelledGpu, StageOnSimulation
+from support.gpu.simulated_pipeline import ProcessEndedError, SimulatedStage, play
+from support.made_up.memory import MadeUpMemory, MadeUpStage
 
+from adaptra_megatron.control.memory import MemoryMeter
+from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.schedule.checks import check_schedule
-from adaptra_megatron.transport import stream_path
-from adaptra_megatron.transport.rendezvous import Rendezvous
+from adaptra_megatron.transport.setup.rendezvous import Rendezvous
+from adaptra_megatron.transport.single_path import nccl_transport
 
 RANKS = str(Path(__file__).with_name("check_ranks.py"))
 
@@ -101,6 +106,19 @@ def test_calls_that_wait_are_told_from_those_that_do_not(
     assert len(waited) == ("waits" in how)
 
 
+@pytest.mark.parametrize("call", list(t2_sessions.NAMES))
+@pytest.mark.parametrize("waits", [False, True])
+def test_calls_of_nccl_that_wait_are_told_from_those_that_do_not(
+    report: Report, monkeypatch: pytest.MonkeyPatch, call: str, waits: bool
+) -> None:
+    monkeypatch.setattr(t2_sessions, "AT_ONCE_S", 0.3)
+    function = {"init": "init_rank", "connect": "send", "abort": "abort"}[call]
+    assert on_simulation(t2_sessions.run, report, call, waits=function if waits else "") == [None, None]
+    (finding,) = report.read().findings
+    assert (finding.seen == "it waited for the kernel") is waits
+    assert finding.verdict == (NOT_OK if waits and call not in t2_sessions.MAY_WAIT else OK)
+
+
 @pytest.mark.parametrize(("blocks", "expected"), [(132, {OK}), (98, {OK, NOT_OK})])
 def test_multiprocessors_that_are_taken_cost_products_a_wave(report: Report, blocks: int, expected: set[str]) -> None:
     t3_resident.run(ModelledGpu(blocks=blocks), report)
@@ -136,7 +154,7 @@ def test_iterations_that_bring_something_else_are_found(report: Report) -> None:
 
 def test_arrival_times_are_held_against_the_senders(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(t4_stream_path, "ROUNDS", 5)
-    monkeypatch.setattr(t4_stream_path, "NEAR_S", 0.018)
+    monkeypatch.setattr(t4_stream_path, "NEAR_S", 0.5)
     assert on_simulation(t4_stream_path.run, report, "arrivals") == [None, None]
     monkeypatch.setattr(t4_stream_path, "NEAR_S", -1.0)
     on_simulation(t4_stream_path.run, report, "arrivals")
@@ -144,7 +162,7 @@ def test_arrival_times_are_held_against_the_senders(report: Report, monkeypatch:
 
 
 def test_an_error_ends_both_stages(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_path, "GRACE_S", 0.2)
+    monkeypatch.setattr(nccl_transport, "GRACE_S", 0.2)
     monkeypatch.setattr(t4_stream_path, "PATIENCE_S", 0.3)
     waits, raises = on_simulation(t4_stream_path.run, report, "error")
     assert isinstance(waits, ProcessEndedError)
@@ -157,29 +175,32 @@ def test_sessions_are_made_and_ended(report: Report, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(t5_sessions, "SESSIONS", 6)
     monkeypatch.setattr(t5_sessions, "SETTLED", 2)
     assert on_simulation(t5_sessions.run, report, "sessions") == [None, None]
-    assert verdicts(report) == [OK] * 3
+    assert verdicts(report) == [OK] * 4
 
 
-def test_sessions_that_leave_something_behind_are_found(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("leaks", "expected"), [("memory", [NOT_OK, OK, OK, OK]), ("streams", [OK, NOT_OK, OK, OK])])
+def test_sessions_that_leave_something_behind_are_found(
+    report: Report, monkeypatch: pytest.MonkeyPatch, leaks: str, expected: list[str]
+) -> None:
     monkeypatch.setattr(t5_sessions, "SESSIONS", 4)
     monkeypatch.setattr(t5_sessions, "SETTLED", 2)
-    on_simulation(t5_sessions.run, report, "sessions", leaks=True)
-    assert verdicts(report) == [NOT_OK, OK, OK]
+    on_simulation(t5_sessions.run, report, "sessions", leaks=leaks)
+    assert verdicts(report) == expected
 
 
 def test_communicators_that_are_never_freed_are_found(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(t5_sessions, "SESSIONS", 2)
+    monkeypatch.setattr(t5_sessions, "SETTLED", 1)
     monkeypatch.setattr(t5_sessions, "FREED_S", 0.2)
     on_simulation(t5_sessions.run, report, "sessions", abort_hangs=True)
-    assert verdicts(report) == [NOT_OK, OK, NOT_OK]
+    assert verdicts(report) == [NOT_OK, OK, OK, NOT_OK]
 
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_peer_that_dies_is_told_from_one_that_lives(
     report: Report, monkeypatch: pytest.MonkeyPatch, dies: bool
 ) -> None:
-    monkeypatch.setattr(t5_sessions, "MADE_S", 1.5)
-    monkeypatch.setattr(t5_sessions, "FREED_S", 0.5)
+    monkeypatch.setattr(t5_sessions, "MADE_S", 6.0)
     if not dies:
         monkeypatch.setattr(t5_sessions, "_DiesAtInit", lambda library, die: library)
     _waits, ends = on_simulation(t5_sessions.run, report, "death")
@@ -210,7 +231,7 @@ def test_checks_of_two_processes_give_both_verdicts(
 ) -> None:
     for machine, expected in (("CpuStage", OK), ("FailingCpuStage", NOT_OK)):
         report = Report(tmp_path / machine, "T")
-        ranks = [RANKS, str(tmp_path / machine), "T", f"gpu_check.{module}", f"support.gpu_stand_in:{machine}"]
+        ranks = [RANKS, str(tmp_path / machine), "T", f"gpu_check.{module}", f"support.gpu.gpu_stand_in:{machine}"]
         start_ranks(2, [*ranks, *part.split()], timeout_s=60)
         findings = report.read().findings
         assert len(findings) == count
@@ -222,28 +243,57 @@ def test_training_is_compared_with_stock(start_ranks: Callable[..., object], tmp
     """On the CPU what has one path goes by threads that wait, which is not what a GPU is to show."""
     report = tmp_path / "report"
     start_ranks(
-        2, [RANKS, str(report), "T", "gpu_check.t7_training", "support.gpu_stand_in:CpuTrainer", "device"], timeout_s=90
+        2,
+        [RANKS, str(report), "T", "gpu_check.t7_training", "support.gpu.gpu_stand_in:CpuTrainer", "device"],
+        timeout_s=90,
     )
     findings = Report(report, "T").read().findings
-    assert [finding.verdict for finding in findings] == [OK, OK, NOT_OK, OK]
+    assert [finding.verdict for finding in findings] == [OK, OK, NOT_OK, OK, OK, OK]
     assert "WaitingThreadTransport" in findings[2].seen
+    assert all("0.0 MiB allocated and 0.0 active" in finding.seen for finding in findings[3::2])
+
+
+@pytest.mark.parametrize(("released", "shown"), [(0.25, True), (0.625, False)])
+def test_what_a_split_backward_keeps_is_told(released: float, shown: bool) -> None:
+    """Actions of a stage that gives 40% of an activation back in I; `released` is what plans reckon with."""
+    memory = MadeUpMemory(10 << 30)
+    stage = MadeUpStage(memory, 100 << 20, message=10 << 20, released=0.4)
+    meter = NotedMeter(
+        MemoryMeter(memory, 0.9, settled_iterations=0),
+        lambda: {"allocated": memory.allocated, "active": memory.allocated + memory.lingering},
+    )
+    meter.begin(0)
+    for kinds in (Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+        for kind in kinds * 3:
+            stage.receive(kind)
+            meter.before()
+            stage.compute(kind)
+            meter.after(kind, 0)
+            stage.end(kind)
+    assert meter.kept() is None, "no activation's bytes are known before the iteration is over"
+    meter.finish(10 << 20)
+    seen, ok = judge_kept([meter.kept()], [released])
+    assert "60.0 MiB allocated and 60.0 active, 0.50 of an activation" in seen
+    assert ok is shown
+    assert not judge_kept([meter.kept()], None)[1]
+    assert not judge_kept([None], [0.0])[1]
 
 
 def test_trainings_that_differ_are_found() -> None:
     rank = {"different": [], "compared": 5, "seconds": [1.0], "transports": [], "losses": [2.0, 1.0]}
     rank |= {"by_device": 0, "peaks": {}}
     assert t7_training.judge("stock again", [rank])[1]
-    ours = {"transports": ["HostTransport"], "costs": {"released_at_backward_input": 0.25}, "peaks": {"reserved": 0.1}}
+    ours = {"transports": ["HostTransport"], "peaks": {"reserved": 0.1}}
     seen, shown = t7_training.judge("host path, shm", [{**rank, **ours}])
     assert shown
-    assert "I gave 0.25 of an activation back; peaks of memory: reserved 0.1000" in seen
+    assert "peaks of memory: reserved 0.1000" in seen
     wrong = [
         {"different": ["losses"]},
         {"compared": 0},
         {"transports": ["HostTransport"]},
         {"losses": [1.0, 1.0]},
         {"by_device": 1},
-        {"peaks": {"reserved": 0.95}, "costs": None},
+        {"peaks": {"reserved": 0.95}},
     ]
     for each in wrong:
         assert not t7_training.judge("stock again", [{**rank, **each}])[1], each

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from adaptra_megatron.cli.main import main
-from adaptra_megatron.emulation.launch import free_port
-from adaptra_megatron.emulation.transport_bench import BenchReport, BenchRequest, Measured, draw, markdown
-from adaptra_megatron.transport.verbs_device import why_unavailable
+from adaptra_megatron.emulation.jobs.launch import free_port
+from adaptra_megatron.emulation.transport_bench.bench import BenchReport, BenchRequest, Measured, draw, markdown
+from adaptra_megatron.transport.wires.verbs.device import why_unavailable
 
 REPORT = BenchReport(
     [

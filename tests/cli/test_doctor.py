@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from adaptra_megatron.patches import PATCHES
-from support.made_up_host import MadeUpHost
+from support.made_up.host import MadeUpHost
 
 from adaptra_megatron.cli import doctor
 from adaptra_megatron.cli.host_checks import self_test, software
@@ -31,7 +31,7 @@ from adaptra_megatron.cli.host_checks.rnics import check_rnics
 from adaptra_megatron.cli.host_checks.transports import check_shm, check_tcp, check_verbs
 from adaptra_megatron.cli.main import main
 from adaptra_megatron.transport.host_settings import MEBIBYTE, HostSettings
-from adaptra_megatron.transport.verbs_device import load_verbs
+from adaptra_megatron.transport.wires.verbs.device import load_verbs
 
 PLENTY = ProcessLimits(None, 1 << 20, 64 << 30)
 CAP_IPC_LOCK = 1 << 14

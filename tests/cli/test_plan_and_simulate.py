@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from adaptra_megatron.cli.main import main
-from adaptra_megatron.schedule import classic
+from adaptra_megatron.schedule import classic, v_shaped
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.checks import check_schedule
-from adaptra_megatron.schedule.costs import costs_from_json
+from adaptra_megatron.schedule.costs_json import costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
+from adaptra_megatron.schedule.placement import v_shape
 from adaptra_megatron.schedule.simulator import simulate, simulate_online
 
 DOCUMENT: dict[str, Any] = {
@@ -104,13 +105,18 @@ def test_plan_takes_a_deadline_and_writes_the_csv(
         ("interleaved-split", TWO_CHUNKS, classic.interleaved_split(4, 12, 2)),
         ("zb-h1", DOCUMENT, classic.zb_h1(4, 12)),
         ("zb-h2", DOCUMENT, classic.zb_h2(4, 12)),
+        ("zb-v", TWO_CHUNKS, v_shaped.zb_v(4, 12)),
+        ("v-half", TWO_CHUNKS, v_shaped.v_half(4, 12)),
+        ("v-min", TWO_CHUNKS, v_shaped.v_min(4, 12)),
+        ("dualpipe-v", TWO_CHUNKS, v_shaped.dualpipe_v(4, 12)),
+        ("dualpipe-v", {**TWO_CHUNKS, "placement": "v-shape"}, v_shaped.dualpipe_v(4, 12)),
     ],
 )
 def test_simulate_times_classic_schedules_even_over_the_cap(
     name: str, document: dict[str, Any], schedule: Any, write: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = json.loads(printed(capsys, "simulate", write(document), "--schedule", name, "--json"))
-    costs = costs_from_json(document)
+    costs = costs_from_json(document).placed(schedule.placement)
     simulation = simulate(schedule, costs)
     assert result == {
         "makespan_s": simulation.makespan_s,
@@ -119,6 +125,32 @@ def test_simulate_times_classic_schedules_even_over_the_cap(
         "peak_in_flight": list(simulation.peak_in_flight),
         "schedule_csv": schedule_to_csv(schedule),
     }
+
+
+def test_a_v_placement_is_planned_and_its_csv_is_simulated(
+    write: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = write({**TWO_CHUNKS, "placement": "v-shape", "max_in_flight": 8})
+    plan = json.loads(printed(capsys, "plan", costs, "--json"))
+    schedule = schedule_from_csv(plan["schedule_csv"], chunks=2)
+    assert schedule.placement == v_shape(4)
+    file = tmp_path / "plan.csv"
+    file.write_text(plan["schedule_csv"])
+    for given in (costs, write({**TWO_CHUNKS, "max_in_flight": 8})):  # costs of no placement take that of the file
+        simulated = json.loads(printed(capsys, "simulate", given, "--schedule", str(file), "--json"))
+        assert simulated == {key: value for key, value in plan.items() if key != "planning_s"}
+    swept = json.loads(printed(capsys, "simulate", costs, "--slow-link", "0-1:latency=0..50ms/1", "--json"))
+    assert swept
+
+
+def test_placements_that_do_not_fit_are_refused(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 'zb-v runs 2 chunks per stage, not 1: take gpipe, 1f1b, zb-h1, zb-h2, or set "chunks" to 2' in refused(
+        capsys, "simulate", write(DOCUMENT), "--schedule", "zb-v"
+    )
+    placed = write({**TWO_CHUNKS, "placement": "v-shape"})
+    assert "the schedule places virtual stages on stages" in refused(
+        capsys, "simulate", placed, "--schedule", "interleaved"
+    )
 
 
 def test_simulate_times_planned_and_online(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,8 +226,10 @@ def test_what_cannot_be_read_or_chosen_is_refused(
     assert "'-1' is not a number of seconds above 0" in refused(capsys, "plan", costs, "--deadline-s=-1")
     assert "required: --schedule" in refused(capsys, "simulate", costs)
     assert "required: COMMAND" in refused(capsys)
-    assert "take 1F1B" in refused(capsys, "simulate", costs, "--schedule", "interleaved")
-    assert "zb-h1 runs one chunk per stage, the costs have 2" in refused(
+    assert "interleaved runs 2 chunks or more per stage, not 1: take gpipe, 1f1b" in refused(
+        capsys, "simulate", costs, "--schedule", "interleaved"
+    )
+    assert "zb-h1 runs 1 chunk per stage, not 2: take gpipe, interleaved" in refused(
         capsys, "simulate", write(TWO_CHUNKS), "--schedule", "zb-h1"
     )
 

@@ -7,14 +7,16 @@ import json
 import re
 import threading
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from support.made_up_runs import Iteration, write_events, write_run
+from support.made_up.runs import Iteration, write_events, write_replicas, write_run
 
 from adaptra_megatron.cli.main import main
-from adaptra_megatron.telemetry.events import (
+from adaptra_megatron.telemetry.events.event_log import EventLog
+from adaptra_megatron.telemetry.events.events import (
     Fault,
     IterationsTimed,
     LinkDetection,
@@ -22,10 +24,14 @@ from adaptra_megatron.telemetry.events import (
     PathChosen,
     PlanMade,
     PlanSwitched,
+    RanksLost,
+    RoutesChosen,
+    RunStarted,
+    SwitchMeasured,
 )
 from adaptra_megatron.telemetry.report.wording import duration, percent
-from adaptra_megatron.telemetry.trace import trace_path
-from adaptra_megatron.telemetry.trace_requests import RequestBox
+from adaptra_megatron.telemetry.tracing.trace import trace_path
+from adaptra_megatron.telemetry.tracing.trace_requests import RequestBox
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&"
 
@@ -92,6 +98,68 @@ def test_choices_of_paths_are_told_with_what_they_gain(run_directory: Path) -> N
     assert "the device path is slow" in page
 
 
+ROUTES = RoutesChosen(
+    number=1,
+    reason="stage 1 of replica 0 gives 3 of its 8 micro-batches to replica 2",
+    predicted_s=11.0,
+    current_predicted_s=17.0,
+    lower_bound_s=10.5,
+    slow={"0.1": 2.5},
+    speeds={
+        f"{replica}.{stage}": 0.4 if (replica, stage) == (0, 1) else 1.0 for replica in range(3) for stage in (0, 1)
+    },
+    micro_batches=8,
+    moved=((1, 0, 2, 3),),
+)
+
+
+def test_routes_between_replicas_have_a_grid_of_cells_and_what_they_brought(tmp_path: Path) -> None:
+    write_run(tmp_path, [Iteration()] * 8)
+    switched = PlanSwitched(number=2, before=0, before_measured_s=17.2)  # nothing ran plan 1 by itself
+    gained = SwitchMeasured(number=2, before_measured_s=17.2, after_measured_s=11.3, iterations=3)
+    home = RoutesChosen(number=3, reason="no cell straggles any more: every micro-batch stays in its replica")
+    write_events(tmp_path, [(ROUTES, 2), (switched, 4), (gained, 7), (home, 7)])
+    text = " ".join(Page(report(tmp_path)).text.split())
+    assert f"4 1 {ROUTES.reason} 17.0 s → 11.0 s 10.5 s 17.2 s → 11.3 s never ran 3 {home.reason}" in text
+    assert "Cells under plan 1, since iteration 4" in text
+    grid = "replica stage 0 stage 1 0 100% 40% 3 → replica 2 1 100% 100% 2 100% 100% 3 ← replica 0"
+    assert text.count(grid) == 1, "one grid: no micro-batch moves under plan 3"
+
+
+def test_of_many_replicas_those_that_give_or_take_have_rows(tmp_path: Path) -> None:
+    write_run(tmp_path, [Iteration()] * 4)
+    many = replace(ROUTES, speeds={f"{replica}.0": 1.0 for replica in range(99)}, slow={"98.0": 2.0})
+    write_events(tmp_path, [(replace(many, moved=((0, 98, 97, 2),)), 2)])
+    text = " ".join(Page(report(tmp_path)).text.split())
+    assert "97 100% 2 ← replica 98 98 100% 2 → replica 97 75 other replicas are left out" in text
+
+
+LOST = RanksLost(
+    epoch=1,
+    ranks={"rank 4 (stage 1 on node7)": "exit status -9"},
+    dead_cells=["1.1"],
+    live=8,
+    seconds=0.75,
+    moved=((1, 1, 0, 3), (1, 1, 2, 3)),
+)
+
+
+def test_dead_cells_are_dead_in_the_grid_and_begin_a_part(tmp_path: Path) -> None:
+    for replica in range(3):
+        slow = [Iteration(delay_s=1.0)] * 4 if replica != 1 else []  # a rank of it is dead
+        write_run(tmp_path, [Iteration()] * 4 + slow, first_rank=replica, ranks_apart=3)
+    write_replicas(tmp_path, 3, [(LOST, 4)])
+    text = " ".join(Page(report(tmp_path)).text.split())
+    grid = "0 – – 3 ← replica 1 – 1 – dead 3 → replica 0 3 → replica 2 – 2 – – 3 ← replica 1 –"
+    assert f"Cells that live, since iteration 4 replica stage 0 stage 1 stage 2 {grid}" in text
+    row = "1 of the ranks died, and 8 went on 750 ms later rank 4 (stage 1 on node7): exit status -9; dead cells: 1.1"
+    assert re.search(re.escape(row) + r" \S+ s → \S+ s", text), "what an iteration took before and after"
+
+
+def test_a_run_without_routes_has_no_word_about_them(run_directory: Path) -> None:
+    assert "routed" not in Page(report(run_directory)).text
+
+
 def report(directory: Path, *options: str) -> str:
     output = directory / "page.html"
     assert main(["report", str(directory), "-o", str(output), *options]) == 0
@@ -147,6 +215,24 @@ def test_what_lies_under_the_pointer_is_the_trace(run_directory: Path) -> None:
     kinds = [data["texts"][text] for _start, _end, text in data["rows"][1]]
     assert sum(kind.startswith("forward of") for kind in kinds) == 6
     assert "idle, waiting for messages of link 0→1" in kinds
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_events_name_their_replica_where_there_are_several(tmp_path: Path, replicas: int) -> None:
+    write_run(tmp_path, [Iteration()] * 4)
+    for rank in range(replicas):
+        start = RunStarted(layout={"replica": rank}, versions={}, config={})
+        log = EventLog(tmp_path, start, run="run", rank=rank)
+        log.log(Fault(what=f"fault of rank {rank}", detail=""), 2)
+        log.close()
+    page = report(tmp_path)
+    rows = [re.sub(r"\s+", " ", row) for row in re.findall(r"<tr>(.*?)</tr>", page, re.DOTALL)]
+    assert any(">replica<" in row for row in rows) is (replicas > 1)
+    for rank in range(replicas):
+        (row,) = (row for row in rows if f"fault of rank {rank}" in row)
+        assert re.findall(r'<td class="number">(\d*)</td>', row)[:2] == (
+            [str(rank), "2"] if replicas > 1 else ["2", ""]
+        )
 
 
 def test_a_run_without_events_still_tells_its_story(tmp_path: Path) -> None:

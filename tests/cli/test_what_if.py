@@ -16,10 +16,11 @@ import pytest
 from adaptra_megatron.cli.main import main
 from adaptra_megatron.cli.progress import shown_progress
 from adaptra_megatron.schedule.classic import one_f_one_b, zb_h1
-from adaptra_megatron.schedule.costs import LinkCost, costs_from_json
+from adaptra_megatron.schedule.costs import LinkCost
+from adaptra_megatron.schedule.costs_json import costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
-from adaptra_megatron.schedule.job_costs import LinkChange, Override, job_costs
-from adaptra_megatron.schedule.job_simulation import simulate_job, simulate_job_online
+from adaptra_megatron.schedule.jobs.costs import LinkChange, Override, job_costs
+from adaptra_megatron.schedule.jobs.simulation import simulate_job, simulate_job_online
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import simulate, simulate_online
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.synthetic_links import MIB, SyntheticJob
+from support.made_up.links import MIB, SyntheticJob
 
 from adaptra_megatron.detector.detector import Detector
 from adaptra_megatron.detector.findings import Finding, State

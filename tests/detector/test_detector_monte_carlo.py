@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from support.synthetic_links import MIB, NOISY, SyntheticJob, SyntheticLink
+from support.made_up.links import MIB, NOISY, SyntheticJob, SyntheticLink
 
 from adaptra_megatron.detector.detector import Detector
 from adaptra_megatron.detector.findings import Finding, State

@@ -23,8 +23,8 @@ from support.pretrain import (
 )
 from support.processes import REPOSITORY, compare_dumps, run_ranks
 
-from adaptra_megatron.emulation.corpus import write_corpus
-from adaptra_megatron.emulation.launch import free_port
+from adaptra_megatron.emulation.jobs.launch import free_port
+from adaptra_megatron.emulation.training.corpus import write_corpus
 
 pytestmark = needs_megatron_lm
 
@@ -50,6 +50,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 def test_mock_data(layout: str, tmp_path: Path) -> None:
     ranks, arguments = LAYOUTS[layout]
     compare_with_stock(ranks, tmp_path, *arguments, *MOCK_DATA)
+
+
+def test_a_single_stage(tmp_path: Path) -> None:
+    compare_with_stock(2, tmp_path, "--pipeline-model-parallel-size", "1", "--overlap-grad-reduce", *MOCK_DATA)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -82,7 +82,7 @@ def test_help_shows_the_flags_in_one_group() -> None:
     [
         (["--adaptra", "--adaptra-policy", "sideways"], "argument --adaptra-policy: invalid choice: 'sideways'"),
         (["--adaptra", "--adaptra-timeout-s", "-1"], "error: --adaptra-timeout-s is -1.0; it must be above 0"),
-        (["--adaptra-policy", "observe"], "error: --adaptra-policy changes nothing without --adaptra: add --adaptra"),
+        (["--adaptra-policy", "observe"], "error: --adaptra-policy has no effect without --adaptra: add --adaptra"),
         (["--adaptra", "--adaptra-plan-csv", "parse.py"], "error: --adaptra-plan-csv parse.py: row 1, column 1: "),
         (["--adaptra", "--adaptra-costs", "parse.py"], "error: --adaptra-costs parse.py is not valid JSON: "),
         (["--adaptra", "--adaptra-interface", "eht0"], "error: --adaptra-interface: the network interface 'eht0' does"),

@@ -36,6 +36,7 @@ SHARES = {
     "verbs_talk": 0.5,
     "control_talk": 0.5,
     "schedules": 2.5,
+    "routing": 1.0,
 }
 OPTIONS = {
     # Leaks are looked for by memory in use: at exit, Python itself has much that is not freed.

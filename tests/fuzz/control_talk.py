@@ -6,19 +6,33 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from random import Random
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from adaptra_megatron.runtime.decision_reader import MOST_NBYTES
-from adaptra_megatron.runtime.decisions import Decision, LinkName
-from adaptra_megatron.runtime.measurements import MESSAGE, BrokenPath, StageMeasurement
-from adaptra_megatron.runtime.memory import StageMemory
-from adaptra_megatron.telemetry.scalars import JobFigures, LinkFigures, MemoryFigures
-from adaptra_megatron.telemetry.trace_requests import Iterations
-from adaptra_megatron.transport import control, notes, tagged_json
+from adaptra_megatron.authentication import tagged_json
+from adaptra_megatron.control.decisions import (
+    Decision,
+    Forecast,
+    LinkName,
+    Moved,
+    Order,
+    PackedFigures,
+    Paths,
+    Routing,
+    Told,
+    decision_of,
+)
+from adaptra_megatron.control.measurements import MESSAGE, BrokenPath, StageMeasurement, measurement_of
+from adaptra_megatron.control.memory import StageMemory
+from adaptra_megatron.control.wire_format import encoded
+from adaptra_megatron.telemetry.figures.scalars import JobFigures, LinkFigures, MemoryFigures
+from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
+from adaptra_megatron.transport.delegate import control
+from adaptra_megatron.transport.failover import control_messages
 from adaptra_megatron.transport.paths import Path, ProbeTimes
 from fuzz.mutations import spoil_stream
 from fuzz.verbs_talk import anything
@@ -26,22 +40,25 @@ from fuzz.verbs_talk import anything
 _MESSAGES = 8
 _SPREAD = 64
 """Of what is read, how many times its packet's size it may be: values of one digit are objects."""
+_DEFAULTS = 16
+"""Fields of a message that need not be said."""
 _LEAVES = (int, float, str, bytes, type(None), enum.Enum, np.ndarray)
 
 
 def case(random: Random, deadline_s: float) -> int:
     """Some messages, each with one thing or another changed."""
     for _ in range(_MESSAGES):
-        message, kinds, most_nbytes = random.choice(_MADE)
-        packet = _spoilt(random, tagged_json.packed(message))
+        message, kinds, pack, unpack = random.choice(_MADE)
+        loads, dumps = (json.loads, _json) if pack is tagged_json.packed else (msgspec.msgpack.decode, _packed)
+        packet = _spoilt(random, pack(message), loads, dumps)
         try:
-            read = tagged_json.unpacked(packet, kinds, most_nbytes)
+            read = unpack(packet)
         except ValueError:
             continue
-        assert type(read) in (kinds.values() if isinstance(kinds, dict) else (kinds,))
-        assert _count(read) <= _SPREAD * len(packet)
-        again = tagged_json.packed(read)
-        assert tagged_json.packed(tagged_json.unpacked(again, kinds, 2 * most_nbytes)) == again
+        assert type(read) in kinds
+        assert _count(read) <= _SPREAD * len(packet) + _DEFAULTS
+        again = pack(read)
+        assert pack(unpack(again)) == again
     return _MESSAGES
 
 
@@ -60,7 +77,18 @@ def _count(value: Any) -> int:
     return 1
 
 
-def _spoilt(random: Random, packet: bytes) -> bytes:
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _packed(value: Any) -> bytes:
+    try:
+        return encoded(value)
+    except OverflowError:  # MessagePack cannot say a number that large
+        return b""
+
+
+def _spoilt(random: Random, packet: bytes, loads: Callable[[bytes], Any], dumps: Callable[[Any], bytes]) -> bytes:
     """As it travels, with a value at any depth, the spelling, or nothing changed."""
     way = random.random()
     if way < 0.2:
@@ -68,8 +96,9 @@ def _spoilt(random: Random, packet: bytes) -> bytes:
     if way < 0.5:
         return spoil_stream(random, packet)
     if way < 0.55:
-        return random.choice((b"[", b'{"is":', b'{"a":[')) * random.choice((10, 900, 5000, 20_000))
-    said: Any = json.loads(packet)
+        nested = random.choice((b"[", b'{"is":', b'{"a":[', b"\x91", b"\x81\xa1a"))
+        return nested * random.choice((10, 900, 5000, 20_000))
+    said: Any = loads(packet)
     place = said
     while random.random() < 0.6:
         inner = [
@@ -86,7 +115,15 @@ def _spoilt(random: Random, packet: bytes) -> bytes:
         place.insert(random.randrange(len(place) + 1), anything(random))
         if random.random() < 0.7:
             del place[random.randrange(len(place))]
-    return json.dumps(said).encode()
+    return dumps(said)
+
+
+def _told(packet: bytes) -> Any:
+    return tagged_json.unpacked(packet, control._KINDS, control._LARGEST_NBYTES)
+
+
+def _noted(packet: bytes) -> Any:
+    return tagged_json.unpacked(packet, control_messages._KINDS, 2 * control_messages.NOTE_NBYTES)
 
 
 _MEASUREMENT = StageMeasurement(
@@ -101,22 +138,28 @@ _MEASUREMENT = StageMeasurement(
     memory=StageMemory(1.0, 2.0, 3.0, None),
     probes=(ProbeTimes(1, Path.HOST, 3, 1.0, 2.0),),
     broken=(BrokenPath(1, Path.DEVICE, "gone"),),
+    sizes={("F", 0): np.arange(3, dtype=np.float32), ("B", 0): np.ones(1, dtype=np.float32)},
 )
 _DECISION = Decision(
     3,
-    "F,0,0",
-    (Iterations(1, 2),),
-    JobFigures(
-        bubble_fraction=0.1,
-        links={(0, 1): LinkFigures(latency_s=1.0)},
-        memory={1: MemoryFigures(activation_nbytes=1.0, free_nbytes=2.0, cap=float("inf"))},
+    Order("F,0,0", "{}", (1.0, None), (0.0, 0.0)),
+    Forecast(1.0, None),
+    Paths((LinkName(0, 1, 2),)),
+    Routing(1, 4, (Moved(0, 0, 1, 2),), {"0.0": "{}"}, (1.0, 1.5)),
+    Told(
+        (Iterations(1, 2),),
+        PackedFigures.of(
+            JobFigures(
+                bubble_fraction=0.1,
+                links={(0, 1): LinkFigures(latency_s=1.0)},
+                memory={1: MemoryFigures(activation_nbytes=1.0, free_nbytes=2.0, cap=float("inf"))},
+            )
+        ),
     ),
-    caps=(1.0, None),
-    diverted=(LinkName(0, 1, 2),),
 )
 _OPEN = control.Open(peer=1, session=2, transport="tcp", connects=True, address=["127.0.0.1", 9], source="", lanes=2)
 _START = control.Start(
-    stage=0, pipeline="00", secret="ab", listeners=["tcp"], handshake_s=5.0, stall_s=5.0, max_message_nbytes=9
+    rank=0, job="00", secret="ab", listeners=["tcp"], handshake_s=5.0, stall_s=5.0, max_message_nbytes=9
 )
 _TO_AND_FRO = (
     *(_START, _OPEN, control.Ping(number=1), control.Stop(drain_s=1.0), control.Up(peer=1, session=2, transport="shm")),
@@ -124,17 +167,17 @@ _TO_AND_FRO = (
 )
 _NOTES = (
     *(
-        notes.Meet(1),
-        notes.Open(1, 2, [3, 4]),
-        notes.Until(1, 2),
-        notes.Dead(1, 2, "gone"),
-        notes.Measure(1, 3, 1 << 20),
+        control_messages.Meet(1),
+        control_messages.Open(1, 2, [3, 4]),
+        control_messages.Until(1, 2),
+        control_messages.Dead(1, 2, "gone"),
+        control_messages.Measure(1, 3, 1 << 20),
     ),
-    *(notes.Probed(1, 2, 3.0), notes.Received(1, 2), notes.HostProbed(1, 2.0)),
+    *(control_messages.Probed(1, 2, 3.0), control_messages.Received(1, 2), control_messages.HostProbed(1, 2.0)),
 )
-_MADE: list[tuple[Any, Any, int]] = [
-    *((message, control._KINDS, control._LARGEST_NBYTES) for message in _TO_AND_FRO),
-    *((note, notes._KINDS, notes.NOTE_NBYTES) for note in _NOTES),
-    *2 * [(_MEASUREMENT, StageMeasurement, MOST_NBYTES)],
-    *2 * [(_DECISION, Decision, MOST_NBYTES)],
+_MADE: list[tuple[Any, Collection[type], Callable[[Any], bytes], Callable[[bytes], Any]]] = [
+    *((message, control._KINDS.values(), tagged_json.packed, _told) for message in _TO_AND_FRO),
+    *((note, control_messages._KINDS.values(), tagged_json.packed, _noted) for note in _NOTES),
+    *2 * [(_MEASUREMENT, (StageMeasurement,), encoded, measurement_of)],
+    *2 * [(_DECISION, (Decision,), encoded, decision_of)],
 ]

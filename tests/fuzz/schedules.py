@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from random import Random
 from typing import Any
 
 from adaptra_megatron.schedule import _native
 from fuzz.mutations import spoil_list
 
-_REFUSALS = (ValueError, TypeError, IndexError, OverflowError, MemoryError)
+REFUSALS = (ValueError, TypeError, IndexError, OverflowError, MemoryError)
 _BUDGETS = (0, 1, 1000, 30_000, 200_000)
-_SECONDS = (0.0, 5e-324, 1e-9, 0.3, 1.0, 1e9, 1e300, math.inf, math.nan, -1.0, -0.0)
-_COUNTS = (0, 1, 2, 3, -1, 1 << 12, (1 << 31) - 1, 1 << 31, 1 << 63, -(1 << 31))
-_CODES = (0, 1, 2, 3, 4, -1, -2, -15, -16, -17, (1 << 31) - 1, -(1 << 31), 1 << 20)
+SECONDS = (0.0, 5e-324, 1e-9, 0.3, 1.0, 1e9, 1e300, math.inf, math.nan, -1.0, -0.0)
+COUNTS = (0, 1, 2, 3, -1, 1 << 12, (1 << 31) - 1, 1 << 31, 1 << 63, -(1 << 31))
+CODES = (0, 1, 2, 3, 4, -1, -2, -15, -16, -17, (1 << 31) - 1, -(1 << 31), 1 << 20)
 
 Orders = list[list[int]]
 
@@ -29,14 +30,14 @@ def case(random: Random, deadline_s: float) -> int:
             _spoil(random, fields)
     try:
         problem = _native.Problem(**fields)
-    except _REFUSALS:
+    except REFUSALS:
         assert not good, "a problem that can be was refused"
         return 1
     calls = _calls(random, problem, fields)
     for call in calls:
         try:
             call()
-        except _REFUSALS:
+        except REFUSALS:
             continue
     if good:
         _check_plan(random, problem)
@@ -45,7 +46,7 @@ def case(random: Random, deadline_s: float) -> int:
 
 def _calls(random: Random, problem: Any, fields: dict[str, Any]) -> list[Callable[[], object]]:
     budget = random.choice((*_BUDGETS, -1, -(1 << 63), 1 << 64))
-    orders = _spoilt_orders(random, _native.plan(problem, True, 1000)["orders"])
+    orders = spoilt_orders(random, _native.plan(problem, True, 1000)["orders"])
     programs = [[code if random.random() < 0.8 else -random.randrange(1, 17) for code in order] for order in orders]
     encoded = [_native.EncodedOrders(each) for each in (orders, programs) if _fits(each)]
     many: list[Callable[[], object]] = [
@@ -55,8 +56,8 @@ def _calls(random: Random, problem: Any, fields: dict[str, Any]) -> list[Callabl
         lambda: _native.dispatch(problem),
         lambda: _native.dispatch_finish(problem),
         lambda: _native.lower_bound(problem),
-        lambda: _native.peak_in_flight(orders, [random.choice(_SECONDS)] * random.choice((len(orders), 1))),
-        lambda: _native.actions(problem, random.choice((0, *_COUNTS)), orders[0], tuple, (1, 2, 3, 4)),  # type: ignore
+        lambda: _native.peak_in_flight(orders, [random.choice(SECONDS)] * random.choice((len(orders), 1))),
+        lambda: _native.actions(problem, random.choice((0, *COUNTS)), orders[0], tuple, (1, 2, 3, 4)),  # type: ignore
     ]
     for each in encoded:
         many += [
@@ -82,17 +83,17 @@ def _fields(random: Random) -> dict[str, Any]:
     def seconds() -> float:
         return random.choice((0.0, 1.0, random.random(), random.random() * 1e-3))
 
-    def links() -> list[tuple[float, float, bool]]:
-        return [(seconds(), seconds(), random.random() < 0.5) for _ in range(stages)]
-
+    stage_of = [stage for stage in range(stages) for _ in range(chunks)]
+    random.shuffle(stage_of)
+    links = sorted({pair for ends in pairwise(stage_of) for pair in (ends, ends[::-1]) if ends[0] != ends[1]})
     tables = ("forward_s", "backward_input_s", "backward_weight_s", "backward_s")
     return {
         "stages": stages,
         "chunks": chunks,
         "micro_batches": micro_batches,
         **{name: [seconds() for _ in range(stages * chunks)] for name in tables},
-        "to_next": links(),
-        "to_previous": links(),
+        "stage_of": stage_of,
+        "links": [(*ends, seconds(), seconds(), random.random() < 0.5) for ends in links],
         "cap": [random.choice((math.inf, 1.0, 2.5, float(chunks * stages))) for _ in range(stages)],
         "released": [random.choice((0.0, 1.0, random.random(), -3.0 * random.random())) for _ in range(stages)],
         "shared_queue": random.random() < 0.3,
@@ -102,23 +103,22 @@ def _fields(random: Random) -> dict[str, Any]:
 def _spoil(random: Random, fields: dict[str, Any]) -> None:
     name = random.choice(list(fields))
     if isinstance(fields[name], int):
-        fields[name] = random.choice((*_COUNTS, fields[name] + 1))
-    else:
-        value: Any = random.choice(_SECONDS)
-        spoil_list(
-            random,
-            fields[name],
-            (value, random.choice(_SECONDS), random.random() < 0.5) if name.startswith("to_") else value,
-        )
+        fields[name] = random.choice((*COUNTS, fields[name] + 1))
+        return
+    value: Any = random.choice(COUNTS if name == "stage_of" else SECONDS)
+    if name == "links":
+        ends = random.choice(COUNTS), random.randrange(3)
+        value = (*ends, value, random.choice(SECONDS), random.random() < 0.5)
+    spoil_list(random, fields[name], value)
 
 
-def _spoilt_orders(random: Random, orders: Orders) -> Orders:
+def spoilt_orders(random: Random, orders: Orders) -> Orders:
     spoilt: list[Any] = [list(order) for order in orders] or [[0]]
     for _ in range(random.choice((0, 1, 1, 3, 9))):
         if random.random() < 0.1:
-            spoil_list(random, spoilt, [random.choice(_CODES)])
+            spoil_list(random, spoilt, [random.choice(CODES)])
         elif spoilt:
-            spoil_list(random, random.choice(spoilt), random.choice((*_CODES, random.randrange(200))))
+            spoil_list(random, random.choice(spoilt), random.choice((*CODES, random.randrange(200))))
     return spoilt or [[]]
 
 

@@ -12,7 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from fuzz import campaign, control_talk, inboxes, live_rings, reference_inbox, schedules, streams, verbs_talk, worker
+from fuzz import (
+    campaign,
+    control_talk,
+    inboxes,
+    live_rings,
+    reference_inbox,
+    routing,
+    schedules,
+    streams,
+    verbs_talk,
+    worker,
+)
 from fuzz.campaign import watch
 
 CASES = {
@@ -23,6 +34,7 @@ CASES = {
     "verbs_talk": (verbs_talk.case, 60),
     "control_talk": (control_talk.case, 60),
     "schedules": (schedules.case, 60),
+    "routing": (routing.case, 60),
 }
 
 

@@ -23,6 +23,7 @@ FUZZERS = {
     "verbs_talk": "fuzz.verbs_talk:case",
     "control_talk": "fuzz.control_talk:case",
     "schedules": "fuzz.schedules:case",
+    "routing": "fuzz.routing:case",
     "self_check": "fuzz.self_check:case",
 }
 EXTENSIONS = ("adaptra_megatron.transport._ring", "adaptra_megatron.schedule._native")

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support.copied_link import MEBIBYTE, PART, CopiedLink, until
+from support.gpu.copied_link import MEBIBYTE, PART, CopiedLink
+from transport_checks import until
 
-from adaptra_megatron.transport.cuda_device import Computed, CudaDevice
+from adaptra_megatron.transport.gpu.cuda_device import Computed, CudaDevice
 
 pytestmark = pytest.mark.gpu
 

@@ -10,16 +10,17 @@ import pytest
 import torch
 
 from adaptra_megatron.transport._ring import Ring
-from adaptra_megatron.transport.cuda_device import CudaDevice
-from adaptra_megatron.transport.host_link import HostLink
+from adaptra_megatron.transport.dual_path.dual_link import DualLink
+from adaptra_megatron.transport.gpu.cuda_device import CudaDevice
 from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.link_ends import LinkEnds
 from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
 
 pytestmark = pytest.mark.gpu
 
 MEBIBYTE = 1 << 20
 SETTINGS = HostSettings(timeout_s=30.0, grace_s=30.0)
-Links = tuple[HostLink, HostLink]
+Links = tuple[DualLink, DualLink]
 
 
 def key(number: int, iteration: int = 0) -> MessageKey:
@@ -44,7 +45,10 @@ def connect(links: Links) -> None:
 
 @pytest.fixture
 def links(device: torch.device) -> Iterator[Links]:
-    made = HostLink(0, 1, SETTINGS, CudaDevice(device)), HostLink(1, 0, SETTINGS, CudaDevice(device))
+    made = (
+        DualLink(LinkEnds(0, 1), SETTINGS, CudaDevice(device)),
+        DualLink(LinkEnds(1, 0), SETTINGS, CudaDevice(device)),
+    )
     connect(made)
     yield made
     torch.cuda.synchronize()

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from adaptra_megatron.runtime.memory import CudaMemory
-from adaptra_megatron.runtime.timers import make_timer
-from adaptra_megatron.transport.device_clock import EXACT_S, CudaEvents, DeviceClock
+from adaptra_megatron.control.device_memory import CudaMemory
+from adaptra_megatron.runtime.execution.timers import make_timer
+from adaptra_megatron.transport.gpu.device_clock import EXACT_S, CudaEvents, DeviceClock
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import megatron.core
@@ -16,7 +18,6 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.runtime.refusals import UnsupportedFeatureError
 
 FIRST = PATCHES[0]
 
@@ -96,6 +97,21 @@ class TestEnabling:
         applied.undo()
         assert all(back is theirs for back, theirs in zip(in_place(), stock, strict=True))
         applied.undo()
+
+    def test_what_a_script_does_not_use_is_patched_where_it_does(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        training: Any = ModuleType("megatron.training.training")
+
+        def save_checkpoint(iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any) -> tuple[int, Any]:
+            return iteration, model
+
+        training.save_checkpoint = save_checkpoint
+        monkeypatch.setitem(sys.modules, training.__name__, training)
+        applied = enable(AdaptraConfig())
+        assert applied.identities[-1] == "save-checkpoint"
+        assert training.save_checkpoint is not save_checkpoint
+        assert training.save_checkpoint(7, "model", None, opt_param_scheduler=None) == (7, "model")
+        applied.undo()
+        assert training.save_checkpoint is save_checkpoint
 
     def test_again_with_the_same_settings_is_the_same(self, enabled: AppliedPatches) -> None:
         ours = in_place()
@@ -214,12 +230,21 @@ def _overlay(**arguments: Any) -> None:
 
 
 class TestPatched:
-    @pytest.mark.usefixtures("enabled")
-    def test_a_pipeline_of_one_stage_is_refused(self) -> None:
-        with pytest.raises(UnsupportedFeatureError, match="1 stage \\(PP 1\\)"):
-            schedules.get_forward_backward_func(1, None)(
-                forward_step_func=None, data_iterator=None, model=None, num_microbatches=1, seq_length=1
-            )
+    def test_the_schedule_of_a_single_stage_is_handed_to_the_runtime(
+        self, enabled: AppliedPatches, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        handed: list[tuple[Any, Any]] = []
+
+        def run_stock(stock: Any, arguments: Any) -> str:
+            handed.append((stock, arguments))
+            return "losses"
+
+        monkeypatch.setattr(enabled.runtime, "run_stock", run_stock)
+        assert schedules.get_forward_backward_func(1, None)(num_microbatches=1, seq_length=1) == "losses"
+        ((stock, arguments),) = handed
+        assert arguments == {"num_microbatches": 1, "seq_length": 1}
+        assert stock.__name__ == "forward_backward_no_pipelining"
+        assert not hasattr(stock, "__wrapped__"), "Megatron's own"
 
     @pytest.mark.parametrize(("vp_size", "interleaved"), [(None, False), (2, True)])
     def test_the_schedules_call_the_runtime_and_return_what_it_returns(

@@ -2,7 +2,7 @@
 """Two stages exchange messages through two delegate processes over verbs: one of the delegates is killed, the RNICs do
 not reach each other, or none of them does any more.
 
-Runs in the guest of scripts/softroce_vm.py. The stages here are what host_link.HostLink is, without torch: what has not
+Runs in the guest of scripts/softroce_vm.py. The stages here are what dual_link.DualLink is, without torch: what has not
 arrived is sent again in the next session, and the receiver's inbox drops what comes twice.
 """
 
@@ -22,12 +22,12 @@ import pytest
 from rails import SLOT_NBYTES, SLOTS, link_down, random_bytes, wait_until, write_message
 
 from adaptra_megatron.transport._ring import Event, Inbox, Ring, RingClosedError
-from adaptra_megatron.transport.control import Open, Start
-from adaptra_megatron.transport.host_link_state import GiveUp
-from adaptra_megatron.transport.supervisor import Link, Supervisor
+from adaptra_megatron.transport.delegate.control import Open, Start
+from adaptra_megatron.transport.delegate.supervisor import Link, Supervisor
+from adaptra_megatron.transport.host_link.state import GiveUp
 
 LIMIT_S = 90.0
-PIPELINE, SECRET = secrets.token_hex(16), secrets.token_hex(32)
+JOB, SECRET = secrets.token_hex(16), secrets.token_hex(32)
 MESSAGES = 8
 
 
@@ -51,8 +51,8 @@ class Stage:
 
     def start(self, peer: Stage) -> None:
         start = Start(
-            stage=self.number,
-            pipeline=PIPELINE,
+            rank=self.number,
+            job=JOB,
             secret=SECRET,
             listeners=["tcp"],
             handshake_s=20.0,

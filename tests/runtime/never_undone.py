@@ -8,7 +8,7 @@ import sys
 from typing import Any
 from unittest import mock
 
-from adaptra_megatron.emulation.megatron_on_cpu import install
+from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
 
 install()
 

@@ -13,7 +13,7 @@ from support.processes import TRAIN_GPT, RankResult
 from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
-from adaptra_megatron.schedule.split import split_backward
+from adaptra_megatron.schedule.weight_delays import split_backward
 
 STAGES, MICRO_BATCHES = 2, 4
 
@@ -76,11 +76,6 @@ def test_plan_for_other_micro_batches_is_refused(tmp_path: Path, start_ranks: Ca
     path = tmp_path / "plan.csv"
     path.write_text(schedule_to_csv(one_f_one_b(STAGES, 7)))
     refused(train(start_ranks, "--adaptra-plan-csv", str(path)), "PlanMismatchError", "7 micro-batches", "has 4")
-
-
-@pytest.mark.timeout(90)
-def test_pipeline_of_one_stage_is_refused(start_ranks: Callable[..., list[RankResult]]) -> None:
-    refused(train(start_ranks, stages=1), "UnsupportedFeatureError", "PP 1", "drop --adaptra")
 
 
 @pytest.mark.timeout(90)

@@ -26,7 +26,7 @@ from support.device_model.calls import (
 )
 from support.device_model.from_megatron import record_stock
 from support.device_model.from_runtime import Iteration, Job
-from support.schedules import classic_schedules, random_schedules
+from support.schedules import named_schedules, random_schedules
 
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.classic import forward_only, stock_order
@@ -240,7 +240,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 
 @settings(max_examples=25)
-@given(st.one_of(classic_schedules(least_stages=2), random_schedules()))
+@given(st.one_of(named_schedules(least_stages=2), random_schedules()))
 def test_without_links_that_take_time_actions_run_when_the_simulator_says(schedule: Schedule) -> None:
     costs = uniform_costs(
         schedule.stages,

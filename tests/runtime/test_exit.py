@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.processes import REPOSITORY, TRAIN_GPT, RankResult, run_ranks
+from support.processes import TRAIN_GPT, RankResult, run_ranks
 
 SCRIPT = str(Path(__file__).with_name("never_undone.py"))
-RAISING = str(REPOSITORY / "tests" / "support" / "programs" / "raising_action.py")
+RAISING = str(Path(__file__).with_name("raising_action.py"))
 SOON_S = 10.0
 
 

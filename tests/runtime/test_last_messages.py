@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adaptra_megatron.emulation.fork_server import ForkServer
-from adaptra_megatron.emulation.variants import Variant, check_equal, run_variants
+from adaptra_megatron.emulation.jobs.fork_server import ForkServer
+from adaptra_megatron.emulation.jobs.variants import Variant, check_equal, run_variants
 
 LATENCY_S = 0.3
 JOB = (

@@ -14,12 +14,13 @@ from megatron.core.timers import Timer, Timers
 from support.processes import RankResult
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.runtime.executor import IterationReport
+from adaptra_megatron.runtime.execution.addresses import Addresses
+from adaptra_megatron.runtime.execution.executor import IterationReport
+from adaptra_megatron.runtime.execution.program import compile_program
 from adaptra_megatron.runtime.megatron_timers import add_times
-from adaptra_megatron.runtime.program import compile_program
 from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
-from adaptra_megatron.schedule.split import split_backward
+from adaptra_megatron.schedule.weight_delays import split_backward
 from adaptra_megatron.telemetry.records import ActionRecord
 
 MICRO_BATCHES = 4
@@ -60,7 +61,7 @@ def report_of(stage: int) -> IterationReport:
                 start_s + COMPUTED_S,
             )
         )
-    return IterationReport(1.0, steps, 0, over=lambda: True, resolve=lambda: records)
+    return IterationReport(1.0, steps, Addresses((0, 1), 0), 0, over=lambda: True, resolve=lambda: records)
 
 
 @pytest.mark.usefixtures("waits")

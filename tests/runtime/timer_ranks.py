@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from adaptra_megatron.emulation.megatron_on_cpu import install
+from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
 
 
 def main(argv: list[str]) -> None:
@@ -15,9 +15,9 @@ def main(argv: list[str]) -> None:
     from megatron.core.timers import Timers
 
     from adaptra_megatron.config import AdaptraConfig
-    from adaptra_megatron.emulation.arguments import check_arguments, parse_arguments
-    from adaptra_megatron.emulation.process_groups import join_job, leave_job, set_up_groups
-    from adaptra_megatron.emulation.training import Trainer
+    from adaptra_megatron.emulation.training.arguments import check_arguments, parse_arguments
+    from adaptra_megatron.emulation.training.process_groups import join_job, leave_job, set_up_groups
+    from adaptra_megatron.emulation.training.training import Trainer
 
     args = parse_arguments(["--emulate-cpu", "--distributed-backend", "gloo", *argv])
     check_arguments(args, join_job(args))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ortools.sat.python import cp_model
 
 from adaptra_megatron.schedule.actions import Kind, Schedule
-from adaptra_megatron.schedule.costs import Costs, LinkCost, PerChunk
+from adaptra_megatron.schedule.costs import Costs, LinkCost
 from adaptra_megatron.schedule.simulator import Simulation
 
 TICKS_PER_SECOND = 1000
@@ -39,8 +39,8 @@ class Model:
     """A whole backward is an I as long as it, and a W of no length right after. There are none where they do no better
     than I and W in one go: without `Costs.backward_s`, if input gradients add nothing to what is held.
 
-    Micro-batches of a virtual stage cost the same, so F, I and W in ascending micro-batch order lose nothing. What a
-    shared queue delays is left out.
+    F, I and W run in ascending micro-batch order, which loses nothing where all cost the same, and is the rule where
+    they do not. What a shared queue delays is left out.
     """
 
     def __init__(self, costs: Costs, *, horizon_s: float) -> None:
@@ -50,9 +50,9 @@ class Model:
         self.makespan = self.model.new_int_var(0, self.horizon, "makespan")
         self.virtual_stages = costs.stages * costs.chunks
         tables = {
-            Kind.FORWARD: costs.forward_s,
-            Kind.BACKWARD_INPUT: costs.backward_input_s,
-            Kind.BACKWARD_WEIGHT: costs.backward_weight_s,
+            Kind.FORWARD: "forward_s",
+            Kind.BACKWARD_INPUT: "backward_input_s",
+            Kind.BACKWARD_WEIGHT: "backward_weight_s",
         }
         places = [(v, m) for v in range(self.virtual_stages) for m in range(costs.micro_batches)]
         adds = min(costs.released_at_backward_input) < 0.0
@@ -79,12 +79,12 @@ class Model:
         found = solver.objective_value if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else float(self.horizon)
         return Optimum(solver.best_objective_bound / TICKS_PER_SECOND, found / TICKS_PER_SECOND)
 
-    def _duration(self, kind: Kind, table: PerChunk, v: int, m: int) -> cp_model.LinearExprT:
-        stage, chunk = v % self.costs.stages, v // self.costs.stages
-        split = ticks(table[stage][chunk])
+    def _duration(self, kind: Kind, table: str, v: int, m: int) -> cp_model.LinearExprT:
+        stage, chunk = self.costs.placement.places[v]
+        split = ticks(self.costs.micro_batch_s(table, stage, chunk)[m])
         if kind is Kind.FORWARD or not self.whole:
             return split
-        whole = ticks(self.costs.whole_backward_s[stage][chunk]) if kind is Kind.BACKWARD_INPUT else 0
+        whole = ticks(self.costs.micro_batch_s("backward_s", stage, chunk)[m]) if kind is Kind.BACKWARD_INPUT else 0
         return split + (whole - split) * self.whole[v, m]
 
     def _action(self, name: str, duration: cp_model.LinearExprT) -> _Action:
@@ -105,7 +105,7 @@ class Model:
                     end = self.actions[Kind.BACKWARD_INPUT, v, m].end
                     self.model.add(action.start == end).only_enforce_if(self.whole[v, m])
         for stage, cap in enumerate(costs.max_in_flight):
-            mine = {key: action for key, action in self.actions.items() if key[1] % costs.stages == stage}
+            mine = {key: action for key, action in self.actions.items() if costs.placement.stage_of[key[1]] == stage}
             self.model.add_no_overlap([action.interval for action in mine.values()])
             if cap is None:
                 continue
@@ -140,7 +140,7 @@ class Model:
                 if v + 1 == self.virtual_stages:
                     self.model.add(forward.end <= backward.start)
                 else:
-                    ends = (v % costs.stages, (v + 1) % costs.stages)
+                    ends = costs.placement.stage_of[v], costs.placement.stage_of[v + 1]
                     self._send(on_link, ends, forward, self.actions[Kind.FORWARD, v + 1, m])
                     self._send(on_link, ends[::-1], self.actions[Kind.BACKWARD_INPUT, v + 1, m], backward)
         for intervals in on_link.values():
@@ -167,7 +167,7 @@ class Model:
         schedule: Schedule = simulation.schedule
         for order, starts in zip(schedule.orders, simulation.start_s, strict=True):
             for action, start_s in zip(order, starts, strict=True):
-                v = action.chunk * schedule.stages + action.stage
+                v = schedule.placement.virtual_stage(action.stage, action.chunk)
                 is_whole = action.kind is Kind.BACKWARD
                 kind = Kind.BACKWARD_INPUT if is_whole else action.kind
                 self.model.add_hint(self.actions[kind, v, action.micro_batch].start, ticks(start_s))

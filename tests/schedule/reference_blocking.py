@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from adaptra_megatron.schedule.actions import Action, Kind, Schedule
-from adaptra_megatron.schedule.blocking import Call, Step, stock_programs
 from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.transfers.blocking import Call, Step, stock_programs
 
 Times = list[list[float]]
 
@@ -85,9 +85,9 @@ class _Replay:
                 self._compute(stage, step)
 
     def _compute(self, stage: int, action: Action) -> None:
-        table = self.costs.forward_s if action.kind is Kind.FORWARD else self.costs.whole_backward_s
+        table = "forward_s" if action.kind is Kind.FORWARD else "backward_s"
         self.start_s[stage].append(self.now[stage])
-        self.now[stage] += table[stage][action.chunk]
+        self.now[stage] += self.costs.micro_batch_s(table, stage, action.chunk)[action.micro_batch]
         self.end_s[stage].append(self.now[stage])
 
     def _post(self, stage: int, call: Call) -> None:

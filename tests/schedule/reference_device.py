@@ -15,10 +15,10 @@ from reference_simulator import Links, Result, Times, duration, needed, produced
 
 from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.costs import Costs
-from adaptra_megatron.schedule.launch_order import LaunchRanks, receives_before
-from adaptra_megatron.schedule.routing import Message
-from adaptra_megatron.schedule.routing import needed as message_for
-from adaptra_megatron.schedule.routing import produced as message_of
+from adaptra_megatron.schedule.transfers.launch_order import LaunchRanks, receives_before
+from adaptra_megatron.schedule.transfers.messages import Message
+from adaptra_megatron.schedule.transfers.messages import needed as message_for
+from adaptra_megatron.schedule.transfers.messages import produced as message_of
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class DeviceReference:
         for action, receives in zip(self.schedule.orders[stage], batches, strict=True):
             found += [("receive", message) for message in receives if self._is_rendezvous(message)]
             found.append(action)
-            message = message_of(action, self.schedule.stages, self.schedule.chunks)
+            message = message_of(action, self.schedule.placement)
             if self._is_rendezvous(message):
                 assert message is not None
                 found.append(("send", message))
@@ -91,9 +91,9 @@ class DeviceReference:
 
     def _ended(self, action: Action, now_s: float) -> None:
         self.end_s[action.stage].append(now_s)
-        away = message_of(action, self.schedule.stages, self.schedule.chunks)
-        for result in produced(action, self.schedule.stages, self.schedule.chunks):
-            if result[1] % self.schedule.stages != action.stage and self._is_rendezvous(away):
+        away = message_of(action, self.schedule.placement)
+        for result in produced(action, self.schedule.placement):
+            if self.schedule.placement.stage_of[result[1]] != action.stage and self._is_rendezvous(away):
                 continue
             arrival_s = self.links.arrival(action.stage, result, now_s)
             if arrival_s == now_s:
@@ -122,12 +122,12 @@ class DeviceReference:
     def _operation(self, stage: int, step: Action | tuple[str, Message]) -> _Operation | None:
         computation = self.latest.get((stage, ("compute", stage)))
         if isinstance(step, Action):
-            message = message_for(step, self.schedule.stages, self.schedule.chunks)
+            message = message_for(step, self.schedule.placement)
             operation = _Operation(stage, ("compute", stage), step)
             if self._is_rendezvous(message):
                 assert message is not None
                 operation.after.append(self.ends[stage, message])
-            elif needed(step, self.schedule.stages) not in self.arrived and not self._is_made_here(step):
+            elif needed(step, self.schedule.placement) not in self.arrived and not self._is_made_here(step):
                 return None
             return operation
         what, message = step
@@ -138,7 +138,8 @@ class DeviceReference:
 
     def _is_made_here(self, action: Action) -> bool:
         """Whether the same stream has computed what `action` needs, by the time it comes to it."""
-        return message_for(action, self.schedule.stages, self.schedule.chunks) is None or self.schedule.stages == 1
+        message = message_for(action, self.schedule.placement)
+        return message is None or message.source == action.stage
 
     def _start(self, now_s: float) -> bool:
         """What devices start now; in each queue, nothing starts before what stands in front of it."""

@@ -8,9 +8,11 @@ import itertools
 from collections import defaultdict
 
 from hypothesis import strategies as st
+from support.schedules import random_placements
 
 from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.costs import Costs, LinkCost
+from adaptra_megatron.schedule.placement import Placement
 
 Times = list[list[float]]
 # A message or result: the kind that needs it, and its virtual stage and micro-batch.
@@ -20,24 +22,30 @@ _NEEDS = {Kind.FORWARD: Kind.FORWARD, Kind.BACKWARD: Kind.BACKWARD, Kind.BACKWAR
 
 
 def duration(costs: Costs, action: Action) -> float:
-    table = {
-        Kind.FORWARD: costs.forward_s,
-        Kind.BACKWARD: costs.whole_backward_s,
-        Kind.BACKWARD_INPUT: costs.backward_input_s,
-        Kind.BACKWARD_WEIGHT: costs.backward_weight_s,
+    name = {
+        Kind.FORWARD: "forward_s",
+        Kind.BACKWARD: "backward_s",
+        Kind.BACKWARD_INPUT: "backward_input_s",
+        Kind.BACKWARD_WEIGHT: "backward_weight_s",
     }[action.kind]
-    return table[action.stage][action.chunk]
+    return costs.micro_batch_s(name, action.stage, action.chunk)[action.micro_batch]
 
 
-def needed(action: Action, stages: int) -> Result:
-    return (_NEEDS.get(action.kind, Kind.BACKWARD_WEIGHT), action.chunk * stages + action.stage, action.micro_batch)
+def virtual_stage(action: Action, placement: Placement) -> int:
+    """The stage's virtual stages in the order of the model are its chunks."""
+    return [v for v, stage in enumerate(placement.stage_of) if stage == action.stage][action.chunk]
 
 
-def produced(action: Action, stages: int, chunks: int) -> list[Result]:
+def needed(action: Action, placement: Placement) -> Result:
+    kind = _NEEDS.get(action.kind, Kind.BACKWARD_WEIGHT)
+    return (kind, virtual_stage(action, placement), action.micro_batch)
+
+
+def produced(action: Action, placement: Placement) -> list[Result]:
     """What the end of an action makes available, by whom it is needed."""
-    v, m = action.chunk * stages + action.stage, action.micro_batch
+    v, m = virtual_stage(action, placement), action.micro_batch
     if action.kind is Kind.FORWARD:
-        return [(Kind.FORWARD, v + 1, m)] if v + 1 < stages * chunks else [(Kind.BACKWARD, v, m)]
+        return [(Kind.FORWARD, v + 1, m)] if v + 1 < len(placement.stage_of) else [(Kind.BACKWARD, v, m)]
     if action.kind is Kind.BACKWARD_WEIGHT:
         return []
     results: list[Result] = [(Kind.BACKWARD, v - 1, m)] if v > 0 else []
@@ -54,7 +62,7 @@ class Links:
         self.free_s: dict[tuple[int, int], float] = defaultdict(float)
 
     def arrival(self, source: int, result: Result, end_s: float) -> float:
-        target = result[1] % self.costs.stages
+        target = self.costs.placement.stage_of[result[1]]
         if target == source:
             return end_s
         cost = self.costs.link(source, target)
@@ -79,7 +87,7 @@ def reference_replay(schedule: Schedule, costs: Costs) -> tuple[Times, Times] | 
             if busy[stage] or len(starts[stage]) == len(order):
                 continue
             action = order[len(starts[stage])]
-            if needed(action, stages) in arrived:
+            if needed(action, schedule.placement) in arrived:
                 busy[stage] = True
                 starts[stage].append(now_s)
                 heapq.heappush(events, (now_s + duration(costs, action), next(sequence), action))
@@ -90,7 +98,7 @@ def reference_replay(schedule: Schedule, costs: Costs) -> tuple[Times, Times] | 
         if isinstance(event, Action):
             busy[event.stage] = False
             ends[event.stage].append(now_s)
-            for result in produced(event, stages, schedule.chunks):
+            for result in produced(event, schedule.placement):
                 heapq.heappush(events, (links.arrival(event.stage, result, now_s), next(sequence), result))
         else:
             arrived.add(event)
@@ -137,14 +145,14 @@ class OnlineReference:
         self.starts[stage].append(start_s)
         self.done[stage].append(action)
         self.free_s[stage] = start_s + duration(self.costs, action)
-        for result in produced(action, self.costs.stages, self.costs.chunks):
+        for result in produced(action, self.costs.placement):
             self.arrival_s[result] = self.links.arrival(stage, result, self.free_s[stage])
 
     def choice(self, stage: int) -> tuple[float, Action] | None:
         """The earliest start, and the first of B > F > W that could start then."""
         able = []
         for rank, action in self.candidates(stage):
-            arrival_s = self.arrival_s.get(needed(action, self.costs.stages))
+            arrival_s = self.arrival_s.get(needed(action, self.costs.placement))
             if arrival_s is not None:
                 able.append((max(self.free_s[stage], arrival_s), rank, action))
         if not able:
@@ -213,20 +221,24 @@ def random_costs(
     *,
     max_stages: int = 6,
     max_micro_batches: int = 10,
+    least_chunks: int = 1,
     max_chunks: int = 3,
     whole_milliseconds: bool = False,
     added: bool = False,
     whole: bool = False,
     rendezvous: bool = False,
+    placed: bool = False,
+    varied: bool = False,
 ) -> Costs:
     """Any costs: some actions and links may take no time at all.
 
     In whole milliseconds, for CP-SAT, only links may: there, an F and its I of no length would hold no memory. `added`:
     input gradients may add to what is held. `whole`: whole backwards may have seconds of their own. `rendezvous`: links
-    may be such ones, and stages may share a queue.
+    may be such ones, and stages may share a queue. `placed`: virtual stages may be on any stages. `varied`:
+    micro-batches may differ.
     """
     stages = draw(st.integers(1, max_stages))
-    chunks = draw(st.integers(1, max_chunks))
+    chunks = draw(st.integers(least_chunks, max_chunks))
     if whole_milliseconds:
         seconds = st.integers(1, 40).map(lambda ticks: ticks / 1000)
         link_seconds = st.integers(0, 40).map(lambda ticks: ticks / 1000)
@@ -238,13 +250,25 @@ def random_costs(
     def table() -> tuple[tuple[float, ...], ...]:
         return tuple(tuple(draw(seconds) for _ in range(chunks)) for _ in range(stages))
 
+    placement = draw(random_placements(stages, chunks)) if placed else None
     pairs = {(s, (s + step) % stages) for s in range(stages) for step in (1, -1)} if stages > 1 else set()
+    if placement is not None:
+        pairs = set(placement.links)
     slow = draw(st.lists(st.sampled_from(sorted(pairs)), unique=True, max_size=4)) if pairs else []
     cap = st.one_of(st.none(), st.integers(2 * chunks, 6 * stages * chunks).map(lambda halves: halves / 2))
+    micro_batches = draw(st.integers(1, max_micro_batches))
+    factor = st.integers(1, 3) if whole_milliseconds else st.sampled_from([0.0, 0.5, 1.0, 3.0]) | st.floats(0.0, 4.0)
+
+    def factors() -> tuple[tuple[tuple[float, ...], ...], ...]:
+        row = st.tuples(*[factor] * micro_batches)
+        return tuple(tuple(draw(row) for _ in range(chunks)) for _ in range(stages))
+
+    names = ("forward_s", "backward_input_s", "backward_weight_s")
     return Costs(
         stages=stages,
         chunks=chunks,
-        micro_batches=draw(st.integers(1, max_micro_batches)),
+        micro_batches=micro_batches,
+        micro_batch_factors={name: factors() for name in names if varied and draw(st.booleans())},
         forward_s=table(),
         backward_input_s=table(),
         backward_weight_s=table(),
@@ -255,4 +279,5 @@ def random_costs(
         released_at_backward_input=tuple(draw(released) for _ in range(stages)),
         backward_s=table() if whole and draw(st.booleans()) else None,
         shared_queue=rendezvous and draw(st.booleans()),
+        custom_placement=placement,
     )

@@ -15,13 +15,13 @@ from adaptra_megatron.schedule.simulator import simulate, simulate_online
 
 
 @settings(max_examples=300, deadline=None)
-@given(costs=random_costs(max_stages=8, max_micro_batches=16, added=True, whole=True))
+@given(costs=random_costs(varied=True, max_stages=8, max_micro_batches=16, added=True, whole=True, placed=True))
 def test_no_dispatched_schedule_beats_the_bound(costs: Costs) -> None:
     assert lower_bound(costs).seconds <= simulate_online(costs).makespan_s
 
 
 @settings(max_examples=100, deadline=None)
-@given(costs=random_costs(max_chunks=1, max_stages=8, max_micro_batches=16, whole=True, rendezvous=True))
+@given(costs=random_costs(varied=True, max_chunks=1, max_stages=8, max_micro_batches=16, whole=True, rendezvous=True))
 def test_no_classic_schedule_beats_the_bound(costs: Costs) -> None:
     uncapped = _without_caps(costs)
     for schedule in (one_f_one_b(costs.stages, costs.micro_batches), gpipe(costs.stages, costs.micro_batches)):
@@ -42,7 +42,16 @@ def _without_caps(costs: Costs) -> Costs:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(
-    costs=random_costs(max_stages=3, max_micro_batches=4, max_chunks=2, whole_milliseconds=True, added=True, whole=True)
+    costs=random_costs(
+        varied=True,
+        max_stages=3,
+        max_micro_batches=4,
+        max_chunks=2,
+        whole_milliseconds=True,
+        added=True,
+        whole=True,
+        placed=True,
+    )
 )
 def test_the_exact_optimum_does_not_beat_the_bound(costs: Costs) -> None:
     """Whatever CP-SAT finds is a schedule, so this holds whether or not it proves its own bound in time."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from adaptra_megatron.schedule import classic
 from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule
 from adaptra_megatron.schedule.checks import ScheduleError, check_schedule
-from adaptra_megatron.schedule.split import delay_weights, split_backward
+from adaptra_megatron.schedule.weight_delays import delay_weights, split_backward
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 

@@ -12,7 +12,7 @@ from adaptra_megatron.schedule import classic
 from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.errors import ScheduleError
-from adaptra_megatron.schedule.split import delay_weights, split_backward
+from adaptra_megatron.schedule.weight_delays import delay_weights, split_backward
 
 STAGES = range(2, 17)
 

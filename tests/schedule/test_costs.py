@@ -10,15 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.schedule.costs import (
-    LEAST_RELEASED,
-    CostError,
-    Costs,
-    LinkCost,
-    costs_from_json,
-    costs_to_json,
-    uniform_costs,
-)
+from adaptra_megatron.schedule.costs import LEAST_RELEASED, CostError, Costs, LinkCost, uniform_costs
+from adaptra_megatron.schedule.costs_json import costs_from_json, costs_to_json
+from adaptra_megatron.schedule.jobs.costs import Override
 
 SECONDS = st.floats(0.0, 10.0)
 GOOD: dict[str, Any] = {
@@ -114,3 +108,35 @@ def test_links_join_neighbours_only() -> None:
 def test_backward_is_both_gradients_where_it_was_not_measured() -> None:
     assert costs_from_json(GOOD | {"backward_s": 0.02}).whole_backward_s == ((0.02,),) * 3
     assert costs_from_json(GOOD).whole_backward_s == ((0.03,), (0.04,), (0.06,))
+
+
+def test_seconds_per_micro_batch() -> None:
+    """A list in place of a chunk's number; the table gets the mean, and numbers beside it are for all micro-batches."""
+    document = {
+        "stages": 2,
+        "micro_batches": 3,
+        "forward_s": [[[1.0, 2.0, 3.0]], 5.0],
+        "backward_input_s": 1.0,
+        "backward_weight_s": [[[0.0, 0.0, 0.0]], [[2.0, 4.0, 0.0]]],
+    }
+    costs = costs_from_json(document)
+    assert costs.forward_s == ((2.0,), (5.0,))
+    assert costs.micro_batch_s("forward_s", 0, 0) == (1.0, 2.0, 3.0)
+    assert costs.micro_batch_s("forward_s", 1, 0) == (5.0, 5.0, 5.0)
+    assert costs.micro_batch_s("backward_weight_s", 0, 0) == (0.0, 0.0, 0.0)
+    assert costs.micro_batch_s("backward_s", 1, 0) == (3.0, 5.0, 1.0)
+    assert costs_from_json(json.loads(json.dumps(costs_to_json(costs)))) == costs
+    for wrong, message in (
+        ([[[1.0, 2.0]], 5.0], "has 2 values for 3 micro-batches"),
+        ([[[1.0, -2.0, 1.0]], 5.0], "forward_s of stage 0, micro-batch 1 must be 0 or more, got -2.0"),
+    ):
+        with pytest.raises(CostError, match=message):
+            costs_from_json({**document, "forward_s": wrong})
+
+
+def test_a_slow_stage_is_slow_for_each_micro_batch() -> None:
+    costs = uniform_costs(2, 2, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
+    costs = costs.with_micro_batches({"forward_s": (((1.0, 3.0),), ((2.0, 2.0),))})
+    slow = Override(slow_stages={0: 2.0}).applied_to(costs)
+    assert slow.micro_batch_s("forward_s", 0, 0) == (2.0, 6.0)
+    assert slow.micro_batch_s("forward_s", 1, 0) == (2.0, 2.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
+from support.torch_stages import torch_stages
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from adaptra_megatron.schedule import classic
@@ -16,42 +16,24 @@ from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
 from adaptra_megatron.schedule.errors import ScheduleError
-from adaptra_megatron.schedule.split import split_backward
+from adaptra_megatron.schedule.placement import interleaved
+from adaptra_megatron.schedule.registry import SCHEDULES, make_schedule
+from adaptra_megatron.schedule.weight_delays import split_backward
 
-SCHEDULES = {
-    "gpipe": classic.gpipe(3, 4, chunks=2),
-    "1f1b": classic.one_f_one_b(4, 6),
-    "interleaved": classic.interleaved(4, 8, 3),
-    "zb-h1": classic.zb_h1(4, 8),
-    "zb-h2": classic.zb_h2(3, 7),
-    "interleaved-split": classic.interleaved_split(4, 8, 2),
+NAMED = {name: make_schedule(name, 4, 8, named.chunks[0]) for name, named in SCHEDULES.items()}
+CASES = {name: schedule for name, schedule in NAMED.items() if schedule.custom_placement is None} | {
+    "few-micro-batches": classic.zb_h2(3, 2),
+    "gpipe-2": classic.gpipe(3, 4, chunks=2),
+    "interleaved-3": classic.interleaved(4, 8, 3),
     "weights-last": split_backward(classic.interleaved(2, 4, 2), None),
 }
 
 
-def torch_stages(stages: int, chunks: int) -> list[SimpleNamespace]:
-    """Rank 0's stages, as far as torch's schedule classes look at them before they run anything."""
-    return [
-        SimpleNamespace(
-            num_stages=stages * chunks,
-            group_size=stages,
-            group_rank=0,
-            stage_index=chunk * stages,
-            is_first=chunk == 0,
-            is_last=stages * chunks == 1,
-            submod=torch.nn.Identity(),
-        )
-        for chunk in range(chunks)
-    ]
-
-
 def torch_runtime(schedule: Schedule) -> torch_schedules._PipelineScheduleRuntime:
-    return torch_schedules._PipelineScheduleRuntime(
-        torch_stages(schedule.stages, schedule.chunks), schedule.micro_batches
-    )
+    return torch_schedules._PipelineScheduleRuntime(torch_stages(schedule.placement), schedule.micro_batches)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+@pytest.mark.parametrize("schedule", CASES.values(), ids=CASES.keys())
 def test_torch_loads_what_we_write_and_writes_what_we_load(schedule: Schedule, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours.csv", tmp_path / "theirs.csv"
     ours.write_text(schedule_to_csv(schedule))
@@ -70,7 +52,7 @@ def test_torch_loads_what_we_write_and_writes_what_we_load(schedule: Schedule, t
 
 def dumped_by_torch(name: str, tmp_path: Path) -> str:
     file = tmp_path / "torch.csv"
-    schedule = getattr(torch_schedules, name)(torch_stages(4, 2), 8, loss_fn=SimpleNamespace())
+    schedule = getattr(torch_schedules, name)(torch_stages(interleaved(4, 2)), 8, loss_fn=SimpleNamespace())
     torch_schedules.PipelineScheduleMulti._dump_csv(schedule, str(file))
     return file.read_text()
 

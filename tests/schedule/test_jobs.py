@@ -13,10 +13,10 @@ from reference_simulator import random_costs
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import gpipe, one_f_one_b, zb_h1
 from adaptra_megatron.schedule.costs import CostError, LinkCost, uniform_costs
-from adaptra_megatron.schedule.job_costs import JobCosts, LinkChange, Override, job_costs, ranges, worst_costs
-from adaptra_megatron.schedule.job_json import job_costs_from_json
-from adaptra_megatron.schedule.job_planner import plan_job
-from adaptra_megatron.schedule.job_simulation import (
+from adaptra_megatron.schedule.jobs.costs import JobCosts, LinkChange, Override, job_costs, ranges, worst_costs
+from adaptra_megatron.schedule.jobs.json_format import job_costs_from_json
+from adaptra_megatron.schedule.jobs.planner import plan_job
+from adaptra_megatron.schedule.jobs.simulation import (
     find_cause,
     fixed_order,
     iteration_s,

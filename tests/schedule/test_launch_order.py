@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.schedules import classic_schedules, random_schedules
+from support.schedules import named_schedules, random_schedules
 
 from adaptra_megatron.schedule.actions import Order, Schedule
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
-from adaptra_megatron.schedule.launch_order import Posting, launch_ranks, receives_at_ends, receives_before
-from adaptra_megatron.schedule.routing import Message, needed, produced, sent_to
+from adaptra_megatron.schedule.transfers.launch_order import Posting, launch_ranks, receives_at_ends, receives_before
+from adaptra_megatron.schedule.transfers.messages import Message, needed, produced, sent_to
 
-schedules = st.one_of(classic_schedules(), random_schedules())
+schedules = st.one_of(named_schedules(), random_schedules(), random_schedules(placed=True))
 
 
 @st.composite
@@ -30,10 +30,9 @@ def schedules_and_costs(draw: st.DrawFn) -> tuple[Schedule, Costs | None]:
 
     if draw(st.booleans()):
         return schedule, None
-    ring = {(a, b) for a in range(stages) for b in ((a + 1) % stages, (a - 1) % stages) if a != b}
     links = {
         link: LinkCost(draw(seconds), draw(seconds), draw(st.booleans()))
-        for link in sorted(ring)
+        for link in schedule.placement.links
         if draw(st.booleans())
     }
     costs = Costs(
@@ -45,6 +44,7 @@ def schedules_and_costs(draw: st.DrawFn) -> tuple[Schedule, Costs | None]:
         backward_weight_s=table(),
         links=links,
         shared_queue=draw(st.booleans()),
+        custom_placement=schedule.custom_placement,
     )
     return schedule, costs
 
@@ -61,11 +61,11 @@ def test_ranks_are_one_order_that_keeps_the_stages_orders_and_what_actions_need(
         message: ranks[stage][index]
         for stage, order in enumerate(schedule.orders)
         for index, action in enumerate(order)
-        if (message := produced(action, schedule.stages, schedule.chunks)) is not None
+        if (message := produced(action, schedule.placement)) is not None
     }
     for stage, order in enumerate(schedule.orders):
         for index, action in enumerate(order):
-            message = needed(action, schedule.stages, schedule.chunks)
+            message = needed(action, schedule.placement)
             assert message is None or made[message] < ranks[stage][index]
 
 
@@ -82,21 +82,21 @@ def test_receives_are_posted_once_by_rank_before_what_needs_them_and_in_the_orde
 
 
 def check_posted(schedule: Schedule, stage: int, order: Order, postings: Sequence[Posting]) -> None:
-    stages, chunks = schedule.stages, schedule.chunks
     assert len(postings) == len(order)
     posted: list[Message] = []
     for action, posting in zip(order, postings, strict=True):
         posted += posting.before
-        message = needed(action, stages, chunks)
+        message = needed(action, schedule.placement)
         assert message is None or message in posted or message.source == stage
         posted += posting.before_send
-        assert not posting.before_send or produced(action, stages, chunks) is not None
-    for peer in range(stages):
+        assert not posting.before_send or produced(action, schedule.placement) is not None
+    for peer in range(schedule.stages):
         if peer != stage:
             assert [each for each in posted if each.source == peer] == sent_to(
-                schedule.orders[peer], stage, stages, chunks
+                schedule.orders[peer], stage, schedule.placement
             )
-    received = {message for action in order if (message := needed(action, stages, chunks)) and message.source != stage}
+    wanted = {needed(action, schedule.placement) for action in order}
+    received = {message for message in wanted if message is not None and message.source != stage}
     assert len(posted) == len(received)
     assert set(posted) == received
 
@@ -118,7 +118,6 @@ def test_a_receive_is_posted_before_what_runs_when_its_message_is_made() -> None
 def test_what_all_stages_launch_is_part_of_one_order(case: tuple[Schedule, Costs | None]) -> None:
     """Stages that launch their parts one after the other, waiting for both ends of each transfer, come to an end."""
     schedule, costs = case
-    stages, chunks = schedule.stages, schedule.chunks
     ranks = launch_ranks(schedule, costs)
     for at_ends in (False, True):
         parts: list[list[Message]] = []
@@ -131,10 +130,10 @@ def test_what_all_stages_launch_is_part_of_one_order(case: tuple[Schedule, Costs
             )
             for action, posting in zip(order, postings, strict=True):
                 part += (*posting.before, *posting.before_send)
-                message = produced(action, stages, chunks)
+                message = produced(action, schedule.placement)
                 part += [message] if message is not None and message.target != stage else []
             parts.append(part)
-        places = [0] * stages
+        places = [0] * schedule.stages
         going = True
         while going:
             going = False

@@ -30,7 +30,16 @@ def assert_sound(planned: Plan, costs: Costs) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    costs=random_costs(max_stages=8, max_micro_batches=16, max_chunks=4, added=True, whole=True, rendezvous=True),
+    costs=random_costs(
+        varied=True,
+        max_stages=8,
+        max_micro_batches=16,
+        max_chunks=4,
+        added=True,
+        whole=True,
+        rendezvous=True,
+        placed=True,
+    ),
     split=st.booleans(),
 )
 def test_every_plan_runs_within_its_caps_and_takes_what_it_says(costs: Costs, split: bool) -> None:
@@ -47,7 +56,9 @@ def test_same_costs_same_plan(costs: Costs) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(
-    costs=random_costs(max_chunks=1, max_stages=8, max_micro_batches=16, added=True, whole=True, rendezvous=True),
+    costs=random_costs(
+        varied=True, max_chunks=1, max_stages=8, max_micro_batches=16, added=True, whole=True, rendezvous=True
+    ),
     split=st.booleans(),
 )
 def test_never_slower_than_stock_where_stock_fits(costs: Costs, split: bool) -> None:

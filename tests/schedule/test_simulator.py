@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -16,8 +17,8 @@ from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import gpipe, interleaved, one_f_one_b
 from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, uniform_costs
 from adaptra_megatron.schedule.errors import ScheduleError
-from adaptra_megatron.schedule.launch_order import launch_ranks
 from adaptra_megatron.schedule.simulator import Simulation, SimulationError, peak_in_flight, simulate, simulate_online
+from adaptra_megatron.schedule.transfers.launch_order import launch_ranks
 
 
 def slow_both_ways(first: int, latency_s: float, occupancy_s: float = 0.0) -> dict[tuple[int, int], LinkCost]:
@@ -35,7 +36,7 @@ def whole_backwards(schedule: Schedule) -> Schedule:
         )
         for order in schedule.orders
     )
-    return Schedule(stages=schedule.stages, chunks=schedule.chunks, micro_batches=schedule.micro_batches, orders=orders)
+    return dataclasses.replace(schedule, orders=orders)
 
 
 def assert_agree(simulation: Simulation, reference: tuple[list[list[float]], list[list[float]]]) -> None:
@@ -46,7 +47,7 @@ def assert_agree(simulation: Simulation, reference: tuple[list[list[float]], lis
 
 
 @settings(max_examples=80, deadline=None)
-@given(data=st.data(), costs=random_costs(added=True, whole=True))
+@given(data=st.data(), costs=random_costs(varied=True, added=True, whole=True, placed=True))
 def test_replay_agrees_with_the_reference(data: st.DataObject, costs: Costs) -> None:
     seed = data.draw(st.integers(0, 2**32))
     other = _shuffled(costs, random.Random(seed))
@@ -59,7 +60,7 @@ def test_replay_agrees_with_the_reference(data: st.DataObject, costs: Costs) -> 
 
 
 @settings(max_examples=80, deadline=None)
-@given(data=st.data(), costs=random_costs(whole=True, rendezvous=True))
+@given(data=st.data(), costs=random_costs(varied=True, whole=True, rendezvous=True, placed=True))
 def test_replay_over_rendezvous_links_agrees_with_hosts_and_devices(data: st.DataObject, costs: Costs) -> None:
     """With separate queues it is the ordinary replay: the launch order posts every receive in time."""
     schedule = simulate_online(_shuffled(costs, random.Random(data.draw(st.integers(0, 2**32))))).schedule
@@ -87,11 +88,12 @@ def _shuffled(costs: Costs, rng: random.Random) -> Costs:
         backward_weight_s=table(),
         max_in_flight=costs.max_in_flight,
         released_at_backward_input=costs.released_at_backward_input,
+        custom_placement=costs.custom_placement,
     )
 
 
 @settings(max_examples=80, deadline=None)
-@given(seed=st.integers(0, 2**32), costs=random_costs(max_stages=3, max_micro_batches=2, max_chunks=2))
+@given(seed=st.integers(0, 2**32), costs=random_costs(max_stages=3, max_micro_batches=2, max_chunks=2, placed=True))
 def test_replay_deadlocks_when_the_reference_does(seed: int, costs: Costs) -> None:
     rng = random.Random(seed)
     orders = []
@@ -101,9 +103,7 @@ def test_replay_deadlocks_when_the_reference_does(seed: int, costs: Costs) -> No
             first, second = rng.randrange(len(order)), rng.randrange(len(order))
             shuffled[first], shuffled[second] = shuffled[second], shuffled[first]
         orders.append(tuple(shuffled))
-    schedule = Schedule(
-        stages=costs.stages, chunks=costs.chunks, micro_batches=costs.micro_batches, orders=tuple(orders)
-    )
+    schedule = dataclasses.replace(simulate_online(costs).schedule, orders=tuple(orders))
     reference = reference_replay(schedule, costs)
     if reference is None:
         with pytest.raises(SimulationError, match="for ever"):
@@ -113,7 +113,7 @@ def test_replay_deadlocks_when_the_reference_does(seed: int, costs: Costs) -> No
 
 
 @settings(max_examples=80, deadline=None)
-@given(costs=random_costs(added=True, whole=True))
+@given(costs=random_costs(varied=True, added=True, whole=True, placed=True))
 def test_online_dispatch_agrees_with_the_reference(costs: Costs) -> None:
     online = simulate_online(costs)
     group = _group(costs)
@@ -135,7 +135,11 @@ def _group(costs: Costs) -> int:
 
 
 @settings(max_examples=80, deadline=None)
-@given(costs=random_costs(max_stages=8, max_micro_batches=12, max_chunks=4, added=True, whole=True))
+@given(
+    costs=random_costs(
+        varied=True, max_stages=8, max_micro_batches=12, max_chunks=4, added=True, whole=True, placed=True
+    )
+)
 def test_online_dispatch_never_deadlocks_and_keeps_caps(costs: Costs) -> None:
     online = simulate_online(costs)
     released = costs.released_at_backward_input
@@ -239,7 +243,7 @@ def test_peak_counts_what_input_gradients_release() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(costs=random_costs(max_chunks=1, max_stages=8, max_micro_batches=16))
+@given(costs=random_costs(varied=True, max_chunks=1, max_stages=8, max_micro_batches=16))
 def test_blocking_one_f_one_b_is_never_faster(costs: Costs) -> None:
     schedule = one_f_one_b(costs.stages, costs.micro_batches)
     free = simulate(schedule, costs)

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from adaptra_megatron.schedule.actions import Action, Kind, Schedule, placement, virtual_stage
+from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.telemetry.records import ActionRecord
-from adaptra_megatron.telemetry.trace import RankTrace
+from adaptra_megatron.telemetry.tracing.trace import RankTrace
 
 
 def played(schedule: Schedule, costs: Costs, *, iteration: int = 0, start_s: float = 0.0) -> list[ActionRecord]:
@@ -65,11 +65,12 @@ def _arrival_s(
     """When what `action` needs from another stage is there; None while that has not run."""
     if action.kind is Kind.BACKWARD_WEIGHT:
         return start_s
-    step = -1 if action.kind is Kind.FORWARD else 1
-    neighbour = virtual_stage(action.stage, action.chunk, schedule.stages) + step
-    if not 0 <= neighbour < schedule.virtual_stages:
+    placement = schedule.placement
+    forward = action.kind is Kind.FORWARD
+    place = (placement.previous_place if forward else placement.next_place)(action.stage, action.chunk)
+    if place is None:
         return start_s
-    stage, chunk = placement(neighbour, schedule.stages)
+    stage, chunk = place
     kinds = (Kind.FORWARD,) if action.kind is Kind.FORWARD else (Kind.BACKWARD, Kind.BACKWARD_INPUT)
     for kind in kinds:
         sender = Action(stage, kind, chunk, action.micro_batch)

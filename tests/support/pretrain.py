@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import pytest
 from support.processes import REPOSITORY, RankResult, compare_dumps, run_ranks
 from support.start_up import check_start_up_line
 
-from adaptra_megatron.emulation.megatron_lm import CPU_ARGUMENTS
+from adaptra_megatron.emulation.megatron.megatron_lm import CPU_ARGUMENTS
 
 CHECKOUT = Path(os.environ.get("MEGATRON_LM", REPOSITORY / "build" / "megatron-lm"))
-LAUNCHER = ("-m", "adaptra_megatron.emulation.megatron_lm")
+LAUNCHER = ("-m", "adaptra_megatron.emulation.megatron.megatron_lm")
 
 needs_megatron_lm = [
     pytest.mark.megatron_lm,
@@ -38,10 +39,12 @@ MOCK_DATA = ("--mock-data", "--split", "90,10,0")
 NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 
 
-def command(dump: Path, *arguments: str, training: tuple[str, ...] = TRAINING) -> list[str]:
-    """What comes after `python`; of arguments given twice Megatron takes the later."""
+def command(
+    dump: Path, *arguments: str, training: tuple[str, ...] = TRAINING, emulated: tuple[str, ...] = ()
+) -> list[str]:
+    """What comes after `python`; of arguments given twice Megatron takes the later. `emulated`: of the launcher."""
     script = str(CHECKOUT / "pretrain_gpt.py")
-    return [*LAUNCHER, "--dump-state", str(dump), script, *CPU_ARGUMENTS, *MODEL, *training, *arguments]
+    return [*LAUNCHER, "--dump-state", str(dump), *emulated, script, *CPU_ARGUMENTS, *MODEL, *training, *arguments]
 
 
 def pretrain(
@@ -49,17 +52,19 @@ def pretrain(
     dump: Path,
     *arguments: str,
     training: tuple[str, ...] = TRAINING,
+    emulated: tuple[str, ...] = (),
     timeout_s: float = 150.0,
+    run: Callable[..., list[RankResult]] = run_ranks,
     **environment: str,
 ) -> list[RankResult]:
-    """Train with `arguments` on plain Python processes; `dump` gets what each rank came to."""
+    """Train with `arguments` on plain Python processes; `dump` gets what each rank came to. `run`: starts them."""
     check_start_up_line()
     logs = dump.with_name(f"{dump.name}-logs")
     # At its start Megatron calls make, and that the python3 which it finds.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PATH": path, **environment}
-    argv = command(dump, *arguments, training=training)
-    return run_ranks(ranks, argv, timeout_s=timeout_s, log_directory=logs, env=env)
+    argv = command(dump, *arguments, training=training, emulated=emulated)
+    return run(ranks, argv, timeout_s=timeout_s, log_directory=logs, env=env)
 
 
 def compare_with_stock(ranks: int, directory: Path, *arguments: str, adaptra: tuple[str, ...] = ("--adaptra",)) -> None:

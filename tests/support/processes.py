@@ -6,14 +6,14 @@
         start_ranks(4, [TRAIN_GPT, "--emulate-cpu", ..., "--adaptra", "--dump-state", f"{tmp_path}/ours"], timeout_s=60)
         compare_dumps(tmp_path / "stock", tmp_path / "ours")
 
-Several trainings in one set of processes: `adaptra_megatron.emulation.variants`.
+Several trainings in one set of processes: `adaptra_megatron.emulation.jobs.variants`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from adaptra_megatron.emulation.launch import LaunchError, RankResult, run_ranks
+from adaptra_megatron.emulation.jobs.launch import LaunchError, RankResult, run_ranks
 
 __all__ = ["REPOSITORY", "TRAIN_GPT", "LaunchError", "RankResult", "compare_dumps", "run_ranks"]
 

@@ -9,35 +9,50 @@ from hypothesis import strategies as st
 
 from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule
 from adaptra_megatron.schedule.checks import check_schedule
-from adaptra_megatron.schedule.classic import gpipe, stock_order
-from adaptra_megatron.schedule.split import split_backward
+from adaptra_megatron.schedule.placement import Placement, interleaved, v_shape
+from adaptra_megatron.schedule.registry import SCHEDULES, make_schedule, names_for
+from adaptra_megatron.schedule.weight_delays import split_backward
+
+PLACED_AS_MEGATRON = {
+    name for name, named in SCHEDULES.items() if make_schedule(name, 2, 2, named.chunks[0]).custom_placement is None
+}
 
 
 @st.composite
-def classic_schedules(draw: st.DrawFn, *, least_stages: int = 1) -> Schedule:
-    """GPipe, 1F1B and interleaved 1F1B, whole or with weight gradients put off by some backwards."""
-    stages, chunks = draw(st.integers(least_stages, 5)), draw(st.integers(1, 3))
-    if draw(st.booleans()) and (chunks == 1 or stages > 1):
-        schedule = stock_order(stages, stages * draw(st.integers(1, 3)), chunks)
-    else:
-        schedule = gpipe(stages, draw(st.integers(1, 7)), chunks=chunks)
-    return split_backward(schedule, draw(st.integers(0, 3) | st.none())) if draw(st.booleans()) else schedule
+def named_schedules(draw: st.DrawFn, *, least_stages: int = 1) -> Schedule:
+    """Orders that have a name and Megatron's placement; whole ones as they are or with weight gradients put off."""
+    chunks = draw(st.integers(1, 3))
+    stages = draw(st.integers(max(least_stages, min(chunks, 2)), 5))
+    micro_batches = stages * draw(st.integers(1, 3)) if chunks > 1 else draw(st.integers(1, 7))
+    name = draw(st.sampled_from([name for name in names_for(chunks) if name in PLACED_AS_MEGATRON]))
+    schedule = make_schedule(name, stages, micro_batches, chunks)
+    delay = draw(st.integers(0, 3) | st.none())
+    return schedule if schedule.splits_backward or draw(st.booleans()) else split_backward(schedule, delay)
 
 
 @st.composite
-def random_schedules(draw: st.DrawFn) -> Schedule:
+def random_schedules(draw: st.DrawFn, *, placed: bool = False) -> Schedule:
     """Orders that no generator would write: a random run of the pipeline, some backwards whole and some split.
 
-    A stage takes any action that its neighbours' actions so far allow, so it cannot deadlock.
+    A stage takes any action that its neighbours' actions so far allow, so it cannot deadlock. `placed`: virtual stages
+    may be on any stages.
     """
     stages, chunks = draw(st.integers(2, 4)), draw(st.integers(1, 3))
-    schedule = random_run(stages, chunks, draw(st.integers(1, 5)), random.Random(draw(st.integers(0, 2**32))))
+    placement = draw(random_placements(stages, chunks)) if placed else interleaved(stages, chunks)
+    schedule = random_run(placement, draw(st.integers(1, 5)), random.Random(draw(st.integers(0, 2**32))))
     check_schedule(schedule)
     return schedule
 
 
-def random_run(stages: int, chunks: int, micro_batches: int, choice: random.Random) -> Schedule:
+def random_placements(stages: int, chunks: int) -> st.SearchStrategy[Placement]:
+    """Megatron's placement, the V, and any other."""
+    others = st.permutations(interleaved(stages, chunks).stage_of).map(lambda stage_of: Placement(tuple(stage_of)))
+    return st.one_of(st.sampled_from([interleaved(stages, chunks), v_shape(stages, chunks)]), others)
+
+
+def random_run(placement: Placement, micro_batches: int, choice: random.Random) -> Schedule:
     """A random run of the pipeline: a valid schedule that may hold any number of activations."""
+    stages, chunks = placement.stages, placement.chunks
     last = stages * chunks - 1
     positions = range(last + 1)
     forwards, backwards, weights = ([0] * (last + 1) for _ in range(3))
@@ -58,10 +73,12 @@ def random_run(stages: int, chunks: int, micro_batches: int, choice: random.Rand
     while options := [(position, kind) for position in positions for kind in possible(position)]:
         position, kind = choice.choice(options)
         counts = {Kind.FORWARD: forwards, Kind.BACKWARD_WEIGHT: weights}.get(kind, backwards)
-        stage, chunk = position % stages, position // stages
+        stage, chunk = placement.places[position]
         orders[stage].append(Action(stage, kind, chunk, counts[position]))
         counts[position] += 1
         if kind is Kind.BACKWARD:
             weights[position] += 1
     finished: tuple[Order, ...] = tuple(map(tuple, orders))
-    return Schedule(stages=stages, chunks=chunks, micro_batches=micro_batches, orders=finished)
+    return Schedule(
+        stages=stages, chunks=chunks, micro_batches=micro_batches, orders=finished, custom_placement=placement
+    )

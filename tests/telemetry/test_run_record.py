@@ -4,12 +4,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.made_up_runs import Iteration, write_events, write_run
+from support.made_up.runs import Iteration, write_events, write_run
 
-from adaptra_megatron.telemetry.events import LinkDetection, PlanSwitched, StampedEvent
+from adaptra_megatron.telemetry.events.event_log import EventLog, read_events
+from adaptra_megatron.telemetry.events.events import LinkDetection, PlanSwitched, RunStarted, StampedEvent
 from adaptra_megatron.telemetry.report.findings import find, saved_seconds
-from adaptra_megatron.telemetry.run_record import RunRecord, read_run
-from adaptra_megatron.telemetry.trace import TraceError, trace_path
+from adaptra_megatron.telemetry.run_record import RunRecord, of_replica, read_run
+from adaptra_megatron.telemetry.tracing.trace import TraceError, trace_path
 
 FAST, SLOW = Iteration(), Iteration(delay_s=2.0)
 
@@ -88,3 +89,17 @@ def test_what_a_link_costs_and_what_a_switch_saves(tmp_path: Path) -> None:
     assert sum(slow.use_s.values()) == pytest.approx(slow.seconds)
     assert slow.idle_share == pytest.approx(1.0 - healthy.seconds * (1.0 - healthy.idle_share) / slow.seconds)
     assert saved_seconds([healthy, slow, planned]) == pytest.approx(4 * (slow.seconds - planned.seconds))
+
+
+def test_what_another_replica_switched_begins_no_part(tmp_path: Path) -> None:
+    """Replicas have plans of their own, and the pipeline that is shown is of one of them."""
+    logs = [
+        EventLog(tmp_path, RunStarted(layout={"replica": replica}, versions={}, config={}), run="a", rank=replica)
+        for replica in (0, 1)
+    ]
+    for log, event in zip(logs, (PlanSwitched(number=1, before=0), PlanSwitched(number=1, before=0)), strict=True):
+        log.log(event, 3)
+        log.close()
+    events = read_events(tmp_path)
+    assert [found.stamp.rank for found in of_replica(1, events)] == [1, 1]
+    assert len(events) == 4

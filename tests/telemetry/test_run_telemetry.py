@@ -9,16 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from adaptra_megatron.telemetry.changes import (
+from adaptra_megatron.control.decisions import PackedFigures
+from adaptra_megatron.telemetry.events.changes import (
     MEASURED_OVER,
+    TOLD_AFTER_S,
     TOLD_AT_ONCE,
     IterationTimes,
     PathState,
     PathWatch,
     SwitchWatch,
 )
-from adaptra_megatron.telemetry.event_log import read_events
-from adaptra_megatron.telemetry.events import (
+from adaptra_megatron.telemetry.events.event_log import read_events
+from adaptra_megatron.telemetry.events.events import (
     Fault,
     IterationsTimed,
     PathChanged,
@@ -27,11 +29,11 @@ from adaptra_megatron.telemetry.events import (
     RunStarted,
     SwitchMeasured,
 )
+from adaptra_megatron.telemetry.figures.scalars import MEGATRON_VARIABLES, JobFigures, RankFigures
 from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
-from adaptra_megatron.telemetry.scalars import MEGATRON_VARIABLES, JobFigures, RankFigures
-from adaptra_megatron.telemetry.trace import read_traces
-from adaptra_megatron.telemetry.trace_requests import request_directory
+from adaptra_megatron.telemetry.tracing.trace import read_traces
+from adaptra_megatron.telemetry.tracing.trace_requests import request_directory
 
 START = RunStarted(layout={"stages": 2}, versions={}, config={})
 DEVICE, HOST = PathState("device", 0, 0), PathState("host", 1, 1)
@@ -80,12 +82,26 @@ def test_a_switch_soon_after_another_is_measured_alone() -> None:
 def test_times_are_told_in_batches_of_iterations_in_a_row() -> None:
     times = IterationTimes()
     assert times.rest() is None
-    assert [times.add(number, 1.0) for number in range(5, 5 + TOLD_AT_ONCE)] == [None] * TOLD_AT_ONCE
+    assert [times.add(number, 0.5) for number in range(5, 5 + TOLD_AT_ONCE)] == [None] * TOLD_AT_ONCE
     full = times.add(5 + TOLD_AT_ONCE, 2.0)
-    assert full == IterationsTimed(first=5, seconds=[1.0] * TOLD_AT_ONCE)
+    assert full == IterationsTimed(first=5, seconds=[0.5] * TOLD_AT_ONCE)
     after_evaluation = times.add(50, 3.0)
     assert after_evaluation == IterationsTimed(first=5 + TOLD_AT_ONCE, seconds=[2.0])
     assert times.rest() == IterationsTimed(first=50, seconds=[3.0])
+    assert [times.add(number, 0.6 * TOLD_AFTER_S) for number in (0, 1)] == [None] * 2
+    assert times.add(2, 1.0) == IterationsTimed(first=0, seconds=[0.6 * TOLD_AFTER_S] * 2), "soon enough to be watched"
+
+
+def test_a_rank_that_leads_from_now_on_has_the_times_that_the_dead_one_took_with_it(tmp_path: Path) -> None:
+    telemetry = RunTelemetry(TelemetrySettings(trace_dir=tmp_path), place(leads=False), START)
+    for number in range(3):
+        telemetry.begin(number)
+        if number == 2:
+            telemetry.lead()
+        telemetry.trained(figures(0.5))
+    telemetry.close()
+    told = [found.event for found in read_events(tmp_path) if isinstance(found.event, IterationsTimed)]
+    assert told == [IterationsTimed(first=0, seconds=[0.5] * 3)]
 
 
 def test_changes_of_path_are_failovers_only_if_a_session_was_lost() -> None:
@@ -180,7 +196,7 @@ def test_without_a_directory_there_are_still_scalars(monkeypatch: pytest.MonkeyP
     )
     monkeypatch.setitem(sys.modules, MEGATRON_VARIABLES, variables)
     telemetry = RunTelemetry(TelemetrySettings(), place(), START)
-    telemetry.begin(0, job=JobFigures(bubble_fraction=0.5))
+    telemetry.begin(0, job=PackedFigures.of(JobFigures(bubble_fraction=0.5)))
     telemetry.traced(0, [])
     telemetry.trained(figures(), {1: DEVICE})
     variables._GLOBAL_ARGS.curr_iteration = 11

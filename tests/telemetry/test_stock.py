@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from adaptra_megatron.emulation.fork_server import ForkServer
-from adaptra_megatron.emulation.variants import Variant, run_variants
+from adaptra_megatron.emulation.jobs.fork_server import ForkServer
+from adaptra_megatron.emulation.jobs.variants import Variant, run_variants
 from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.telemetry.stock import StockRecording, trace_stock
-from adaptra_megatron.telemetry.trace import read_traces
+from adaptra_megatron.telemetry.tracing.trace import read_traces
 
 NAMES = (
     "forward_step",

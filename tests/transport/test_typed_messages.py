@@ -14,16 +14,18 @@ from typing import Any
 import numpy
 import pytest
 import torch.distributed as dist
+from support.made_up.measured_job import MeasuredJob
 
-from adaptra_megatron.runtime.decision_reader import DecisionReader, decision_key
-from adaptra_megatron.runtime.decisions import Decision, LinkName
-from adaptra_megatron.transport import control, placement
-from adaptra_megatron.transport.messages import TransportError
-from adaptra_megatron.transport.notes import MOST_PROBES, Measure, Meet, decode_note
-from adaptra_megatron.transport.outlet import Outlet
+from adaptra_megatron.authentication.sealed_store import SealedStore, TamperedError
+from adaptra_megatron.authentication.tagged_json import packed, unpacked
+from adaptra_megatron.control.decision_reader import DecisionReader, decision_key
+from adaptra_megatron.control.decisions import Decision, Forecast, LinkName, Order, Paths, decision_of
+from adaptra_megatron.control.wire_format import encoded
+from adaptra_megatron.job import control_store
+from adaptra_megatron.transport.delegate import control
+from adaptra_megatron.transport.failover.control_messages import MOST_PROBES, Measure, Meet, decode_note
+from adaptra_megatron.transport.failover.sender import Sender
 from adaptra_megatron.transport.paths import PathSettings
-from adaptra_megatron.transport.sealed_store import SealedStore, TamperedError
-from adaptra_megatron.transport.tagged_json import packed, unpacked
 
 SECRET = b"s" * 32
 executed: list[str] = []
@@ -48,8 +50,8 @@ def test_what_is_no_decision_is_an_error_at_once_and_never_code(sealed: bool) ->
     store = dist.HashStore()
     ours = SealedStore(store, SECRET, "here")
     (ours if sealed else store).set(decision_key(2), pickle.dumps(Bomb()))
-    reader, began_s = DecisionReader(ours, 30.0), time.monotonic()
-    reader.expect(2)
+    reader, began_s = DecisionReader(ours, 30.0, "0.0"), time.monotonic()
+    reader.post(0, MeasuredJob().measure(1.0)[0])
     with pytest.raises(RuntimeError, match="cannot be read" if sealed else "knows the job's secret"):
         reader.needed(2)
     assert time.monotonic() - began_s < 15.0, "the timeout was waited for"
@@ -59,25 +61,29 @@ def test_what_is_no_decision_is_an_error_at_once_and_never_code(sealed: bool) ->
 
 def test_a_decision_comes_as_it_was_written() -> None:
     store = SealedStore(dist.HashStore(), SECRET, "here")
-    decision = Decision(7, "F,0", caps=(1.5, None), diverted=(LinkName(0, 1, 2),))
-    store.set(decision_key(2), packed(decision))
-    reader = DecisionReader(store, 10.0)
-    reader.expect(2)
+    decision = Decision(
+        7, Order("F,0", "{}", (1.5, None), (0.0, 0.5)), Forecast(1.0, None), Paths((LinkName(0, 1, 2),))
+    )
+    store.set(decision_key(2), encoded(decision))
+    reader = DecisionReader(store, 10.0, "0.0")
+    reader.post(0, MeasuredJob().measure(1.0)[0])
     assert reader.needed(2) == decision
     reader.close()
 
 
 def test_numbers_of_numpy_travel_as_numbers() -> None:
-    sent: Any = Decision(numpy.int64(7), None, caps=(numpy.float32(1.5),), diverted=(LinkName(numpy.int16(1), 2, 3),))
-    come = Decision(7, None, caps=(1.5,), diverted=(LinkName(1, 2, 3),))
-    assert unpacked(packed(sent), Decision, 1 << 16) == come
+    sent: Any = Decision(
+        numpy.int64(7), None, Forecast(numpy.float32(1.5), None), Paths((LinkName(numpy.int16(1), 2, 3),))
+    )
+    come = Decision(7, None, Forecast(1.5, None), Paths((LinkName(1, 2, 3),)))
+    assert unpacked(packed(sent), Decision, 1 << 16) == decision_of(encoded(sent)) == come
 
 
 def test_a_value_is_good_for_its_place_alone() -> None:
     store = dist.HashStore()
     ours = SealedStore(store, SECRET, "here")
     ours.set("a", b"content")
-    assert ours.get("a") == ours.multi_get(["a"])[0] == b"content"
+    assert ours.get("a") == ours.peek("a") == b"content"
     strangers = [SealedStore(store, b"t" * 32, "here"), SealedStore(store, SECRET, "there")]
     store.set("b", store.get("a"))
     for reader, key in ((ours, "b"), *((stranger, "a") for stranger in strangers)):
@@ -85,7 +91,18 @@ def test_a_value_is_good_for_its_place_alone() -> None:
             reader.get(key)
     store.set("a", store.get("a") + b"!")
     with pytest.raises(TamperedError):
-        ours.multi_get(["a"])
+        ours.peek("a")
+
+
+def test_another_client_of_a_sealed_store_is_sealed_too() -> None:
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ours = SealedStore(dist.PrefixStore("here", served), SECRET, "here")
+    ours.set("a", b"content")
+    other = ours.clone()
+    assert other.get("a") == b"content"
+    served.set("here/a", b"of a stranger")
+    with pytest.raises(TamperedError):
+        other.get("a")
 
 
 @pytest.mark.parametrize(
@@ -118,12 +135,12 @@ def test_nor_is_junk(packet: bytes) -> None:
 
 
 def test_a_confirmation_of_what_was_never_sent_takes_no_time() -> None:
-    outlet: Outlet[int] = Outlet(PathSettings(), nbytes_of=lambda nbytes: nbytes)
-    outlet.tick(0.0, 0.0, list)
-    (meet,) = outlet.effects.notes
+    sender: Sender[int] = Sender(PathSettings(), nbytes_of=lambda nbytes: nbytes)
+    sender.tick(0.0, 0.0, list)
+    (meet,) = sender.effects.notes
     assert isinstance(meet, Meet)
-    outlet.made(meet.session, 0.0)
-    outlet.confirmed(meet.session, 1 << 62)
+    sender.made(meet.session, 0.0)
+    sender.confirmed(meet.session, 1 << 62)
 
 
 def test_a_control_message_that_cannot_be_ends_the_channel() -> None:
@@ -133,7 +150,7 @@ def test_a_control_message_that_cannot_be_ends_the_channel() -> None:
             descriptor = os.memfd_create("handed over")
             before = len(os.listdir("/proc/self/fd"))
             socket.send_fds(theirs, [packet], [descriptor])
-            with pytest.raises(control.ControlEndedError, match="cannot be"):
+            with pytest.raises(control.ControlEndedError, match="invalid message"):
                 control.receive(ours)
             assert len(os.listdir("/proc/self/fd")) == before, "what came with it is still open"
             os.close(descriptor)
@@ -142,7 +159,7 @@ def test_a_control_message_that_cannot_be_ends_the_channel() -> None:
 class TestSecretFile:
     @staticmethod
     def secret_of(path: Path) -> bytes:
-        return placement.job_secret(dist.HashStore(), {placement.SECRET_VARIABLE: str(path)})
+        return control_store.job_secret(dist.HashStore(), {control_store.SECRET_VARIABLE: str(path)})
 
     def test_all_who_read_the_file_have_one_secret(self, tmp_path: Path) -> None:
         files = [tmp_path / name for name in ("one", "same", "other")]
@@ -162,6 +179,6 @@ class TestSecretFile:
         if content is not None:
             file.write_bytes(content)
             file.chmod(mode)
-        with pytest.raises(TransportError, match=said) as caught:
+        with pytest.raises(control_store.SecretError, match=said) as caught:
             self.secret_of(file)
         assert "kkkk" not in str(caught.value)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from support.processes import RankResult
 
-from adaptra_megatron.transport.bell import Bell
+from adaptra_megatron.transport.arrival_signal import ArrivalSignal
 from adaptra_megatron.transport.messages import Direction, MessageKey
 
-RANKS = str(Path(__file__).with_name("wait_any_ranks.py"))
+RANKS = str(Path(__file__).with_name("ranks") / "wait_any_ranks.py")
 KEYS = [MessageKey(0, Direction.ACTIVATION, 0, number) for number in range(3)]
 
 
@@ -35,37 +35,42 @@ def test_a_neighbour_that_is_lost(start_ranks: Callable[..., list[RankResult]], 
         assert "survived" in survivor.output
 
 
-def wait(bell: Bell, here: set[MessageKey], until_s: float, attend: Callable[[], float] = lambda: float("inf")) -> bool:
-    return bell.wait_for(KEYS[:2], until_s, here.__contains__, attend)
+def wait(
+    arrival_signal: ArrivalSignal,
+    here: set[MessageKey],
+    until_s: float,
+    attend: Callable[[], float] = lambda: float("inf"),
+) -> bool:
+    return arrival_signal.wait_for(KEYS[:2], until_s, here.__contains__, attend)
 
 
 def test_a_bell_is_heard_at_once_and_only_for_what_is_waited_for() -> None:
-    bell, here = Bell(), set[MessageKey]()
+    arrival_signal, here = ArrivalSignal(), set[MessageKey]()
 
     def deliver() -> None:
         for key in (KEYS[2], KEYS[1]):
             time.sleep(0.05)
             here.add(key)
-            bell.arrived(key)
+            arrival_signal.arrived(key)
 
     began_s = time.monotonic()
     thread = threading.Thread(target=deliver)
     thread.start()
-    assert wait(bell, here, began_s + 10.0)
+    assert wait(arrival_signal, here, began_s + 10.0)
     assert 0.1 <= time.monotonic() - began_s < 5.0
     thread.join()
-    assert wait(bell, here, began_s), "what is here already needs no bell, nor time"
+    assert wait(arrival_signal, here, began_s), "what is here already needs no arrival_signal, nor time"
 
 
 def test_nothing_arrives_until_the_end_and_then_waiting_is_over() -> None:
-    bell = Bell()
+    arrival_signal = ArrivalSignal()
     began_s = time.monotonic()
-    assert not wait(bell, set(), began_s + 0.1)
+    assert not wait(arrival_signal, set(), began_s + 0.1)
     assert 0.1 <= time.monotonic() - began_s < 5.0
 
 
 def test_a_long_wait_is_attended_to_and_a_failure_there_ends_it() -> None:
-    bell, called = Bell(), []
+    arrival_signal, called = ArrivalSignal(), []
 
     def attend() -> float:
         called.append(time.monotonic())
@@ -74,5 +79,5 @@ def test_a_long_wait_is_attended_to_and_a_failure_there_ends_it() -> None:
         return called[-1] + 0.02
 
     with pytest.raises(ValueError, match="lost"):
-        wait(bell, set(), time.monotonic() + 10.0, attend)
+        wait(arrival_signal, set(), time.monotonic() + 10.0, attend)
     assert called[-1] - called[0] >= 0.04

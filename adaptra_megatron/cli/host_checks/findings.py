@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class Level(str, enum.Enum):
-    """How much a finding matters."""
+    """Severity of a finding."""
 
     OK = "ok"
     NOTE = "note"
@@ -24,7 +24,7 @@ class Finding:
     """One thing seen."""
 
     subject: str
-    """What it is about, in a word or two."""
+    """Subject, in a word or two."""
     level: Level
     text: str
     """In plain words."""
@@ -38,7 +38,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Roots:
-    """Where the kernel shows itself; tests give directories of their own."""
+    """Directories of sysfs and procfs; tests give their own."""
 
     sys: Path = Path("/sys")
     proc: Path = Path("/proc")

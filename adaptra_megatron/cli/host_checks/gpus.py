@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from adaptra_megatron.cli.host_checks.findings import Finding, Level, Roots, read_text
-from adaptra_megatron.transport.affinity import (
+from adaptra_megatron.transport.setup.rnic_affinity import (
     Nearness,
     Place,
     nearest_rnics,
@@ -69,7 +69,7 @@ def _gpu(roots: Roots, bus_id: str) -> Finding:
 
 
 def _model(roots: Roots, bus_id: str) -> str:
-    """As the driver names it; empty without the driver."""
+    """Name by the driver; empty without the driver."""
     information = read_text(roots.proc / "driver" / "nvidia" / "gpus" / bus_id / "information")
     found = re.search(r"^Model:\s*(.+)$", information, re.MULTILINE)
     return found[1].strip() if found else ""

@@ -7,7 +7,7 @@ import ipaddress
 from dataclasses import dataclass
 
 from adaptra_megatron.cli.host_checks.findings import Roots, read_number, read_text
-from adaptra_megatron.transport.interfaces import interface_addresses
+from adaptra_megatron.transport.setup.interfaces import interface_addresses
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ class ProcessLimits:
     locked_nbytes: int | None
     open_files: int | None
     shared_memory_free_nbytes: int | None
-    """Of /dev/shm; None where there is none."""
+    """Free bytes of /dev/shm; None where there is none."""
 
 
 def limits_of_this_process(roots: Roots) -> ProcessLimits:
-    """As the kernel has them now."""
+    """Current limits of the kernel."""
     locked, files = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
     try:
         status = os.statvfs(roots.dev / "shm")
@@ -82,7 +82,7 @@ def _kernel(roots: Roots) -> Finding:
 
 
 def _locked_memory(roots: Roots, limits: ProcessLimits, settings: HostSettings) -> Finding:
-    """What verbs registers: both rings of each link, once per RNIC."""
+    """Bytes that verbs registers: both rings of each link, once per RNIC."""
     rnics = len(list((roots.sys / "class" / "infiniband").glob("*")))
     needed = 2 * _NEIGHBOURS * settings.slots * settings.slot_nbytes * max(1, rnics)
     limit, exempt = limits.locked_nbytes, _may_lock_any(roots)
@@ -118,7 +118,7 @@ def _open_files(limits: ProcessLimits) -> Finding:
 
 
 def _tcp_buffers(roots: Roots) -> Finding:
-    """The kernel sizes buffers by itself up to the last number of tcp_rmem and tcp_wmem; nobody here overrides it."""
+    """The kernel sizes buffers by itself up to the last number of tcp_rmem and tcp_wmem; we never set them."""
     net = roots.proc / "sys" / "net"
     largest = {}
     for name in ("tcp_rmem", "tcp_wmem"):

@@ -24,7 +24,7 @@ def check_patches(patches: Sequence[Patch] = PATCHES) -> list[Finding]:
 def check_refusals() -> list[Finding]:
     """The features that stop a run with --adaptra at its start, where the installed Megatron has them."""
     try:
-        refusals = import_quietly("adaptra_megatron.runtime.refusals").REFUSALS
+        refusals = import_quietly("adaptra_megatron.runtime.megatron.refusals").REFUSALS
     except Exception as cause:
         return [_problem("refusals", f"the executor cannot be imported: {cause}", "look at the versions above")]
     features = {refusal.feature: refusal.reason for refusal in refusals}

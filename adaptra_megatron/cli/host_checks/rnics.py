@@ -7,8 +7,8 @@ import ipaddress
 from pathlib import Path
 
 from adaptra_megatron.cli.host_checks.findings import Finding, Level, Roots, read_text
-from adaptra_megatron.transport.affinity import RdmaDevice, RdmaPort, rdma_devices
-from adaptra_megatron.transport.verbs_device import Port, VerbsUnavailableError
+from adaptra_megatron.transport.setup.rnic_affinity import RdmaDevice, RdmaPort, rdma_devices
+from adaptra_megatron.transport.wires.verbs.device import Port, VerbsUnavailableError
 
 _MELLANOX = "0x15b3"
 _NETWORK_CLASS = "0x02"

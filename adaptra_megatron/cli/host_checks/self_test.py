@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptra_megatron.cli.host_checks.findings import Finding, Level
-from adaptra_megatron.emulation.launch import LaunchError, run_ranks
+from adaptra_megatron.emulation.jobs.launch import LaunchError, run_ranks
 
 DEADLINE_S = 30.0
 """For all transports together, the start of the processes included."""
@@ -39,7 +39,7 @@ def run_self_test(transports: Sequence[str], deadline_s: float = DEADLINE_S) -> 
 
 
 def _run(transports: Sequence[str], timeout_s: float) -> tuple[list[dict[str, Any]], str | None]:
-    """What a pair of processes has measured, and what ended it if it did not finish."""
+    """Measurements of a pair of processes, and the failure that ended it, if any."""
     with tempfile.TemporaryDirectory(prefix="adaptra-doctor-") as directory:
         results = Path(directory) / "results"
         results.touch()

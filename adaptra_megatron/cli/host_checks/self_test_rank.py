@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.transport.host_path import HostTransport
+from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import MEBIBYTE, HostSettings
 from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
-from adaptra_megatron.transport.rendezvous import Rendezvous
+from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 
 MESSAGE_NBYTES = 4 * MEBIBYTE
 MESSAGES, WARM_UP = 48, 8

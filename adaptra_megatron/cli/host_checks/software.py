@@ -48,7 +48,7 @@ def check_versions(roots: Roots, import_module: Import = import_quietly) -> list
 
 
 def check_native_modules(import_module: Import = import_quietly) -> list[Finding]:
-    """Whether the compiled parts load."""
+    """Return whether the compiled parts load."""
     found = []
     for name in NATIVE_MODULES:
         subject = name.removeprefix("adaptra_megatron.")
@@ -87,7 +87,7 @@ def _requirement(name: str, specifier: str, import_module: Import) -> Finding:
         version = metadata.version(name)
         fits = _fits(version, specifier)
     except metadata.PackageNotFoundError:
-        version, fits = "unknown", True  # on PYTHONPATH: it can be imported, nobody knows which one
+        version, fits = "unknown", True  # on PYTHONPATH: it can be imported, its version is unknown
     except Exception as cause:
         text = f"cannot be imported: {_first_line(cause)}"
         return Finding(subject=name, level=Level.PROBLEM, text=text, remedy=remedy, fatal=True)

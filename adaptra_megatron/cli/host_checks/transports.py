@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 from adaptra_megatron.cli.host_checks.findings import Finding, Level, Roots, read_text
 from adaptra_megatron.cli.host_checks.interfaces import Interface
-from adaptra_megatron.transport.verbs_device import Port, VerbsUnavailableError, find_ports, load_verbs
+from adaptra_megatron.transport.wires.verbs.device import Port, VerbsUnavailableError, find_ports, load_verbs
 
 USABLE = "usable"
 """Key of a detail: whether the transport can be used between processes of this host."""
@@ -53,7 +53,7 @@ def check_tcp(interfaces: Sequence[Interface], environment: Mapping[str, str]) -
     """Where delegates would listen if stages were on several hosts, and that a socket can listen there."""
     try:
         from adaptra_megatron.transport.messages import TransportError
-        from adaptra_megatron.transport.placement import INTERFACE_VARIABLE, listen_tcp, listening_host
+        from adaptra_megatron.transport.setup.placement import INTERFACE_VARIABLE, listen_tcp, listening_host
     except ImportError as cause:
         text = f"nothing is known: {cause}"
         return Finding(subject="tcp", level=Level.PROBLEM, text=text, remedy="see the versions below")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events in plain words: what happened, and why. Text only: whoever puts it on a page escapes it."""
+"""Events in plain words: what happened, and why. Text only: the page that shows it escapes it."""
 
 from __future__ import annotations
 
 import re
 from statistics import median
 
-from adaptra_megatron.telemetry.events import (
+from adaptra_megatron.telemetry.events.events import (
     Event,
     Fault,
     IterationsTimed,
@@ -15,6 +15,8 @@ from adaptra_megatron.telemetry.events import (
     PathChosen,
     PlanMade,
     PlanSwitched,
+    RanksLost,
+    RoutesChosen,
     RunEnded,
     RunStarted,
     StageDetection,
@@ -23,9 +25,9 @@ from adaptra_megatron.telemetry.events import (
 from adaptra_megatron.telemetry.report.wording import duration
 
 _WHAT = re.compile(r"^((?:link|stage) .*since iteration \d+|link .* takes the \w+ path)\b.*")
-"""Of a reason: what was found or chosen, and in what words why."""
+"""Matches a reason: what was found or chosen, and why."""
 _BEHIND = ("told by", "the link carries", "a message costs")
-"""How further parts of such a reason begin."""
+"""First words of further parts of such a reason."""
 
 
 def event_text(event: Event) -> tuple[str, str]:
@@ -42,6 +44,8 @@ def event_text(event: Event) -> tuple[str, str]:
         gain = f": {duration(gain_s)} a message less, as predicted" if gain_s > 0.0 else ""
         what = f"Plan {event.number} sends link {event.source}→{event.target} over the {event.after} path"
         return f"{what} instead of the {event.before} path{gain}", event.reason
+    if isinstance(event, RoutesChosen):
+        return f"Plan {event.number} {_routes_text(event)}", event.reason
     if isinstance(event, PlanSwitched):
         return f"Plan {event.number} runs instead of {_plan_name(event.before)}", _switch_reason(event)
     if isinstance(event, SwitchMeasured):
@@ -60,6 +64,12 @@ def event_text(event: Event) -> tuple[str, str]:
         place = f" at stage {event.stage}" if event.stage is not None else ""
         place += f", link to stage {event.peer}" if event.peer is not None else ""
         return f"Fault{place}: {event.what}", event.detail
+    if isinstance(event, RanksLost):
+        lost = "; ".join(f"{rank}: {why}" for rank, why in event.ranks.items())
+        cells = f"dead cells: {', '.join(event.dead_cells)}"
+        return f"{len(event.ranks)} of the ranks died, and {event.live} went on {duration(event.seconds)} later", (
+            f"{lost}; {cells}"
+        )
     if isinstance(event, RunEnded):
         return "The run ended", event.reason
     assert isinstance(event, RunStarted)
@@ -85,6 +95,18 @@ def _plan_text(event: PlanMade) -> str:
     text += f": {duration(event.predicted_s)} predicted"
     if event.adopted and event.current_predicted_s is not None:
         text += f", {duration(event.current_predicted_s)} with the present order"
+    return text
+
+
+def _routes_text(event: RoutesChosen) -> str:
+    if not event.moved:
+        return "computes every micro-batch in its own replica again"
+    count = sum(move[-1] for move in event.moved)
+    text = f"computes {count} micro-batches at other replicas"
+    if event.predicted_s is not None and event.current_predicted_s is not None:
+        text += (
+            f": {duration(event.predicted_s)} predicted, {duration(event.current_predicted_s)} with the present routes"
+        )
     return text
 
 

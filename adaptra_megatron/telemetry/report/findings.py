@@ -14,9 +14,9 @@ from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, PerChunk
 from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.simulator import simulate
-from adaptra_megatron.telemetry.events import PlanSwitched
+from adaptra_megatron.telemetry.events.events import PlanSwitched
 from adaptra_megatron.telemetry.run_record import Part, RunIteration, RunRecord
-from adaptra_megatron.telemetry.waiting import Cause, CauseKind, Flight, IterationAnalysis, Phase
+from adaptra_megatron.telemetry.tracing.waiting import Cause, CauseKind, Flight, IterationAnalysis, Phase
 
 Link = tuple[int, int]
 
@@ -55,7 +55,7 @@ class LinkFinding:
     worst_s: float
     messages: int
     idle_share: float
-    """Of all stages' time: idle while a message of this link was under way and nothing else was missing."""
+    """Share of all stages' time, idle while a message of this link was under way and nothing else was missing."""
     slow: bool
 
 
@@ -80,17 +80,17 @@ class PartFinding:
 
     @property
     def traced(self) -> bool:
-        """Whether anything is known but how long iterations took."""
+        """Return whether anything is known but how long iterations took."""
         return bool(self.use_s)
 
     @property
     def idle_share(self) -> float:
-        """Of all stages' time, 0..1; of a part that was traced."""
+        """Share of all stages' time, 0..1, in the part that was traced."""
         total_s = sum(self.use_s.values())
         return sum(seconds for use, seconds in self.use_s.items() if use.idle) / total_s
 
     def share(self, use: Use) -> float:
-        """Of all stages' time, 0..1."""
+        """Share of all stages' time that went into `use`, 0..1."""
         return self.use_s.get(use, 0.0) / sum(self.use_s.values())
 
     @property
@@ -108,7 +108,7 @@ def use_of(phase: Phase, cause: Cause) -> Use:
         return Use.DRAIN
     if phase is Phase.START:
         return Use.FILL
-    return Use.STAGE if cause.kind is CauseKind.STAGE else Use.OVERHEAD
+    return Use.STAGE if cause.kind in (CauseKind.STAGE, CauseKind.REPLICA) else Use.OVERHEAD
 
 
 def find(run: RunRecord) -> list[PartFinding]:
@@ -234,5 +234,5 @@ def costs_of(iteration: RunIteration, schedule: Schedule, delays_s: Mapping[Link
 
 
 def _mean(seconds: Mapping[tuple[int, int, str], list[float]], stage: int, chunk: int, kinds: Iterable[str]) -> float:
-    """Of the first of `kinds` that ran; 0 if none did."""
+    """Mean seconds of the first of `kinds` that ran; 0 if none did."""
     return next((mean(seconds[stage, chunk, kind]) for kind in kinds if seconds.get((stage, chunk, kind))), 0.0)

@@ -8,15 +8,14 @@ looked up by the page's script in `timeline_data`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from adaptra_megatron.telemetry.report.breakdowns import use_class
 from adaptra_megatron.telemetry.report.findings import Use, use_of
-from adaptra_megatron.telemetry.report.tables import use_class
 from adaptra_megatron.telemetry.report.wording import cause_name, duration
 from adaptra_megatron.telemetry.run_record import RunIteration
-from adaptra_megatron.telemetry.waiting import Cause, Flight, IdlePeriod, IterationAnalysis, Phase
+from adaptra_megatron.telemetry.tracing.waiting import Cause, Flight, IdlePeriod, IterationAnalysis, Phase
 
 WIDTH = 1200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 6, 4, 34
@@ -173,9 +172,3 @@ def _idle_text(phase: Phase, cause: Cause) -> str:
     if phase is Phase.END:
         return "idle: its work of this iteration was done"
     return f"idle, waiting for {cause_name(cause)}"
-
-
-def slow_threshold_s(iterations: Sequence[RunIteration], share: float) -> float:
-    """A message is drawn as slow above `share` of a mean action's time."""
-    seconds = [record.compute_s for iteration in iterations for record in iteration.records]
-    return share * sum(seconds) / len(seconds)

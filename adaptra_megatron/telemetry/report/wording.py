@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings and events in plain words. Text only: whoever puts it on a page escapes it."""
+"""Findings and events in plain words. Text only: the page that shows it escapes it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from adaptra_megatron.telemetry.events import (
+from adaptra_megatron.telemetry.events.events import (
     LinkDetection,
     PlanSwitched,
     StageDetection,
@@ -14,7 +14,7 @@ from adaptra_megatron.telemetry.events import (
 )
 from adaptra_megatron.telemetry.report.findings import Link, PartFinding, Use
 from adaptra_megatron.telemetry.run_record import Part, RunRecord
-from adaptra_megatron.telemetry.waiting import Cause, CauseKind
+from adaptra_megatron.telemetry.tracing.waiting import Cause, CauseKind
 
 WORTH_SAYING = 0.03
 """Share of an iteration's time below which a difference is no news."""
@@ -57,11 +57,13 @@ def span(part: Part) -> str:
 
 
 def cause_name(cause: Cause) -> str:
-    """What an idle stage waited for."""
+    """Name of what an idle stage waited for."""
     if cause.kind is CauseKind.LINK:
         return f"messages of link {cause.source}→{cause.target}"
     if cause.kind is CauseKind.STAGE:
         return f"stage {cause.source}, which was computing"
+    if cause.kind is CauseKind.REPLICA:
+        return f"another replica, for a micro-batch routed to or from stage {cause.source}"
     if cause.kind is CauseKind.OVERHEAD:
         return f"nothing: time between actions of stage {cause.source}"
     return "nothing: its work was done"

@@ -16,13 +16,14 @@ from support.device_model.from_runtime import Iteration, Job
 from support.device_model.threads import makers
 from support.schedules import random_run
 
-from adaptra_megatron.runtime.inbox import Inbox
+from adaptra_megatron.runtime.execution.inbox import Inbox
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.classic import forward_only, gpipe, stock_order, zb_h1, zb_h2
 from adaptra_megatron.schedule.costs import Costs, LinkCost
 from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.placement import interleaved
 from adaptra_megatron.schedule.planner import plan
-from adaptra_megatron.schedule.split import split_backward
+from adaptra_megatron.schedule.weight_delays import split_backward
 
 WAITS = ("none", "some", "at every call")
 """Calls before which hosts wait for their whole device."""
@@ -181,7 +182,7 @@ def _random_schedule(random: Random, costs: Costs) -> tuple[Schedule, Costs | No
         except ScheduleError:  # it needs more micro-batches than there are
             return stock, None
     if kind == "any":
-        return random_run(stages, chunks, micro_batches, random), random.choice((None, costs))
+        return random_run(interleaved(stages, chunks), micro_batches, random), random.choice((None, costs))
     if kind == "all forwards first":
         return gpipe(stages, micro_batches, chunks=chunks), None
     return stock, random.choice((None, costs))

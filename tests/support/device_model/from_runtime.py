@@ -20,11 +20,12 @@ import torch
 from support.device_model.calls import Communicator, Program, Transfer
 from support.device_model.recording import Recorder
 
-from adaptra_megatron.runtime import executor
-from adaptra_megatron.runtime.activations import ActivationAccount
-from adaptra_megatron.runtime.executor import IterationReport, PipelineExecutor
-from adaptra_megatron.runtime.inbox import Inbox
-from adaptra_megatron.runtime.program import compile_program
+from adaptra_megatron.runtime.execution import executor
+from adaptra_megatron.runtime.execution.activations import ActivationAccount
+from adaptra_megatron.runtime.execution.addresses import Addresses
+from adaptra_megatron.runtime.execution.executor import IterationReport, PipelineExecutor
+from adaptra_megatron.runtime.execution.inbox import Inbox
+from adaptra_megatron.runtime.execution.program import compile_program
 from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.transport.messages import MessageKey, TensorSpecification
@@ -99,7 +100,7 @@ def _record_iteration(
         call,  # type: ignore[arg-type]
         compile_program(schedule, stage, iteration.planned_for, sizes_known=not sizes_vary),
         computation,
-        iteration=number,
+        addresses=Addresses(range(schedule.stages), number),
         account=ActivationAccount(stage, None, 0.0),
     )
     if iteration.training:

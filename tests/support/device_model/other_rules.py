@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from adaptra_megatron.runtime.inbox import Inbox
-from adaptra_megatron.runtime.program import Program, Step, message_key
-from adaptra_megatron.schedule.routing import Message
+from adaptra_megatron.runtime.execution.addresses import Addresses
+from adaptra_megatron.runtime.execution.inbox import Inbox
+from adaptra_megatron.runtime.execution.program import Program, Step
+from adaptra_megatron.schedule.transfers.messages import Message
 from adaptra_megatron.transport.messages import Transport
 
 
@@ -19,9 +20,9 @@ class LookAhead(Inbox):
 
     ahead = 8
 
-    def __init__(self, transport: Transport, program: Program, iteration: int, **settings: Any) -> None:
-        super().__init__(transport, program, iteration, **settings)
-        self._keys = (transport, iteration)
+    def __init__(self, transport: Transport, program: Program, addresses: Addresses, **settings: Any) -> None:
+        super().__init__(transport, program, addresses, **settings)
+        self._keys = (transport, addresses)
         self._messages: dict[int, list[Message]] = {}
         """By neighbour, in the order in which it sends them."""
         for message in program.receives:
@@ -48,9 +49,9 @@ class LookAhead(Inbox):
         return tensor
 
     def _post_until(self, peer: int, count: int) -> None:
-        transport, iteration = self._keys
+        transport, addresses = self._keys
         for message in self._messages[peer][self._asked[peer] : count]:
-            transport.post_receive(message_key(message, iteration), peer)
+            transport.post_receive(addresses.key(message), peer)
             self._asked[peer] += 1
 
 

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job's store for those who know the job's secret: what others put there is refused, not read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaptra_megatron.authentication.seal import Seal, TamperedError
+
+__all__ = ["SealedStore", "TamperedError", "peek"]
+
+_NOTHING = "?"
+"""Shorter than any seal: no value is this."""
+
+
+def peek(store: Any, key: str) -> bytes | None:
+    """What is under `key` in a torch.distributed store; None at once where nothing is, by one request.
+
+    A store that compares with what is not there answers with what it was to compare (TCPStore.cpp: compareSetHandler,
+    HashStore.cpp: compareSet), and changes nothing; `get` would wait, and ask twice.
+    """
+    found: bytes = store.compare_set(key, _NOTHING, _NOTHING)
+    return None if found == _NOTHING.encode() else found
+
+
+class SealedStore:
+    """A torch.distributed store whose values are sealed (`Seal`).
+
+    Who reaches the store still reads what is there, and can take it away. What has no value (counters, whether a key
+    exists) is passed on as it is.
+    """
+
+    def __init__(self, store: Any, secret: bytes, place: str) -> None:
+        """`place`: see `Seal`."""
+        self._store, self._secret, self._place = store, secret, place
+        self._seal = Seal(secret, place)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def clone(self) -> SealedStore:
+        """Another client of the store, sealed as this one."""
+        return SealedStore(self._store.clone(), self._secret, self._place)
+
+    def set(self, key: str, value: bytes, /) -> None:
+        """Store `value` under `key`. This and the other methods raise RuntimeError where the store does."""
+        self._store.set(key, self._seal.closed(key, value))
+
+    def append(self, key: str, value: bytes, /) -> None:
+        """One more entry under `key`, for `Seal.entries`: of any rank, in any order."""
+        self._store.append(key, self._seal.entry(key, value))
+
+    def count(self, key: str, /) -> None:
+        """One byte more under `key`, unsealed: unlike `add`, the store's server sends no answer to wait for."""
+        self._store.append(key, "+")
+
+    def get(self, key: str, /) -> bytes:
+        """Raises TamperedError, too."""
+        return self._seal.opened(key, self._store.get(key))
+
+    def peek(self, key: str, /) -> bytes | None:
+        """See `peek`, which never waits. Raises TamperedError, too."""
+        found = peek(self._store, key)
+        return None if found is None else self._seal.opened(key, found)

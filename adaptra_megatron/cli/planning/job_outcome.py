@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `adaptra plan` and `adaptra simulate` print for a job of many replicas."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+
+from adaptra_megatron.cli.planning.outcome import main_figures, print_cap_warnings
+from adaptra_megatron.cli.tables import print_table
+from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.schedule.bounds import LowerBound
+from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.schedule.jobs.costs import ranges
+from adaptra_megatron.schedule.jobs.simulation import Cause, JobSimulation
+
+_MOST_ROWS = 8
+"""Most rows of the table of replicas, slowest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOutcome:
+    """One schedule, or online dispatch, in all replicas of a job."""
+
+    name: str
+    simulation: JobSimulation
+    lower_bound: LowerBound
+    cause: Cause | None
+    """Why the slowest replica is slow."""
+    schedule: Schedule | None
+    """None for online dispatch."""
+    planning_s: float | None = None
+    online_makespan_s: float | None = None
+    """With `planning_s`: what dispatching online in each replica would take."""
+
+    @property
+    def gap(self) -> float:
+        """Excess over the lower bound: 0.02 is 2%. Below 0 only if a cap is passed."""
+        return self.lower_bound.gap_of(self.simulation.makespan_s)
+
+    def show(self, *, as_json: bool) -> None:
+        """Print it."""
+        (_print_json if as_json else _print_text)(self)
+
+
+def _print_json(outcome: JobOutcome) -> None:
+    """One JSON object on one line: the keys of a single pipeline, and what is known of the replicas."""
+    simulation, job = outcome.simulation, outcome.simulation.job
+    fastest_s, median_s, slowest_s = _spread(simulation)
+    document = main_figures(simulation, outcome.lower_bound)
+    if outcome.planning_s is not None:
+        document["planning_s"] = outcome.planning_s
+        document["online_makespan_s"] = outcome.online_makespan_s
+    document["ranks"] = job.ranks
+    document["replicas"] = {
+        "count": job.replicas,
+        "makespan_s": {"min": fastest_s, "median": median_s, "max": slowest_s},
+        "slowest": {
+            "replicas": list(job.groups[simulation.slowest].replicas),
+            "cause": outcome.cause.what if outcome.cause is not None else None,
+            "cause_s": outcome.cause.gain_s if outcome.cause is not None else None,
+        },
+        "groups": [
+            {"replicas": ranges(group.replicas), "makespan_s": seconds}
+            for group, seconds in zip(job.groups, simulation.pipelines_s, strict=True)
+        ],
+    }
+    if outcome.schedule is not None:
+        document["schedule_csv"] = schedule_to_csv(outcome.schedule)
+    print(json.dumps(document, allow_nan=False))
+
+
+def _print_text(outcome: JobOutcome) -> None:
+    """The figures in words, and one line for each of the slowest groups of replicas."""
+    simulation, job, bound = outcome.simulation, outcome.simulation.job, outcome.lower_bound
+    costs = job.base
+    fastest_s, median_s, slowest_s = _spread(simulation)
+    print(
+        f"{outcome.name}: {costs.stages} stages x {costs.chunks} chunks, {costs.micro_batches} micro-batches, "
+        f"{job.replicas} replicas, {job.ranks} ranks"
+    )
+    print(f"  makespan     {simulation.makespan_s:.6g} s")
+    print(f"  lower bound  {bound.seconds:.6g} s ({bound.kind}, {bound.where})")
+    print(f"  gap          {outcome.gap:.2%}")
+    print(f"  pipelines    {fastest_s:.6g} s, median {median_s:.6g} s, slowest {slowest_s:.6g} s")
+    slowest = job.groups[simulation.slowest]
+    why = f"{outcome.cause.what} costs it {outcome.cause.gain_s:.3g} s" if outcome.cause else "no single link or stage"
+    print(f"  slowest      {slowest}: {why}")
+    if outcome.planning_s is not None:
+        print(f"  planned in   {outcome.planning_s:.3g} s")
+    if outcome.online_makespan_s is not None:
+        print(f"  online       {outcome.online_makespan_s:.6g} s if each replica dispatches for itself")
+    order = sorted(range(len(job.groups)), key=lambda index: -simulation.pipelines_s[index])
+    rows = [
+        (ranges(job.groups[index].replicas), f"{simulation.pipelines_s[index]:.6g} s") for index in order[:_MOST_ROWS]
+    ]
+    print_table(("replicas", "makespan"), rows)
+    if len(order) > _MOST_ROWS:
+        print(f"  and {len(order) - _MOST_ROWS} faster kinds of replica")
+    print_cap_warnings(costs, simulation.peak_in_flight)
+
+
+def _spread(simulation: JobSimulation) -> tuple[float, float, float]:
+    """Least, median and most seconds that a replica's pipeline takes, over all replicas."""
+    seconds = [
+        pipeline_s
+        for group, pipeline_s in zip(simulation.job.groups, simulation.pipelines_s, strict=True)
+        for _ in group.replicas
+    ]
+    return min(seconds), statistics.median(seconds), max(seconds)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the leading rank tells all ranks to run: one decision per iteration, in sections that are decided apart.
+
+A further decider is a class as `Decider` and a field of `Decision`, whose type is a `Section`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, Self
+
+from adaptra_megatron.authentication.tagged_json import packed, unpacked
+from adaptra_megatron.control.wire_format import Decoder
+from adaptra_megatron.telemetry.figures.scalars import JobFigures
+from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
+
+MOST_NBYTES, MOST_FIGURES_NBYTES = 1 << 26, 1 << 22
+"""Longest decision, and the figures in it."""
+
+
+class LinkName(NamedTuple):
+    """A directed link of one of the job's parallel pipelines."""
+
+    pipeline: int
+    """First global rank of the pipeline."""
+    source: int
+    """Pipeline rank."""
+    target: int
+
+    def __str__(self) -> str:
+        return f"link {self.source}->{self.target} of pipeline {self.pipeline}"
+
+
+class Section:
+    """What concerns one decider. Unless it says otherwise, it is new and takes effect once."""
+
+    def kept(self) -> Self | None:
+        """Section in force after this if no new one comes."""
+        return None
+
+    def then(self, later: Self) -> Self:
+        """This and a later one as one, where this one has not come into force before the later one was made."""
+        return later
+
+
+@dataclass(frozen=True)
+class Order(Section):
+    """A new order of actions."""
+
+    csv: str
+    costs: str
+    """What it was planned for, as the JSON text of `costs_to_json`: all ranks post receives by it."""
+    caps: tuple[float | None, ...]
+    """Activations that each stage may hold under it."""
+    released_at_backward_input: tuple[float, ...]
+    """The fraction of an activation that the caps count as free after an input gradient, by stage."""
+
+
+@dataclass(frozen=True)
+class Forecast(Section):
+    """Seconds of an iteration under a new plan, and under what ran before at the same costs."""
+
+    predicted_s: float
+    before_predicted_s: float | None
+    """None where it cannot be said."""
+
+    def then(self, later: Forecast) -> Forecast:
+        """From what still runs to what will."""
+        before_s = later.before_predicted_s if self.before_predicted_s is None else self.before_predicted_s
+        return Forecast(later.predicted_s, before_s)
+
+
+@dataclass(frozen=True)
+class Paths(Section):
+    """A path for every link."""
+
+    diverted: tuple[LinkName, ...] = ()
+    """All links whose messages take the other path than the preferred one."""
+    probed: tuple[LinkName, ...] = ()
+    """Links whose other path is to be measured in this iteration."""
+
+    def kept(self) -> Paths:
+        """Links stay diverted."""
+        return Paths(self.diverted)
+
+
+class Moved(NamedTuple):
+    """Micro-batches of one replica that another one's cell of a stage computes."""
+
+    stage: int
+    source: int
+    """Replica that they belong to."""
+    target: int
+    micro_batches: int
+    """How many, in each iteration."""
+
+
+@dataclass(frozen=True)
+class Routing(Section):
+    """Other routes of micro-batches between replicas."""
+
+    number: int
+    """Counts routes; 0: every micro-batch stays in its replica, and the order of actions is the plan's."""
+    micro_batches: int
+    """Number of micro-batches of each replica, in the iterations that the routes are for."""
+    moved: tuple[Moved, ...] = ()
+    orders: Mapping[str, str] = field(default_factory=dict)
+    """By cell ("replica.stage"): its `CellOrder`, packed. Each travels apart, to the ranks of its cell alone."""
+    slowness: tuple[float, ...] = ()
+    """Where nothing is routed, how many times as long as the fastest replica each takes; empty: they are alike."""
+
+
+@dataclass(frozen=True)
+class PackedFigures:
+    """Figures of the job as they travel: all ranks get them in every iteration, and few show them."""
+
+    text: str
+
+    @classmethod
+    def of(cls, figures: JobFigures) -> PackedFigures:
+        """Pack `figures`; `unpacked` gives them back."""
+        return cls(packed(figures).decode())
+
+    def unpacked(self) -> JobFigures:
+        """Raises ValueError for what is none."""
+        figures: JobFigures = unpacked(self.text.encode(), JobFigures, MOST_FIGURES_NBYTES)
+        return figures
+
+
+@dataclass(frozen=True)
+class Told(Section):
+    """Section for telemetry."""
+
+    requests: tuple[Iterations, ...] = ()
+    """Which iterations every rank is to trace, new since the decision before."""
+    job: PackedFigures | None = None
+    """What the leader has found, for the rank that has somewhere to show it."""
+
+    def then(self, later: Told) -> Told:
+        """No request is lost."""
+        return Told(self.requests + later.requests, later.job)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What an iteration runs: plan `number`, and what is new about it."""
+
+    number: int
+    """Counts plans, which are an order of actions and a path for every link."""
+    order: Order | None = None
+    forecast: Forecast | None = None
+    paths: Paths | None = None
+    routing: Routing | None = None
+    told: Told | None = None
+
+    def kept(self) -> Decision:
+        """Decision in force if there is none after this."""
+        return Decision(
+            self.number, **{name: None if part is None else part.kept() for name, part in self._sections().items()}
+        )
+
+    def then(self, later: Decision) -> Decision:
+        """This and a later decision as one, section by section."""
+        merged = {}
+        for name, part in later._sections().items():
+            before = getattr(self, name)
+            merged[name] = part if before is None else before if part is None else before.then(part)
+        return Decision(later.number, **merged)
+
+    def _sections(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+
+
+decision_of: Decoder[Decision] = Decoder(Decision, MOST_NBYTES)
+"""A decision as it travelled."""

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which schedule an iteration runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.given import read_costs, read_plan
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.schedule.checks import check_schedule
+from adaptra_megatron.schedule.classic import forward_only, stock_order
+from adaptra_megatron.schedule.costs import Costs, Released, released_per_stage, uniform_costs
+from adaptra_megatron.schedule.planner import plan
+from adaptra_megatron.schedule.simulator import peak_in_flight
+from adaptra_megatron.schedule.weight_delays import split_every_other
+
+logger = logger_of(__name__)
+
+RELEASED_AT_BACKWARD_INPUT = 0.0
+"""Megatron's native layers keep inputs and output gradients of their linears until W: about the whole activation."""
+PLANNING_S = 0.2
+"""Work on one plan, on one core of the leading rank, beside the training."""
+
+
+class PlanMismatchError(ValueError):
+    """A given plan is for other iterations than those that run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The pipeline a plan is for."""
+
+    stages: int
+    chunks: int
+    group_size: int | None
+    can_split: bool
+    """False: weight gradients stay in the backward (full recompute would hold whole layers for each pending W)."""
+    rendezvous: bool = False
+    """Whether a message of the device path starts only when its receive has been posted, as over NCCL."""
+    shared_queue: bool = False
+    """Whether a stage's computation and its messages of that path stand in one hardware queue."""
+
+
+Caps = tuple[float | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Installed:
+    schedule: Schedule
+    caps: Caps
+    released_at_backward_input: Released = RELEASED_AT_BACKWARD_INPUT
+    costs: Costs | None = None
+
+
+class PlanBook:
+    """The schedule to run, from a file, from costs, or stock's until there is something better.
+
+    Every rank has one. Plans from a file or from given costs are computed by every rank alike; measured ones are
+    computed by one rank and installed by all.
+    """
+
+    def __init__(self, config: AdaptraConfig, layout: Layout, *, measures_memory: bool = False) -> None:
+        """`measures_memory`: whether caps, where none was given, come from the memory that ranks measure."""
+        self.layout = layout
+        self.measures_memory = measures_memory
+        self.number = 0
+        """Counts installed plans; 0 while none is."""
+        self._config = config
+        self._plans: dict[int, _Installed] = {}
+        """By number of micro-batches."""
+        self._stock: dict[int, Schedule] = {}
+        self._peaks: dict[int, Sequence[float]] = {}
+        """Peaks of stock's order, by number of micro-batches."""
+        self._evaluation: dict[int, Schedule] = {}
+        self._given_costs: Costs | None = None
+        if config.costs_json is not None:
+            self._given_costs = read_costs(config.costs_json, stages=layout.stages, chunks=layout.chunks)
+        if config.plan_csv is not None:
+            self._install_file(config.plan_csv)
+
+    @property
+    def observes(self) -> bool:
+        """Return whether stock's order runs, and nothing is decided."""
+        return self._config.policy == "observe"
+
+    @property
+    def adapts(self) -> bool:
+        """Return whether measured costs decide on the order."""
+        return self._config.policy == "adapt" and self._config.plan_csv is None and self._given_costs is None
+
+    def caps(self, micro_batches: int, rooms: Mapping[int, int] | None = None) -> Caps:
+        """Activations each stage may hold in a planned order: the given cap, or else what there is memory for.
+
+        `rooms`: that, by stage, where it has been measured; never less counts than what stock's order holds there.
+        Where memory is not measured at all, every stage may hold what stock's fullest stage holds.
+        """
+        layout = self.layout
+        if self._config.max_in_flight is not None:
+            return (self._config.max_in_flight,) * layout.stages
+        stock = self._stock_peaks(micro_batches)
+        if not self.measures_memory:
+            return (max(stock),) * layout.stages
+        most = micro_batches * layout.chunks
+        rooms = rooms or {}
+        return tuple(max(held, min(rooms.get(stage, 0), most)) for stage, held in enumerate(stock))
+
+    def enforced_cap(self, micro_batches: int, stage: int) -> float | None:
+        """What the executor must not pass; None where no cap was set: stock's order, or a user's own plan."""
+        installed = self._plans.get(micro_batches)
+        return None if installed is None else installed.caps[stage]
+
+    def released_at_backward_input(self, micro_batches: int, stage: int) -> float:
+        """The fraction that the cap's count gives back after an input gradient; below 0, it takes more."""
+        installed = self._plans.get(micro_batches)
+        released = RELEASED_AT_BACKWARD_INPUT if installed is None else installed.released_at_backward_input
+        return released_per_stage(released, self.layout.stages)[stage]
+
+    def planned_for(self, micro_batches: int) -> Costs | None:
+        """The costs that `schedule_for` was planned for, equal on all ranks; None where it was made without."""
+        installed = self._plans.get(micro_batches)
+        return None if installed is None else installed.costs
+
+    def schedule_for(self, micro_batches: int) -> Schedule:
+        """The schedule for an iteration of `micro_batches`. Raises PlanMismatchError, ScheduleError or PlanError."""
+        if self.observes:
+            return self._stock_schedule(micro_batches)
+        if micro_batches not in self._plans:
+            if self._config.plan_csv is not None:
+                (planned_for,) = self._plans
+                raise PlanMismatchError(
+                    f"--adaptra-plan-csv {self._config.plan_csv} is a plan for {planned_for} micro-batches, but an "
+                    f"iteration has {micro_batches}; write a plan for {micro_batches}, or drop --rampup-batch-size"
+                )
+            if self._given_costs is not None:
+                self._install_given(self._given_costs, micro_batches)
+            else:
+                caps = self.caps(micro_batches)
+                self._plans[micro_batches] = _Installed(self.calibration_schedule(micro_batches), caps)
+        return self._plans[micro_batches].schedule
+
+    def evaluation_schedule(self, micro_batches: int) -> Schedule:
+        """Forwards alone, in stock's order."""
+        if micro_batches not in self._evaluation:
+            layout = self.layout
+            self._evaluation[micro_batches] = forward_only(
+                layout.stages, micro_batches, layout.chunks, layout.group_size
+            )
+        return self._evaluation[micro_batches]
+
+    def whole_schedule(self, micro_batches: int) -> Schedule:
+        """Stock's order with whole backwards, or where that would hold more than the caps allow one that keeps them."""
+        installed = self._plans.get(micro_batches)
+        caps = self.caps(micro_batches) if installed is None else installed.caps
+        return self._order_of_equal_costs(micro_batches, caps, split=False)
+
+    def install(
+        self,
+        schedule: Schedule,
+        number: int,
+        caps: Caps,
+        released: Released = RELEASED_AT_BACKWARD_INPUT,
+        costs: Costs | None = None,
+    ) -> None:
+        """Run `schedule` from now on. Raises ScheduleError and changes nothing if it is not valid under the caps.
+
+        `released`: the fraction of an activation that input gradients give back, by which the caps count. `costs`: what
+        it was planned for.
+        """
+        check_schedule(schedule, max_in_flight=caps, released_at_backward_input=released)
+        self._plans[schedule.micro_batches] = _Installed(schedule, caps, released, costs)
+        self.number = number
+
+    def _stock_schedule(self, micro_batches: int) -> Schedule:
+        if micro_batches not in self._stock:
+            layout = self.layout
+            self._stock[micro_batches] = stock_order(layout.stages, micro_batches, layout.chunks, layout.group_size)
+        return self._stock[micro_batches]
+
+    def _stock_peaks(self, micro_batches: int) -> Sequence[float]:
+        if micro_batches not in self._peaks:
+            self._peaks[micro_batches] = peak_in_flight(self._stock_schedule(micro_batches), RELEASED_AT_BACKWARD_INPUT)
+        return self._peaks[micro_batches]
+
+    def calibration_schedule(self, micro_batches: int) -> Schedule:
+        """What runs until costs are known: stock's order with every other B as I and W, if that is within the caps."""
+        return self._order_of_equal_costs(micro_batches, self.caps(micro_batches), split=self.layout.can_split)
+
+    def _order_of_equal_costs(self, micro_batches: int, caps: Caps, *, split: bool) -> Schedule:
+        layout, stock = self.layout, self._stock_schedule(micro_batches)
+        if all(cap is None or peak <= cap for peak, cap in zip(self._stock_peaks(micro_batches), caps, strict=True)):
+            return split_every_other(stock) if split else stock
+        equal = uniform_costs(
+            layout.stages,
+            micro_batches,
+            chunks=layout.chunks,
+            forward_s=1.0,
+            backward_input_s=1.0,
+            backward_weight_s=1.0,
+            released_at_backward_input=RELEASED_AT_BACKWARD_INPUT,
+        )
+        equal = dataclasses.replace(equal, max_in_flight=caps)
+        return plan(equal, split=split).schedule
+
+    def _install_file(self, path: Path) -> None:
+        layout, cap = self.layout, self._config.max_in_flight
+        schedule = read_plan(path, stages=layout.stages, chunks=layout.chunks, max_in_flight=cap)
+        # A user's own plan: the cap counts only if the user has set one.
+        self.install(schedule, 1, (cap,) * layout.stages)
+        if schedule.splits_backward and not layout.can_split:
+            logger.warning("%s splits backwards under full recompute: each pending W holds whole layers", path)
+
+    def _install_given(self, costs: Costs, micro_batches: int) -> None:
+        caps = costs.max_in_flight
+        if self._config.max_in_flight is not None or all(cap is None for cap in caps):
+            caps = self.caps(micro_batches)
+        costs = dataclasses.replace(
+            costs,
+            micro_batches=micro_batches,
+            max_in_flight=caps,
+            released_at_backward_input=(RELEASED_AT_BACKWARD_INPUT,) * costs.stages,
+        )
+        chosen = plan(costs, deadline_s=PLANNING_S, split=self.layout.can_split)
+        self.install(chosen.schedule, self.number + 1, caps, costs=costs)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's part in the choice of paths: it sends as decided, measures what is asked for, and says what is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from adaptra_megatron.control.decisions import Paths
+from adaptra_megatron.control.measurements import BrokenPath
+from adaptra_megatron.transport.messages import TwoPathTransport
+from adaptra_megatron.transport.paths import Path, ProbeTimes
+
+
+class LinkSteering:
+    """Has the links that this rank sends over take the paths that were decided on. Nothing here waits for a peer."""
+
+    def __init__(self, transport: TwoPathTransport, ranks: Sequence[int], preferred: Path) -> None:
+        """`ranks`: those of this rank's pipeline, by stage: links to others are not steered."""
+        self._transport, self._ranks, self._preferred = transport, ranks, preferred
+        self._taken: dict[int, Path] = {}
+
+    def steer(self, paths: Paths) -> None:
+        """Take the paths that were decided on. Said again, it changes nothing."""
+        diverted = {self._ranks[link.target] for link in paths.diverted if self._is_ours(link.pipeline, link.source)}
+        for peer in (peer for peer in self._transport.peers if peer in self._ranks):
+            path = self._preferred.other if peer in diverted else self._preferred
+            if self._taken.get(peer, self._preferred) is not path:
+                self._transport.prefer(peer, path)
+                self._taken[peer] = path
+
+    def measure(self, paths: Paths) -> None:
+        """Begin to measure the paths that are asked about."""
+        for link in paths.probed:
+            if self._is_ours(link.pipeline, link.source):
+                self._transport.measure(self._ranks[link.target])
+
+    def take_probes(self) -> list[ProbeTimes]:
+        """Measurements since the last call, by stage."""
+        probes = [probe for probe in self._transport.take_probes() if probe.peer in self._ranks]
+        return [probe._replace(peer=self._ranks.index(probe.peer)) for probe in probes]
+
+    def broken(self) -> list[BrokenPath]:
+        """Paths that are down at present, by stage."""
+        found = []
+        for peer, link in self._transport.link_counters().items():
+            if link.paths is not None and peer in self._ranks:
+                causes = {Path.DEVICE: link.paths.device_down, Path.HOST: link.paths.host_down}
+                found += [
+                    BrokenPath(self._ranks.index(peer), path, cause)
+                    for path, cause in causes.items()
+                    if cause is not None
+                ]
+        return found
+
+    def _is_ours(self, pipeline: int, source: int) -> bool:
+        return pipeline == self._ranks[0] and self._ranks[source] == self._transport.rank

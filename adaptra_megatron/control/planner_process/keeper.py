@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a planner process running beside this leading rank, and has it decide."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from adaptra_megatron.child_process import ChildProcess
+from adaptra_megatron.control.decisions import Decision
+from adaptra_megatron.control.planner_process.messages import (
+    Begin,
+    ChannelEndedError,
+    Decided,
+    Measured,
+    receive,
+    send,
+)
+from adaptra_megatron.control.rounds import SealedRound
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.telemetry.events.events import Event, decode
+from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 60.0
+"""From one end of a planner process to the start of the next: twice as long each time, until one has decided."""
+PATIENCE_S = 60.0
+"""Silence after which one is killed: decisions take less than a second, and starting on a busy machine longer."""
+
+
+class NoDecisionError(RuntimeError):
+    """The planner process has made no decision; says why, and what becomes of it."""
+
+
+class Diary(Protocol):
+    """Recipient of events."""
+
+    def log(self, event: Event) -> None:
+        """Something happened, in the iteration that runs."""
+
+
+class PlannerKeeper:
+    """The planner process as the leading rank has it; for one thread, which must live as long as the process.
+
+    `close` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        begin: Begin,
+        telemetry: Diary,
+        number: Callable[[], int],
+        requests: Callable[[], Sequence[Iterations]],
+        *,
+        word: str = "",
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`number`: of the plan that runs. `requests`: for traces, new since the last call. `word`: before each line of
+        the log that comes from there."""
+        self._begin, self._telemetry, self._word, self._patience_s = begin, telemetry, word, patience_s
+        self._latest = begin.running
+        self._order, self._routing = self._latest.order, self._latest.routing
+        """The latest ones that were new."""
+        self._number, self._requests = number, requests
+        self._process: ChildProcess | None = None
+        self._pause_s, self._restart_s = FIRST_PAUSE_S, 0.0
+        self._closed = threading.Event()
+        self._costs: str | None = None
+
+    @property
+    def costs(self) -> dict[str, Any] | None:
+        """The latest estimate, as `costs_to_json` has it; None while there is none."""
+        return None if self._costs is None else json.loads(self._costs)
+
+    @property
+    def process_id(self) -> int | None:
+        """Id of the running process."""
+        process = self._process
+        return None if process is None else process.process.pid
+
+    def pin(self, stages: Sequence[int]) -> None:
+        """Micro-batches of these stages cannot be routed. To be called before the first decision."""
+        if self._begin.routes is not None:
+            self._begin = replace(self._begin, routes=replace(self._begin.routes, pinned=tuple(stages)))
+
+    def decide(self, rounds: Sequence[SealedRound]) -> Decision:
+        """What to run next. Raises NoDecisionError, once the process has ended; the next call starts another."""
+        measured = Measured(
+            iterations=tuple(one.iteration for one in rounds),
+            nbytes=tuple(one.nbytes for one in rounds),
+            number=max(self._number(), self._latest.number),
+            requests=tuple(self._requests()),
+        )
+        try:
+            channel = self._running().channel
+            send(channel, measured, [part for one in rounds for part in (one.entries, one.own)])
+            decided, _ = receive(channel)
+            assert isinstance(decided, Decided), f"{decided} came instead of a decision"
+        except (OSError, ChannelEndedError) as cause:
+            raise NoDecisionError(self._lost(cause)) from cause
+        self._pause_s, self._costs = FIRST_PAUSE_S, decided.costs
+        for line in decided.lines:
+            logger_of(line.module).log(line.level, "%s%s", self._word, line.text)
+        for event in decided.events:
+            self._telemetry.log(decode(event).event)
+        decision = decided.decision
+        if decision is None:
+            raise NoDecisionError(f"{self._word}{decided.failure}")
+        self._latest = decision
+        self._order, self._routing = decision.order or self._order, decision.routing or self._routing
+        return decision
+
+    def close(self) -> None:
+        """End the process. Safe to call twice."""
+        self._closed.set()
+        if (process := self._process) is not None:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                process.channel.shutdown(socket.SHUT_RDWR)
+            process.end(0.5)
+
+    def _running(self) -> ChildProcess:
+        """Raises OSError, and ChannelEndedError if it ends at once or is to end."""
+        if self._process is None:
+            self._closed.wait(max(0.0, self._restart_s - time.monotonic()))
+            if self._closed.is_set():
+                raise ChannelEndedError("is not needed any more")
+            self._process = ChildProcess("adaptra_megatron.control.planner_process.planner", socket.SOCK_STREAM)
+            self._process.channel.settimeout(self._patience_s)
+            level = logging.getLogger("adaptra_megatron").getEffectiveLevel()
+            running = replace(self._latest, order=self._order, routing=self._routing, forecast=None, told=None)
+            send(self._process.channel, replace(self._begin, log_level=level, running=running))
+        return self._process
+
+    def _lost(self, cause: Exception) -> str:
+        process, self._process = self._process, None
+        how = f"could not be started ({cause})"
+        if process is not None:
+            ended = process.process.poll() is not None or "ended" in str(cause)
+            how = f"{'ended' if ended else f'{cause} and was ended'}, by {process.end(1.0 if ended else 0.0)}"
+        self._restart_s = time.monotonic() + self._pause_s
+        again = f"another one is started in {self._pause_s:g} s, and learns anew what is usual"
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        return f"{self._word}the planner process {how}; {again}"

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that die at a moment of a training, by SIGKILL, or stand still from then on, by SIGSTOP."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from adaptra_megatron.emulation.faults.compute import EmulationError
+
+if TYPE_CHECKING:
+    import torch
+
+    from adaptra_megatron.runtime.megatron.computation import StageComputation
+
+FORM = "RANK:ITERATION:ACTION[:stop]|RANK:ITERATION:+MS[:stop]"
+
+
+@dataclass(frozen=True)
+class Death:
+    """Death of `rank` in iteration `iteration` (from 0): as it begins its action number `action` (from 0: forwards,
+    backwards, weight gradients), or `after_s` seconds after the iteration has begun, wherever it is then."""
+
+    rank: int
+    iteration: int
+    action: int | None = None
+    after_s: float = 0.0
+    stops: bool = False
+    """It is stopped, not killed."""
+
+
+def parse_death(text: str) -> Death:
+    """The one that `--emulate-death` asks for. Raises EmulationError for anything else."""
+    if (found := re.fullmatch(r"(\d+):(\d+):(\+)?(\d+)(:stop)?", text)) is None:
+        raise EmulationError(f"--emulate-death {text!r} is not {FORM}, as 3:2:5 or 3:2:+120")
+    rank, iteration, number = int(found[1]), int(found[2]), int(found[4])
+    action, after_s = (None, number / 1e3) if found[3] else (number, 0.0)
+    return Death(rank, iteration, action, after_s, stops=bool(found[5]))
+
+
+class Deaths:
+    """Those of one rank. The training tells it each iteration and decorates its computation."""
+
+    def __init__(self, deaths: list[Death], rank: int) -> None:
+        self._ours = [death for death in deaths if death.rank == rank]
+        self._iteration = self._actions = 0
+
+    def set_iteration(self, iteration: int) -> None:
+        """`iteration` (from 0) is about to begin."""
+        self._iteration, self._actions = iteration, 0
+        for death in self._ours:
+            if (death.iteration, death.action) == (iteration, None):
+                threading.Timer(death.after_s, _die, (death,)).start()
+
+    def action(self) -> None:
+        """An action begins: the last thing that a rank does whose time has come."""
+        for death in self._ours:
+            if (death.iteration, death.action) == (self._iteration, self._actions):
+                _die(death)
+        self._actions += 1
+
+    def decorate(self, computation: StageComputation) -> StageComputation:
+        """`computation` during which this rank dies where it is to."""
+        return _MortalComputation(computation, self) if self._ours else computation
+
+
+def _die(death: Death) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP if death.stops else signal.SIGKILL)
+
+
+class _MortalComputation:
+    """A StageComputation in which a rank may die."""
+
+    def __init__(self, computation: StageComputation, deaths: Deaths) -> None:
+        self._computation, self._deaths = computation, deaths
+
+    def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
+        self._deaths.action()
+        return self._computation.forward(chunk, micro_batch, input_tensor)
+
+    def backward(
+        self,
+        chunk: int,
+        micro_batch: int,
+        input_tensor: torch.Tensor | None,
+        output_tensor: torch.Tensor,
+        output_gradient: torch.Tensor | None,
+        *,
+        split: bool,
+    ) -> torch.Tensor | None:
+        self._deaths.action()
+        tensors = (input_tensor, output_tensor, output_gradient)
+        return self._computation.backward(chunk, micro_batch, *tensors, split=split)
+
+    def weight_gradient(self, chunk: int, micro_batch: int) -> None:
+        self._deaths.action()
+        self._computation.weight_gradient(chunk, micro_batch)

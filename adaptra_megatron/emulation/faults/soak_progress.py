@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the training of a fault campaign is: ranks write it, the driver beside the job reads it. No torch here."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+
+_ENTRY = struct.Struct("<qq")
+
+
+class Progress:
+    """Process id and iteration of each stage, in a file that ranks and driver map."""
+
+    def __init__(self, directory: Path, stages: int) -> None:
+        """Made by the first process that opens it; zeros until a stage writes."""
+        descriptor = os.open(directory / "progress", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            os.ftruncate(descriptor, stages * _ENTRY.size)
+            self._map = mmap.mmap(descriptor, stages * _ENTRY.size)
+        finally:
+            os.close(descriptor)
+
+    def set(self, stage: int, iteration: int) -> None:
+        """`stage`, which is this process, begins `iteration` (counted from 0)."""
+        _ENTRY.pack_into(self._map, stage * _ENTRY.size, os.getpid(), iteration)
+
+    def process_id(self, stage: int) -> int:
+        """Process id of `stage`; 0 until it has begun its first iteration."""
+        pid: int = _ENTRY.unpack_from(self._map, stage * _ENTRY.size)[0]
+        return pid
+
+    def iteration(self, stage: int) -> int:
+        """The iteration that `stage` is in."""
+        number: int = _ENTRY.unpack_from(self._map, stage * _ENTRY.size)[1]
+        return number
+
+    def close(self) -> None:
+        """Unmap."""
+        self._map.close()

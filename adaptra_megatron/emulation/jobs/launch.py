@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the processes of a job on this machine, watches them and cleans up after them.
+
+    python -m adaptra_megatron.emulation.jobs.launch --nproc 4 scripts/train_gpt.py ARGUMENTS...
+
+Ranks are forked from a process that has imported torch and Megatron already (`fork_server`), which starts a job in a
+fraction of the time; `--no-preload` starts plain Python processes instead, as torchrun would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from adaptra_megatron.emulation.jobs.fork_server import ForkServer, rank_environment
+from adaptra_megatron.emulation.jobs.rank_process import PARENT_VARIABLE, STACKS_SIGNAL
+
+POLL_S = 0.02
+GRACE_S = 1.0
+"""Left to the other ranks to say what they have to, once one has failed."""
+PORT_ATTEMPTS = 3
+TAIL_LINES = 60
+Poll = Callable[[int], "int | None"]
+Echo = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank ended."""
+
+    rank: int
+    returncode: int
+    """0, the status it exited with, or minus the signal that killed it (by us too: after a failure elsewhere)."""
+    log: Path
+    """All that it wrote."""
+
+    @property
+    def output(self) -> str:
+        """What it wrote, stdout and stderr together."""
+        return self.log.read_text(errors="replace")
+
+
+class LaunchError(RuntimeError):
+    """A job failed or hung; the message shows the end of the logs, with all Python stacks of ranks that hung."""
+
+    def __init__(self, message: str, results: list[RankResult]) -> None:
+        super().__init__(message)
+        self.results = results
+
+
+def run_ranks(
+    world_size: int,
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    log_directory: str | Path | None = None,
+    server: ForkServer | None = None,
+    check: bool = True,
+    stop_on_failure: bool = True,
+    echo: Echo | None = None,
+    ended: Callable[[int, int], object] | None = None,
+) -> list[RankResult]:
+    """Run `argv` in `world_size` processes with the environment that torchrun would give them.
+
+    Args:
+        argv: "script.py" or "-m", "module", then arguments.
+        timeout_s: after this time all ranks that still run show their stacks and are killed.
+        env: added to this process's environment.
+        log_directory: gets `rank<N>.log`; default: a new temporary directory, which is left behind.
+        server: fork the ranks from it; None starts plain Python processes.
+        check: raise unless all ranks exit with 0; else return whatever happened.
+        stop_on_failure: once a rank has failed, kill the others after a second.
+        echo: called with every line that the last rank writes, as it writes it.
+        ended: called with each rank that has ended and its exit status.
+
+    Raises:
+        LaunchError: with `check`, a rank failed; or one ran past `timeout_s`.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="adaptra-ranks-") if log_directory is None else log_directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    logs = [(directory / f"rank{rank}.log").resolve() for rank in range(world_size)]
+    for attempt in range(1, PORT_ATTEMPTS + 1):
+        for log in logs:
+            log.write_bytes(b"")
+        job = _Job(argv, _environments(world_size, env or {}), logs, server, ended)
+        hung = job.watch(timeout_s, stop_on_failure, echo)
+        results = job.results()
+        # The port was free when it was chosen, not necessarily when rank 0 listened.
+        if attempt == PORT_ATTEMPTS or not (results[0].returncode and "EADDRINUSE" in results[0].output):
+            break
+    if hung or (check and any(result.returncode for result in results)):
+        raise LaunchError(_failure(argv, results, hung, job.first_failed, timeout_s), results)
+    return results
+
+
+class _Job:
+    """Running ranks. Each leads its own session, so that what it starts can be killed with it."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        logs: Sequence[Path],
+        server: ForkServer | None,
+        ended: Callable[[int, int], object] | None,
+    ) -> None:
+        self._logs, self._on_end = logs, ended
+        self._ended: set[int] = set()
+        self.first_failed: int | None = None
+        self._poll: Poll
+        if server is not None:
+            self._pids = server.start(argv, environments, logs)
+            self._poll = server.poll
+        else:
+            started = [_start(argv, environment, log) for environment, log in zip(environments, logs, strict=True)]
+            processes = {process.pid: process for process in started}
+            self._pids = list(processes)
+            self._poll = lambda pid: processes[pid].poll()
+
+    def watch(self, timeout_s: float, stop_on_failure: bool, echo: Echo | None) -> list[int]:
+        """Wait until all ranks have ended, ending them where the rules say so. Returns the ranks that hung."""
+        deadline = time.monotonic() + timeout_s
+        failed_at: float | None = None
+        hung: list[int] = []
+        with self._logs[-1].open(errors="replace") as followed:
+            try:
+                while running := self._running():
+                    _follow(followed, echo)
+                    now = time.monotonic()
+                    if failed_at is None and stop_on_failure and self.first_failed is not None:
+                        failed_at = now
+                    if now >= deadline:
+                        hung = running
+                    if hung or (failed_at is not None and now >= failed_at + GRACE_S):
+                        self._show_stacks(running)
+                        break
+                    time.sleep(POLL_S)
+            finally:
+                self.kill()
+                _follow(followed, echo)
+        return hung
+
+    def results(self) -> list[RankResult]:
+        """How the ranks ended; all have."""
+        codes = [self._poll(pid) for pid in self._pids]
+        return [
+            RankResult(rank, -signal.SIGKILL if code is None else code, log)
+            for rank, (code, log) in enumerate(zip(codes, self._logs, strict=True))
+        ]
+
+    def _running(self) -> list[int]:
+        running = []
+        for rank, pid in enumerate(self._pids):
+            code = self._poll(pid)
+            if code is None:
+                running.append(rank)
+                continue
+            if code and self.first_failed is None:
+                self.first_failed = rank
+            if self._on_end is not None and rank not in self._ended:
+                self._on_end(rank, code)
+            self._ended.add(rank)
+        return running
+
+    def _show_stacks(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            _signal_process(self._pids[rank], STACKS_SIGNAL)
+        time.sleep(GRACE_S / 2)
+
+    def kill(self) -> None:
+        """Kill what still runs, and what the ranks started, and wait for it to be gone (10 s at most)."""
+        for pid in self._pids:
+            if not _signal_group(pid, signal.SIGKILL) and self._poll(pid) is None:
+                _signal_process(pid, signal.SIGKILL)  # forked a moment ago, and not yet the leader of its group
+        deadline = time.monotonic() + 10.0
+        while any(self._poll(pid) is None for pid in self._pids) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+
+def _start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-u", "-m", "adaptra_megatron.emulation.jobs.rank_process", *argv],
+            env={**environment, PARENT_VARIABLE: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+BRIEF_LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:5"}
+"""Environment of processes that serve a store, which looks each client's name up while all others wait: where a name
+server loses requests, 5 s each."""
+
+
+def _environments(world_size: int, more: Mapping[str, str]) -> list[dict[str, str]]:
+    port = str(free_port())
+    common = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= BRIEF_LOOKUPS
+    return [
+        rank_environment({**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **more}) for rank in range(world_size)
+    ]
+
+
+def free_port() -> int:
+    """A TCP port without a listener. Below the range from which Linux takes ports for outgoing connections, so
+    that only another launcher could take it meanwhile, and that is unlikely to choose the same."""
+    chooser = random.SystemRandom()
+    while True:
+        port = chooser.randrange(15000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
+def _signal_process(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _signal_group(pid: int, number: int) -> bool:
+    """Return whether there was such a process group: a rank's outlives it as long as what it started does."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _follow(log: object, echo: Echo | None) -> None:
+    if echo is None:
+        return
+    for line in log:  # type: ignore[attr-defined]
+        echo(line.rstrip("\n"))
+
+
+def _failure(
+    argv: Sequence[str], results: list[RankResult], hung: list[int], first_failed: int | None, timeout_s: float
+) -> str:
+    codes = ", ".join(f"rank {result.rank}: {result.returncode}" for result in results)
+    what = f"ranks {hung} still ran after {timeout_s:g} s" if hung else f"rank {first_failed} failed first"
+    shown = [results[rank] for rank in hung] if hung else [results[first_failed or 0]]
+    shown += [result for result in results if result not in shown]
+    tails = [
+        f"--- rank {result.rank} ({result.log}) ---\n" + "\n".join(result.output.splitlines()[-TAIL_LINES:])
+        for result in shown
+    ]
+    return "\n".join([f"{' '.join(argv)}: {what} (exit status of {codes})", *tails])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m adaptra_megatron.emulation.jobs.launch", allow_abbrev=False)
+    parser.add_argument("--nproc", type=int, required=True, help="number of ranks")
+    parser.add_argument("--timeout-s", type=float, default=3600.0, help="time limit of the job (default: 3600)")
+    parser.add_argument("--log-dir", default=None, help="directory of the logs, one per rank (default: a new one)")
+    parser.add_argument("--no-preload", action="store_false", dest="preload", help="start plain Python processes")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="script.py or -m module, then its arguments")
+    args = parser.parse_args(argv)
+    if not args.command:
+        parser.error("name a script, or -m and a module")
+    server = ForkServer() if args.preload else None
+    try:
+        run_ranks(
+            args.nproc,
+            args.command,
+            timeout_s=args.timeout_s,
+            log_directory=args.log_dir,
+            server=server,
+            echo=lambda line: sys.stdout.write(line + "\n"),
+        )
+    except LaunchError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    finally:
+        if server is not None:
+            server.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

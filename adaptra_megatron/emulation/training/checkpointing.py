@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's distributed checkpoints: model, optimizer, schedule of the learning rate, random state, iteration."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.utils import unwrap_model
+
+LATEST = "latest_checkpointed_iteration.txt"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read or written; the message says why and what to do."""
+
+
+def check_can_save() -> None:
+    """Refuse now what would hang at the first save: Megatron's writer processes die without psutil, unnoticed.
+
+    Raises:
+        CheckpointError: psutil is missing.
+    """
+    if importlib.util.find_spec("psutil") is None:
+        raise CheckpointError("--save needs psutil, which Megatron's checkpoint writer uses: pip install psutil")
+
+
+def _sharded_state(model: list[Any], optimizer: Any, scheduler: Any, *, is_loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {name: chunk.sharded_state_dict() for name, chunk in _named_chunks(model)}
+    metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
+    state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=metadata)
+    state["opt_param_scheduler"] = scheduler.state_dict()
+    # As megatron/training/checkpointing.py: get_rng_state, by stage and tensor lane; context-parallel lanes have one.
+    sizes = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    state["rng_state"] = ShardedObject("rng_state", _rng_state(), sizes, place, replica_id=replica)
+    return state
+
+
+def _named_chunks(model: list[Any]) -> list[tuple[str, Any]]:
+    """Megatron's names in checkpoints, and the modules within their wrappers."""
+    chunks = unwrap_model(model)
+    return [("model" if len(chunks) == 1 else f"model{index}", chunk) for index, chunk in enumerate(chunks)]
+
+
+def _rng_state() -> dict[str, Any]:
+    return {"torch": torch.get_rng_state(), "tracker": dict(get_cuda_rng_tracker().get_states())}
+
+
+def save_checkpoint(args: argparse.Namespace, model: list[Any], optimizer: Any, scheduler: Any, iteration: int) -> None:
+    """Write `iter_NNNNNNN` under --save, then name it as the latest. Collective.
+
+    Raises:
+        OSError: the directory cannot be written. The latest checkpoint stays the one before.
+    """
+    directory = Path(args.save) / f"iter_{iteration:07d}"
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    state = _sharded_state(model, optimizer, scheduler, is_loading=False)
+    state["iteration"] = iteration
+    dist_checkpointing.save(state, str(directory))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (Path(args.save) / LATEST).write_text(f"{iteration}\n")
+    dist.barrier()
+
+
+def load_checkpoint(args: argparse.Namespace, model: list[Any], optimizer: Any, scheduler: Any) -> int:
+    """Read the latest checkpoint under --load. Returns the number of iterations it was trained for. Collective.
+
+    The layout (ranks, stages, chunks) must be that of the run that saved.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    latest = Path(args.load) / LATEST
+    if not latest.is_file():
+        raise CheckpointError(f"there is no checkpoint in {args.load} (no file {latest}): leave --load out to start")
+    directory = Path(args.load) / f"iter_{int(latest.read_text()):07d}"
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    distributed = [part for part in parts if isinstance(part, DistributedOptimizer)]
+    for part in distributed:
+        # Its state, and with it the plan to load, only exists after a step.
+        part._init_optimizer_states_with_dummy_values()
+    state = _sharded_state(model, optimizer, scheduler, is_loading=True)
+    state["iteration"] = 0
+    loaded = dist_checkpointing.load(state, str(directory))
+    for name, chunk in _named_chunks(model):
+        chunk.load_state_dict(loaded[name])
+    optimizer.load_state_dict(loaded["optimizer"])
+    for part in distributed:
+        # With torch's Adam, Megatron 0.16.1 restores the dummy step's count, in one tensor that all parameters share
+        # and count up. Every iteration is a step: nothing is skipped without a loss scale.
+        for state in part.optimizer.state.values():
+            state["step"] = torch.tensor(float(loaded["iteration"]))
+    scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    torch.set_rng_state(loaded["rng_state"]["torch"])
+    get_cuda_rng_tracker().set_states(loaded["rng_state"]["tracker"])
+    return int(loaded["iteration"])

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decorators that keep what a busy machine does to a training away from its planner: it decides in time, for the times
+that are emulated. For tests of what is decided, and of what decisions do to the numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import numpy as np
+
+from adaptra_megatron.control.decision_writer import DecisionWriter
+from adaptra_megatron.control.decisions import Decision
+from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
+from adaptra_megatron.emulation.faults.compute import EmulatedCompute
+from adaptra_megatron.emulation.replacing import Replaced, Replacement
+
+DECIDES_WITHIN_S = 120.0
+"""How long an iteration waits for its decision."""
+_LOOK_EVERY_S = 0.002
+
+
+def prompt_planner() -> Replaced:
+    """A decorator around `DecisionWriter.needed`, in force until undone: each iteration waits for the decision that
+    follows from what was measured in the iterations before, where the training would otherwise keep what runs.
+
+    An iteration without a decision after DECIDES_WITHIN_S raises ExchangeError.
+    """
+    needed = DecisionWriter.needed
+
+    @functools.wraps(needed)
+    def patient(writer: DecisionWriter, iteration: int) -> Decision:
+        until_s = time.monotonic() + DECIDES_WITHIN_S
+        while writer.published(iteration) is None:
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"the planner has decided nothing for iteration {iteration}")
+            time.sleep(_LOOK_EVERY_S)
+        return needed(writer, iteration)
+
+    return Replaced([Replacement(DecisionWriter, "needed", patient, "emulated prompt planner")])
+
+
+def exact_times(compute: EmulatedCompute) -> Replaced:
+    """A decorator around `stage_measurement`, in force until undone: actions are reported to have lasted what `compute`
+    has them last in the present iteration, by kind and chunk. Times of messages stay as they were measured."""
+    from adaptra_megatron.runtime import pipeline
+
+    @functools.wraps(stage_measurement)
+    def exact(*args: Any, **keywords: Any) -> StageMeasurement:
+        measured = stage_measurement(*args, **keywords)
+        durations_s = {
+            (kind, chunk): np.full_like(found, compute.action_seconds(kind, chunk))
+            for (kind, chunk), found in measured.durations_s.items()
+        }
+        return dataclasses.replace(measured, durations_s=durations_s)
+
+    return Replaced([Replacement(pipeline, "stage_measurement", exact, "emulated exact times")])

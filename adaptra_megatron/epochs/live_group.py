@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process group that outlives its members: what Megatron holds stays the same object while those behind it change.
+
+Its size and its ranks are those of the start, for data-parallel sizes, scalings and schedules count the whole job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, Work
+
+from adaptra_megatron.epochs.handles import Done, Then, Together
+
+if TYPE_CHECKING:
+    from adaptra_megatron.epochs.live_groups import LiveGroups
+
+Launch = Callable[[Any], Any]
+"""Begins an operation of torch's own group of those that live; returns torch's handle."""
+
+_ProcessGroup: Any = dist.ProcessGroup  # whose stubs do not know that Python may derive from it
+
+
+class LiveGroup(_ProcessGroup):  # type: ignore[misc]
+    """One of this process's. Operations are those of torch.distributed, which calls these methods.
+
+    Where members have died: reductions are over those that live; gathering leaves what the dead would have said as it
+    is in the output. A group that spans stages of one replica is joined with those of the other replicas, and for each
+    stage the lowest live replica counts: after data-parallel reduction all of a stage hold the same.
+    """
+
+    def __init__(self, groups: LiveGroups, ranks: Sequence[int], rank: int, description: str) -> None:
+        """`ranks`: global ones. `rank`: this process's global one."""
+        super().__init__(list(ranks).index(rank), len(ranks))
+        self.ranks = tuple(ranks)
+        self.members = self.ranks
+        """Global ranks that take part in the present epoch."""
+        self.speaks = True
+        """True where this rank's addend counts in sums."""
+        self.stand_ins: dict[int, int] = {}
+        """By global rank of the start: the one that has what it would have; none where that is lost."""
+        self.holders: Sequence[int] | None = None
+        """Where each member has a shard of what the group reduces and gathers: by place, that of the member which holds
+        a copy of the shard."""
+        self.behalves: list[Callable[[torch.Tensor], object]] = []
+        """Add to this rank's addend of the next sum what the dead would have added whose shards it has copies of."""
+        self.renumbered = False
+        """True while only live members are numbered: see `LiveGroups.numbered_alive`."""
+        self._seen_as: int | None = None
+        self.description = description
+        self.operations = 0
+        """Number of those outside of calls so far."""
+        self._groups = groups
+
+    @property
+    def whole(self) -> bool:
+        """Return whether all that are numbered take part, and no others."""
+        return self.renumbered or self.members == self.ranks
+
+    @contextmanager
+    def seen_as(self, place: int) -> Iterator[None]:
+        """Number members as at the start meanwhile, this process by `place`."""
+        before = self._seen_as
+        self._seen_as = place
+        try:
+            yield
+        finally:
+            self._seen_as = before
+
+    @property
+    def place(self) -> int:
+        """This process's place at the start."""
+        return self.ranks.index(self._groups.rank)
+
+    @property
+    def stood_in_for(self) -> list[int]:
+        """Places of dead members of whose shards this rank has the copy."""
+        if self.holders is None:
+            return []
+        mine = [place for place, holder in enumerate(self.holders) if holder == self.place]
+        return [place for place in mine if self.ranks[place] not in self.members]
+
+    def rank(self) -> int:
+        """Return this process's place: that of the start, or among those that live."""
+        if self._seen_as is not None:
+            return self._seen_as
+        return self.members.index(self._groups.rank) if self.renumbered else super().rank()
+
+    def size(self) -> int:
+        """Return the number of members, of the start or of those that live."""
+        return len(self.members) if self.renumbered and self._seen_as is None else len(self.ranks)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [self._groups.device]
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Return the name under which torch has registered these groups."""
+        return "adaptra"
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._groups.native(self, device)
+
+    def _run(self, outputs: Sequence[torch.Tensor], launch: Launch, *, renewed: bool = False) -> Work:
+        return self._groups.run(self, outputs, launch, renewed=renewed)
+
+    def _place(self, rank: int) -> int:
+        """The place, among those that take part, of the rank with place `rank` at the start."""
+        stand_in = self.members[rank] if self.whole else self.stand_ins.get(self.ranks[rank])
+        if stand_in is None:
+            raise RuntimeError(f"rank {self.ranks[rank]} of {self.description} has died, and no other has what it had")
+        return self.members.index(stand_in)
+
+    def _reduced(self, tensors: Sequence[torch.Tensor], options: Any) -> None:
+        """Before an addition to which this rank has nothing to add."""
+        operation = options.reduceOp
+        known = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+        if not self.whole and not any(operation == each for each in known):
+            raise RuntimeError(f"only sums, maxima and minima over {self.description} have a sense without the dead")
+        if not self.speaks and operation == dist.ReduceOp.SUM:
+            for tensor in tensors:
+                tensor.zero_()
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+        """Sum, largest or smallest of what those that live have."""
+        options = dist.AllreduceOptions() if opts is None else opts
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+        behalves: list[Callable[[torch.Tensor], object]] = []
+        if options.reduceOp == dist.ReduceOp.SUM:
+            behalves, self.behalves = self.behalves, behalves
+
+        def launch(native: Any) -> Any:
+            self._reduced(tensors, options)
+            for add in behalves:
+                add(tensors[0])
+            return native.allreduce(tensors, options)
+
+        return self._run(tensors, launch)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        """The same of several tensors."""
+        options = dist.AllreduceCoalescedOptions() if opts is None else opts
+
+        def launch(native: Any) -> Any:
+            self._reduced(tensors, options)
+            return native.allreduce_coalesced(tensors, options)
+
+        return self._run(tensors, launch)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        """As `allreduce`: those that do not ask for the result may get it."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = opts.reduceOp
+        kept = [tensor.clone() for tensor in tensors]
+        work = self.allreduce(tensors, options)
+        if opts.rootRank != self.rank():
+            work.wait()
+            for tensor, before in zip(tensors, kept, strict=True):
+                tensor.copy_(before)
+        return work
+
+    def broadcast(self, tensors: Any, opts: Any) -> Work:
+        """What the root has, or who has the same. Raises RuntimeError where none lives."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        options = dist.BroadcastOptions()
+        options.rootTensor = opts.rootTensor
+
+        def launch(native: Any) -> Any:
+            options.rootRank = self._place(opts.rootRank)
+            return native.broadcast(tensors, options)
+
+        return self._run(tensors, launch)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        """Gather what the live members have."""
+        return self._gathered(outputs[0], inputs[0], opts)
+
+    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
+        return self.all_gather_single_coalesced([output], [given], opts)
+
+    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
+        """The same into one tensor. Where members have shards: the copies of those of the dead, from what their holders
+        have in `output`; and where a member dies meanwhile, what has not been gathered is `LiveGroups.stale`."""
+        return self.all_gather_single_coalesced([output], [given], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """The same for several tensors."""
+        chunks = [list(output.view(-1).chunk(self.size())) for output in outputs]
+        launches = [self._gathering(each, given.reshape(-1), opts) for each, given in zip(chunks, inputs, strict=True)]
+        renewed = self.holders is not None
+        return self._run(outputs, lambda native: Together([each(native) for each in launches]), renewed=renewed)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """The same, by its name before torch 2.13."""
+        return self.all_gather_single_coalesced(outputs, inputs, opts)
+
+    def _gathered(self, outputs: list[torch.Tensor], given: torch.Tensor, opts: Any) -> Work:
+        return self._run(outputs, self._gathering(outputs, given, opts))
+
+    def _gathering(self, outputs: list[torch.Tensor], given: torch.Tensor, opts: Any) -> Launch:
+        options = AllgatherOptions() if opts is None else opts
+
+        def launch(native: Any) -> Any:
+            if self.whole:
+                return native.allgather([outputs], [given], options)
+            found = [torch.empty_like(given) for _ in self.members]
+            self._groups.wait_for(native.allgather([found], [given], options))
+            for place, (rank, output) in enumerate(zip(self.ranks, outputs, strict=True)):
+                if (stand_in := self.stand_ins.get(rank)) is not None:
+                    output.copy_(found[self.members.index(stand_in)].view_as(output))
+                elif self.holders is not None:
+                    self._groups.wait_for(native.broadcast([output], self._from_holder(place)))
+            return Done()
+
+        return launch
+
+    def _from_holder(self, place: int) -> dist.BroadcastOptions:
+        assert self.holders is not None
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = self.members.index(self.ranks[self.holders[place]]), 0
+        return options
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
+        """As `allgather`; those that do not ask for it get nothing."""
+        found = outputs[0] if outputs else [torch.empty_like(inputs[0]) for _ in range(self.size())]
+        return self._gathered(found, inputs[0], None)
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Until all that live have come."""
+        return self.allreduce([torch.zeros(1, device=self._groups.device)])
+
+    def _whole_only(self, name: str, outputs: Sequence[torch.Tensor], launch: Launch) -> Work:
+        def checked(native: Any) -> Any:
+            if not self.whole:
+                raise RuntimeError(f"{name} over {self.description} cannot be done where members have died")
+            return launch(native)
+
+        return self._run(outputs, checked)
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
+        """As torch's. Raises RuntimeError, as the following, where members have died."""
+        return self._whole_only("scatter", outputs, lambda native: native.scatter(outputs, inputs, opts))
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
+        """As torch's."""
+        return self._reduce_scatter_base(outputs[0], torch.stack(inputs[0]), opts)
+
+    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [given], opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work:
+        """As torch's. Where members have shards: what this rank holds a copy of is reduced too, in `given`."""
+        return self.reduce_scatter_single_coalesced([output], [given], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """The same for several tensors."""
+        launches = [self._scattering(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
+        return self._run(outputs, lambda native: Together([each(native) for each in launches]))
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Work:
+        """The same, by its name before torch 2.13."""
+        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
+
+    def _scattering(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Launch:
+        options = dist.AllreduceOptions()
+        options.reduceOp = opts.reduceOp
+
+        def launch(native: Any) -> Any:
+            parts = given.view(self.size(), -1)
+            if self.whole and not isinstance(native, dist.ProcessGroupGloo):
+                reduced = native._reduce_scatter_base(output, given, opts)
+                if self.holders is None:
+                    return reduced
+                return self._handing_on(native, output.view(-1), parts[self.holders.index(self.place)])
+            if not self.whole and self.holders is None:
+                raise RuntimeError(f"reduce_scatter over {self.description} cannot be done where members have died")
+            # As gloo does it itself, whose handle of this operation alone does not heed a timeout; and with all parts,
+            # the rank that stands in for a dead one has its part.
+            whole: torch.Tensor = parts.clone() if self.holders is None else parts
+            self._reduced([whole], options)
+            return Then(native.allreduce([whole], options), lambda: output.copy_(whole[self.rank()].view_as(output)))
+
+        return launch
+
+    def hand_on(self, given: torch.Tensor, received: torch.Tensor) -> Work:
+        """Give `given`, flat, to the holder of this rank's shard, and receive what that of the held one gives."""
+        return self._run([received], lambda native: self._handing_on(native, given, received))
+
+    def _handing_on(self, native: Any, given: torch.Tensor, received: torch.Tensor) -> Any:
+        assert self.holders is not None
+        to, frm = [0] * self.size(), [0] * self.size()
+        to[self.holders[self.place]], frm[self.holders.index(self.place)] = given.numel(), received.numel()
+        return native.alltoall_base(received, given, frm, to, dist.AllToAllOptions())
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Work:
+        """As torch's."""
+        return self._whole_only("alltoall", outputs, lambda native: native.alltoall(outputs, inputs, opts))
+
+    def alltoall_base(
+        self, output: torch.Tensor, given: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any
+    ) -> Work:
+        """As torch's."""
+        return self._whole_only(
+            "alltoall",
+            [output],
+            lambda native: native.alltoall_base(output, given, output_splits, input_splits, opts),
+        )
+
+    def all_to_all_single(
+        self, output: torch.Tensor, given: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any
+    ) -> Work:
+        """As torch's."""
+        return self.alltoall_base(output, given, output_splits, input_splits, opts)

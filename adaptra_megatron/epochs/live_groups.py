@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All process groups of one process that outlive their members, and what stands behind them in each epoch.
+
+Inside a call of Megatron's schedules an operation that loses a member raises, and the call is attempted again. Outside
+of calls each has a number, its result is kept, and it is repeated: by what another rank has kept if any has it, for
+then some rank may have gone on with it, or else among those that live. So all ranks see one result of each.
+
+Results are kept from one commit to the next: a rank that commits call n has seen all others come to the end of their
+attempts at n, so all of them have done what comes before n. Replicas may be several operations apart, since what they
+do between commits need not join them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+from torch.distributed.distributed_c10d import PrefixStore, _world
+
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.epochs.early_watch import EarlyWatch
+from adaptra_megatron.epochs.errors import EpochEndedError, is_communication
+from adaptra_megatron.epochs.handles import Done, Pending
+from adaptra_megatron.epochs.live_group import LiveGroup
+from adaptra_megatron.job.control_store import ControlStore
+from adaptra_megatron.job.layout import JobLayout
+from adaptra_megatron.job.process_groups import epoch_group
+
+Made = TypeVar("Made")
+
+SLICE = timedelta(milliseconds=20)
+"""For how long a wait looks away from the set of live ranks."""
+MOST_KEPT_NBYTES = 16 << 20
+"""Largest results of one operation that are kept."""
+_NAME = "adaptra"
+
+Results = Mapping[str, Sequence[bytes] | None]
+"""By "<group>/<number of the operation>": bytes of each output; None where that was too much to keep."""
+
+
+def live_groups(config: AdaptraConfig) -> LiveGroups | None:
+    """Those of this process, in place from now on, where `config` asks for training that outlives ranks.
+
+    Raises RuntimeError where torch.distributed has been initialised already.
+    """
+    if not config.outlives_ranks:
+        return None
+    groups = LiveGroups()
+    groups.install()
+    groups.early_watch = EarlyWatch()
+    return groups
+
+
+class LiveGroups:
+    """Made before torch.distributed is initialised. For the training thread, but where said."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        """Set, from any thread, once the set of live ranks has changed; cleared by `enter`."""
+        self.early_watch: EarlyWatch | None = None
+        """Until members are outlived."""
+        self.stale = False
+        """Set where members have died: what was to be gathered of shards may not have been, until it is gathered again
+        in a call."""
+        self._groups: list[LiveGroup] = []
+        self.rank = 0
+        """This process's global one."""
+        self._description = "group"
+        self._natives: dict[tuple[LiveGroup, str], Any] = {}
+        self._timeout_s = 0.0
+        self._store: Any = None
+        self._control: ControlStore | None = None
+        """Where groups meet; None: in the job's store, before there is anything to outlive."""
+        self._epoch = 0
+        self._inside = False
+        self._layout: JobLayout | None = None
+        self._recover: Callable[[Exception], None] | None = None
+        self._kept: dict[str, list[bytes] | None] = {}
+        self._others: Results = {}
+        self._undo: list[Callable[[], None]] = []
+
+    # What torch.distributed sees.
+
+    def install(self) -> None:
+        """Have every process group that is made from now on be one of these. Raises RuntimeError if there is any."""
+        if dist.is_initialized():
+            raise RuntimeError(
+                "--adaptra-reroute failures has to be given before torch.distributed is initialised: groups that exist "
+                "do not outlive their members"
+            )
+        dist.Backend.register_backend(_NAME, self._create, extended_api=True, devices=["cpu", "cuda"])
+        # By a watchdog of its own, torch would end this process for another's death.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        for name in ("init_process_group", "new_group"):
+            self._replace(name)
+
+    def uninstall(self) -> None:
+        """Let torch.distributed make its own groups again."""
+        if self.early_watch is not None:
+            self.early_watch.close()
+        while self._undo:
+            self._undo.pop()()
+        delattr(dist.Backend, _NAME.upper())
+        dist.Backend.backend_list.remove(_NAME)
+
+    def _replace(self, name: str) -> None:
+        original = getattr(dist, name)
+
+        @functools.wraps(original)
+        def made(*given: Any, **keywords: Any) -> Any:
+            for theirs in ("backend", "pg_options", "device_id"):
+                keywords.pop(theirs, None)
+            self._description = str(keywords.get("group_desc") or "group")
+            if name == "init_process_group":
+                given = given[1:]  # a backend
+            return original(*given, **keywords, backend=_NAME)
+
+        setattr(dist, name, made)
+        self._undo.append(lambda: setattr(dist, name, original))
+
+    def _create(self, options: Any, _backend_options: Any) -> LiveGroup:
+        """What torch's `_new_process_group_helper` takes for the process group itself, as it is a subclass."""
+        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        if not self._groups:
+            self.rank, self._timeout_s = options.group_rank, options.timeout.total_seconds()
+            self._store = options.store
+        made = [group.description.partition("#")[0] for group in self._groups if group.ranks == tuple(ranks)]
+        group = LiveGroup(self, ranks, self.rank, f"{self._description}#{made.count(self._description)}")
+        self._groups.append(group)
+        return group
+
+    @property
+    def device(self) -> torch.device:
+        """Where collectives of objects and barriers have their tensors."""
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    # What each epoch puts behind them.
+
+    def begin(self, layout: JobLayout, control: ControlStore, recover: Callable[[Exception], None]) -> None:
+        """Outlive members from now on. `recover`: goes on in the next epoch, in which an operation outside of calls
+        that has failed is repeated, or raises."""
+        if self.early_watch is not None:
+            self.early_watch.close()
+        self._layout, self._recover = layout, recover
+        self._control = control
+
+    def enter(self, epoch: int, control: ControlStore, live: frozenset[int], results: Results) -> None:
+        """Go on with the `live` ranks. `results`: what any of them has kept."""
+        assert self._layout is not None
+        self.leave()
+        self._epoch, self._control, self._others = epoch, control, results
+        for group in self._groups:
+            _set_members(group, self._layout, live)
+        self.stale = True
+        self.ended.clear()
+
+    def lost_shards(self, live: frozenset[int]) -> list[tuple[int, int]]:
+        """Members of this process's groups that do not live and have shards, of which no copy is left: pairs of the
+        member and the holder of the copy."""
+        pairs = [
+            (group.ranks[place], group.ranks[holder])
+            for group in self._groups
+            for place, holder in enumerate(group.holders or ())
+        ]
+        return sorted({pair for pair in pairs if live.isdisjoint(pair)})
+
+    def leave(self) -> None:
+        """Give up what the present epoch's groups have under way: closed connections wake the members at once.
+
+        Not in this thread, which would wait for gloo's own to end.
+        """
+        natives, self._natives = self._natives, {}
+        for native in natives.values():
+            if not isinstance(native, dist.ProcessGroupGloo):
+                native.abort()
+        threading.Thread(target=natives.clear, name="adaptra-leave", daemon=True).start()
+
+    def native(self, group: LiveGroup, device: torch.device) -> Any:
+        """Torch's own group of those that take part, made when first needed, by all of them."""
+        key = group, device.type
+        if key not in self._natives:
+            self._natives[key] = self._interruptible(lambda: self._make_native(group, device.type))
+        return self._natives[key]
+
+    def _make_native(self, group: LiveGroup, device: str) -> Any:
+        members, place = list(group.members), hashlib.blake2b(digest_size=12)
+        place.update(f"{group.description}/{group.members}/{device}".encode())
+        name = f"live/{place.hexdigest()}"
+        if self._control is None:
+            store = PrefixStore(name, self._store.clone() if hasattr(self._store, "clone") else self._store)
+            timeout = timedelta(seconds=self._timeout_s)
+            if device == "cpu":
+                return dist.ProcessGroupGloo(store, members.index(self.rank), len(members), timeout)
+            return _nccl(store, members.index(self.rank), len(members), timeout)
+        if device == "cpu":
+            return epoch_group(self._control, name, members, self.rank, self._timeout_s)
+        store = self._control.unsealed(name)
+        return _nccl(store, members.index(self.rank), len(members), timedelta(seconds=self._timeout_s))
+
+    def _interruptible(self, make: Callable[[], Made]) -> Made:
+        """What `make` makes, in a thread that is left to itself if the epoch ends. Raises EpochEndedError then."""
+        found: list[Any] = []
+        done = threading.Event()
+
+        def work() -> None:
+            try:
+                found.append(make())
+            except Exception as cause:
+                found.append(cause)
+            done.set()
+
+        threading.Thread(target=work, name="adaptra-group", daemon=True).start()
+        while not done.wait(SLICE.total_seconds()):
+            self.check()
+        if isinstance(found[0], Exception):
+            raise found[0]
+        made: Made = found[0]
+        return made
+
+    # Operations.
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call of Megatron's schedules: what fails raises, and is not repeated by itself."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    @contextmanager
+    def numbered_alive(self) -> Iterator[None]:
+        """Number ranks meanwhile as if those that live were all, for what is written for others to read: in the group
+        of all, and in those of one stage in several replicas. Within a replica, stages and lanes keep their numbers.
+        """
+        assert self._layout is not None
+        live = sorted({rank for group in self._groups for rank in group.members})
+        places, known = {rank: place for place, rank in enumerate(live)}, _world.pg_group_ranks
+        before = {group: known[group] for group in self._groups if group in known}
+        for group, ranks in before.items():
+            group.renumbered = not _places(group, self._layout)[1]
+            if group.renumbered:
+                known[group] = {places[rank]: place for place, rank in enumerate(group.members)}
+            else:
+                known[group] = {places.get(rank, -1 - rank): place for rank, place in ranks.items()}
+        try:
+            yield
+        finally:
+            for group, ranks in before.items():
+                group.renumbered, known[group] = False, ranks
+
+    def check(self) -> None:
+        """Raise EpochEndedError once the set of live ranks has changed."""
+        if self.ended.is_set():
+            raise EpochEndedError(f"epoch {self._epoch} has ended: the set of live ranks has changed")
+
+    def run(
+        self, group: LiveGroup, outputs: Sequence[torch.Tensor], launch: Callable[[Any], Any], *, renewed: bool = False
+    ) -> Work:
+        """Carry an operation out. `outputs`: what it changes, and reads. `renewed`: where it fails outside of calls it
+        is not repeated, for all do it again while they are `stale`."""
+        device = outputs[0].device
+        if self._inside or self._layout is None:
+            self.check()
+            return Pending(self, launch(self.native(group, device)))
+        if renewed:
+            return self._unless_stale(launch, group, device)
+        place = f"{self._key(group)}/{group.operations}"
+        group.operations += 1
+        before = [output.clone() for output in outputs]
+        while not self._known(place, outputs):
+            try:
+                self.check()
+                self.wait_for(launch(self.native(group, device)))
+                break
+            except Exception as cause:
+                if not is_communication(cause):
+                    raise
+                assert self._recover is not None
+                self._recover(cause)
+            for output, given in zip(outputs, before, strict=True):
+                output.copy_(given)
+        self._keep(place, outputs)
+        return Done()
+
+    def _unless_stale(self, launch: Callable[[Any], Any], group: LiveGroup, device: torch.device) -> Work:
+        while not self.stale:
+            try:
+                self.check()
+                self.wait_for(launch(self.native(group, device)))
+                break
+            except Exception as cause:
+                if not is_communication(cause):
+                    raise
+                assert self._recover is not None
+                self._recover(cause)
+        return Done()
+
+    def wait_for(self, work: Any) -> None:
+        """Wait for torch's handle. Raises EpochEndedError once the set of live ranks has changed, RuntimeError after
+        the job's timeout, and what the operation raises."""
+        deadline_s = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                work.wait(SLICE)
+                break
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # which raises, unless it was the slice that had ended
+                    break
+            self.check()
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"timed out: a collective has taken longer than {self._timeout_s:g} s")
+        if not self._inside:
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was launched. Raises EpochEndedError as all waits."""
+        if not torch.cuda.is_available():
+            return
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        while not event.query():
+            self.check()
+
+    # What is kept of operations outside of calls.
+
+    def committed(self) -> None:
+        """All live ranks have done all operations so far."""
+        self._kept.clear()
+        self._others = {}
+
+    def kept(self) -> Results:
+        """Results of the operations since the last commit."""
+        return dict(self._kept)
+
+    def _known(self, place: str, outputs: Sequence[torch.Tensor]) -> bool:
+        if place not in self._others:
+            return False
+        found = self._others[place]
+        if found is None:
+            raise RuntimeError(f"the result of {place} is lost: it has more than {MOST_KEPT_NBYTES >> 20} MiB")
+        for output, packet in zip(outputs, found, strict=True):
+            flat = torch.frombuffer(bytearray(packet), dtype=torch.uint8)
+            output.copy_(flat.view(output.dtype).view(output.shape) if output.numel() else output)
+        return True
+
+    def _keep(self, place: str, outputs: Sequence[torch.Tensor]) -> None:
+        if sum(output.nbytes for output in outputs) > MOST_KEPT_NBYTES:
+            self._kept[place] = None
+            return
+        flat = [output.detach().cpu().contiguous().reshape(-1) for output in outputs]
+        self._kept[place] = [each.view(torch.uint8).numpy().tobytes() if each.numel() else b"" for each in flat]
+
+    def _key(self, group: LiveGroup) -> str:
+        """Equal for groups that are joined where ranks have died: those of the same stages and lanes of replicas."""
+        assert self._layout is not None
+        places, joined = _places(group, self._layout)
+        return f"{group.description}/{places if joined else list(group.ranks)}"
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _places(group: LiveGroup, layout: JobLayout) -> tuple[list[tuple[int, int]], bool]:
+    """Stages and lanes of the members; and whether those are several stages of one replica."""
+    workers = [layout.workers[rank] for rank in group.ranks]
+    places = sorted({(worker.cell.stage, worker.lane) for worker in workers})
+    replicas, stages = {worker.cell.replica for worker in workers}, {worker.cell.stage for worker in workers}
+    return places, len(replicas) == 1 < len(stages) and layout.replicas > 1
+
+
+def _set_members(group: LiveGroup, layout: JobLayout, live: frozenset[int]) -> None:
+    places, joined = _places(group, layout)
+    if not joined or live.issuperset(layout.workers):
+        group.members = tuple(rank for rank in group.ranks if rank in live)
+        group.speaks, group.stand_ins = True, {rank: rank for rank in group.members}
+        return
+    by_place: dict[tuple[int, int], list[int]] = {place: [] for place in places}
+    for rank in sorted(live, key=lambda each: layout.workers[each].cell.replica):
+        worker = layout.workers[rank]
+        if (place := (worker.cell.stage, worker.lane)) in by_place:
+            by_place[place].append(rank)
+    first = {place: ranks[0] for place, ranks in by_place.items()}
+    group.members = tuple(sorted(rank for ranks in by_place.values() for rank in ranks))
+    group.speaks = layout.rank in first.values()
+    group.stand_ins = {rank: first[layout.workers[rank].cell.stage, layout.workers[rank].lane] for rank in group.ranks}

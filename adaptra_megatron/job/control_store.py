@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The job's store, for the control of one epoch: keys that no other epoch has, sealed by the job's secret."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import socket
+import stat
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from adaptra_megatron.authentication.handshake import SECRET_NBYTES
+from adaptra_megatron.authentication.seal import Seal
+from adaptra_megatron.authentication.sealed_store import SealedStore
+
+SECRET_VARIABLE = "ADAPTRA_SECRET_FILE"
+_LONGEST_SECRET = 4096
+_LEAST_S = 0.1
+"""For a connection to the store, however late it is."""
+_SECRET_KEY = "adaptra/transport/secret"
+MOST_SPARE = 4
+"""Clients kept for the next borrower: a stage has four directed links to its neighbours."""
+
+
+class SecretError(RuntimeError):
+    """The job's secret cannot be had; names the file or the store, what is wrong with it and the remedy."""
+
+
+class ControlStore:
+    """Makes clients of the store, one for each thread: a client answers one request at a time, and some wait."""
+
+    def __init__(self, store: Any, secret: bytes, token: str, epoch: int = 0, spare: deque[Any] | None = None) -> None:
+        """`store`: torch.distributed's. `token`: the job's, of its layout. `epoch`: counts the sets of live cells.
+        `spare`: clients that `lent` has taken back, MOST_SPARE at most: the others are closed."""
+        self.secret = secret
+        self._spare: deque[Any] = deque(maxlen=MOST_SPARE) if spare is None else spare
+        self._store, self._token, self._prefix = store, token, f"adaptra/{token}/{epoch}"
+
+    @classmethod
+    def of_job(cls, token: str) -> ControlStore:
+        """The store that torch.distributed was initialised with, in the first epoch. Raises as `job_secret`."""
+        store: Any = _get_default_store()
+        return cls(store, job_secret(store), token)
+
+    def in_epoch(self, epoch: int) -> ControlStore:
+        """The same store for another epoch."""
+        return ControlStore(self._store, self.secret, self._token, epoch, self._spare)
+
+    @property
+    def timeout_s(self) -> float:
+        """Timeout of the job's store: the one that torch.distributed was initialised with."""
+        return float(self._store.timeout.total_seconds())
+
+    def client(self, place: str) -> SealedStore:
+        """A new client. `place`: the same for all that share the keys."""
+        return self._sealed(place, self.unsealed(place))
+
+    def _sealed(self, place: str, store: Any) -> SealedStore:
+        return SealedStore(store, self.secret, f"{self._prefix}/{place}")
+
+    def seal(self, place: str) -> Seal:
+        """That of the values of `place`."""
+        return Seal(self.secret, f"{self._prefix}/{place}")
+
+    def unsealed(self, place: str) -> Any:
+        """The same, with values as they are."""
+        return PrefixStore(f"{self._prefix}/{place}", self._store.clone())
+
+    @contextmanager
+    def lent(self, place: str, timeout_s: float, *, sealed: bool = True) -> Iterator[Any]:
+        """A client for a while, as for the exchange of addresses; unsealed for torch's process groups.
+
+        One that others have had before, if there is one: the store's server looks each new client's name up, all others
+        waiting, and a name server that does not answer costs seconds. One that is given back with an error is not lent
+        again, for its answer may still come. `timeout_s`: of each request. Raises RuntimeError if the store cannot be
+        reached.
+        """
+        try:
+            client = self._spare.pop()
+        except IndexError:
+            self.reach(timeout_s)
+            client = self._store.clone()
+        client.set_timeout(timedelta(seconds=max(_LEAST_S, timeout_s)))
+        store = PrefixStore(f"{self._prefix}/{place}", client)
+        yield self._sealed(place, store) if sealed else store
+        self._spare.append(client)
+
+    def reach(self, timeout_s: float) -> None:
+        """Connect to the store's server and leave again. Raises RuntimeError if it does not answer in time.
+
+        A new client of a store that is gone tries again for the store's own, much longer timeout, and logs a stack
+        each time.
+        """
+        store = self._store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, TCPStore):
+            try:
+                socket.create_connection((store.host, store.port), max(timeout_s, _LEAST_S)).close()
+            except OSError as cause:
+                where = f"{store.host}:{store.port}"
+                raise RuntimeError(f"the job's store at {where} cannot be reached: {cause}") from cause
+
+
+class Store(Protocol):
+    """What is needed of torch.distributed's stores."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Set `key` to `desired` if it has the value `expected`, or none and that is empty; its value afterwards."""
+
+
+def job_secret(store: Store, environment: Mapping[str, str] = os.environ) -> bytes:
+    """The secret of this job, the same on every rank: of the launcher's file, or what the first rank that asks puts
+    into the job's store.
+
+    Raises SecretError if the file may be read by others or is no secret, or if the store has something else in the
+    secret's place; without saying what.
+    """
+    if path := environment.get(SECRET_VARIABLE):
+        return _secret_of(path)
+    mine = secrets.token_hex(SECRET_NBYTES)
+    found = store.compare_set(_SECRET_KEY, "", mine)
+    if re.fullmatch(rb"[0-9a-f]{%d}" % (2 * SECRET_NBYTES), found) is None:
+        raise SecretError(
+            f"the job's store has {len(found)} bytes under {_SECRET_KEY!r} that are no secret of this release: install "
+            "the same release on all ranks, and keep MASTER_PORT closed to others"
+        )
+    return bytes.fromhex(found.decode())
+
+
+def _secret_of(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            status, content = os.fstat(file.fileno()), file.read(_LONGEST_SECRET).strip()
+    except OSError as cause:
+        raise SecretError(f"{SECRET_VARIABLE}: {cause}; it is to name a file that this rank can read") from cause
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
+        raise SecretError(
+            f"{SECRET_VARIABLE}: {path} has mode {stat.filemode(status.st_mode)} and is user {status.st_uid}'s: it is "
+            "to be a file that its owner, the user of this job, alone can read (chmod 600)"
+        )
+    if len(content) < SECRET_NBYTES:
+        raise SecretError(
+            f"{SECRET_VARIABLE}: {path} has {len(content)} bytes, fewer than {SECRET_NBYTES}: make it with "
+            "head -c 32 /dev/urandom | base64"
+        )
+    return hashlib.sha256(b"adaptra-megatron\n" + content).digest()

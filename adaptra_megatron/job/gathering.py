@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every rank of a group hands in, for all of them: typed data; torch's own gathering of objects unpickles."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from adaptra_megatron.authentication.tagged_json import packed, unpacked
+from adaptra_megatron.job.identity import host_identity
+from adaptra_megatron.job.layout import Introduction, JobLayout, layout_of
+
+Entry = TypeVar("Entry")
+
+_MOST_NBYTES = 1 << 20
+"""Longest entry of one rank."""
+
+
+def gather_layout(
+    pipeline: Sequence[int],
+    joined: Iterable[Sequence[int]] = (),
+    group: dist.ProcessGroup | None = None,
+    *,
+    together: bool = False,
+) -> JobLayout:
+    """The layout of the ranks in `group` (None: the whole job), which all call: the only thing collective over a job.
+
+    `pipeline`: this rank's, the global ranks of its stages. `joined`: those of each group that it meets in collectives
+    inside F, B and W. `together`: see `JobLayout`. Raises RuntimeError when a rank does not come within the group's
+    timeout.
+    """
+    rank, token = dist.get_rank(), secrets.token_hex(16)
+    firsts = sorted({min(ranks) for ranks in joined})
+    where = socket.gethostname(), host_identity()
+    mine = Introduction(rank, pipeline[0], pipeline.index(rank), firsts, *where, token)
+    return layout_of(gather(mine, group), rank, together=together)
+
+
+def gather(mine: Entry, group: dist.ProcessGroup | None = None) -> list[Entry]:
+    """By rank in `group` (None: the whole job), which all call with a dataclass or NamedTuple of one kind.
+
+    Raises RuntimeError when a rank does not come within the group's timeout, or hands in anything else.
+    """
+    kind, packet = type(mine), packed(mine)
+    device = dist.distributed_c10d._get_object_coll_device(group)  # as torch's all_gather_object
+    ranks = range(dist.get_world_size(group))
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in ranks]
+    dist.all_gather(sizes, torch.tensor([len(packet)], device=device), group=group)
+    of_each = torch.cat(sizes).tolist()
+    if not 0 < min(of_each) <= max(of_each) <= _MOST_NBYTES:
+        raise RuntimeError(f"ranks hand in {of_each} bytes, of {_MOST_NBYTES} at most: install one release on all")
+    padded = torch.frombuffer(bytearray(packet.ljust(max(of_each))), dtype=torch.uint8).to(device)
+    everybodys = [torch.empty_like(padded) for _ in ranks]
+    dist.all_gather(everybodys, padded, group=group)
+    try:
+        return [unpacked(entry.cpu().numpy().tobytes(), kind, _MOST_NBYTES) for entry in everybodys]
+    except ValueError as cause:
+        raise RuntimeError(f"a rank hands in what is no {kind.__name__} of this release: {cause}") from cause

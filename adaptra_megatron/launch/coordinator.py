@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one writer of a job's start, epochs and outcome: reads what hosts report in the store, and decides."""
+
+from __future__ import annotations
+
+import time
+
+from adaptra_megatron.authentication.sealed_store import SealedStore
+from adaptra_megatron.job.membership import MembershipRecords
+from adaptra_megatron.launch.records import JOB_KEY, START_KEY, HostReport, JobState, host_key, read, write
+from adaptra_megatron.launch.roster import Policy, Roster
+from adaptra_megatron.log import logger_of
+
+logger = logger_of(__name__)
+
+
+class Coordinator:
+    """Runs beside the launcher of node rank 0, which serves the store."""
+
+    def __init__(self, store: SealedStore, nodes: int, policy: Policy) -> None:
+        """`store`: of `launch_store`, for this object alone."""
+        self._store, self._nodes, self._beat = store, nodes, 0
+        self._records = MembershipRecords(store)
+        self._roster = Roster(nodes, policy, time.monotonic())
+
+    @property
+    def all_left(self) -> bool:
+        """True once all hosts that are not lost have seen the outcome and ended their ranks."""
+        return self._roster.all_left
+
+    def tick(self) -> None:
+        """Read all reports, decide, publish. Raises RuntimeError where the store does, and as `records.read`."""
+        roster = self._roster
+        for node_rank in range(self._nodes):
+            report = read(self._store, host_key(node_rank), HostReport)
+            if report is not None:
+                roster.observe(node_rank, report, time.monotonic())
+        if (stalled := self._records.stalled()) is not None:
+            roster.stalled |= dict.fromkeys(stalled.ranks, stalled.why)
+        before = roster.membership
+        roster.decide(time.monotonic(), time.time())
+        if roster.membership is not None and roster.membership != before:
+            self._records.publish(roster.membership)
+            for left in roster.membership.left[len(before.left) if before else 0 :]:
+                logger.warning("epoch %d: rank %d of host %s has left: %s", left.epoch, left.rank, left.host, left.why)
+            if roster.start is not None and before is None:
+                write(self._store, START_KEY, roster.start)
+        self._beat += 1
+        state = JobState(self._beat, roster.outcome, tuple(roster.lost), tuple(sorted(roster.stalled)))
+        write(self._store, JOB_KEY, state)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One host's launcher: from the first report to the end of the job, or of this host's part in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from adaptra_megatron.launch.arguments import LaunchSettings
+from adaptra_megatron.launch.link import Link, View
+from adaptra_megatron.launch.records import HostReport
+from adaptra_megatron.launch.silence import Silence
+from adaptra_megatron.launch.workers import POLL_S, Workers
+
+_SAID_S = 3.0
+"""For a last report to a store that answers."""
+_SIGNALLED = 128
+"""Exit status of a launcher that a signal ended, and the signal's number, as a shell's."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """End of a launcher."""
+
+    exit_code: int
+    """0; 1 for a job that failed, as torchrun's; 128 + N for a launcher that signal N ended."""
+    text: str
+    number: signal.Signals = signal.SIGTERM
+    """What ranks that run are sent."""
+    leaving: str = ""
+    """What the coordinator does not know yet: see `HostReport`."""
+
+
+class Launcher:
+    """Runs once, in the main thread."""
+
+    def __init__(self, settings: LaunchSettings) -> None:
+        self._settings = settings
+        self._signals: list[signal.Signals] = []
+        self._workers: Workers | None = None
+        self._report = HostReport(socket.gethostname(), settings.config.nproc_per_node)
+        self._silence = Silence(time.monotonic())
+        self._link: Link
+
+    def run(self) -> Verdict:
+        """Start ranks, watch them, end them."""
+        settings = self._settings
+        names = (each.name for each in settings.signals)
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(names)  # for torch, and ranks inherit it
+        with self._handled_signals():
+            self._link = Link(
+                settings.endpoint,
+                settings.config.run_id,
+                settings.nodes,
+                settings.node_rank,
+                settings.policy,
+                self._report,
+            )
+            try:
+                return self._leave(self._watch())
+            finally:
+                if self._workers is not None:
+                    self._workers.end(signal.SIGKILL, 0.0, lambda: True)
+                    self._workers.close()
+
+    def _watch(self) -> Verdict:
+        while True:
+            self._link.changed.clear()
+            view = self._link.view
+            if self._workers is not None and (endings := self._workers.poll()):
+                self._report = replace(self._report, endings=self._report.endings + tuple(endings))
+                self._link.say(self._report)
+            if (verdict := self._signalled() or self._judged(view)) is not None:
+                return verdict
+            if self._workers is None and view.start is not None and (verdict := self._start(view)) is not None:
+                return verdict
+            self._kill_stalled(view)
+            self._link.changed.wait(POLL_S)
+
+    def _kill_stalled(self, view: View) -> None:
+        if self._workers is None or view.state is None or view.start is None or view.node_rank is None:
+            return
+        first = view.start.first_ranks[view.node_rank]
+        self._workers.kill([rank - first for rank in view.state.stalled])
+
+    def _start(self, view: View) -> Verdict | None:
+        assert view.start is not None
+        assert view.node_rank is not None
+        settings = self._settings
+        endpoint = settings.endpoint._replace(port=view.port)
+        try:
+            self._workers = Workers(
+                settings.config, settings.command, settings.arguments, view.start, view.node_rank, endpoint
+            )
+        except SignalException as cause:
+            self._signals.append(cause.sigval)
+        except OSError as cause:
+            text = f"cannot start its ranks: {cause}"
+            return Verdict(1, text, leaving=text)
+        finally:
+            self._handle_signals()  # in place of torch's, which raise
+        return None
+
+    def _signalled(self) -> Verdict | None:
+        if not self._signals:
+            return None
+        number = self._signals[0]
+        text = f"received {number.name}"
+        return Verdict(_SIGNALLED + number, text, number, text)
+
+    def _judged(self, view: View) -> Verdict | None:
+        """What the coordinator says, or its silence."""
+        if view.error:
+            return Verdict(1, self._without_coordinator(view.error) if view.node_rank and view.state else view.error)
+        if view.node_rank is None:
+            return None
+        silent_s = self._silence.observe(view.state and view.state.beat, time.monotonic())
+        timeout_s = self._settings.policy.heartbeat_timeout_s
+        if silent_s > timeout_s:
+            return Verdict(1, self._without_coordinator(f"it has been silent for {silent_s:.1f} s"))
+        if view.state is None:
+            return None
+        if view.node_rank in view.state.lost:
+            return Verdict(
+                1,
+                f"the coordinator has had no report of this host (node rank {view.node_rank}) for more than "
+                f"{timeout_s:g} s and counts its ranks as dead, so they have been ended; see whether this host, its "
+                "launcher or the network between them stood still",
+            )
+        outcome = view.state.outcome
+        return None if outcome is None else Verdict(int(outcome.failed), outcome.text)
+
+    def _without_coordinator(self, why: str) -> str:
+        return (
+            f"the coordinator at {self._settings.endpoint} (launcher of node rank 0) is gone: {why}; without it and "
+            f"the job's store the ranks of this host ({self._report.host}) cannot go on and have been ended; see that "
+            "host and the output of its launcher, then start the job again from its last checkpoint"
+        )
+
+    def _leave(self, verdict: Verdict) -> Verdict:
+        """End the ranks, and tell the coordinator that they have."""
+        patience_s = self._settings.shutdown_timeout_s
+        report = replace(self._report, leaving=verdict.leaving)
+        self._link.say(report)
+        if self._workers is not None:
+            ended = self._workers.end(verdict.number, patience_s, lambda: len(self._signals) > 1)
+            report = replace(report, endings=report.endings + tuple(replace(each, asked=True) for each in ended))
+        self._link.say(replace(report, left=True))
+        others_s = patience_s + self._settings.policy.heartbeat_timeout_s if self._link.view.node_rank == 0 else 0.0
+        deadline_s = time.monotonic() + _SAID_S + others_s
+        pressed = len(self._signals)
+        while not self._link.finish(POLL_S) and time.monotonic() < deadline_s and len(self._signals) == pressed:
+            continue
+        return verdict
+
+    @contextmanager
+    def _handled_signals(self) -> Iterator[None]:
+        before = {number: signal.getsignal(number) for number in self._settings.signals}
+        self._handle_signals()
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle_signals(self) -> None:
+        for number in self._settings.signals:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(signal.Signals(number))

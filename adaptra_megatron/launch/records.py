@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What launchers and the coordinator write for each other into the job's store: states, so that none can be missed.
+
+Keys, below `adaptra/launch/<run id>/`, sealed; each has one writer. Membership has keys of its own (`job.membership`).
+
+    host/<node rank>    HostReport, by the launcher of that host, with every beat
+    start               Start, by the coordinator, once all hosts have reported
+    job                 JobState, by the coordinator, with every beat
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import TypeVar
+
+from adaptra_megatron.authentication.sealed_store import SealedStore
+from adaptra_megatron.authentication.tagged_json import Natural, packed, unpacked
+
+BEAT_S = 0.2
+"""Between two states of the coordinator."""
+_BEAT_PER_HOST_S = 1e-3
+START_KEY = "start"
+JOB_KEY = "job"
+_MOST_NBYTES = 1 << 24
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one rank's process ended."""
+
+    local_rank: Natural
+    process_id: Natural
+    exit_code: int
+    """Exit status, or minus the signal that killed it."""
+    at_s: float
+    """Unix time at which the launcher saw it."""
+    details: str
+    """Where its log is, and what it wrote about its error; several lines."""
+    asked: bool = False
+    """It ended after its launcher had asked it to: whatever its exit code, its work was not done."""
+
+    @property
+    def failed(self) -> bool:
+        """True if the job has lost this rank."""
+        return self.asked or self.exit_code != 0
+
+    @property
+    def why(self) -> str:
+        """One line."""
+        if self.exit_code >= 0:
+            return f"ended with exit status {self.exit_code}"
+        known = {each.value: each.name for each in signal.Signals}
+        return f"was killed by {known.get(-self.exit_code, f'signal {-self.exit_code}')}"
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """State of one host's launcher and ranks."""
+
+    host: str
+    nproc: Natural
+    """Ranks of this host."""
+    beat: Natural = 0
+    endings: tuple[Ending, ...] = ()
+    """In the order in which they were seen."""
+    leaving: str = ""
+    """Why the launcher ends its ranks of its own accord; empty while it does not."""
+    left: bool = False
+    """Its ranks have ended, and this is its last report."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Ranks of each host."""
+
+    first_ranks: tuple[Natural, ...]
+    """Rank of local rank 0, by node rank."""
+    world_size: Natural
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """End of the job."""
+
+    failed: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What the coordinator says to all launchers."""
+
+    beat: Natural
+    outcome: Outcome | None
+    """None while the job runs: once there is one, launchers end their ranks."""
+    lost: tuple[Natural, ...]
+    """Node ranks whose hosts were silent and count as dead: should one of them be alive, it ends its ranks."""
+    stalled: tuple[Natural, ...] = ()
+    """Ranks that stand still: their launchers kill them."""
+
+
+def beat_s(hosts: int) -> float:
+    """Time between two reports of a launcher in which nothing has happened: of thousands of hosts, the store's server
+    answers some thousand requests a second, whatever their number. What has happened is reported at once."""
+    return max(BEAT_S, hosts * _BEAT_PER_HOST_S)
+
+
+def host_key(node_rank: int) -> str:
+    """Key of a host's report."""
+    return f"host/{node_rank}"
+
+
+def write(store: SealedStore, key: str, record: object) -> None:
+    """Put a record under its key. Raises RuntimeError where the store does."""
+    store.set(key, packed(record))
+
+
+def read(store: SealedStore, key: str, kind: type[Record]) -> Record | None:
+    """The record under a key, None where there is none yet.
+
+    Raises TamperedError, ValueError for what is no such record, and RuntimeError where the store does.
+    """
+    found = store.peek(key)
+    return None if found is None else unpacked(found, kind, _MOST_NBYTES)

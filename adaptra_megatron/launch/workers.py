@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of one host: their environment, processes and logs, as torchrun's, and their ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import start_processes
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.utils.api import macros
+from torch.distributed.launcher.api import LaunchConfig
+
+from adaptra_megatron.launch import tied_process
+from adaptra_megatron.launch.endpoint import Endpoint
+from adaptra_megatron.launch.guard import Guard, kill_group
+from adaptra_megatron.launch.records import Ending, Start
+from adaptra_megatron.log import logger_of
+
+logger = logger_of(__name__)
+
+POLL_S = 0.05
+KILLED_S = 10.0
+"""How long killed ranks may take to end. One that waits for a dead disk or device may never."""
+_TAIL_LINES = 20
+
+
+class Workers:
+    """Running ranks, each the leader of a session of its own. Made by the main thread: their lives are tied to it."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        command: str,
+        arguments: tuple[str, ...],
+        start: Start,
+        node_rank: int,
+        endpoint: Endpoint,
+    ) -> None:
+        """Start them. `endpoint`: the job's store, as ranks are to reach it. Raises OSError, and torch's
+        SignalException for a signal that comes meanwhile."""
+        prefix = config.log_line_prefix_template
+        environments = environments_of(config, start, node_rank, endpoint)
+        locals_ = range(config.nproc_per_node)
+        optional = {
+            name: value
+            for name in ("numa_options", "duplicate_stdout_filters", "duplicate_stderr_filters")
+            if (value := getattr(config, name, None))
+        }
+        tied = ("-I", "-S", tied_process.__file__, str(os.getpid()), command, *arguments)
+        assert config.logs_specs is not None
+        self._guard = Guard()
+        self._context: Any = start_processes(
+            name=config.role,
+            entrypoint=sys.executable,
+            args={local: tuple(macros.substitute(list(tied), str(local))) for local in locals_},
+            envs=environments,
+            logs_specs=config.logs_specs,
+            log_line_prefixes={local: _prefix(prefix, environments[local]) for local in locals_} if prefix else None,
+            **optional,
+        )
+        self._running = self._context.pids()
+        for process_id in self._running.values():
+            self._guard.watch(process_id)
+
+    @property
+    def running(self) -> list[int]:
+        """Local ranks that run."""
+        return list(self._running)
+
+    def poll(self) -> list[Ending]:
+        """Ranks that have ended since the last call. What they started, and left in their group, is killed."""
+        endings = []
+        for local_rank, process_id in list(self._running.items()):
+            if os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            kill_group(process_id)  # before the number is free for another
+            exit_code = self._context.subprocess_handlers[local_rank].proc.wait()
+            self._guard.forget(process_id)
+            del self._running[local_rank]
+            details = self._details(local_rank, process_id, exit_code) if exit_code else ""
+            endings.append(Ending(local_rank, process_id, exit_code, time.time(), details))
+        return endings
+
+    def end(self, number: signal.Signals, patience_s: float, hurry: Callable[[], bool]) -> list[Ending]:
+        """Send a signal to all that run; kill those that have not ended after `patience_s`, or once `hurry` says so.
+
+        Returns their ends; not that of a process that the kernel does not end, which is logged.
+        """
+        self._signal(number)
+        endings = self._await(patience_s, hurry)
+        if self._running:
+            logger.warning("local ranks %s have not ended within %g s: they are killed", self.running, patience_s)
+            self._signal(signal.SIGKILL)
+            endings += self._await(KILLED_S, lambda: False)
+        for local_rank, process_id in self._running.items():
+            logger.error(
+                "the kernel keeps process %d (local rank %d), which was killed: it waits for a device or disk; see its "
+                "/proc/%d/wchan, this host may have to be restarted",
+                process_id,
+                local_rank,
+                process_id,
+            )
+        return endings
+
+    def kill(self, local_ranks: Collection[int]) -> None:
+        """Kill those of them that run; `poll` tells of their ends."""
+        for local_rank in self._running.keys() & set(local_ranks):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._running[local_rank], signal.SIGKILL)
+
+    def close(self) -> None:
+        """Show the rest of the logs that go to the terminal, and end what is left."""
+        self._context.close(signal.SIGKILL, 0)
+        self._guard.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process_id in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process_id, number)
+
+    def _await(self, patience_s: float, hurry: Callable[[], bool]) -> list[Ending]:
+        deadline_s = time.monotonic() + patience_s
+        endings = self.poll()
+        while self._running and time.monotonic() < deadline_s and not hurry():
+            time.sleep(POLL_S)
+            endings += self.poll()
+        return endings
+
+    def _details(self, local_rank: int, process_id: int, exit_code: int) -> str:
+        """Place of a rank's log, and its error: what torch's `record` wrote, or the end of what went to a file."""
+        logs = [log for log in (self._context.stderrs[local_rank], self._context.stdouts[local_rank]) if log]
+        where = " ".join(logs) or "none but this launcher's output (--redirects 3 or --tee 3 writes files to --log-dir)"
+        try:
+            message: Any = ProcessFailure(
+                local_rank, process_id, exit_code, self._context.error_files[local_rank]
+            ).error_file_data["message"]
+        except (ValueError, KeyError, TypeError, OSError):  # it was killed while it wrote
+            message = "<NONE>"
+        if isinstance(message, dict):
+            message = message.get("extraInfo", {}).get("py_callstack") or message.get("message")
+        if message == "<NONE>":
+            message = _tail(Path(logs[0])) if logs else ""
+        return "\n".join([f"  log: {where}", *(f"  | {line}" for line in str(message).splitlines())])
+
+
+def environments_of(
+    config: LaunchConfig, start: Start, node_rank: int, endpoint: Endpoint
+) -> dict[int, dict[str, str]]:
+    """What ranks find in their environment beside the launcher's own, by local rank: the variables of torchrun
+    (torch/distributed/elastic/agent/server/local_elastic_agent.py, LocalElasticAgent._start_workers)."""
+    inherited = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES") if name in os.environ}
+    common = {
+        "GROUP_RANK": str(node_rank),
+        "GROUP_WORLD_SIZE": str(len(start.first_ranks)),
+        "ROLE_NAME": config.role,
+        "LOCAL_WORLD_SIZE": str(config.nproc_per_node),
+        "WORLD_SIZE": str(start.world_size),
+        "ROLE_WORLD_SIZE": str(start.world_size),
+        "MASTER_ADDR": endpoint.host,
+        "MASTER_PORT": str(endpoint.port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": config.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        **inherited,
+    }
+    first = start.first_ranks[node_rank]
+    return {
+        local: {**common, "RANK": str(first + local), "ROLE_RANK": str(first + local), "LOCAL_RANK": str(local)}
+        for local in range(config.nproc_per_node)
+    }
+
+
+def _prefix(template: str, environment: dict[str, str]) -> str:
+    return Template(template).safe_substitute(
+        role_name=environment["ROLE_NAME"], rank=environment["RANK"], local_rank=environment["LOCAL_RANK"]
+    )
+
+
+def _tail(log: Path) -> str:
+    try:
+        with log.open(errors="replace") as lines:
+            return "".join(deque(lines, _TAIL_LINES))
+    except OSError as cause:
+        return f"{log} cannot be read: {cause.strerror}"

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loggers of the package: one hierarchy, and one word at the beginning of each line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter
+
+
+class PackageLogger(_Adapter):
+    """A module's logger, whose lines begin with `adaptra:` among those of Megatron."""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Put the word before the message, which arguments are formatted into later."""
+        return f"adaptra: {msg}", kwargs
+
+
+def logger_of(module: str) -> PackageLogger:
+    """The logger of the module with this name (`__name__`), below that of the package."""
+    return PackageLogger(logging.getLogger(module))

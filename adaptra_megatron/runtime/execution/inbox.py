@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stage receives in one iteration: asked for in the launch order of what makes it.
+
+On GPUs a receive that is posted stands on the device until its message comes. Posted by that order and no further
+ahead, none of them keeps the device from what others wait for (see transfers.launch_order). On CPUs receives are in
+nothing's way: some are posted ahead, so that messages need not wait for them, and tell how long their way was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Collection, Sequence
+
+import torch
+
+from adaptra_megatron.runtime.execution.addresses import Addresses
+from adaptra_megatron.runtime.execution.program import Program, Step
+from adaptra_megatron.schedule.transfers.messages import Message
+from adaptra_megatron.transport.messages import Transport
+
+
+class Inbox:
+    """Every wait ends by itself: with TransportError when a peer fails or is silent for longer than the timeout."""
+
+    def __init__(
+        self, transport: Transport, program: Program, addresses: Addresses, *, timeout_s: float, ahead: int = 0
+    ) -> None:
+        """`timeout_s`: longest wait for one message. `ahead`: receives posted before their turn."""
+        self._transport = transport
+        self._addresses = addresses
+        self._timeout_s, self._ahead = timeout_s, ahead
+        self._places = program.receives
+        self._unposted = iter(program.receives)
+        self._posted = 0
+
+    def post_before(self, step: Step) -> None:
+        """Post the receives that come before `step`; call before anything of it is launched."""
+        self._post(step.receives_before + self._ahead)
+
+    def post_before_send(self, step: Step) -> None:
+        """Post the receives that come between `step` and its send."""
+        self._post(step.receives_before_send)
+
+    def ask_for(self, messages: Collection[Message]) -> None:
+        """Post the receives of `messages`, and of those before them, ahead of the steps that they come before. Only
+        where the CPU sees arrivals."""
+        for message in messages:
+            self._post(self._places[message] + 1)
+
+    def has(self, message: Message) -> bool:
+        """Return whether `take` would return at once."""
+        self.ask_for([message])
+        return self._transport.ready(self._addresses.key(message))
+
+    def wait_any(self, messages: Sequence[Message], patience_s: float | None = None) -> bool:
+        """Until one of them is here, or for `patience_s`; returns whether one is."""
+        self.ask_for(messages)
+        keys = [self._addresses.key(message) for message in messages]
+        if patience_s is not None and patience_s < self._timeout_s:
+            return self._transport.wait_any(keys, time.monotonic() + patience_s)
+        if not self._transport.wait_any(keys, self._deadline_s()):
+            self._transport.wait(keys[0], time.monotonic())  # raises: it says what is known of the link
+        return True
+
+    def take(self, message: Message) -> torch.Tensor:
+        """The message, as soon as it is here. Its receive must have been posted."""
+        return self._transport.wait(self._addresses.key(message), self._deadline_s())
+
+    def _post(self, count: int) -> None:
+        """Until `count` are posted, or more."""
+        for message in itertools.islice(self._unposted, max(0, count - self._posted)):
+            self._transport.post_receive(self._addresses.key(message), self._addresses.ranks[message.source])
+            self._posted += 1
+
+    def _deadline_s(self) -> float:
+        return time.monotonic() + self._timeout_s

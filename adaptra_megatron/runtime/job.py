@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank has of its job once all have met: made once, at the first iteration, and handed to whatever needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.control.clocks.clock_service import RelatedClock
+from adaptra_megatron.control.clocks.clocks import ClockSettings, relate_clocks
+from adaptra_megatron.control.control_loop import exchange_error
+from adaptra_megatron.job.control_store import ControlStore
+from adaptra_megatron.job.gathering import gather_layout
+from adaptra_megatron.job.layout import JobLayout
+
+
+class Job(NamedTuple):
+    """The same on all ranks, but for what they see of it."""
+
+    layout: JobLayout
+    control: ControlStore
+    clock: RelatedClock
+    """To be closed when the job ends."""
+    timeout_s: float
+    """Longest wait for another rank: what was asked for, or what torch.distributed was initialised with, by Megatron's
+    --distributed-timeout-minutes."""
+
+
+def join_job(pipeline: dist.ProcessGroup, shared_groups: Sequence[Sequence[int]], config: AdaptraConfig) -> Job:
+    """Collective over all ranks of the job. `shared_groups`: see `PipelineCall`.
+
+    Raises ExchangeError when a rank does not come, SecretError where the job's secret cannot be read.
+    """
+    rank = dist.get_rank()
+    try:
+        together = config.reroute != "off"
+        layout = gather_layout(dist.get_process_group_ranks(pipeline), shared_groups, together=together)
+    except RuntimeError as cause:
+        raise exchange_error(rank, "join the other ranks for planning", config.timeout_s, cause) from cause
+    control = ControlStore.of_job(layout.token)
+    timeout_s = control.timeout_s if config.timeout_s is None else config.timeout_s
+    try:
+        clock = relate_clocks(control, layout, timeout_s, ClockSettings(interface=config.interface))
+    except RuntimeError as cause:
+        raise exchange_error(rank, "join the other ranks for planning", timeout_s, cause) from cause
+    return Job(layout, control, clock, timeout_s)

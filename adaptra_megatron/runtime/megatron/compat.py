@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that differs between the releases of Megatron-core that are supported, seen by what is there, in one place.
+
+Not by `__version__`: tags carry that of another release (core_v0.17.0 says 0.17.0rc0), and forks keep it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core import enums, parallel_state, process_groups_config
+from megatron.core.pipeline_parallel import schedules
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that moved: what, since which release, and how it is seen."""
+
+    what: str
+    since: str
+    seen_by: str
+
+
+DIFFERENCES = (
+    Difference(
+        "schedules and finalize_model_grads take `pg_collection`, a ProcessGroupCollection; before: "
+        "`grad_finalize_pgs`, a GradFinalizeProcessGroups",
+        "0.15",
+        "the parameter of the schedule",
+    ),
+    Difference("schedules and finalize_model_grads take `force_all_reduce`", "0.16", "the parameter of the schedule"),
+    Difference("backward_step takes no model_type", "0.17", "its parameters"),
+    Difference("ModelType has no encoder_and_decoder", "0.17", "the attribute"),
+    Difference(
+        "finalize_model_grads reads `tp_dp_cp` of the groups", "0.18", "the field of ProcessGroupCollection (from 0.16)"
+    ),
+    Difference("schedules make the default groups in _build_default_pg_collection", "0.19", "the function"),
+    Difference("the linear layers' autograd function takes ten inputs", "0.19", "the parameters of its forward"),
+    Difference(
+        "weights may be sharded and gathered per use (generalized tensor parallelism)", "0.19", "`gtp_remat_size`"
+    ),
+)
+
+
+@functools.cache
+def _takes(function: Callable[..., Any], parameter: str) -> bool:
+    # Also where a patch has replaced it: functools.wraps leads inspect to the original.
+    return parameter in inspect.signature(function).parameters
+
+
+def groups_keyword() -> str:
+    """The name under which a schedule is given its process groups, and gives them to finalize_model_grads."""
+    newer = _takes(schedules.forward_backward_pipelining_without_interleaving, "pg_collection")
+    return "pg_collection" if newer else "grad_finalize_pgs"
+
+
+def default_groups() -> Any:
+    """The process groups that stock's schedules take when none are given."""
+    build = getattr(schedules, "_build_default_pg_collection", None)
+    if build is not None:
+        return build()
+    if groups_keyword() == "pg_collection":
+        groups = process_groups_config.ProcessGroupCollection()
+    else:
+        groups = process_groups_config.GradFinalizeProcessGroups()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    if "tp_dp_cp" in type(groups).__annotations__:
+        groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return groups
+
+
+def data_parallel_group(groups: Any) -> Any:
+    """The group of this rank's peers in other replicas: the same stage and the same lane."""
+    found = getattr(groups, "dp", None)
+    return parallel_state.get_data_parallel_group() if found is None else found
+
+
+def megatron_version() -> str:
+    """Version of megatron-core as it is imported, which need not be what is installed."""
+    return str(megatron.core.__version__)
+
+
+def finalize_gradients(
+    config: Any, model_chunks: Sequence[torch.nn.Module], tokens: torch.Tensor | None, groups: Any, *, force: bool
+) -> None:
+    """Call the config's finalize_model_grads_func as stock's schedules do."""
+    keywords = {groups_keyword(): groups}
+    if _takes(schedules.forward_backward_pipelining_without_interleaving, "force_all_reduce"):
+        keywords["force_all_reduce"] = force
+    config.finalize_model_grads_func(model_chunks, tokens, **keywords)
+
+
+def backward_step(
+    model: torch.nn.Module,
+    input_tensor: torch.Tensor | None,
+    output_tensor: torch.Tensor,
+    output_gradient: torch.Tensor | None,
+    config: Any,
+) -> torch.Tensor | None:
+    """Megatron's backward_step of one micro-batch through `model`: the gradient of its input."""
+    tensors = (input_tensor, output_tensor, output_gradient)
+    with_type = _takes(schedules.backward_step, "model_type")
+    rest = (schedules.get_model_type(model), config) if with_type else (config,)
+    gradient: torch.Tensor | None = schedules.backward_step(*tensors, *rest)
+    return gradient
+
+
+def is_encoder_decoder(model: torch.nn.Module) -> bool:
+    """Return whether `model` is of the type that has two pipelines in one; where there is no such type, no model is."""
+    both = getattr(enums.ModelType, "encoder_and_decoder", None)
+    return both is not None and schedules.get_model_type(model) == both
+
+
+def has_sharded_weight(ctx: Any) -> bool:
+    """Return whether the linear layer whose autograd context this is gathers its weight for each use."""
+    return getattr(ctx, "gtp_remat_size", 1) > 1

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When data-parallel gradient reduction and parameter gathering start, for any order of actions.
+
+Megatron's rule (schedules.py: enable_grad_sync, disable_grad_sync, param_sync_func) is kept: a chunk's reduction may
+start with, or right after, the action that completes its last gradient; never earlier. Reductions are collectives of
+the stage's data-parallel replicas, which may run their actions in different orders: so they start in one order of
+chunks, and a chunk that is complete before its turn waits for it. That is the plan's order where all replicas run one
+plan. Where each has its own, the last chunk comes first, as in stock's order; and a chunk's buckets all start once it
+is complete, for hooks would start them in an order that is the backward's in one replica and no other's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+class GradientSync:
+    """Gradient synchronisation of one iteration. Off from construction on, except where said."""
+
+    def __init__(
+        self, config: Any, model_chunks: Sequence[torch.nn.Module], order: Sequence[int], *, by_hooks: bool = True
+    ) -> None:
+        """`config`: Megatron's ModelParallelConfig; its no_sync_func, grad_sync_func may be one function or a list.
+
+        `order`: chunks in the order in which their reductions start, on all replicas. `by_hooks`: whether a whole
+        backward that completes a chunk starts the reduction itself, bucket by bucket; only where a chunk's turn has
+        come whenever it is complete, and the backward that completes it is whole on all replicas or on none.
+        """
+        self._model_chunks = model_chunks
+        self._turns = deque(order)
+        self._by_hooks = by_hooks
+        self._complete: set[int] = set()
+        self._no_sync = config.no_sync_func
+        self._grad_sync = _per_chunk(config.grad_sync_func, len(model_chunks))
+        self._closed: contextlib.ExitStack | None = None
+        self._synchronized: set[int] = set()
+        self.disable()
+
+    def disable(self) -> None:
+        """No hook starts a reduction from here on."""
+        if self._closed is not None:
+            return
+        self._closed = contextlib.ExitStack()
+        functions = self._no_sync if isinstance(self._no_sync, list) else [self._no_sync]
+        for function in functions:
+            if function is not None:
+                self._closed.enter_context(function())
+
+    def enable(self) -> None:
+        """Hooks start reductions again."""
+        if self._closed is not None:
+            self._closed.close()
+            self._closed = None
+
+    def before_last_backward(self, chunk: int) -> None:
+        """Call before the whole backward that completes the gradients of `chunk`: its hooks start the reduction."""
+        if self._grad_sync is None and self._by_hooks:
+            self.enable()
+            self._synchronized.add(chunk)
+
+    def after_last_gradient(self, chunk: int) -> None:
+        """Call after the action that completes the gradients of `chunk`, whole backward or weight gradient."""
+        self._complete.add(chunk)
+        while self._turns and self._turns[0] in self._complete:
+            if (turn := self._turns.popleft()) not in self._synchronized:
+                self._synchronize(turn)
+        self.disable()
+
+    def finish(self) -> None:
+        """Call after the last action: whatever has not been started is, by finalize_model_grads at the latest."""
+        self.enable()
+        for chunk in (*self._turns, *range(len(self._model_chunks))):
+            if chunk not in self._synchronized:
+                self._synchronize(chunk)
+
+    def _synchronize(self, chunk: int) -> None:
+        self._synchronized.add(chunk)
+        model = self._model_chunks[chunk]
+        if self._grad_sync is not None:
+            self._grad_sync[chunk](model.parameters())
+        elif getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False):
+            # The hooks ran with synchronisation off, during the input gradient, so nothing else would start it.
+            model.start_grad_sync()  # type: ignore[operator]
+
+
+class ParameterSync:
+    """Starts the parameter all-gather of a chunk before its first forward (interleaved schedule only, as in stock)."""
+
+    def __init__(self, config: Any, model_chunks: Sequence[torch.nn.Module]) -> None:
+        self._model_chunks = model_chunks
+        interleaved = len(model_chunks) > 1
+        self._param_sync = _per_chunk(config.param_sync_func, len(model_chunks)) if interleaved else None
+        self._started = 0
+        self._start_through(1)
+
+    def before_forward(self, chunk: int) -> None:
+        """Call before each forward: gathers the next chunk's parameters while this one computes."""
+        self._start_through(chunk + 1)
+
+    def _start_through(self, chunk: int) -> None:
+        while self._param_sync is not None and self._started <= min(chunk, len(self._model_chunks) - 1):
+            self._param_sync[self._started](self._model_chunks[self._started].parameters())
+            self._started += 1
+
+
+def _per_chunk(function: Any, chunks: int) -> list[Callable[..., Any]] | None:
+    if function is None or isinstance(function, list):
+        return function
+    return [function] * chunks

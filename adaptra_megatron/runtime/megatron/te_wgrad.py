@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits the backward of Transformer Engine's linear layers by their own delayed weight gradients.
+
+Source: transformer_engine/pytorch/module, releases 2.3 to 2.18. A layer asks its `wgrad_store` in each backward whether
+the weight gradient is delayed, puts it there if so, and computes it in `backward_dw()`. Megatron turns this on when
+layers are built (`delay_wgrad_compute`), for every backward alike and together with combined 1F1B alone. Here the
+store of each layer is exchanged for one that delays exactly while a split backward runs, so whole and split backwards
+mix, and models may be built before --adaptra is in force.
+
+Nothing here imports Transformer Engine: layers of it exist only where another import has made them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.runtime.megatron.linear_wgrad import WeightGradientQueue
+
+logger = logger_of(__name__)
+
+_PACKAGE = "transformer_engine"
+_SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
+_GROUPED_SINCE = Version("2.8")
+_DELAYED_PARAMETER = re.compile(r"(weight|bias)\d*")
+"""Names of parameters whose gradients `backward_dw` computes. Norms' and those of split parameters have others."""
+
+
+@dataclass
+class EngineWeightGradient:
+    """Gradients of one layer's weights (and biases) for one micro-batch, as the layer left them."""
+
+    store: CollectingStore
+    tensors: list[Any]
+    function: Callable[..., Any]
+
+    def compute(self) -> None:
+        """Have the layer compute and accumulate them."""
+        self.store.compute(self.tensors, self.function)
+
+
+class CollectingStore:
+    """Stands for the `wgrad_store` of one layer; has what layers use of Transformer Engine's WeightGradStore."""
+
+    def __init__(self, layer: Any, base: Any, queue: WeightGradientQueue) -> None:
+        """`base`: the class of Transformer Engine that `layer` is of."""
+        self.replaced = layer.wgrad_store
+        self._layer = layer
+        self._base = base
+        self._queue = queue
+        self._own = type(layer.wgrad_store)(delay_wgrad_compute=True)
+        self._computes = False
+
+    @property
+    def context(self) -> Any:
+        """What waits for `backward_dw`: something only in the midst of `compute`."""
+        return self._own.context
+
+    def delay_wgrad_compute(self) -> bool:
+        """Return whether weight gradients of the backward that runs now are delayed.
+
+        Forwards, told from backwards by their recording gradients, are told so always: newer releases hand the store
+        to the backward only then.
+        """
+        return self._computes or self._queue.collects or torch.is_grad_enabled()
+
+    def put(self, tensor_list: list[Any], func: Callable[..., Any]) -> None:
+        """Called by the layer's backward instead of computing `func(*tensor_list)`."""
+        self._queue.add(EngineWeightGradient(self, tensor_list, func))
+        for name, parameter in self._parameters():
+            # With fusion, weights get a stand-in from Transformer Engine itself.
+            if not self._layer.fuse_wgrad_accumulation or name.startswith("bias"):
+                self._queue.expect_none(parameter)
+
+    def pop(self) -> Any:
+        """Called by the layer's `backward_dw`."""
+        return self._own.pop()
+
+    def compute(self, tensor_list: list[Any], func: Callable[..., Any]) -> None:
+        """One `backward_dw` of the layer, and what DistributedDataParallel's hook does after a backward."""
+        before = [(parameter, parameter.grad) for _name, parameter in self._parameters()]
+        for parameter, _gradient in before:
+            parameter.grad = None  # releases differ in whether one that is there is kept or overwritten
+        self._own.put(tensor_list, func)
+        self._computes = True
+        try:
+            # Not the layer's own: Megatron's does nothing unless its configuration says that all backwards delay.
+            self._base.backward_dw(self._layer)
+        finally:
+            self._computes = False
+        for parameter, gradient in before:
+            _accumulate(parameter, gradient)
+
+    def _parameters(self) -> list[tuple[str, Any]]:
+        return [
+            (name, parameter)
+            for name, parameter in self._layer.named_parameters(recurse=False)
+            if parameter.requires_grad and _DELAYED_PARAMETER.fullmatch(name)
+        ]
+
+
+class EngineLayers:
+    """The layers of Transformer Engine in this process whose store was exchanged."""
+
+    def __init__(self, queue: WeightGradientQueue) -> None:
+        self._queue = queue
+        self._layers: list[Any] = []
+
+    def split(self, model_chunks: Sequence[torch.nn.Module], config: Any) -> None:
+        """Have all layers that can be take part in split backwards; one log line says which are, and which are not.
+
+        `config`: Megatron's TransformerConfig. Layers that are split already stay so.
+        """
+        split: Counter[str] = Counter()
+        whole: Counter[str] = Counter()
+        layers: list[Any] = [module for model in model_chunks for module in model.modules()]
+        for layer in layers:
+            base = _class_of_engine(layer)
+            if base is None or isinstance(getattr(layer, "wgrad_store", None), CollectingStore):
+                continue
+            reason = why_whole(layer, base, config)
+            if reason is not None:
+                whole[f"{base.__name__} ({reason})"] += 1
+                continue
+            layer.wgrad_store = CollectingStore(layer, base, self._queue)
+            self._layers.append(layer)
+            split[base.__name__] += 1
+        if split or whole:
+            logger.info("backwards of Transformer Engine's layers: split %s; whole %s", _listed(split), _listed(whole))
+
+    def restore(self) -> None:
+        """Give every layer its own store back."""
+        for layer in self._layers:
+            layer.wgrad_store = layer.wgrad_store.replaced
+        self._layers.clear()
+
+
+def why_whole(layer: Any, base: Any, config: Any) -> str | None:
+    """Why the backward of `layer`, of class `base` of Transformer Engine, is not split; None where it is."""
+    if base.__name__ not in _SPLIT:
+        return "not a single linear layer"
+    if getattr(layer, "wgrad_store", None) is None or not hasattr(base, "backward_dw"):
+        return "this Transformer Engine has no delayed weight gradients; they came with 2.3"
+    if layer.wgrad_store.delay_wgrad_compute():
+        return "built with delay_wgrad_compute, so Transformer Engine computes its weight gradients"
+    if getattr(config, "tp_comm_overlap", False):
+        return "--tp-comm-overlap: Transformer Engine does not delay weight gradients then"
+    if getattr(config, "cpu_offloading", False):
+        return "activations are offloaded to the CPU"
+    grouped = base.__name__ == "GroupedLinear"
+    if grouped and Version(sys.modules[_PACKAGE].__version__) < _GROUPED_SINCE:
+        return "before Transformer Engine 2.8 delaying leaves hooks of DistributedDataParallel without a gradient"
+    if grouped and not layer.fuse_wgrad_accumulation:
+        return "without gradient accumulation fusion autograd gets weight gradients before they are computed"
+    weights = {name: parameter for name, parameter in layer.named_parameters(recurse=False) if parameter.dim() > 1}
+    if not all(map(_DELAYED_PARAMETER.fullmatch, weights)):
+        return "its weight is split into several parameters"
+    if any(getattr(weight, "is_distributed_weight", False) for weight in weights.values()):
+        return "its weight is sharded and gathered for each use"
+    if getattr(layer, "single_grouped_weight", False) or getattr(layer, "single_grouped_bias", False):
+        return "its experts share one parameter, which is experimental"
+    if layer.use_bias and (not layer.apply_bias or getattr(layer, "gemm_bias_unfused_add", False)):
+        return "its bias is added elsewhere, whose gradient backward_dw would look for"
+    quantized = (getattr(config, "fp8", None), getattr(config, "fp4", None), getattr(layer, "te_quant_params", None))
+    if layer.use_bias and (grouped or any(quantized)):
+        return "quantized or grouped, and with a bias, whose gradient then comes at B"
+    return None
+
+
+def _class_of_engine(layer: Any) -> Any:
+    """The class of Transformer Engine that `layer` derives from, if that has weights to compute gradients of."""
+    if _PACKAGE not in sys.modules or not any(p.dim() > 1 for p in layer.parameters(recurse=False)):
+        return None
+    for base in type(layer).__mro__:
+        if base.__module__.split(".")[0] == _PACKAGE:
+            return base
+    return None
+
+
+def _accumulate(parameter: Any, before: torch.Tensor | None) -> None:
+    """Add the gradient that is in `parameter.grad`, if any, to where those of other micro-batches are."""
+    gradient, parameter.grad = parameter.grad, before
+    if gradient is None:
+        return  # a fused kernel has added it
+    if hasattr(parameter, "main_grad"):
+        parameter.main_grad.add_(gradient)
+    elif before is None:
+        parameter.grad = gradient
+    else:
+        before.add_(gradient)
+
+
+def _listed(layers: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in layers.items()) or "none"

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lets a cell compute any replica's micro-batches: inputs before each forward, losses after the last one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adaptra_megatron.job.control_store import ControlStore
+from adaptra_megatron.job.layout import JobLayout
+from adaptra_megatron.runtime.device import current_device
+from adaptra_megatron.runtime.megatron.compat import data_parallel_group
+from adaptra_megatron.runtime.megatron.computation import Input
+from adaptra_megatron.runtime.megatron.iteration import repeats_iteration
+from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall
+from adaptra_megatron.runtime.megatron.random_draws import DRAWS
+from adaptra_megatron.runtime.megatron.random_states import MicroBatchRandom
+from adaptra_megatron.runtime.megatron.refusals import UnsupportedFeatureError
+from adaptra_megatron.runtime.rerouting.losses import brought_home
+from adaptra_megatron.runtime.rerouting.micro_batches import Home, MicroBatchFeed
+from adaptra_megatron.schedule.routing.balance import balanced_replicas
+from adaptra_megatron.schedule.routing.costs import Cell
+
+
+class RoutableInputs:
+    """One rank's, for the life of the job; asked in training iterations, routed or not, and in evaluation where ranks
+    are outlived."""
+
+    def __init__(
+        self, call: PipelineCall, control: ControlStore, layout: JobLayout, timeout_s: float, *, swap: bool = True
+    ) -> None:
+        """Called by all ranks of the job with their first training iteration. `swap`: whether whole micro-batches are
+        swapped between replicas where their lengths are known.
+
+        Raises UnsupportedFeatureError where replicas cannot take each other's micro-batches, or ranks have other
+        lengths of them, RuntimeError when replica 0 does not come in time.
+        """
+        _refuse(call, layout)
+        self._layout, self._control, self._timeout_s = layout, control, timeout_s
+        replica = layout.cell.replica
+        self._all_feeds: dict[bool, list[MicroBatchFeed | None]] = {}
+        """Of training (False), and of the latest evaluation's iterators (True)."""
+        self._feeds = self._feeds_of(call)
+        self._random: MicroBatchRandom | None = None
+        if any(draw.is_on(call.config) for draw in DRAWS):
+            self._random = MicroBatchRandom.agreed(control, layout, replica, timeout_s)
+        self._iteration, self._routed, self._micro_batches = 0, False, call.micro_batches
+        self._heirs: tuple[int, ...] = (replica,)
+        lengths = self._lengths() if swap else None
+        self.swaps = lengths is not None
+        """True where lengths are known, by which whole micro-batches are swapped between replicas."""
+        self.swapped = 0
+        """How many of other replicas this one has taken so, over all iterations."""
+        self._instead: list[Home] | None = None
+        """Which micro-batch is computed in place of each, replica by replica; None: all are computed as themselves."""
+        self._check_agreed(lengths)
+        if receives_wait(call) and not self.swaps:
+            raise UnsupportedFeatureError(
+                "--adaptra-reroute does not route with --variable-seq-lengths on GPUs: a receive of unknown size waits "
+                "for a header, and routed orders do not place that wait. Hand in an adaptra_megatron.routable_data "
+                "with `length`, by which whole micro-batches are swapped instead, or drop one of the two"
+            )
+        self._losses_of: list[Home] = []
+        """The micro-batches whose losses were computed here, in that order."""
+        self._like: Any = None
+        """The report of any loss function."""
+        self._peers = data_parallel_group(call.groups)
+
+    @property
+    def routable(self) -> bool:
+        """Return whether this rank can have other replicas' data, where its stage needs any."""
+        return all(feed is None or feed.routable for feed in self._feeds)
+
+    def begin(
+        self,
+        call: PipelineCall,
+        iteration: int,
+        *,
+        routed: bool,
+        slowness: Sequence[float] = (),
+        dead: frozenset[Cell] = frozenset(),
+    ) -> None:
+        """An attempt at an iteration begins. `routed`: its micro-batches have numbers of the job. `slowness`: of
+        replicas; empty: they are alike. `dead`: cells that take no part. All are the same on all ranks.
+
+        Raises UnsupportedFeatureError where cells are dead whose data cannot be had here.
+        """
+        repeated = not call.forward_only and repeats_iteration()
+        self._iteration = self._iteration if repeated else iteration
+        self._routed, self._micro_batches = routed, call.micro_batches
+        self._last_place = call.last_place
+        self._losses_of.clear()
+        self._feeds = self._feeds_of(call)
+        for feed, own in zip(self._feeds, call.data_iterators, strict=True):
+            if feed is not None and own is not None:
+                feed.begin_iteration(own, repeated=repeated)
+        self._heirs = self._heirs_of(dead)
+        if dead and not self.routable:
+            raise UnsupportedFeatureError(
+                f"--adaptra-reroute: the {'evaluation' if call.forward_only else 'training'} data iterator of rank "
+                f"{self._layout.rank} cannot say what dead replicas would have read; hand in an "
+                "adaptra_megatron.routable_data"
+            )
+        if call.forward_only:
+            self._instead = None
+        else:
+            self._swap(slowness)
+
+    def __call__(self, chunk: int, micro_batch: int) -> Input:
+        """What the forward of `micro_batch`, which is next, gets."""
+        home = Home(self._layout.cell.replica, micro_batch)
+        if self._routed:
+            home = Home(*divmod(micro_batch, self._micro_batches))
+        if self._instead is not None:
+            home = self._instead[home.replica * self._micro_batches + home.number]
+        if self._random is not None:
+            self._random.begin(self._iteration, *home, chunk)
+        if (self._layout.cell.stage, chunk) == self._last_place:
+            self._losses_of.append(home)
+        if (feed := self._feeds[chunk]) is not None:
+            feed.select(home)
+        return Input(feed, home.number)
+
+    def end(self, losses: list[Any], *, losses_moved: bool) -> list[Any]:
+        """What the training script gets of `losses`, those computed here: this replica's, and those of replicas whose
+        cell of the last stage is dead and that have this one for their heir. `losses_moved`: whether any route led to
+        another replica's cell of the last stage. Raises RuntimeError when one of them does not come."""
+        if self._layout.cell.stage != self._last_place.stage:
+            return losses
+        self._like = losses[0] if losses else self._like
+        computed = dict(zip(self._losses_of, losses, strict=True))
+        if not losses_moved and self._instead is None:
+            return [computed[home] for home in sorted(computed)]
+        return list(
+            brought_home(computed, self._heirs, self._layout.replicas, self._micro_batches, self._like, self._add_up)
+        )
+
+    def ended(self) -> None:
+        """The iteration will not be attempted again: its micro-batches are given up."""
+        for feed in self._feeds:
+            if feed is not None:
+                feed.end_iteration(self._micro_batches)
+
+    def _feeds_of(self, call: PipelineCall) -> list[MicroBatchFeed | None]:
+        """Where each chunk's data come from. Iterators of evaluations may be new ones."""
+        found = self._all_feeds.get(call.forward_only)
+        if found is None or (call.forward_only and _owners(found) != list(map(id, call.data_iterators))):
+            replica = self._layout.cell.replica
+            found = [None if own is None else MicroBatchFeed(own, replica) for own in call.data_iterators]
+            self._all_feeds[call.forward_only] = found
+        return found
+
+    def _heirs_of(self, dead: frozenset[Cell]) -> tuple[int, ...]:
+        """Replicas whose losses this rank hands to its training script: the lowest live one has those of the dead."""
+        replica, last = self._layout.cell.replica, self._last_place.stage
+        replicas = range(self._layout.replicas)
+        orphans = [each for each in replicas if Cell(each, last) in dead]
+        heir = next((each for each in replicas if each not in orphans), None)
+        return (replica, *orphans) if replica == heir else (replica,)
+
+    def _lengths(self) -> list[list[float]] | None:
+        feed = next((feed for feed in self._feeds if feed is not None), None)
+        return None if feed is None else feed.lengths(self._layout.replicas, self._micro_batches)
+
+    def _check_agreed(self, lengths: list[list[float]] | None) -> None:
+        """Micro-batches swapped on some ranks alone would mix inputs of some with labels of others."""
+        layout, mine = self._layout, hashlib.blake2b(repr(lengths).encode(), digest_size=16).digest()
+        store = self._control.client("lengths")
+        store.set_timeout(timedelta(seconds=self._timeout_s))
+        if layout.rank == layout.leader:
+            store.set("first", mine)
+        if store.get("first") != mine:
+            says = "no lengths, unlike" if lengths is None else "other lengths than"
+            raise UnsupportedFeatureError(
+                f"--adaptra-reroute: for the first iteration's micro-batches the data iterator of rank {layout.rank} "
+                f"says {says} that of rank {layout.leader}: hand in an adaptra_megatron.routable_data with the same "
+                "`length` on every rank, also where no data are read, or one without on all"
+            )
+
+    def _swap(self, slowness: Sequence[float]) -> None:
+        """Deal the iteration's micro-batches out to the replicas, the same way on every rank."""
+        self._instead, count, replica = None, self._micro_batches, self._layout.cell.replica
+        if not self.swaps or (lengths := self._lengths()) is None:
+            return
+        dealt = balanced_replicas(lengths, slowness)
+        instead = [Home(*divmod(job, count)) for row in dealt for job in row]
+        if any(home.replica != number // count for number, home in enumerate(instead)):
+            self._instead = instead
+            self.swapped += sum(job // count != replica for job in dealt[replica])
+
+    def _add_up(self, numbers: torch.Tensor) -> None:
+        on_device = numbers.to(current_device())
+        dist.all_reduce(on_device, group=self._peers)
+        numbers.copy_(on_device)
+
+
+def _owners(feeds: Sequence[MicroBatchFeed | None]) -> list[int]:
+    return [id(None if feed is None else feed.own) for feed in feeds]
+
+
+def receives_wait(call: PipelineCall) -> bool:
+    """Return whether a receive of unknown size waits for a header on a GPU: routed orders do not place that wait."""
+    return call.message_shape is None and current_device().type == "cuda"
+
+
+def _refuse(call: PipelineCall, layout: JobLayout) -> None:
+    replicas = call.groups.dp_cp.size() // call.groups.cp.size()
+    if replicas == 1:
+        raise UnsupportedFeatureError(
+            "--adaptra-reroute moves micro-batches between data-parallel replicas, and there is one: drop it"
+        )
+    if replicas != layout.replicas:
+        raise UnsupportedFeatureError(
+            f"--adaptra-reroute does not run with experts that span data-parallel replicas: {replicas} replicas "
+            f"compute as {layout.replicas}, so none of them can take another's micro-batch. Drop one of the two"
+        )

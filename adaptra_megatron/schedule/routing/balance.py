@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which replica takes which whole micro-batches, where it is known beforehand how long each will take."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from adaptra_megatron.schedule.costs import CostError
+
+
+def balanced_replicas(
+    seconds: Sequence[Sequence[float]], slowness: Sequence[float] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """For each replica the micro-batches to run, by their number in the job (replica * count + number), ascending.
+
+    `seconds[replica][number]` is what a micro-batch takes at a replica of slowness 1; `slowness` (default: 1 for all)
+    is the factor for a replica's own cells. Each replica keeps its count of micro-batches: the global batch stays. The
+    replica with most to do swaps one micro-batch for a shorter one of another replica, those with least to do first, as
+    long as the longer of the two gets shorter: micro-batches that need not move stay.
+    Raises CostError for replicas with different counts.
+    """
+    replicas, count = len(seconds), len(seconds[0]) if seconds else 0
+    if any(len(row) != count for row in seconds) or len(slowness) not in (0, replicas):
+        raise CostError(
+            f"replicas must have equally many micro-batches, and one slowness each: got "
+            f"{[len(row) for row in seconds]} micro-batches and {len(slowness)} values of slowness"
+        )
+    slow = list(slowness) or [1.0] * replicas
+    held = [
+        sorted((row[number], replica * count + number) for number in range(count))
+        for replica, row in enumerate(seconds)
+    ]
+    work = [factor * sum(row) for factor, row in zip(slow, seconds, strict=True)]
+    while True:
+        fullest = max(range(replicas), key=work.__getitem__, default=0)
+        for other in sorted(range(replicas), key=work.__getitem__):
+            swap = _best_swap(held[fullest], held[other], work[fullest], work[other], slow[fullest], slow[other])
+            if swap is not None:
+                break
+        else:
+            return tuple(tuple(sorted(number for _, number in row)) for row in held)
+        given, taken = held[fullest].pop(swap[0]), held[other].pop(swap[1])
+        held[fullest] = sorted([*held[fullest], taken])
+        held[other] = sorted([*held[other], given])
+        work[fullest] -= slow[fullest] * (given[0] - taken[0])
+        work[other] += slow[other] * (given[0] - taken[0])
+
+
+_LEAST_GAIN = 1e-6
+"""Share of the longer work that a swap must save: less is rounding, and would not end."""
+
+
+def _best_swap(
+    full: Sequence[tuple[float, int]],
+    other: Sequence[tuple[float, int]],
+    full_s: float,
+    other_s: float,
+    slow: float,
+    other_slow: float,
+) -> tuple[int, int] | None:
+    """Positions of the two micro-batches whose swap leaves the least to the longer of two replicas; None: none does."""
+    wanted_s = (full_s - other_s) / (slow + other_slow)
+    best_s, best = full_s * (1.0 - _LEAST_GAIN), None
+    for position, (given_s, _) in enumerate(full):
+        near = bisect_left(other, (given_s - wanted_s, 0))
+        for candidate in (near - 1, near):
+            if 0 <= candidate < len(other):
+                moved_s = given_s - other[candidate][0]
+                longer_s = max(full_s - slow * moved_s, other_s + other_slow * moved_s)
+                if longer_s < best_s:
+                    best_s, best = longer_s, (position, candidate)
+    return best

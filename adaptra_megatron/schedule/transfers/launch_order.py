@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One order of all actions and transfers of a pipeline, by which its stages launch work and post receives on GPUs.
+
+On a GPU a send ends only when its receive runs, a hardware queue starts operations in the order in which they were
+issued, and some calls of the host wait for the whole device. Receives that are posted at will then make stages wait for
+each other for ever. They cannot if all stages follow one order that respects what actions need of each other and has
+each transfer behind the action that makes its message and before the next action of that stage. Every stage launches
+its own part of it, in that order: its actions, its sends and its receives, over all links.
+
+Suppose nothing goes on, and take the first in the order that has not ended. Whatever a stage that takes part in it has
+issued before it comes before it in the order, and has ended. So no such host stands still before it: what hosts wait
+for, be it on their device or on that of a peer, is something that they have issued, or the other end of what they are
+issuing. So it has been issued at all its ends, nothing is in front of it in any queue, and all that it needs has ended:
+it runs, and ends.
+
+Nothing else is asked of a device, however few queues it has, of hosts, however often they wait for it, or of
+communicators, which may connect at their first use. Collectives of replicas belong to the action that they are launched
+with: replicas run one plan, in one order. Two things are needed besides. What comes later may start earlier, in another
+queue, so there must be room on the device for one kernel of each stream at once. And one thread launches all of it:
+what a second one launches has no place in the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from adaptra_megatron.schedule import _native
+from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.schedule.costs import Costs, PerChunk, uniform_costs
+from adaptra_megatron.schedule.native import encode_schedule, problem_from_costs
+from adaptra_megatron.schedule.simulator import check_fits, simulate
+from adaptra_megatron.schedule.transfers.messages import Message, produced
+
+LaunchRanks = tuple[tuple[int, ...], ...]
+"""For each stage, the rank of each of its actions; ascending within a stage, different for all actions."""
+
+_SHORTEST = 1e-6
+"""Shortest action, as a share of the longest: one without duration would start together with what it needs."""
+
+
+def launch_ranks(schedule: Schedule, costs: Costs | None = None) -> LaunchRanks:
+    """Ranks of all actions by the moment at which they are expected to end; at equal moments, the lower stage first.
+
+    So every receive is posted by the time that its message is made. In a shared queue a receive would hold up what is
+    behind it until the link's previous message has arrived. Where that takes longer than posting the receive after the
+    action behind it delays the message, that action comes first. See csrc/schedule/launch.hpp.
+
+    `costs`: what actions and links are expected to take; None: every F, I and W one unit, links nothing. Equal on every
+    rank that has the same arguments. Raises SimulationError where the orders wait on each other for ever.
+    """
+    costs = costs or _unit_costs(schedule)
+    check_fits(schedule, costs)
+    try:
+        ranks = _native.launch_ranks(problem_from_costs(costs), encode_schedule(schedule))
+    except ValueError:
+        simulate(schedule, costs)  # raises: it says which actions wait for each other
+        raise
+    return tuple(map(tuple, ranks))
+
+
+def receives_before(schedule: Schedule, stage: int, ranks: LaunchRanks) -> tuple[tuple[Message, ...], ...]:
+    """For each action of `stage`, the messages whose receives are posted right before it, in that order.
+
+    Each transfer comes right behind the action that makes its message. Every message that the stage needs of another
+    stage is among them once, no later than before the action that needs it.
+    """
+    arriving = sorted((ranks[source][index], message) for source, index, message in _arriving(schedule, stage))
+    batches = []
+    posted = 0
+    for rank in ranks[stage]:
+        first = posted
+        while posted < len(arriving) and arriving[posted][0] < rank:
+            posted += 1
+        batches.append(tuple(message for _rank, message in arriving[first:posted]))
+    return tuple(batches)
+
+
+class Posting(NamedTuple):
+    """Messages whose receives are posted around one action."""
+
+    before: tuple[Message, ...]
+    before_send: tuple[Message, ...]
+    """After the action has been launched, and before what it makes is sent."""
+
+
+def receives_at_ends(schedule: Schedule, stage: int, costs: Costs | None = None) -> tuple[Posting, ...]:
+    """As `receives_before`, with each transfer where the action that makes its message is expected to end.
+
+    For messages of unknown sizes: a host that has to wait for a size before it can post the receive waits for little,
+    for the message is there or about to come. Where sizes are known it is the slower of the two, because a receive may
+    be posted later than its message could leave.
+    """
+    simulation = simulate(schedule, _positive(costs if costs is not None else _unit_costs(schedule)))
+    start_s, end_s = simulation.start_s, simulation.end_s
+    is_transfer, is_action = 0, 1  # at equal moments: an action may need what has just ended
+    events: list[tuple[float, int, int, int, Message | None]] = [
+        (end_s[source][index], is_transfer, source, index, message)
+        for source, index, message in _arriving(schedule, stage)
+    ]
+    for index, action in enumerate(schedule.orders[stage]):
+        events.append((start_s[stage][index], is_action, stage, index, None))
+        if produced(action, schedule.placement) is not None:
+            events.append((end_s[stage][index], is_transfer, stage, index, None))
+    postings = [Posting((), ())] * len(schedule.orders[stage])
+    due: list[Message] = []
+    for _moment_s, kind, _stage, index, message in sorted(events, key=lambda event: event[:4]):
+        if message is not None:
+            due.append(message)
+            continue
+        batch, due = tuple(due), []
+        posting = postings[index]
+        postings[index] = Posting(batch, ()) if kind == is_action else Posting(posting.before, batch)
+    return tuple(postings)
+
+
+def _arriving(schedule: Schedule, stage: int) -> Iterator[tuple[int, int, Message]]:
+    """Messages that other stages make for `stage`, with the stage and the place in its order of the action."""
+    placement = schedule.placement
+    for source in placement.peers(stage):
+        for index, action in enumerate(schedule.orders[source]):
+            message = produced(action, placement)
+            if message is not None and message.target == stage:
+                yield source, index, message
+
+
+def _unit_costs(schedule: Schedule) -> Costs:
+    costs = uniform_costs(
+        schedule.stages,
+        schedule.micro_batches,
+        chunks=schedule.chunks,
+        forward_s=1.0,
+        backward_input_s=1.0,
+        backward_weight_s=1.0,
+    )
+    return costs.placed(schedule.placement)
+
+
+def _positive(costs: Costs) -> Costs:
+    """`costs` with no action that takes no time."""
+    shortest_s = _SHORTEST * max(max(map(max, table)) for table in costs.tables().values()) or 1.0
+
+    def clamped(table: PerChunk) -> PerChunk:
+        return tuple(tuple(max(seconds, shortest_s) for seconds in row) for row in table)
+
+    return costs.with_tables({name: clamped(table) for name, table in costs.tables().items()})

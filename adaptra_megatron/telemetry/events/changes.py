@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes events out of what is known once per iteration: what a switch gained, which links took another path."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from adaptra_megatron.telemetry.events.events import Fault, IterationsTimed, PathChanged, PlanSwitched, SwitchMeasured
+
+MEASURED_OVER = 3
+"""Iterations before and after a switch whose medians are compared: one odd iteration among them changes nothing."""
+
+TOLD_AT_ONCE, TOLD_AFTER_S = 32, 20.0
+"""Iterations whose times make one event, and the seconds after which fewer do."""
+
+
+class SwitchWatch:
+    """Compares iteration times before and after each switch of plans. Pure; for one thread."""
+
+    def __init__(self) -> None:
+        self._recent_s: deque[float] = deque(maxlen=MEASURED_OVER)
+        self._number = 0
+        self._before_s: float | None = None
+        self._after_s: list[float] = []
+
+    def switched(
+        self, number: int, *, predicted_s: float | None = None, before_predicted_s: float | None = None
+    ) -> PlanSwitched | None:
+        """Plan `number` runs from now on; None if it did already."""
+        if number == self._number:
+            return None
+        event = PlanSwitched(
+            number=number,
+            before=self._number,
+            predicted_s=predicted_s,
+            before_predicted_s=before_predicted_s,
+            before_measured_s=median(self._recent_s) if self._recent_s else None,
+        )
+        self._number, self._before_s, self._after_s = number, event.before_measured_s, []
+        self._recent_s.clear()
+        return event
+
+    def iteration(self, seconds: float) -> SwitchMeasured | None:
+        """An iteration took `seconds`. Returns what the latest switch gained, once there are iterations enough."""
+        self._recent_s.append(seconds)
+        if self._before_s is None:
+            return None
+        self._after_s.append(seconds)
+        if len(self._after_s) < MEASURED_OVER:
+            return None
+        before_s, self._before_s = self._before_s, None
+        return SwitchMeasured(
+            number=self._number,
+            before_measured_s=before_s,
+            after_measured_s=median(self._after_s),
+            iterations=MEASURED_OVER,
+        )
+
+
+class IterationTimes:
+    """Gathers times of iterations, to be told many at once. Pure; for one thread."""
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._seconds: list[float] = []
+
+    def add(self, iteration: int, seconds: float) -> IterationsTimed | None:
+        """`iteration` took `seconds`. Returns what is to be told now: a full batch, or what does not go on here."""
+        told = None
+        due = len(self._seconds) >= TOLD_AT_ONCE or sum(self._seconds) >= TOLD_AFTER_S
+        if iteration != self._first + len(self._seconds) or due:
+            told = self.rest()
+        if not self._seconds:
+            self._first = iteration
+        self._seconds.append(round(seconds, 6))
+        return told
+
+    def rest(self) -> IterationsTimed | None:
+        """Changes that have not been logged yet."""
+        seconds, self._seconds = self._seconds, []
+        return IterationsTimed(first=self._first, seconds=seconds) if seconds else None
+
+
+@dataclass(frozen=True)
+class PathState:
+    """Path of what one stage sends to one peer."""
+
+    path: str
+    """"device" or "host"."""
+    switches: int
+    """Number of its changes."""
+    sessions_lost: int
+    """Device sessions, of either direction, that died."""
+
+
+class PathWatch:
+    """Says which of a stage's links took another path since the last look. Pure; for one thread."""
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self._links: dict[int, PathState] = {}
+        self._delegate_starts: int | None = None
+        self.failovers = 0
+        """Changes of path because one failed, so far."""
+
+    def look(self, links: Mapping[int, PathState], delegate_starts: int | None = None) -> list[PathChanged | Fault]:
+        """`links`: by peer. `delegate_starts`: how often this stage's delegate was started; None where there is none.
+
+        A link that changed its path twice between two looks is described by its first and its last path.
+        """
+        found: list[PathChanged | Fault] = []
+        if delegate_starts is not None:
+            if self._delegate_starts is not None and delegate_starts > self._delegate_starts:
+                times = delegate_starts - self._delegate_starts
+                detail = f"{times} time{'' if times == 1 else 's'} since the iteration before"
+                found.append(Fault(what="delegate restarted", detail=detail, stage=self._stage))
+            self._delegate_starts = delegate_starts
+        for peer, now in links.items():
+            before = self._links.get(peer)
+            self._links[peer] = now
+            if before is None or now.switches == before.switches:
+                continue
+            lost = now.sessions_lost - before.sessions_lost
+            failover = now.path == "host" and lost > 0
+            self.failovers += failover
+            if failover:
+                cause = "a session of the device path was lost"
+            elif now.path == before.path:
+                cause = f"{now.switches - before.switches} changes since the iteration before"
+            else:
+                cause = "no failure: a plan chose it, or it is preferred and healthy again"
+            found.append(
+                PathChanged(
+                    source=self._stage, target=peer, before=before.path, after=now.path, cause=cause, failover=failover
+                )
+            )
+        return found

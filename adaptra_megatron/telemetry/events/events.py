@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can happen to a run, each kind an event of its own, and the JSON line that says so.
+
+A line is one flat object: the stamp (`run`, `rank`, `sequence`, `iteration`, `wall_s`, `monotonic_s`), `event` with the
+kind's name, and the kind's own fields. Names of kinds and fields are an interface: add, never rename.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import UnionType
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+
+FORMAT_VERSION = 1
+
+
+class EventError(ValueError):
+    """A line that is no event of this format; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stamp:
+    """Where and when an event happened."""
+
+    run: str
+    """Same on all ranks of one start of the job, new each time."""
+    rank: int
+    sequence: int
+    """Counts the events of this rank in this run, from 0."""
+    iteration: int
+    """The training iteration that ran, counted from the start of this process; -1 before the first."""
+    wall_s: float
+    """Seconds since the epoch, by the rank's own host."""
+    monotonic_s: float
+    """Seconds on the job's common clock, as in traces."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted:
+    """First in every file, and again at the head of a file that continues one."""
+
+    name: ClassVar[str] = "run_started"
+    layout: Mapping[str, int]
+    """Sizes, such as stages, chunks, world_size; and the replica that the rank belongs to, with plans of its own."""
+    versions: Mapping[str, str]
+    """By package."""
+    config: Mapping[str, Any]
+    """The --adaptra settings."""
+    host: str = ""
+    version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded:
+    """The rank closed the pipeline in an orderly way; a run that was killed has none."""
+
+    name: ClassVar[str] = "run_ended"
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkDetection:
+    """The detector changed its mind about a directed link."""
+
+    name: ClassVar[str] = "link"
+    source: int
+    target: int
+    before: str
+    """"healthy", "slow" or "dead"."""
+    after: str
+    reason: str
+    latency_s: float | None = None
+    """Estimates behind it, where there are any."""
+    bandwidth_bytes_s: float | None = None
+    path: str | None = None
+    """"device" or "host", where it is known which one is meant."""
+    pipeline: int | None = None
+    """Which of the job's parallel pipelines, by its first global rank."""
+    since_iteration: int | None = None
+    """The first iteration that showed the change, where that is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageDetection:
+    """The detector changed its mind about how fast a stage computes."""
+
+    name: ClassVar[str] = "stage"
+    stage: int
+    before: str
+    after: str
+    reason: str
+    slow_down: float | None = None
+    """Compute time now over compute time when healthy."""
+    pipeline: int | None = None
+    """Which of the job's parallel pipelines, by its first global rank."""
+    since_iteration: int | None = None
+    """The first iteration that showed the change, where that is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanMade:
+    """The leader has computed a plan. `number` stays the running one's where it was not worth a switch."""
+
+    name: ClassVar[str] = "plan"
+    number: int
+    adopted: bool
+    reason: str
+    """Why one was computed."""
+    predicted_s: float
+    current_predicted_s: float | None
+    """Seconds of an iteration in the running order, at the same costs; None if unknown."""
+    lower_bound_s: float | None = None
+    planning_s: float | None = None
+    costs: Mapping[str, Any] = field(default_factory=dict)
+    """Costs in the format of COSTS.json, which `adaptra plan` and `adaptra simulate` read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathChosen:
+    """The leader has decided that a directed link is to take another path, as a part of plan `number`."""
+
+    name: ClassVar[str] = "path_choice"
+    number: int
+    source: int
+    target: int
+    before: str
+    """"device" or "host"."""
+    after: str
+    reason: str
+    pipeline: int | None = None
+    """Which of the job's parallel pipelines, by its first global rank."""
+    message_s: Mapping[str, Any] = field(default_factory=dict)
+    """By path: predicted seconds that a message costs the pipeline; null on a dead path."""
+    gain_s: float | None = None
+    """Predicted, per message; None where one of the paths is dead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutesChosen:
+    """The leader has decided that micro-batches are to take other routes between replicas, as a part of plan `number`.
+    Without `moved`, each stays in its replica."""
+
+    name: ClassVar[str] = "routes"
+    number: int
+    reason: str
+    predicted_s: float | None = None
+    current_predicted_s: float | None = None
+    """What the present routes would take."""
+    lower_bound_s: float | None = None
+    slow: Mapping[str, float] = field(default_factory=dict)
+    """Cells ("replica.stage") that straggle, and how many times as long they take as the fastest of their stage."""
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    """By cell: its speed as a share of that of the fastest of its stage."""
+    micro_batches: int | None = None
+    """Number of micro-batches of each replica in an iteration."""
+    moved: Sequence[Sequence[int]] = ()
+    """Stage, replica of the micro-batches, replica of the cell that computes them, and how many in an iteration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSwitched:
+    """From this iteration on another plan runs."""
+
+    name: ClassVar[str] = "switch"
+    number: int
+    before: int
+    """The plan it replaces; 0 is stock's order."""
+    predicted_s: float | None = None
+    before_predicted_s: float | None = None
+    before_measured_s: float | None = None
+    """Median of the iterations just before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchMeasured:
+    """What a switch turned out to bring, said some iterations after it."""
+
+    name: ClassVar[str] = "gain"
+    number: int
+    before_measured_s: float
+    after_measured_s: float
+    iterations: int
+    """The median is over so many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationsTimed:
+    """How long training iterations in a row took, by the leading rank: of all of them, also where none is traced."""
+
+    name: ClassVar[str] = "times"
+    first: int
+    """Iteration of the first one."""
+    seconds: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathChanged:
+    """What a stage sends over a link goes another way from now on."""
+
+    name: ClassVar[str] = "path"
+    source: int
+    target: int
+    before: str
+    after: str
+    cause: str
+    failover: bool
+    """Because the old path failed; False: because the plan says so, or the preferred one is back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksLost:
+    """Ranks have died, and training goes on without them. Told by the lowest rank that lives."""
+
+    name: ClassVar[str] = "lost"
+    epoch: int
+    """Number of the new set of live ranks."""
+    ranks: Mapping[str, str]
+    """Each that was lost, in words, and how it ended."""
+    dead_cells: Sequence[str] = ()
+    """All so far, as "replica.stage"."""
+    live: int
+    """Number of ranks that go on."""
+    seconds: float
+    """From when it was seen until what was under way had been done again."""
+    moved: Sequence[Sequence[int]] = ()
+    """What the routes since then move, as in `RoutesChosen`; empty where no training iteration has been planned yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something of ours broke."""
+
+    name: ClassVar[str] = "fault"
+    what: str
+    """Such as "delegate restarted" or "both paths dead"."""
+    detail: str = ""
+    stage: int | None = None
+    peer: int | None = None
+
+
+Event = (
+    RunStarted
+    | RunEnded
+    | LinkDetection
+    | StageDetection
+    | PlanMade
+    | PathChosen
+    | RoutesChosen
+    | PlanSwitched
+    | SwitchMeasured
+    | IterationsTimed
+    | PathChanged
+    | RanksLost
+    | Fault
+)
+_KINDS: dict[str, type[Event]] = {kind.name: kind for kind in get_args(Event)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StampedEvent:
+    """An event with where and when."""
+
+    stamp: Stamp
+    event: Event
+
+
+def encode(stamped: StampedEvent) -> str:
+    """One line of JSON, without its end. Infinite and undefined numbers become null: JSON has none.
+
+    Raises TypeError or ValueError for a value that JSON cannot hold.
+    """
+    document = {**_fields_of(stamped.stamp), "event": stamped.event.name, **_fields_of(stamped.event)}
+    return json.dumps(_finite(document), separators=(",", ":"), allow_nan=False)
+
+
+def decode(line: str) -> StampedEvent:
+    """What `encode` wrote. Fields that this version does not know are passed over. Raises EventError."""
+    try:
+        document = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise EventError(f"no JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise EventError("no JSON object")
+    kind = _KINDS.get(document.get("event", ""))
+    if kind is None:
+        raise EventError(f"event {document.get('event')!r} is none of {', '.join(_KINDS)}")
+    if kind is RunStarted and document.get("version") != FORMAT_VERSION:
+        raise EventError(f"event log of version {document.get('version')!r}; this package reads {FORMAT_VERSION}")
+    return StampedEvent(stamp=_build(Stamp, document), event=_build(kind, document))
+
+
+def _fields_of(entry: Any) -> dict[str, Any]:
+    return {part.name: getattr(entry, part.name) for part in fields(entry)}
+
+
+def _build(kind: type[Any], document: Mapping[str, Any]) -> Any:
+    """A `kind` from the fields of `document` that it knows. Raises EventError."""
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if get_origin(hint) is not ClassVar}
+    known = {name: document[name] for name in hints if name in document}
+    for name, value in known.items():
+        if value is None and hints[name] is float:
+            known[name] = math.nan  # what `encode` made of a number that is none
+        elif not _fits(value, hints[name]):
+            raise EventError(f"{name} of event {document['event']!r} is {value!r}")
+    try:
+        return kind(**known)
+    except TypeError as error:
+        raise EventError(f"a field of event {document['event']!r} is missing: {error}") from error
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    plain = tuple(get_origin(option) or option for option in options)
+    if isinstance(value, bool):
+        return bool in plain
+    return isinstance(value, plain) or (float in plain and isinstance(value, int))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return value

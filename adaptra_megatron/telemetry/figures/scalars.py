@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's figures per iteration, for TensorBoard and Weights & Biases through the writers that Megatron has made.
+
+Megatron has its writers on the last rank alone; links and bubbles are known to the leader. So a rank's own figures and
+the job's travel apart: the leader sends `JobFigures` along with its decisions, and a rank that has a writer shows both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from adaptra_megatron.log import logger_of
+
+logger = logger_of(__name__)
+
+MEGATRON_VARIABLES = "megatron.training.global_vars"
+LINKS_SHOWN = 16
+"""A curve per link (or stage) is for pipelines with no more than so many; the slowest link is shown always."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFigures:
+    """The leader's estimates of one directed link."""
+
+    latency_s: float
+    bandwidth_bytes_s: float | None = None
+    """None while it cannot be told."""
+    state: str = "healthy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFigures:
+    """Memory of a stage, in the replica that has the least room."""
+
+    activation_nbytes: float
+    """Bytes of the activations of one micro-batch of one chunk."""
+    free_nbytes: float
+    """Left when the stage held most."""
+    cap: float
+    """Activations that plans may have it hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellFigures:
+    """One stage of one replica, where micro-batches may be routed between replicas."""
+
+    speed: float
+    """Share of the speed of the fastest cell of its stage, 0..1."""
+    given: int = 0
+    """Micro-batches of an iteration that other replicas' cells compute for it."""
+    taken: int = 0
+    """Micro-batches of other replicas that it computes in an iteration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteFigures:
+    """Routes of micro-batches between replicas, as the leader has decided on them."""
+
+    cells: Mapping[tuple[int, int], CellFigures]
+    """By replica and stage; in large jobs those alone that straggle, give or take."""
+    predicted_gain_s: float | None = None
+    """Seconds of an iteration that the present routes save beside those before; None where nothing is routed, or the
+    routes are an earlier leader's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFigures:
+    """What the leader has found from one iteration's measurements of all ranks."""
+
+    bubble_fraction: float | None = None
+    """Mean over the stages, 0..1."""
+    links: Mapping[tuple[int, int], LinkFigures] = field(default_factory=dict)
+    memory: Mapping[int, MemoryFigures] = field(default_factory=dict)
+    """By stage, where memory is measured."""
+    routes: RouteFigures | None = None
+    """None where micro-batches stay in their replicas for good."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossFigures:
+    """What a job that outlives its ranks has lost, since the start of the run."""
+
+    dead_cells: Collection[tuple[int, int]] = ()
+    """By replica and stage."""
+    ranks: int = 0
+    """Number of ranks that take no part any more: those of all dead cells."""
+    seconds: Mapping[int, float] = field(default_factory=dict)
+    """By epoch, from when a loss was seen until what was under way had been done again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """Figures of one rank's own iteration."""
+
+    iteration_s: float
+    peak_in_flight: float
+    plan_number: int
+    messages_by_path: Mapping[str, int] = field(default_factory=dict)
+    """Sent since the start of the run."""
+    failovers: int = 0
+    """Since the start of the run."""
+    lost: LossFigures | None = None
+    """None in a job that ends with its first rank."""
+
+
+def scalars(rank: RankFigures, job: JobFigures | None = None) -> dict[str, float]:
+    """Values by tag. Tags are an interface: add, never rename."""
+    values = {
+        "adaptra/iteration_time_s": rank.iteration_s,
+        "adaptra/peak_in_flight": rank.peak_in_flight,
+        "adaptra/plan_number": rank.plan_number,
+        "adaptra/failovers": rank.failovers,
+    }
+    values |= {f"adaptra/messages_by_{path}_path": count for path, count in rank.messages_by_path.items()}
+    if rank.lost is not None:
+        values["adaptra/dead_cells"] = len(rank.lost.dead_cells)
+        values["adaptra/ranks_lost"] = rank.lost.ranks
+        values["adaptra/seconds_lost"] = sum(rank.lost.seconds.values())
+    if job is None:
+        return values
+    if job.bubble_fraction is not None:
+        values["adaptra/bubble_fraction"] = job.bubble_fraction
+    if len(job.memory) <= LINKS_SHOWN:
+        for stage, memory in sorted(job.memory.items()):
+            values[f"adaptra/stage_{stage}/activation_bytes"] = memory.activation_nbytes
+            values[f"adaptra/stage_{stage}/free_bytes"] = memory.free_nbytes
+            values[f"adaptra/stage_{stage}/activation_cap"] = memory.cap
+    if job.routes is not None and (cells := job.routes.cells.values()):
+        values["adaptra/slowest_cell_speed"] = min(cell.speed for cell in cells)
+        values["adaptra/micro_batches_routed"] = sum(cell.given for cell in cells)
+    if job.links:
+        values["adaptra/slowest_link_latency_s"] = max(link.latency_s for link in job.links.values())
+        values["adaptra/links_not_healthy"] = sum(link.state != "healthy" for link in job.links.values())
+    if len(job.links) <= LINKS_SHOWN:
+        for (source, target), link in sorted(job.links.items()):
+            values[f"adaptra/link_{source}_to_{target}/latency_s"] = link.latency_s
+            if link.bandwidth_bytes_s is not None:
+                values[f"adaptra/link_{source}_to_{target}/bandwidth_bytes_s"] = link.bandwidth_bytes_s
+    return values
+
+
+class TensorBoard(Protocol):
+    """torch.utils.tensorboard.SummaryWriter, as far as it is used."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
+
+
+class WeightsAndBiases(Protocol):
+    """The wandb module, as far as it is used: Megatron's writer is the module itself."""
+
+    def log(self, data: dict[str, float], step: int) -> Any: ...
+
+
+class ScalarWriters:
+    """Writes values to those of the two that there are.
+
+    Nothing raises into training: a writer that fails is left out from then on, after one warning.
+    """
+
+    def __init__(
+        self,
+        *,
+        tensorboard: TensorBoard | None = None,
+        wandb: WeightsAndBiases | None = None,
+        interval: int = 1,
+    ) -> None:
+        """`interval`: iterations from one set of values to the next (Megatron's --tensorboard-log-interval)."""
+        self._writers: list[tuple[str, Callable[[dict[str, float], int], Any]]] = []
+        if tensorboard is not None:
+            self._writers.append(("TensorBoard", _each_by(tensorboard)))
+        if wandb is not None:
+            self._writers.append(("Weights & Biases", wandb.log))
+        self._interval = max(1, interval)
+
+    def __bool__(self) -> bool:
+        """Return whether a writer takes figures; if not, they need not be gathered."""
+        return bool(self._writers)
+
+    def due(self, step: int) -> bool:
+        """Return whether values of `step` would be written."""
+        return bool(self._writers) and step % self._interval == 0
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Show `values` at `step`, Megatron's number of the iteration (from 1); steps must not go back."""
+        if not self.due(step):
+            return
+        for name, write in list(self._writers):
+            try:
+                write(dict(values), step)
+            except Exception as error:  # of a third party; whatever it is, training matters more
+                self._writers.remove((name, write))
+                logger.warning("no more scalars to %s (%s); training goes on", name, error)
+
+
+def megatron_writers(modules: Mapping[str, Any] | None = None) -> ScalarWriters:
+    """Writers on this process's Megatron writers; without any where the training script has none or is not Megatron's.
+
+    Imports nothing: Megatron's own scripts have `megatron.training` loaded, others need no writers of it.
+    """
+    variables = (sys.modules if modules is None else modules).get(MEGATRON_VARIABLES)
+    if variables is None:
+        return ScalarWriters()
+    arguments = getattr(variables, "_GLOBAL_ARGS", None)
+    return ScalarWriters(
+        tensorboard=variables.get_tensorboard_writer(),
+        wandb=variables.get_wandb_writer(),
+        interval=getattr(arguments, "tensorboard_log_interval", 1),
+    )
+
+
+def megatron_step(fallback: int, modules: Mapping[str, Any] | None = None) -> int:
+    """Megatron's number of the iteration that runs, under which it writes its own scalars: from 1, over restarts.
+
+    `fallback`: what to return where the script is not Megatron's.
+    """
+    variables = (sys.modules if modules is None else modules).get(MEGATRON_VARIABLES)
+    iteration = getattr(getattr(variables, "_GLOBAL_ARGS", None), "curr_iteration", None)
+    return fallback if iteration is None else iteration + 1
+
+
+def _each_by(tensorboard: TensorBoard) -> Callable[[dict[str, float], int], None]:
+    def write(values: dict[str, float], step: int) -> None:
+        for tag, value in values.items():
+            tensorboard.add_scalar(tag, value, step)
+
+    return write

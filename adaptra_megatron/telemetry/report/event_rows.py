@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of the table of events, and the numbered marks that some of them have on the chart of iteration times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from adaptra_megatron.telemetry.events.events import (
+    Event,
+    Fault,
+    IterationsTimed,
+    LinkDetection,
+    PathChanged,
+    PlanMade,
+    PlanSwitched,
+    RanksLost,
+    RunEnded,
+    RunStarted,
+    StageDetection,
+    StampedEvent,
+)
+from adaptra_megatron.telemetry.report.charts import Mark
+from adaptra_megatron.telemetry.report.event_wording import event_text
+from adaptra_megatron.telemetry.report.findings import PartFinding
+from adaptra_megatron.telemetry.report.wording import duration
+from adaptra_megatron.telemetry.run_record import RunRecord, began_at, replicas_of
+
+
+class EventRow(NamedTuple):
+    """One event, in words."""
+
+    mark: Mark | None
+    replica: str
+    """Replica of the rank that logged it; "" in a job of one replica."""
+    iteration: str
+    time: str
+    """Hours, minutes and seconds since the first event of the log."""
+    what: str
+    why: str
+    effect: str
+    """Iteration times before and after an event that began a part of the run; "" for others."""
+
+
+def event_rows(run: RunRecord, findings: Sequence[PartFinding]) -> list[EventRow]:
+    """The events that are news, in order of time; none of a run without a log."""
+    effects = {
+        found.stamp: f"{duration(before.seconds)} → {duration(after.seconds)}"
+        for before, after in pairwise(findings)
+        for found in after.part.beginning
+    }
+    replicas = replicas_of(run.events)
+    several = len(set(replicas.values())) > 1
+    rows: list[EventRow] = []
+    marks = 0
+    for found in filter(worth_a_row, run.events):
+        what, why = event_text(found.event)
+        mark = None
+        if (tone := _tone(found.event)) is not None:
+            marks += 1
+            mark = Mark(number=marks, iteration=began_at(found), tone=tone, text=f"{what}: {why}" if why else what)
+        replica = str(replicas.get(found.stamp.rank, "")) if several else ""
+        iteration = str(found.stamp.iteration) if found.stamp.iteration >= 0 else ""
+        time = _clock(found.stamp.monotonic_s - run.events[0].stamp.monotonic_s)
+        rows.append(EventRow(mark, replica, iteration, time, what, why, effects.get(found.stamp, "")))
+    return rows
+
+
+def worth_a_row(found: StampedEvent) -> bool:
+    """Return whether an event is news: a plan that was not adopted is only where something had been found."""
+    event = found.event
+    if isinstance(event, PlanMade):
+        return event.adopted or "since iteration" in event.reason
+    if isinstance(event, (RunStarted, RunEnded)):
+        return found.stamp.rank == 0
+    return not isinstance(event, IterationsTimed)
+
+
+def _tone(event: Event) -> str | None:
+    """The colour of an event's mark; None: it has no mark."""
+    if isinstance(event, (LinkDetection, StageDetection)):
+        return "good" if event.after == "healthy" else "bad"
+    if isinstance(event, PlanSwitched):
+        return "good"
+    if isinstance(event, PathChanged):
+        return "bad" if event.failover else "plain"
+    return "bad" if isinstance(event, (Fault, RanksLost)) else None
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(max(seconds, 0.0), 60)
+    hours, minutes = divmod(int(minutes), 60)
+    return f"{hours}:{minutes:02}:{rest:04.1f}" if hours else f"{minutes}:{rest:04.1f}"

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes of micro-batches between replicas, around slow and dead cells: who computes what for whom, and what an
+iteration took before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from adaptra_megatron.telemetry.events.events import (
+    PlanSwitched,
+    RanksLost,
+    RoutesChosen,
+    RunStarted,
+    StampedEvent,
+    SwitchMeasured,
+)
+from adaptra_megatron.telemetry.run_record import replicas_of
+
+MOST_GRIDS = 4
+MOST_REPLICAS = 24
+"""Rows of a grid; those whose cells straggle, give or take come first."""
+
+_Cell = tuple[int, int]
+"""Replica and stage."""
+
+
+class GridCell(NamedTuple):
+    """One stage of one replica."""
+
+    speed: float | None
+    """Share of the speed of the fastest of its stage; None in logs that do not say."""
+    slow: bool
+    flows: Sequence[str]
+    """How many micro-batches go where, and come from where."""
+    dead: bool = False
+
+
+class Routes(NamedTuple):
+    """Routes that were decided on, what had been found, and what came of them."""
+
+    number: int | None
+    """Number of the plan; None of routes around dead cells, which are part of none."""
+    reason: str
+    since: int | None
+    """First iteration under them; None where none ran."""
+    micro_batches: int | None
+    """Number of each replica's in an iteration; None in logs that do not say."""
+    predicted_s: tuple[float | None, float | None]
+    """Seconds of an iteration before and after; None where not known, as in the two below."""
+    lower_bound_s: float | None
+    measured_s: tuple[float | None, float | None]
+    rows: Sequence[tuple[int, Sequence[GridCell]]]
+    """By replica, its cells by stage; empty where every micro-batch stays in its replica."""
+    left_out: int
+    """Number of replicas without a row."""
+
+
+def routes_of(events: Sequence[StampedEvent]) -> list[Routes]:
+    """All that were decided on, in this order. Where their plan never ran, they did with the next one that did."""
+    return [
+        _routes(found.event, found.stamp.rank, events)
+        if isinstance(found.event, RoutesChosen)
+        else _routes_of_loss(found.event, found.stamp.iteration, events)
+        for found in events
+        if isinstance(found.event, (RoutesChosen, RanksLost))
+    ]
+
+
+def _routes(chosen: RoutesChosen, rank: int, events: Sequence[StampedEvent]) -> Routes:
+    by_leader = [found for found in events if found.stamp.rank == rank]
+    ran = next(
+        (
+            (found.event, found.stamp.iteration)
+            for found in by_leader
+            if isinstance(found.event, PlanSwitched) and found.event.before < chosen.number <= found.event.number
+        ),
+        None,
+    )
+    number = None if ran is None else ran[0].number
+    gained = next(
+        (
+            found.event
+            for found in by_leader
+            if isinstance(found.event, SwitchMeasured) and found.event.number == number
+        ),
+        None,
+    )
+    before_s = None if ran is None else ran[0].before_measured_s
+    rows, left_out = _grid(chosen)
+    return Routes(
+        number=chosen.number,
+        reason=chosen.reason,
+        since=None if ran is None else ran[1],
+        micro_batches=chosen.micro_batches,
+        predicted_s=(chosen.current_predicted_s, chosen.predicted_s),
+        lower_bound_s=chosen.lower_bound_s,
+        measured_s=(before_s, None) if gained is None else (gained.before_measured_s, gained.after_measured_s),
+        rows=rows,
+        left_out=left_out,
+    )
+
+
+def _routes_of_loss(lost: RanksLost, iteration: int, events: Sequence[StampedEvent]) -> Routes:
+    """With all cells of the job in the grid, as far as that has rows for them: those that are dead stand out."""
+    starts = [found.event.layout for found in events if isinstance(found.event, RunStarted)]
+    stages = range(max((start.get("stages", 0) for start in starts), default=0))
+    dead, flows = set(map(_cell, lost.dead_cells)), _flows(lost.moved)
+    told = {replica for replica, _stage in {*flows, *dead}}
+    everyone = sorted({*told, *replicas_of(events).values()}, key=lambda replica: (replica not in told, replica))
+    rows = [
+        (replica, [GridCell(None, False, flows.get((replica, s), ()), (replica, s) in dead) for s in stages])
+        for replica in sorted(everyone[:MOST_REPLICAS])
+    ]
+    return Routes(
+        number=None,
+        reason=f"lost {', '.join(lost.ranks)}: what dead cells have to do is computed by live cells of their stage",
+        since=iteration,
+        micro_batches=None,
+        predicted_s=(None, None),
+        lower_bound_s=None,
+        measured_s=(None, None),
+        rows=rows,
+        left_out=len(everyone) - len(rows),
+    )
+
+
+def _flows(moved: Sequence[Sequence[int]]) -> dict[_Cell, list[str]]:
+    """In words, by cell: how many micro-batches go where, and come from where."""
+    flows: dict[_Cell, list[str]] = {}
+    for stage, source, target, count in moved:
+        flows.setdefault((source, stage), []).append(f"{count} → replica {target}")
+        flows.setdefault((target, stage), []).append(f"{count} ← replica {source}")
+    return flows
+
+
+def _grid(chosen: RoutesChosen) -> tuple[Sequence[tuple[int, Sequence[GridCell]]], int]:
+    """Rows of the grid, and the number of replicas that have none."""
+    if not chosen.moved:
+        return (), 0
+    flows = _flows(chosen.moved)
+    speeds = {_cell(name): speed for name, speed in chosen.speeds.items()}
+    slow = set(map(_cell, chosen.slow))
+    known = {*flows, *speeds, *slow}
+    told = {replica for replica, _stage in {*flows, *slow}}
+    replicas = sorted({replica for replica, _stage in known}, key=lambda replica: (replica not in told, replica))
+    stages = range(1 + max(stage for _replica, stage in known))
+    rows = [
+        (replica, [GridCell(speeds.get(cell), cell in slow, flows.get(cell, ())) for cell in places])
+        for replica in sorted(replicas[:MOST_REPLICAS])
+        for places in [[(replica, stage) for stage in stages]]
+    ]
+    return rows, len(replicas) - len(rows)
+
+
+def _cell(name: str) -> _Cell:
+    replica, stage = map(int, name.split("."))
+    return replica, stage

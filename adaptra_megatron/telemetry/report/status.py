@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run in a few lines of text, while it runs: how far it is, what is slow, dead or gone, and what to do about it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import TypeVar
+
+from adaptra_megatron.telemetry.events.events import (
+    Fault,
+    IterationsTimed,
+    LinkDetection,
+    PathChanged,
+    PlanSwitched,
+    RanksLost,
+    RoutesChosen,
+    RunEnded,
+    RunStarted,
+    StageDetection,
+    Stamp,
+    StampedEvent,
+)
+from adaptra_megatron.telemetry.report.wording import duration, listed
+from adaptra_megatron.telemetry.run_record import began_at, replicas_of
+
+Kind = TypeVar("Kind")
+
+RECENT = 16
+"""Iterations whose median is the present speed."""
+SILENT_S, SILENT_ITERATIONS = 120.0, 10
+"""Without a word for both of these, a run is called silent: times of iterations are written every 20 s or so."""
+MOST_LINES = 8
+"""Number of lines of one kind."""
+_NORMAL_END = "the program ended"
+
+
+def status_lines(events: Sequence[StampedEvent], now_s: float, written_s: float) -> list[str]:
+    """What is known of a run from its log (not empty), by time. `now_s`, `written_s`: the present and the time at which
+    the run wrote last, in seconds since the epoch."""
+    seconds = _seconds_by_iteration(events)
+    losses = _of(events, RanksLost)
+    slow, links_do = _findings(events, stale=bool(losses))
+    moved, moved_do = _paths(events)
+    dead, dead_do = _deaths(events, losses, seconds)
+    state, state_do = _state(events, now_s - written_s, seconds)
+    to_do = [*state_do, *dead_do, *links_do, *moved_do]
+    return [
+        f"run:    {_layout(events)}; {state}",
+        f"speed:  {_speed(events, seconds)}",
+        *_kind("slow:   ", slow),
+        *_kind("paths:  ", moved),
+        *_kind("dead:   ", dead),
+        *_kind("routes: ", _routes(events, losses)),
+        *_kind("faults: ", [f"{fault.what}: {fault.detail}" for _, fault in _of(events, Fault)]),
+        *_kind("to do:  ", to_do or ["nothing"]),
+    ]
+
+
+def _of(events: Iterable[StampedEvent], kind: type[Kind]) -> list[tuple[Stamp, Kind]]:
+    return [(found.stamp, found.event) for found in events if isinstance(found.event, kind)]
+
+
+def _kind(name: str, texts: Sequence[str]) -> list[str]:
+    """Lines of one kind, the latest last; of too many the first ones are left out."""
+    left_out = len(texts) - MOST_LINES
+    head = [f"{name}{left_out} more are in the log; the latest:"] if left_out > 0 else []
+    return [*head, *(f"{name}{text}" for text in texts[-MOST_LINES:])]
+
+
+def _seconds_by_iteration(events: Iterable[StampedEvent]) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for _, each in _of(events, IterationsTimed):
+        found |= dict(enumerate(each.seconds, each.first))
+    return dict(sorted(found.items()))
+
+
+def _grid(events: Sequence[StampedEvent]) -> tuple[int, int]:
+    """Replicas and stages."""
+    stages = max(start.layout.get("stages", 1) for _, start in _of(events, RunStarted))
+    return 1 + max(replicas_of(events).values()), stages
+
+
+def _layout(events: Sequence[StampedEvent]) -> str:
+    replicas, stages = _grid(events)
+    _, first = _of(events, RunStarted)[0]
+    world = f", {first.layout['world_size']} ranks" if "world_size" in first.layout else ""
+    return f"{replicas} replica{'s' * (replicas > 1)} of {stages} stages{world}"
+
+
+def _state(events: Sequence[StampedEvent], silent_s: float, seconds: dict[int, float]) -> tuple[str, list[str]]:
+    """State of the run, and what to do where it does not go on."""
+    ends = [end.reason for _, end in _of(events, RunEnded)]
+    if ends:
+        wrong = [reason for reason in ends if reason != _NORMAL_END]
+        return f"ended {duration(silent_s)} ago: {(wrong or ends)[0]}", [
+            "the job ended with an error: see the log of the rank, and docs/troubleshooting.md"
+        ] * bool(wrong)
+    recent_s = max(list(seconds.values())[-RECENT:], default=0.0)
+    if silent_s > max(SILENT_S, SILENT_ITERATIONS * recent_s):
+        return f"silent for {duration(silent_s)}: it hangs, or was killed", [
+            "look at the first rank whose log stops; a job that was killed goes on from its last checkpoint"
+        ]
+    return f"runs, wrote {duration(max(silent_s, 0.0))} ago", []
+
+
+def _speed(events: Sequence[StampedEvent], seconds: dict[int, float]) -> str:
+    last = max(found.stamp.iteration for found in events)
+    if not seconds:
+        return f"iteration {last}, no times yet" if last >= 0 else "no iteration has ended yet"
+    switches = _of(events, PlanSwitched)
+    since = max((stamp.iteration for stamp, _ in (*switches, *_of(events, RanksLost))), default=-1)
+    recent_s = [each for at, each in seconds.items() if at > since][-RECENT:] or list(seconds.values())[-1:]
+    plan = "".join(f", plan {event.number} since iteration {at.iteration}" for at, event in switches[-1:])
+    text = f"iteration {max(last, *seconds)}, {duration(median(recent_s))} each (median of the last {len(recent_s)})"
+    return text + plan
+
+
+def _findings(events: Sequence[StampedEvent], *, stale: bool) -> tuple[list[str], list[str]]:
+    """Links and stages that are not healthy, as the detector saw them last, and what to do."""
+    latest: dict[object, StampedEvent] = {}
+    for found in events:
+        if isinstance(event := found.event, LinkDetection):
+            latest["link", event.pipeline, event.source, event.target, event.path] = found
+        elif isinstance(event, StageDetection):
+            latest["stage", event.pipeline, event.stage] = found
+    texts, to_do = [], []
+    for found in latest.values():
+        event = found.event
+        assert isinstance(event, (LinkDetection, StageDetection))
+        if event.after == "healthy":
+            continue
+        if isinstance(event, LinkDetection):
+            name = f"link {event.source}→{event.target}{', host path,' if event.path == 'host' else ''}"
+            to_do.append(f"look at the network of {name.partition(',')[0]}; meanwhile orders and paths go around it")
+        else:
+            name = f"stage {event.stage}"
+            to_do.append(f"look at the GPUs of {name} (clocks, temperature, other work)")
+        if event.pipeline:
+            name += f" of the pipeline of rank {event.pipeline}"
+        texts.append(f"{name} is {event.after} since iteration {began_at(found)}: {event.reason}")
+    if texts and stale:
+        texts.append("(as before the first death: nothing is measured after it)")
+    return texts, list(dict.fromkeys(to_do))
+
+
+def _paths(events: Sequence[StampedEvent]) -> tuple[list[str], list[str]]:
+    """Links that have failed over and are not back."""
+    latest = {(stamp.rank, event.source, event.target): (stamp, event) for stamp, event in _of(events, PathChanged)}
+    texts = [
+        f"link {event.source}→{event.target} of rank {stamp.rank} takes the {event.after} path since iteration "
+        f"{stamp.iteration}: {event.cause}"
+        for stamp, event in latest.values()
+        if event.failover
+    ]
+    return texts, ["look at the RNICs, cables and switches of the links that failed over"] * bool(texts)
+
+
+def _deaths(
+    events: Sequence[StampedEvent], losses: Sequence[tuple[Stamp, RanksLost]], seconds: dict[int, float]
+) -> tuple[list[str], list[str]]:
+    """Each loss with its effect, and what to do."""
+    texts = []
+    for number, (stamp, event) in enumerate(losses):
+        names = listed([f"{rank} ({why})" for rank, why in event.ranks.items()])
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp.wall_s - event.seconds))
+        until = losses[number + 1][0].iteration if number + 1 < len(losses) else max(seconds, default=0) + 1
+        since = losses[number - 1][0].iteration if number else 0
+        before_s = [each for at_, each in seconds.items() if since < at_ < stamp.iteration][-RECENT:]
+        after_s = [each for at_, each in seconds.items() if stamp.iteration < at_ < until][-RECENT:]
+        text = f"{names} since iteration {stamp.iteration}, {at}: {duration(event.seconds)} until redone"
+        if before_s and after_s:
+            text += f", then {duration(median(after_s))} an iteration instead of {duration(median(before_s))}"
+        texts.append(text)
+    if not losses:
+        return [], []
+    replicas, _ = _grid(events)
+    dead = Counter(int(cell.split(".")[1]) for cell in losses[-1][1].dead_cells)
+    lonely = [f"stage {stage}" for stage, count in sorted(dead.items()) if count == replicas - 1]
+    to_do = ["nothing at once: restart from the latest checkpoint with what died replaced, when it suits"]
+    if lonely:
+        to_do = [f"restart soon, with what died replaced: {listed(lonely)} has one cell left, whose death ends the job"]
+    return texts, to_do
+
+
+def _routes(events: Sequence[StampedEvent], losses: Sequence[tuple[Stamp, RanksLost]]) -> list[str]:
+    """Micro-batches that pass a stage at another replica, now."""
+    if not losses:
+        return [chosen.reason for _, chosen in _of(events, RoutesChosen)[-1:] if chosen.moved]
+    targets: dict[tuple[int, int], list[str]] = {}
+    for stage, source, target, count in losses[-1][1].moved:
+        targets.setdefault((stage, source), []).append(f"{count} at replica {target}")
+    return [
+        f"stage {stage} of replica {source}: {listed(texts)}, in each iteration"
+        for (stage, source), texts in sorted(targets.items())
+    ]

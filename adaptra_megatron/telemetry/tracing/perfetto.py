@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chrome trace JSON, which opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+One process per pipeline stage, two threads per rank: what it computes, under one slice per iteration, and what it waits
+for. Arrows follow the messages from the action that sent them to the action that used them. Perfetto colours slices by
+their name without numbers, so "F 3" and "F 4" share a colour; `cname` does the same for chrome://tracing.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from adaptra_megatron.schedule.placement import interleaved
+from adaptra_megatron.telemetry.records import ActionRecord
+from adaptra_megatron.telemetry.tracing.trace import RankTrace, read_traces
+
+Event = dict[str, Any]
+
+_CHROME_COLOURS = {"F": "rail_response", "B": "rail_animation", "I": "rail_animation", "W": "rail_idle"}
+_USERS_OF = {"F": ("F",), "B": ("I", "B"), "I": ("I", "B"), "W": ()}
+"""Which kinds use the message an action sends."""
+_SHORTEST_WAIT_S = 20e-6
+"""Shorter waits are the price of asking whether the message is there, and would only fill the file."""
+
+
+class _Numbers(NamedTuple):
+    """Process and thread numbers, above 0 (0 is the idle process to trace viewers) and unique over runs."""
+
+    run: int
+
+    def process(self, stage: int) -> int:
+        return 10_000 * self.run + stage + 1
+
+    def compute_thread(self, rank: int) -> int:
+        return 1_000_000 * self.run + 2 * rank + 1
+
+    def waiting_thread(self, rank: int) -> int:
+        return self.compute_thread(rank) + 1
+
+
+def chrome_trace(ranks: Sequence[RankTrace], *, label: str = "", run: int = 0) -> Event:
+    """The trace document of one run.
+
+    Its time 0 is the run's first action, so several runs, each with a `label` and a number `run` of its own, can be
+    laid beside each other in one file by `write_chrome_trace`.
+    """
+    numbers = _Numbers(run)
+    records = [record for rank in ranks for record in rank.records]
+    origin_s = min((record.wait_start_s for record in records), default=0.0)
+    chunks = 1 + max((record.chunk for record in records), default=0)
+    events: list[Event] = []
+    for rank in ranks:
+        events += _names(rank, label, numbers)
+    timed: list[Event] = []
+    for rank in ranks:
+        process = numbers.process(rank.stage)
+        compute, waiting = numbers.compute_thread(rank.rank), numbers.waiting_thread(rank.rank)
+        timed += _iteration_slices(rank.records, origin_s, process, compute)
+        for record in rank.records:
+            timed.append(_compute_slice(record, chunks, origin_s, process, compute))
+            if record.wait_s >= _SHORTEST_WAIT_S:
+                timed.append(_wait_slice(record, origin_s, process, waiting))
+    timed += _arrows(ranks, chunks, origin_s, numbers)
+    timed.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
+    return {"displayTimeUnit": "ms", "traceEvents": events + timed}
+
+
+def write_chrome_trace(path: Path | str, *documents: Event) -> Path:
+    """Write the events of all `documents` as one trace, compressed if the name ends in .gz; returns the path.
+
+    Raises OSError if it cannot be written.
+    """
+    path = Path(path)
+    events = [event for document in documents for event in document["traceEvents"]]
+    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".gz":
+        with gzip.open(path, "wt", encoding="utf-8") as file:
+            file.write(text)
+    else:
+        path.write_text(text, encoding="utf-8")
+    return path
+
+
+def merge_traces(directory: Path | str, output: Path | str | None = None) -> Path:
+    """Join the files of all ranks in `directory` into one trace, `directory/trace.json` unless `output` is given.
+
+    Raises trace.TraceError if there are no files or one is damaged, OSError if `output` cannot be written.
+    """
+    output = Path(directory) / "trace.json" if output is None else Path(output)
+    return write_chrome_trace(output, chrome_trace(read_traces(directory)))
+
+
+def _names(rank: RankTrace, label: str, numbers: _Numbers) -> Iterator[Event]:
+    process = numbers.process(rank.stage)
+    name = f"{label} stage {rank.stage}".strip()
+    yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
+    compute, waiting = numbers.compute_thread(rank.rank), numbers.waiting_thread(rank.rank)
+    for thread, what in ((compute, "compute"), (waiting, "waiting")):
+        name = f"rank {rank.rank} {what}"
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
+
+
+def _slice(name: str, category: str, process: int, thread: int, origin_s: float, start_s: float, end_s: float) -> Event:
+    """A complete event. Both ends are rounded before the difference is taken, so that neighbours never overlap."""
+    start_ns, end_ns = round((start_s - origin_s) * 1e9), round((end_s - origin_s) * 1e9)
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": process,
+        "tid": thread,
+        "ts": start_ns / 1000,
+        "dur": (end_ns - start_ns) / 1000,
+    }
+
+
+def _compute_slice(record: ActionRecord, chunks: int, origin_s: float, process: int, thread: int) -> Event:
+    name = f"{record.kind} {record.micro_batch}" + (f" chunk {record.chunk}" if chunks > 1 else "")
+    event = _slice(name, "compute", process, thread, origin_s, record.start_s, record.end_s)
+    event["cname"] = _CHROME_COLOURS[record.kind]
+    event["args"] = _arguments(record)
+    return event
+
+
+def _wait_slice(record: ActionRecord, origin_s: float, process: int, thread: int) -> Event:
+    name = f"wait for {record.kind} {record.micro_batch}"
+    event = _slice(name, "wait", process, thread, origin_s, record.wait_start_s, record.start_s)
+    event["args"] = _arguments(record)
+    return event
+
+
+def _arguments(record: ActionRecord) -> dict[str, int]:
+    return {"iteration": record.iteration, "chunk": record.chunk, "micro_batch": record.micro_batch}
+
+
+def _iteration_slices(records: Sequence[ActionRecord], origin_s: float, process: int, thread: int) -> Iterator[Event]:
+    spans_s: dict[int, tuple[float, float]] = {}
+    for record in records:
+        start_s, end_s = spans_s.get(record.iteration, (record.start_s, record.end_s))
+        spans_s[record.iteration] = (min(start_s, record.start_s), max(end_s, record.end_s))
+    for iteration, (start_s, end_s) in spans_s.items():
+        event = _slice(f"iteration {iteration}", "iteration", process, thread, origin_s, start_s, end_s)
+        yield {**event, "args": {"iteration": iteration}}
+
+
+def _arrows(ranks: Sequence[RankTrace], chunks: int, origin_s: float, numbers: _Numbers) -> Iterator[Event]:
+    """A pair of flow events per message: from the end of the sending action to the start of the one that used it.
+
+    The ranks of one stage are taken in order, so the first replica's stages are joined to each other, and so on.
+    """
+    replicas: dict[int, list[RankTrace]] = defaultdict(list)
+    for rank in ranks:
+        replicas[rank.stage].append(rank)
+    if sorted(replicas) != list(range(len(replicas))):
+        return  # a stage left no trace, so the senders of its neighbours' messages are unknown
+    stages = len(replicas)
+    placement = interleaved(stages, chunks)
+    message = 100_000_000 * numbers.run
+    for lane in range(min(len(same_stage) for same_stage in replicas.values())):
+        threads = [numbers.compute_thread(replicas[stage][lane].rank) for stage in range(stages)]
+        done = {
+            (record.iteration, placement.virtual_stage(stage, record.chunk), record.kind, record.micro_batch): record
+            for stage in range(stages)
+            for record in replicas[stage][lane].records
+        }
+        for (iteration, virtual, kind, micro_batch), record in done.items():
+            for user_kind in _USERS_OF[kind]:
+                user = done.get((iteration, virtual + (1 if kind == "F" else -1), user_kind, micro_batch))
+                if user is None:
+                    continue
+                message += 1
+                sent_s, used_s = record.end_s - origin_s, user.start_s - origin_s
+                yield _flow("s", message, sent_s, numbers.process(record.stage), threads[record.stage], -1)
+                yield _flow("f", message, used_s, numbers.process(user.stage), threads[user.stage], 0)
+
+
+def _flow(phase: str, number: int, time_s: float, process: int, thread: int, shift_ns: int) -> Event:
+    """One end of an arrow, moved by `shift_ns` to lie inside its slice (the end of a slice is already outside)."""
+    event = {"ph": phase, "id": number, "name": "message", "cat": "message", "pid": process, "tid": thread}
+    event["ts"] = (round(time_s * 1e9) + shift_ns) / 1000
+    return {**event, "bp": "e"} if phase == "f" else event

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-rank trace files: written beside the training, never in its way, and read back whole or torn.
+
+A file holds JSON lines: a header (`version`, `rank`, `stage`, `clock_offset_s`), then one line per iteration,
+`{"iteration": k, "records": [[kind, chunk, micro_batch, wait_start_s, start_s, end_s], ...]}`, and, where the transport
+can tell, `"arrivals": [[source, kind, chunk, micro_batch, arrived_s], ...]`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from adaptra_megatron.telemetry.background import BackgroundWriter
+from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
+
+FILE_VERSION = 1
+FILE_PATTERN = "rank-*.jsonl"
+QUEUED_ITERATIONS = 256
+"""How far the disk may fall behind before recording stops: some MB for a large pipeline, hours of a slow run."""
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read: the message names the file, the line and what was expected."""
+
+
+def trace_path(directory: Path | str, rank: int) -> Path:
+    """File of the records of `rank`."""
+    return Path(directory) / f"rank-{rank:05d}.jsonl"
+
+
+class TraceWriter:
+    """Writes one rank's records to `trace_path(directory, rank)`; a file of an earlier run there is replaced.
+
+    `clock_offset_s` is what to add to this rank's `time.monotonic()` to get the job's common clock: 0 for all ranks of
+    one host. Nothing here blocks or raises into training: a thread encodes and writes, and when the directory cannot
+    be written, the disk is full or falls `QUEUED_ITERATIONS` behind, one warning is logged and recording stops.
+    """
+
+    def __init__(self, directory: Path | str, rank: int, stage: int, *, clock_offset_s: float = 0.0) -> None:
+        path = trace_path(directory, rank)
+        header = {"version": FILE_VERSION, "rank": rank, "stage": stage, "clock_offset_s": clock_offset_s}
+
+        def write_all(items: Iterator[_Iteration]) -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w", encoding="utf-8") as file:
+                _write_line(file, header)
+                for item in items:
+                    _write_line(file, item.document())
+
+        what = f"tracing of rank {rank} to {path}"
+        self._writer: BackgroundWriter[_Iteration] = BackgroundWriter(what, write_all, limit=QUEUED_ITERATIONS)
+
+    @property
+    def failed(self) -> bool:
+        """Return whether recording has stopped because of an error (which was logged)."""
+        return self._writer.failed
+
+    def write(
+        self,
+        iteration: int,
+        records: Sequence[ActionRecord],
+        arrivals: Sequence[ArrivalRecord] = (),
+        clock_offset_s: float | None = None,
+    ) -> None:
+        """Hand over one iteration's records; returns at once. Does nothing after a failure or after `close`.
+
+        `clock_offset_s`: the offset of this iteration, where clocks drift apart; None: the file's.
+        """
+        self._writer.put(_Iteration(iteration, tuple(records), tuple(arrivals), clock_offset_s))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is queued, for at most `timeout_s`, and end the thread. May be called twice."""
+        self._writer.close(timeout_s)
+
+
+class _Iteration(NamedTuple):
+    """What is handed to the thread: encoding waits until there."""
+
+    iteration: int
+    records: tuple[ActionRecord, ...]
+    arrivals: tuple[ArrivalRecord, ...]
+    clock_offset_s: float | None
+
+    def document(self) -> dict[str, Any]:
+        document: dict[str, Any] = {"iteration": self.iteration, "records": [record[2:] for record in self.records]}
+        if self.clock_offset_s is not None:
+            document["clock_offset_s"] = self.clock_offset_s
+        if self.arrivals:
+            document["arrivals"] = [(arrival.source, *arrival[3:]) for arrival in self.arrivals]
+        return document
+
+
+def _write_line(file: TextIO, document: dict[str, Any]) -> None:
+    """One line, on disk at once, so that a killed rank loses at most the line being written."""
+    file.write(json.dumps(document, separators=(",", ":")) + "\n")
+    file.flush()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrace:
+    """The records of one rank, in the order in which they ran, on the job's common clock (offset already added)."""
+
+    rank: int
+    stage: int
+    records: tuple[ActionRecord, ...]
+    arrivals: tuple[ArrivalRecord, ...] = ()
+    """Arrivals of the messages it used; empty where the transport cannot tell."""
+
+    def iteration(self, iteration: int) -> list[ActionRecord]:
+        """The records of one iteration."""
+        return [record for record in self.records if record.iteration == iteration]
+
+
+class TraceHeader(NamedTuple):
+    """First line of a rank's file."""
+
+    rank: int
+    stage: int
+    clock_offset_s: float
+
+
+def read_trace_header(path: Path | str) -> TraceHeader:
+    """Whose file this is, without reading all of it. Raises TraceError, and OSError if the file cannot be read."""
+    with Path(path).open(encoding="utf-8") as file:
+        return _header(Path(path), file.readline())
+
+
+def _header(path: Path, line: str) -> TraceHeader:
+    if not line.endswith("\n"):
+        raise TraceError(f"{path} is empty: its rank died before it wrote the header")
+    try:
+        header = json.loads(line)
+        version, rank, stage, offset_s = (header[key] for key in ("version", "rank", "stage", "clock_offset_s"))
+    except (ValueError, TypeError, KeyError) as error:
+        raise TraceError(f"{path}, line 1: expected a trace header, got {line[:80]!r}") from error
+    if version != FILE_VERSION:
+        raise TraceError(f"{path} has trace version {version!r}; this package reads version {FILE_VERSION}")
+    return TraceHeader(rank, stage, offset_s)
+
+
+def read_trace(path: Path | str) -> RankTrace:
+    """Read one rank's file. A last line without an end (the rank was killed while writing) is left out.
+
+    Raises TraceError for anything else that is not a trace, OSError if the file cannot be read.
+    """
+    path = Path(path)
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    rank, stage, file_offset_s = _header(path, lines[0] + "\n" if lines else "")
+    records: list[ActionRecord] = []
+    arrivals: list[ArrivalRecord] = []
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            document = json.loads(line)
+            rows = document["records"]
+            offset_s = document.get("clock_offset_s", file_offset_s)
+            for kind, chunk, micro_batch, *times_s in rows:
+                wait_start_s, start_s, end_s = (time_s + offset_s for time_s in times_s)
+                records.append(
+                    ActionRecord(document["iteration"], stage, kind, chunk, micro_batch, wait_start_s, start_s, end_s)
+                )
+            for source, kind, chunk, micro_batch, arrived_s in document.get("arrivals", ()):
+                arrivals.append(
+                    ArrivalRecord(document["iteration"], source, stage, kind, chunk, micro_batch, arrived_s + offset_s)
+                )
+        except (ValueError, TypeError, KeyError) as error:
+            raise TraceError(f"{path}, line {number}: expected one iteration's records, got {line[:80]!r}") from error
+    return RankTrace(rank=rank, stage=stage, records=tuple(records), arrivals=tuple(arrivals))
+
+
+def read_traces(directory: Path | str) -> list[RankTrace]:
+    """Every rank's file of a directory, by rank. Raises TraceError if there is none or one is damaged."""
+    paths = sorted(Path(directory).glob(FILE_PATTERN))
+    if not paths:
+        raise TraceError(f"no {FILE_PATTERN} in {directory}: was the run started with --adaptra-trace-dir {directory}?")
+    return sorted((read_trace(path) for path in paths), key=lambda trace: trace.rank)

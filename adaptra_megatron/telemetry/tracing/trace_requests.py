@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces on demand: an empty file in the run's directory names iterations, and every rank writes those.
+
+The files are `TRACE_DIR/requests/NAME`, NAME one of `120`, `120-125`, `next`, `next-5`, `last`, `last-5`; so `touch` is
+enough, from any host that sees the leader's directory. The leader looks for them once per iteration, beside the
+training; turns them into numbers of iterations; and sends these along with the decision that every rank reads anyway.
+Each rank keeps its records of the last iterations in memory, so what has just happened can be asked for too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
+from adaptra_megatron.telemetry.tracing.trace import TraceWriter
+
+logger = logger_of(__name__)
+
+KEPT_ITERATIONS = 32
+"""How far back `last` and plain numbers reach: about 0.2 MB of records for 24 micro-batches."""
+MOST_PER_REQUEST = 256
+"""Longer requests are cut: a whole run is what --adaptra-trace-dir alone records."""
+_NAME = re.compile(r"(?:(?P<word>next|last)(?:-(?P<count>[0-9]{1,9}))?|(?P<first>[0-9]{1,9})(?:-(?P<end>[0-9]{1,9}))?)")
+
+
+class RequestError(ValueError):
+    """A request that names no iterations; says what would."""
+
+
+class Iterations(NamedTuple):
+    """From `first` to `last`, both included; numbers as in traces."""
+
+    first: int
+    last: int
+
+
+def request_directory(trace_directory: Path | str) -> Path:
+    """Directory in which the leader looks for requests."""
+    return Path(trace_directory) / "requests"
+
+
+def parse_request(name: str, running: int) -> Iterations:
+    """What `name` asks for while iteration `running` runs. Raises RequestError.
+
+    "next" begins two iterations later, when every rank knows of it; "last" ends with the iteration before `running`.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise RequestError(f"{name!r} names no iterations: take next, next-5, last, last-5, 120 or 120-125")
+    if found["word"] is not None:
+        count = min(max(int(found["count"] or 1), 1), MOST_PER_REQUEST)
+        if found["word"] == "next":
+            return Iterations(running + 2, running + 1 + count)
+        return Iterations(max(0, running - count), max(0, running - 1))
+    first = int(found["first"])
+    last = int(found["end"] or first)
+    if last < first:
+        raise RequestError(f"{name!r} ends before it begins: put the smaller number first")
+    return Iterations(first, min(last, first + MOST_PER_REQUEST - 1))
+
+
+class RequestBox:
+    """The leader's look into the directory of requests; a request is taken out once it has been read."""
+
+    def __init__(self, trace_directory: Path | str) -> None:
+        """Makes the directory, so that one `touch` is enough; without it (an OSError is logged) none can come."""
+        self._directory = request_directory(trace_directory)
+        self._refused: set[str] = set()
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            logger.warning("no traces on demand: %s; training goes on", error)
+
+    def take(self, running: int) -> tuple[Iterations, ...]:
+        """The new requests. Never raises: a request that cannot be understood is logged once and left where it is."""
+        found = []
+        try:
+            names = sorted(path.name for path in self._directory.iterdir())
+        except OSError:
+            return ()
+        for name in names:
+            if name in self._refused:
+                continue
+            try:
+                found.append(parse_request(name, running))
+                (self._directory / name).unlink()
+            except (RequestError, OSError) as error:
+                self._refused.add(name)
+                logger.warning("request for a trace in %s: %s", self._directory, error)
+        return tuple(found)
+
+
+class RequestedTraces:
+    """One rank's recent iterations, and those asked for written by `writer`. For the training thread alone."""
+
+    def __init__(self, writer: TraceWriter, *, kept_iterations: int = KEPT_ITERATIONS) -> None:
+        self._writer = writer
+        self._kept = kept_iterations
+        self._recent: OrderedDict[int, tuple[Sequence[ActionRecord], Sequence[ArrivalRecord], float | None]] = (
+            OrderedDict()
+        )
+        self._wanted: list[Iterations] = []
+
+    def request(self, requests: Iterable[Iterations]) -> None:
+        """Write what is there of `requests`, and the rest when it comes."""
+        for wanted in requests:
+            for number in [number for number in self._recent if wanted.first <= number <= wanted.last]:
+                self._write(number)
+            self._wanted.append(wanted)
+
+    def add(
+        self,
+        iteration: int,
+        records: Sequence[ActionRecord],
+        arrivals: Sequence[ArrivalRecord] = (),
+        clock_offset_s: float | None = None,
+    ) -> None:
+        """Hand over an iteration: it is written if it was asked for, and else forgotten after a while."""
+        self._wanted = [wanted for wanted in self._wanted if wanted.last >= iteration]
+        self._recent[iteration] = records, arrivals, clock_offset_s
+        if any(wanted.first <= iteration for wanted in self._wanted):
+            self._write(iteration)
+        while len(self._recent) > self._kept:
+            self._recent.popitem(last=False)
+
+    def close(self) -> None:
+        """See `TraceWriter`."""
+        self._writer.close()
+
+    def _write(self, iteration: int) -> None:
+        # Taken out, so that two requests for one iteration write it once.
+        self._writer.write(iteration, *self._recent.pop(iteration))

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The delegate: a small process beside each training process that connects, proves and carries its links.
+
+It ends with its parent, however that ends: the kernel kills it, and the control socket ends. What else is sent to the
+processes of a job (SIGTERM, Ctrl-C) is its parent's to judge: it has a session of its own, and those signals are
+blocked. Everything it holds (rings, sockets) is anonymous and goes with it. It imports neither torch nor Megatron, and
+idles without using CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Coroutine
+
+from adaptra_megatron.authentication.acceptor import Acceptor
+from adaptra_megatron.authentication.handshake import HandshakeError, Purpose, Refusal
+from adaptra_megatron.authentication.socket_io import wait_readable
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.transport._ring import Ring, die_with_parent
+from adaptra_megatron.transport.delegate import control
+from adaptra_megatron.transport.delegate.control import (
+    Close,
+    ControlEndedError,
+    Counters,
+    Down,
+    Listen,
+    Message,
+    Open,
+    Ping,
+    Pong,
+    Report,
+    Start,
+    Stop,
+)
+from adaptra_megatron.transport.delegate.link_session import LinkSession
+from adaptra_megatron.transport.wires.wire import Traffic
+
+logger = logger_of(__name__)
+
+
+class Delegate:
+    """Does what its training process asks for over the control socket, until that ends."""
+
+    def __init__(self, channel: socket.socket, start: Start, listeners: list[socket.socket]) -> None:
+        self._channel, self._start, self._listeners = channel, start, listeners
+        self._links: dict[int, LinkSession] = {}
+        self._closed: dict[int, int] = {}
+        """By peer: the latest opening of its link that has been closed."""
+        self._earlier = Traffic(0, 0)
+        """Counters of links that have been closed."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._acceptor = Acceptor(bytes.fromhex(start.secret), start.handshake_s, self._admit)
+
+    async def serve(self) -> None:
+        """Returns when asked to stop. Raises ControlEndedError when the training process is gone."""
+        for listener in self._listeners:
+            self._acceptor.listen(listener)
+        while True:
+            message, descriptors = await _next(self._channel)
+            if isinstance(message, Stop):
+                self._acceptor.close()
+                await asyncio.gather(*(link.drain(message.drain_s) for link in self._links.values()))
+                return
+            if isinstance(message, Ping):
+                self._tell(Pong(number=message.number), [])
+            elif isinstance(message, Report):
+                self._tell(self._counters(message.number), [])
+            elif isinstance(message, Open):
+                self._open(message, descriptors)
+            elif isinstance(message, Close):
+                self._begin(self._close(message))
+            elif isinstance(message, Listen):
+                self._listeners += [socket.socket(fileno=descriptor) for descriptor in descriptors]
+                self._acceptor.listen(self._listeners[-1])
+
+    def _open(self, request: Open, descriptors: list[int]) -> None:
+        try:
+            rings = [Ring.attach(descriptor) for descriptor in descriptors]
+        except RuntimeError as cause:  # RingError, or no memory or descriptor
+            self._tell(Down(peer=request.peer, session=request.session, cause=str(cause)), [])
+            return
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        link = self._link(request.peer, request.opening)
+        assert link is not None, f"{request} comes after the link was closed"
+        # Connecting takes time, and other links must not wait for it.
+        self._begin(link.open(request, rings))
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _close(self, request: Close) -> None:
+        self._closed[request.peer] = request.opening
+        link = self._links.get(request.peer)
+        if link is not None and link.opening <= request.opening:
+            del self._links[request.peer]
+            await link.drain(request.drain_s)
+            await self._stop(link)
+
+    async def _stop(self, link: LinkSession) -> None:
+        await link.stop()
+        self._earlier = Traffic(*(a + b for a, b in zip(self._earlier, link.traffic(), strict=True)))
+
+    async def _admit(self, purpose: Purpose, connection: socket.socket) -> None:
+        if (purpose.job, purpose.target) != (bytes.fromhex(self._start.job), self._start.rank):
+            raise HandshakeError(Refusal.MISDIRECTED, f"this is rank {self._start.rank}, not {purpose.target}")
+        link = self._link(purpose.source, purpose.opening)
+        if link is None:
+            raise HandshakeError(Refusal.MISDIRECTED, f"opening {purpose.opening} of this link has been closed")
+        await link.admit(purpose, connection)
+
+    def _link(self, peer: int, opening: int) -> LinkSession | None:
+        """That of this opening, which ends what is left of an earlier one; None once it has been closed itself.
+
+        The peer may be first: its connections then wait for what the training process asks for.
+        """
+        link = self._links.get(peer)
+        if opening <= self._closed.get(peer, 0) or (link is not None and opening < link.opening):
+            return None
+        if link is None or link.opening < opening:
+            if link is not None:
+                self._begin(self._stop(link))
+            link = self._links[peer] = LinkSession(self._start, peer, self._tell, opening)
+        return link
+
+    def _counters(self, number: int) -> Counters:
+        traffic = [self._earlier, *(link.traffic() for link in self._links.values())]
+        return Counters(
+            number=number,
+            refused={refusal.value: count for refusal, count in self._acceptor.refused.items()},
+            sent_nbytes=sum(link.sent_nbytes for link in traffic),
+            received_nbytes=sum(link.received_nbytes for link in traffic),
+        )
+
+    def _tell(self, message: Message, descriptors: list[int]) -> None:
+        with contextlib.suppress(ControlEndedError):  # seen where the channel is read
+            control.send(self._channel, message, descriptors)
+
+
+async def _next(channel: socket.socket) -> tuple[Message, list[int]]:
+    while True:
+        await wait_readable(channel)
+        with contextlib.suppress(BlockingIOError):
+            return control.receive(channel)
+
+
+async def _run(channel: socket.socket) -> None:
+    channel.setblocking(False)
+    with contextlib.suppress(ControlEndedError):
+        start, descriptors = await _next(channel)
+        assert isinstance(start, Start), f"{start} came first"
+        listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        await Delegate(channel, start, listeners).serve()
+
+
+def main(arguments: list[str]) -> None:
+    """The process, with the descriptor of its control socket and its parent's process id as arguments.
+
+    Ends by `os._exit`: pumps in the middle of a transfer do not matter any more.
+    """
+    control_fd, parent = map(int, arguments)
+    die_with_parent(parent)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s (delegate, process %(process)d)")
+    try:
+        asyncio.run(_run(socket.socket(fileno=control_fd)))
+    except Exception:
+        logger.exception("internal error in the delegate")
+        os._exit(1)
+    os._exit(0)

@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a delegate running beside this training process, and its links up: starts, restarts, reconnects.
+
+The listening sockets belong to the training process and are lent to each delegate: addresses outlive delegates, and a
+refused connection means that the training process itself is gone (what it has forked, as data-loader workers, lets go
+of them). A delegate that is stopped or hangs would hold its links in silence: it is asked for a sign of life a few
+times per second, and replaced when none comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.sparing_log import SparingLog
+from adaptra_megatron.transport._ring import Ring
+from adaptra_megatron.transport.delegate import control
+from adaptra_megatron.transport.delegate.control import (
+    Close,
+    ControlEndedError,
+    Counters,
+    Down,
+    Listen,
+    Message,
+    Open,
+    Ping,
+    Pong,
+    Report,
+    Start,
+    Stop,
+    Up,
+)
+from adaptra_megatron.transport.delegate.heartbeat import PATIENCE_S
+from adaptra_megatron.transport.delegate.process import DelegateProcess
+from adaptra_megatron.transport.host_link.state import GiveUp
+from adaptra_megatron.transport.wires.registry import WIRES
+
+logger = logger_of(__name__)
+
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 1.0
+STEADY_S = 60.0
+"""A delegate that has lived for so long is replaced at once; after each that has not, the pause doubles."""
+DRAIN_S = 2.0
+TELLING_S = 0.25
+"""How long a delegate may take to say why it closed the rings of a session."""
+
+
+class LinkEnd(Protocol):
+    """This training process's end of a link."""
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the peer closed the link on purpose: it is not to be brought up again."""
+
+    def connected(self, outbound: Ring, inbound: Ring, give_up: GiveUp) -> None:
+        """A new session has begun, with fresh rings. Any thread may call `give_up`, also long after it has ended."""
+
+    def disconnected(self, cause: str) -> None:
+        """The session is over, or the attempt to begin one failed. Called again for every failed attempt."""
+
+
+@dataclass
+class Link:
+    """What the supervisor knows of one link."""
+
+    end: LinkEnd
+    request: Open
+    """`session` counts up with every attempt."""
+    slots: int
+    slot_nbytes: int
+    outbound: Ring | None = None
+    inbound: Ring | None = None
+    retry_s: float | None = None
+    """When to try again; None while a session is up or coming up."""
+    end_at: tuple[float, str] | None = None
+    """When to end the session that is up, and why."""
+    pause_s: float = FIRST_PAUSE_S
+    transport: str | None = None
+    """What carried its last session; None before the first."""
+
+
+@dataclass
+class _Question:
+    number: int
+    sent: bool = False
+    answered: threading.Event = field(default_factory=threading.Event)
+    answer: Counters | None = None
+
+
+class Supervisor:
+    """A thread that owns the delegate."""
+
+    def __init__(
+        self,
+        start: Start,
+        listeners: Sequence[socket.socket],
+        links: Sequence[Link],
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """Starts the delegate and begins to bring all links up, the first ones.
+
+        Args:
+            listeners: become the supervisor's, as those that `listen` adds.
+            patience_s: silence after which a delegate is killed and replaced, counted while this process ran. It
+                doubles each time until a link comes up: whatever takes so long on this machine gets done at last.
+        """
+        self.starts = 0
+        """Delegates started so far."""
+        self._start, self._listeners = start, list(listeners)
+        self._links = {link.request.peer: link for link in links}
+        self._calls: deque[Callable[[], None]] = deque()
+        """For the thread."""
+        self._sessions = itertools.count(1)
+        """Numbers of all links' sessions: none of a link that was closed is taken for one of the next."""
+        self._delegate: DelegateProcess | None = None
+        self._began_s = self._restart_s = 0.0
+        self._pause_s = FIRST_PAUSE_S
+        self._first_patience_s = self._patience_s = patience_s
+        self._lock = threading.Lock()
+        self._questions: list[_Question] = []
+        self._asked = 0
+        self._given_up: deque[tuple[Link, int, float, str | None]] = deque()
+        """Sessions that an end found of no use, when, and why."""
+        self._closing = False
+        self._replaced = SparingLog(logger)
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        leave = weakref.WeakMethod(self._leave_to_the_parent)
+        os.register_at_fork(after_in_child=lambda: _call_if_there(leave))
+        self._thread = threading.Thread(target=self._run, name="adaptra-host-supervisor", daemon=True)
+        self._thread.start()
+
+    @property
+    def process_id(self) -> int | None:
+        """Process id of the running delegate."""
+        delegate = self._delegate
+        return None if delegate is None else delegate.process.pid
+
+    def transport(self, peer: int) -> str | None:
+        """What carries the link to `peer`, or carried it last; None before it has come up."""
+        link = self._links.get(peer)
+        return None if link is None else link.transport
+
+    def listen(self, listener: socket.socket) -> None:
+        """Have connections accepted here too. Returns at once, as `add` and `remove`; for any thread."""
+        self._calls.append(functools.partial(self._listen_too, listener))
+        self._wake_up()
+
+    def add(self, link: Link) -> None:
+        """Begin to bring a link up; that of an earlier opening must have been removed."""
+        self._calls.append(functools.partial(self._add, link))
+        self._wake_up()
+
+    def remove(self, end: LinkEnd, drain_s: float = 0.0) -> None:
+        """Give a link up, once what is in its outbound ring has left, or after `drain_s`."""
+        self._calls.append(functools.partial(self._remove, end, drain_s))
+        self._wake_up()
+
+    def counters(self, timeout_s: float) -> Counters | None:
+        """What the running delegate has counted; None if it does not answer in time."""
+        with self._lock:
+            self._asked += 1
+            question = _Question(self._asked)
+            self._questions.append(question)
+        self._wake_up()
+        question.answered.wait(timeout_s)
+        return question.answer
+
+    def close(self) -> None:
+        """End the delegate, letting it send what is in the rings, and the thread. Safe to call twice."""
+        self._closing = True
+        self._wake_up()
+        self._thread.join(2 * DRAIN_S + 5.0)
+        for listener in self._listeners:
+            listener.close()
+
+    def _leave_to_the_parent(self) -> None:
+        """In a forked child, where no thread but the forking one goes on: take no lock, and hold nothing open.
+
+        Listeners that a child kept open would take connections that get no answer after the parent has died, and rings
+        would outlive it.
+        """
+        delegate = self._delegate
+        channels = [delegate.channel] if delegate is not None else []
+        for each in (*self._listeners, *channels, self._wake, self._woken):
+            each.close()
+        for link in self._links.values():
+            for ring in (link.outbound, link.inbound):
+                if ring is not None:
+                    ring.disown()
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake; closed: it is over
+            self._wake.send(b"\0")
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._step()
+        except Exception:
+            logger.exception("internal error in the supervisor of the delegate; the host path is down from now on")
+        finally:
+            self._end()
+
+    def _step(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+        now_s = time.monotonic()
+        self._end_what_is_of_no_use(now_s)
+        if self._delegate is None and now_s >= self._restart_s:
+            self._begin()
+        if self._delegate is not None:
+            for link in self._links.values():
+                if link.retry_s is not None and now_s >= link.retry_s:
+                    link.retry_s = None
+                    if not link.end.finished:
+                        self._open(link)
+            self._ask()
+            self._feel_the_pulse(now_s)
+        self._listen(self._next_s())
+
+    def _listen_too(self, listener: socket.socket) -> None:
+        self._listeners.append(listener)
+        self._say(Listen(), [listener.fileno()])
+
+    def _add(self, link: Link) -> None:
+        assert link.request.peer not in self._links, f"there is a link to rank {link.request.peer} already"
+        link.retry_s = 0.0
+        self._links[link.request.peer] = link
+
+    def _remove(self, end: LinkEnd, drain_s: float) -> None:
+        link = next((link for link in self._links.values() if link.end is end), None)
+        if link is None:  # it has not been added
+            return
+        del self._links[link.request.peer]
+        if link.outbound is not None:
+            link.outbound.close()
+        self._say(Close(peer=link.request.peer, opening=link.request.opening, drain_s=drain_s))
+        if link.inbound is not None:
+            link.inbound.close()
+
+    def _say(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Tell the delegate, if there is one."""
+        if self._delegate is not None:
+            with contextlib.suppress(ControlEndedError):  # seen where the channel is read
+                control.send(self._delegate.channel, message, descriptors)
+
+    def _begin(self) -> None:
+        try:
+            self._delegate = DelegateProcess(self._start, self._listeners)
+        except OSError as cause:  # no process, no memory, no descriptor: there may be one in a moment
+            self._replace(f"cannot be started: {cause}")
+            self._restart_s = time.monotonic() + self._pause_s
+            return
+        self.starts += 1
+        self._began_s = time.monotonic()
+        self._restart_s = self._began_s + self._pause_s
+        for link in self._links.values():
+            link.retry_s = 0.0
+
+    def _end_what_is_of_no_use(self, now_s: float) -> None:
+        while self._given_up:
+            link, session, at_s, cause = self._given_up.popleft()
+            if session == link.request.session and link.retry_s is None:
+                ends = (at_s, cause) if cause else (at_s + TELLING_S, "its rings were closed, and no delegate said why")
+                link.end_at = min(ends, link.end_at or ends)
+        for link in self._links.values():
+            if link.end_at is not None and now_s >= link.end_at[0]:
+                self._went_down(link, link.end_at[1])
+
+    def _next_s(self) -> float:
+        """When something is to be done though nothing happens."""
+        if self._delegate is None:
+            return self._restart_s
+        retries = (link.retry_s for link in self._links.values() if link.retry_s is not None)
+        ends = (link.end_at[0] for link in self._links.values() if link.end_at is not None)
+        return min([self._delegate.heartbeat.next_s, *retries, *ends])
+
+    def _listen(self, until_s: float) -> None:
+        """Wait for the delegate, or for being woken, and handle one message."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            if self._delegate is not None:
+                selector.register(self._delegate.channel, selectors.EVENT_READ)
+            ready = {key.fileobj for key, _events in selector.select(max(0.0, until_s - time.monotonic()))}
+        if self._woken in ready:
+            self._woken.recv(4096)
+        if self._delegate is not None and self._delegate.channel in ready:
+            try:
+                self._handle(*control.receive(self._delegate.channel))
+            except ControlEndedError:
+                how = self._delegate.end(1.0)
+                self._replace(f"ended by {how}")
+
+    def _handle(self, message: Message, descriptors: list[int]) -> None:
+        try:
+            if isinstance(message, Pong):
+                assert self._delegate is not None
+                self._delegate.heartbeat.answered(message.number)
+                return
+            if isinstance(message, Counters):
+                self._answer(message)
+                return
+            assert isinstance(message, Up | Down), f"a delegate does not say {message}"
+            link = self._links.get(message.peer)
+            if link is None or message.session != link.request.session or link.retry_s is not None:
+                return  # it is over already, and the first cause counts
+            if isinstance(message, Down):
+                self._went_down(link, message.cause)
+                return
+            try:
+                if descriptors:
+                    link.inbound = Ring.attach(descriptors[0])
+            except RuntimeError as cause:
+                self._went_down(link, str(cause))
+                return
+            link.pause_s = FIRST_PAUSE_S
+            link.transport = message.transport
+            if link.request.connects:  # who connects proposes: what it fell to outlives the delegate
+                link.request = replace(link.request, transport=message.transport)
+            self._patience_s = self._first_patience_s
+            assert link.outbound is not None
+            assert link.inbound is not None
+            link.end.connected(link.outbound, link.inbound, self._give_up_for(link))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _give_up_for(self, link: Link) -> GiveUp:
+        session = link.request.session
+
+        def give_up(cause: str | None) -> None:
+            self._given_up.append((link, session, time.monotonic(), cause))
+            self._wake_up()
+
+        return give_up
+
+    def _open(self, link: Link) -> None:
+        link.request = replace(link.request, session=next(self._sessions))
+        shared = WIRES[link.request.transport].shares_rings
+        try:
+            link.outbound = Ring.create(link.slots, link.slot_nbytes)
+            link.inbound = None if shared else Ring.create(link.slots, link.slot_nbytes)
+        except RuntimeError as cause:  # no memory, no descriptor: there may be one in a moment
+            self._went_down(link, str(cause))
+            return
+        self._say(link.request, [ring.fd for ring in (link.outbound, link.inbound) if ring is not None])
+
+    def _went_down(self, link: Link, cause: str) -> None:
+        for ring in (link.outbound, link.inbound):
+            if ring is not None:
+                ring.close()
+        link.outbound = link.inbound = link.end_at = None
+        link.end.disconnected(cause)
+        link.retry_s = time.monotonic() + link.pause_s
+        link.pause_s = min(2 * link.pause_s, LONGEST_PAUSE_S)
+
+    def _feel_the_pulse(self, now_s: float) -> None:
+        """Ping the delegate if that is due, or kill it if it has been silent for too long."""
+        assert self._delegate is not None
+        heartbeat = self._delegate.heartbeat
+        number = heartbeat.tick(now_s)
+        if number is not None:
+            self._say(Ping(number=number))
+        elif heartbeat.exhausts(self._patience_s):
+            self._patience_s *= 2
+            process = self._delegate.process.pid
+            self._delegate.end(0.0)
+            self._replace(f"(process {process}) did not answer for {heartbeat.silent_s:.1f} s and was killed")
+
+    def _replace(self, what: str) -> None:
+        """The delegate is gone: another one takes over, with a growing pause in case it dies at once."""
+        self._delegate = None
+        if self._closing:
+            return
+        self._replaced.warning("rank %d: the delegate %s; starting another", self._start.rank, what)
+        steady = time.monotonic() - self._began_s > STEADY_S
+        self._pause_s = FIRST_PAUSE_S if steady else min(2 * self._pause_s, LONGEST_PAUSE_S)
+        for link in self._links.values():
+            self._went_down(link, f"this rank's delegate {what}")
+        with self._lock:
+            for question in self._questions:
+                question.sent = False
+
+    def _ask(self) -> None:
+        with self._lock:
+            questions = [question for question in self._questions if not question.sent]
+        for question in questions:
+            question.sent = True
+            self._say(Report(number=question.number))
+
+    def _answer(self, counters: Counters) -> None:
+        with self._lock:
+            answered = [question for question in self._questions if question.number <= counters.number]
+            self._questions = [question for question in self._questions if question.number > counters.number]
+        for question in answered:
+            question.answer = counters
+            question.answered.set()
+
+    def _end(self) -> None:
+        for link in self._links.values():
+            if link.outbound is not None:
+                link.outbound.close()
+        if self._delegate is not None:
+            self._say(Stop(drain_s=DRAIN_S))
+            self._delegate.end(DRAIN_S + 1.0)
+            self._delegate = None
+        for link in self._links.values():
+            if link.inbound is not None:
+                link.inbound.close()
+        self._wake.close()
+        self._woken.close()
+
+
+def _call_if_there(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (bound := method()) is not None:
+        bound()

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of NCCL that a link needs, called in the library that torch has loaded.
+
+Of the two ends of a link one is rank 0 and one rank 1 of a communicator of its own, which does not block: what takes
+time goes on in threads of NCCL's, `state` tells how it goes, and `abort` ends it at any time, the making of the
+communicator included. NVIDIA's own bindings (nccl4py) find the same library, but cannot be installed without saying for
+which CUDA, and bring packages that a dozen functions do not need.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+from dataclasses import dataclass
+from typing import Any
+
+UNIQUE_ID_NBYTES = 128
+UNDEFINED = -(1 << 31)
+"""NCCL_CONFIG_UNDEF_INT: NCCL's default."""
+_MAGIC = 0xCAFEBEEF
+_UINT8 = 1
+"""ncclUint8: links move bytes, whatever they mean."""
+
+Communicator = int
+"""Opaque: an ncclComm_t."""
+
+
+class Result(enum.IntEnum):
+    """Those values of ncclResult_t that mean no error."""
+
+    SUCCESS = 0
+    IN_PROGRESS = 7
+
+
+class NcclError(RuntimeError):
+    """A call of NCCL failed; names the function and what NCCL says of it."""
+
+
+@dataclass(frozen=True)
+class CommunicatorConfig:
+    """What can be set about the communicators of links: Megatron's entry "pp" of --nccl-communicator-config-path."""
+
+    max_ctas: int = 2
+    """Thread blocks of a transfer at most. Each takes a whole multiprocessor while it waits for the other end."""
+    min_ctas: int | None = None
+    cga_cluster_size: int | None = None
+    net_name: str | None = None
+
+
+class NcclConfig(ctypes.Structure):
+    """ncclConfig_t as it begins in all releases since 2.27; NCCL fills in what a caller's is too short for."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p),
+        ("split_share", ctypes.c_int),
+        ("traffic_class", ctypes.c_int),
+        ("comm_name", ctypes.c_char_p),
+    )
+
+
+class UniqueId(ctypes.Structure):
+    """ncclUniqueId, which is passed by value."""
+
+    _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_NBYTES),)
+
+
+class NcclLibrary:
+    """NCCL. Any thread may call, but no two at a time for one communicator; all calls let other threads run.
+
+    Raises NcclError for what NCCL refuses. A communicator belongs to the CUDA device that was current at `init_rank`.
+    """
+
+    def __init__(self, library: Any) -> None:
+        """`library`: a ctypes.CDLL in which libnccl's functions are found. Raises NcclError where they are not."""
+        self._library = library
+        try:
+            for name, (result, *arguments) in _SIGNATURES.items():
+                function = getattr(library, name)
+                function.restype, function.argtypes = result, arguments
+        except AttributeError as cause:
+            raise NcclError(f"the NCCL that torch has loaded cannot be called: {cause}") from cause
+
+    def version(self) -> int:
+        """The library's version: 22907 is 2.29.7."""
+        version = ctypes.c_int()
+        self._check("ncclGetVersion", self._library.ncclGetVersion(ctypes.byref(version)))
+        return version.value
+
+    def new_unique_id(self) -> bytes:
+        """What two ranks need in common to find each other. NCCL listens for them from now on."""
+        unique_id = UniqueId()
+        self._check("ncclGetUniqueId", self._library.ncclGetUniqueId(ctypes.byref(unique_id)))
+        return bytes(unique_id)
+
+    def init_rank(self, unique_id: bytes, rank: int, name: str, config: CommunicatorConfig) -> Communicator:
+        """Begin to make a communicator of two ranks; `state` tells when it has been made. `name`: for NCCL's log."""
+        communicator = ctypes.c_void_p()
+        settings = NcclConfig(
+            size=ctypes.sizeof(NcclConfig),
+            magic=_MAGIC,
+            version=self.version(),
+            blocking=0,
+            cga_cluster_size=_or_default(config.cga_cluster_size),
+            min_ctas=_or_default(config.min_ctas),
+            max_ctas=config.max_ctas,
+            net_name=None if config.net_name is None else config.net_name.encode(),
+            split_share=UNDEFINED,
+            traffic_class=UNDEFINED,
+            comm_name=name.encode(),
+        )
+        identity = UniqueId.from_buffer_copy(unique_id)
+        made = self._library.ncclCommInitRankConfig(
+            ctypes.byref(communicator), 2, identity, rank, ctypes.byref(settings)
+        )
+        self._check("ncclCommInitRankConfig", made, communicator.value)
+        assert communicator.value is not None
+        return communicator.value
+
+    def in_progress(self, communicator: Communicator) -> bool:
+        """Return whether what was begun last still goes on: nothing else may be begun until then. Raises its error."""
+        state = ctypes.c_int()
+        called = self._library.ncclCommGetAsyncError(communicator, ctypes.byref(state))
+        self._check("ncclCommGetAsyncError", called, communicator)
+        self._check("what was begun with NCCL", state.value, communicator)
+        return state.value == Result.IN_PROGRESS
+
+    def send(self, communicator: Communicator, address: int, nbytes: int, peer: int, stream: int) -> None:
+        """Put a send on a stream (a cudaStream_t)."""
+        called = self._library.ncclSend(address, nbytes, _UINT8, peer, communicator, stream)
+        self._check("ncclSend", called, communicator)
+
+    def receive(self, communicator: Communicator, address: int, nbytes: int, peer: int, stream: int) -> None:
+        """Put a receive on a stream (a cudaStream_t)."""
+        called = self._library.ncclRecv(address, nbytes, _UINT8, peer, communicator, stream)
+        self._check("ncclRecv", called, communicator)
+
+    def finalize(self, communicator: Communicator) -> None:
+        """Begin to let what has been sent leave this host."""
+        self._check("ncclCommFinalize", self._library.ncclCommFinalize(communicator), communicator)
+
+    def destroy(self, communicator: Communicator) -> None:
+        """Free a communicator that has been finalized."""
+        self._check("ncclCommDestroy", self._library.ncclCommDestroy(communicator))
+
+    def abort(self, communicator: Communicator) -> None:
+        """End what is under way, on the device too, and free the communicator. May wait for the device."""
+        self._check("ncclCommAbort", self._library.ncclCommAbort(communicator))
+
+    def _check(self, what: str, result: int, communicator: Communicator | None = None) -> None:
+        if result in (Result.SUCCESS, Result.IN_PROGRESS):
+            return
+        text = self._library.ncclGetErrorString(result).decode()
+        last = self._library.ncclGetLastError(communicator).decode() if communicator else ""
+        raise NcclError(f"{what} failed: {text}{f' ({last})' if last else ''}")
+
+
+def torch_nccl() -> NcclLibrary:
+    """NCCL as torch uses it. Raises NcclError where this torch has none that can be called."""
+    try:
+        # What is found through torch's own library is what it was linked with, whatever its path and its version.
+        return NcclLibrary(ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOW | os.RTLD_NOLOAD))
+    except OSError as cause:
+        raise NcclError(f"this torch was built without CUDA: {cause}") from cause
+
+
+def _or_default(value: int | None) -> int:
+    return UNDEFINED if value is None else value
+
+
+_RESULT, _HANDLE, _POINTER = ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
+_TRANSFER = (_RESULT, _POINTER, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _HANDLE, _HANDLE)
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "ncclGetVersion": (_RESULT, ctypes.POINTER(ctypes.c_int)),
+    "ncclGetUniqueId": (_RESULT, ctypes.POINTER(UniqueId)),
+    "ncclCommInitRankConfig": (
+        _RESULT,
+        ctypes.POINTER(_HANDLE),
+        ctypes.c_int,
+        UniqueId,
+        ctypes.c_int,
+        ctypes.POINTER(NcclConfig),
+    ),
+    "ncclCommGetAsyncError": (_RESULT, _HANDLE, ctypes.POINTER(ctypes.c_int)),
+    "ncclSend": _TRANSFER,
+    "ncclRecv": _TRANSFER,
+    "ncclCommFinalize": (_RESULT, _HANDLE),
+    "ncclCommDestroy": (_RESULT, _HANDLE),
+    "ncclCommAbort": (_RESULT, _HANDLE),
+    "ncclGetErrorString": (ctypes.c_char_p, ctypes.c_int),
+    "ncclGetLastError": (ctypes.c_char_p, _HANDLE),
+}
+"""What each function returns and takes, as nccl.h declares it."""

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One end of a directed link over NCCL: a communicator of two ranks for one session, on a stream of the link's own.
+
+Both plain device paths and the device sessions of links with two paths are made of these. What is sent or received is
+on the stream when the call returns, so the order of a thread's calls is the order in which the device is given them.
+NCCL launches what a communicator that does not block is asked for in a thread of its own; each call waits for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from adaptra_megatron.authentication.sealed_store import SealedStore
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.transport.device_session.link_watch import LinkWatch
+from adaptra_megatron.transport.device_session.nccl_library import Communicator, CommunicatorConfig, NcclLibrary
+from adaptra_megatron.transport.device_session.pair_group import ENDED, PairEnds
+from adaptra_megatron.transport.gpu.cuda_device import Device, Event, Stream
+
+logger = logger_of(__name__)
+
+LAUNCH_S = 60.0
+"""Longest time that NCCL may take to launch one transfer: another thread may be waiting for the whole device."""
+_SPIN_S = 2e-3
+_PAUSE_S = 1e-3
+
+
+@dataclass(frozen=True)
+class NcclSide:
+    """What all links of one process have in common."""
+
+    load: Callable[[], NcclLibrary]
+    """Raises NcclError where there is no NCCL."""
+    device: Device
+    identity: str
+    """That of its GPU, unique in the job."""
+    config: CommunicatorConfig
+    watch: LinkWatch
+
+
+@dataclass(eq=False)
+class NcclWork:
+    """A transfer under way. Holding it holds the bytes."""
+
+    tensor: torch.Tensor
+    ended: Event
+    """Timed: behind it on the link's stream."""
+    deadline_s: float = float("inf")
+    """When waiting for it makes no sense any more (time.monotonic)."""
+
+
+class NcclLink:
+    """One end of one session; a `pair_group.LinkGroup`. Threads take turns to send, and to receive."""
+
+    tagged = False
+
+    def __init__(
+        self, store: SealedStore, ends: PairEnds, side: NcclSide, stream: Stream, *, sends: bool, timeout_s: float
+    ) -> None:
+        """`store`: a client of this session alone. `stream`: of this link and direction. `sends`:
+        whether this is the source's end. Both ends construct theirs at about the same time.
+
+        Raises RuntimeError when the other end does not come within `timeout_s`, or is on the same GPU.
+        """
+        self.ends = ends
+        self._side, self._stream, self._library = side, stream, side.load()
+        self._peer = 1 if sends else 0
+        self._lock = threading.Lock()
+        self._under_way: deque[NcclWork] = deque()
+        """In the order of the stream."""
+        self._calls = threading.Lock()
+        """NCCL's calls on one communicator must not overlap, what frees it included."""
+        self._ended, self._freed = threading.Event(), threading.Event()
+        self._cause = ENDED
+        self._finalize_until_s: float | None = None
+        self._connects_until_s: float | None = time.monotonic() + timeout_s
+        """When NCCL gives up to connect; None once it has connected."""
+        if not side.device.idle(stream):
+            raise RuntimeError("what an earlier session left on the link's stream has not ended")
+        # NCCL would wait for a peer that does not come, and go on listening for it.
+        unique_id = self._meet(store, 1 - self._peer, timeout_s)
+        name = f"adaptra {ends.source}>{ends.target}"
+        with side.device.use(stream):
+            self._communicator: Communicator = self._library.init_rank(unique_id, 1 - self._peer, name, side.config)
+        side.watch.add(self)
+        # Waits for the end from now on: an interpreter that shuts down starts no threads.
+        name = f"adaptra-nccl-end-{ends.source}>{ends.target}"
+        threading.Thread(target=self._free_when_ended, name=name, daemon=True).start()
+        try:
+            with self._calling():
+                self._await_nccl("the other end did not come to the communicator")
+        except RuntimeError as cause:
+            self.abort(str(cause))
+            raise
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._side.device.empty(shape, dtype, self._side.device.memory_stream)
+
+    def bring(self, host: torch.Tensor) -> torch.Tensor:
+        device = self._side.device
+        locked = device.page_locked(host.nbytes)
+        locked.copy_(host.view(torch.uint8))
+        tensor = self.empty(host.shape, host.dtype)
+        device.copy(tensor.view(torch.uint8), locked, self._stream)
+        self._hold(NcclWork(locked, device.record(self._stream)))
+        return tensor
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        device = self._side.device
+        locked = device.page_locked(tensor.nbytes)
+        device.copy(locked, tensor.view(torch.uint8), self._stream)
+        device.record(self._stream).synchronize()  # nothing is on this stream that is not done
+        return locked.view(tensor.dtype).clone()
+
+    def begin_after(self, event: Event) -> None:
+        self._side.device.make_wait(self._stream, event)
+
+    # Looked up on the class at each call: fault injection and instrumentation replace them there.
+    def send(self, tensor: torch.Tensor, tag: int) -> NcclWork:
+        """Put a send on the link's stream; the bytes are held until it is done. NCCL has no tags: order counts."""
+        return self._begin(self._library.send, tensor)
+
+    def receive(self, buffer: torch.Tensor, tag: int) -> NcclWork:
+        """Put a receive on the link's stream."""
+        return self._begin(self._library.receive, buffer)
+
+    def follow(self, work: NcclWork, timeout_s: float) -> None:
+        """Have what the calling thread computes from now on come after `work`, which may take `timeout_s`. Returns at
+        once."""
+        self._limit(work, timeout_s)
+        self._side.device.make_wait(self._side.device.current_stream(), work.ended)
+
+    def wait(self, work: NcclWork, timeout_s: float) -> None:
+        """Sleep until `work` is done. The watch keeps the time, and then ends the session."""
+        self._limit(work, timeout_s)
+        work.ended.synchronize()
+        if self._ended.is_set():  # an aborted transfer is done, too
+            raise RuntimeError(self._cause)
+
+    def abort(self, cause: str = ENDED) -> None:
+        """End the session: every wait at both ends raises. Returns at once; any thread, any number of times."""
+        self._end(cause, finalize_until_s=None)
+
+    def close(self, deadline_s: float) -> None:
+        """End the session when all that was sent has left, or at `deadline_s` (time.monotonic), then as `abort`."""
+        while self._prune() and not self._ended.is_set() and time.monotonic() < deadline_s:
+            time.sleep(_PAUSE_S)
+        self._end("the link was closed", finalize_until_s=deadline_s)
+
+    def wait_until_freed(self, deadline_s: float) -> bool:
+        """Return whether NCCL has freed what the session took by `deadline_s` (time.monotonic)."""
+        return self._freed.wait(max(0.0, deadline_s - time.monotonic()))
+
+    # What the watch asks.
+
+    def failure(self, now_s: float) -> str | None:
+        """Why the session is of no use any more; None while it is, and once it has ended. Never waits."""
+        under_way = self._prune()
+        if self._ended.is_set() or not self._calls.acquire(blocking=False):
+            return None
+        try:
+            if not self._ended.is_set():
+                self._library.in_progress(self._communicator)
+        except RuntimeError as cause:
+            return str(cause)
+        finally:
+            self._calls.release()
+        late = next((work for work in under_way if now_s >= work.deadline_s), None)
+        return None if late is None else f"a message of {late.tensor.nbytes} bytes did not come in time"
+
+    @property
+    def settled(self) -> bool:
+        """Return whether it has ended, and the device is through with all that was put on its stream."""
+        return self._freed.is_set() and not self._prune()
+
+    def _meet(self, store: SealedStore, rank: int, timeout_s: float) -> bytes:
+        """The communicator's unique id, made by rank 0 once the other is there."""
+        store.set_timeout(timedelta(seconds=max(_PAUSE_S, timeout_s)))
+        store.set(f"gpu/{rank}", self._side.identity.encode())
+        if store.get(f"gpu/{1 - rank}").decode() == self._side.identity:
+            raise RuntimeError("both stages are on one GPU, and NCCL connects different GPUs only")
+        if rank == 0:
+            store.set("id", self._library.new_unique_id())
+        return store.get("id")
+
+    def _begin(self, call: Callable[..., None], tensor: torch.Tensor) -> NcclWork:
+        device = self._side.device
+        with self._calling():
+            self._prune()
+            call(self._communicator, tensor.data_ptr(), tensor.nbytes, self._peer, device.handle(self._stream))
+            try:
+                self._await_nccl("NCCL did not launch a transfer")
+                self._connects_until_s = None
+            finally:  # whatever became of it, the device may use the bytes
+                work = NcclWork(tensor, device.record(self._stream, timed=True))
+                self._hold(work)
+            return work
+
+    def _await_nccl(self, otherwise: str) -> None:
+        """Until NCCL has done, in a thread of its own, what it was asked for."""
+        began_s = time.monotonic()
+        deadline_s = self._connects_until_s or began_s + LAUNCH_S
+        while self._library.in_progress(self._communicator):
+            now_s = time.monotonic()
+            if self._ended.is_set():
+                raise RuntimeError(self._cause)
+            if now_s >= deadline_s:
+                raise RuntimeError(f"{otherwise} within {now_s - began_s:.0f} s")
+            if now_s - began_s > _SPIN_S:  # a launch takes tens of microseconds; to connect takes much longer
+                self._ended.wait(_PAUSE_S)
+
+    def _limit(self, work: NcclWork, timeout_s: float) -> None:
+        if self._ended.is_set():
+            raise RuntimeError(self._cause)
+        work.deadline_s = time.monotonic() + timeout_s
+
+    def _hold(self, work: NcclWork) -> None:
+        with self._lock:
+            self._under_way.append(work)
+
+    def _prune(self) -> Sequence[NcclWork]:
+        """Free the bytes of what is done; returns what is not. A device that failed keeps all."""
+        with self._lock:
+            with contextlib.suppress(RuntimeError):
+                while self._under_way and self._under_way[0].ended.query():
+                    self._under_way.popleft()
+            return tuple(self._under_way)
+
+    def _end(self, cause: str, finalize_until_s: float | None) -> None:
+        with self._lock:
+            if not self._ended.is_set():
+                self._cause, self._finalize_until_s = cause, finalize_until_s
+                self._ended.set()
+
+    def _free_when_ended(self) -> None:
+        """A thread of its own, which may be kept waiting: NCCL frees memory, and that waits for the device."""
+        self._ended.wait()
+        link = f"link from rank {self.ends.source} to rank {self.ends.target}"
+        if not self._calls.acquire(timeout=LAUNCH_S):
+            logger.warning("%s: NCCL does not return from a call; its communicator is left as it is", link)
+            return
+        # Not released: there is nothing left to call.
+        until_s = self._finalize_until_s
+        try:
+            if until_s is not None and not self._prune() and self._finalized(until_s):
+                self._library.destroy(self._communicator)
+            else:
+                self._library.abort(self._communicator)
+        except RuntimeError as cause:
+            logger.debug("%s: NCCL could not end the session: %s", link, cause)
+        self._freed.set()
+
+    def _finalized(self, until_s: float) -> bool:
+        """What has been sent is in NCCL's hands for a while yet: to abort now would lose it."""
+        self._library.finalize(self._communicator)
+        while self._library.in_progress(self._communicator):
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        # The watch holds it for a moment. What ends the session may hold it for long, and is not waited for.
+        while not self._calls.acquire(timeout=_PAUSE_S):
+            if self._ended.is_set():
+                raise RuntimeError(self._cause)
+        try:
+            if self._ended.is_set():
+                raise RuntimeError(self._cause)
+            yield
+        finally:
+            self._calls.release()
+
+
+def gpu_identity(device: torch.device) -> str:
+    """The name of a GPU, the same in all processes and in no other host."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return str(properties.uuid)

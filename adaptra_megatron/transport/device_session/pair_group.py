@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device path's wire: one end of a directed link for one session, made by its two ends alone.
+
+Nothing of it is collective over more ranks than these two: a link can be made again in the middle of an iteration.
+Over NCCL see nccl_link.py; here over gloo, for tensors of CPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from adaptra_megatron.transport.gpu.cuda_device import Event
+
+_EXPIRED = timedelta(milliseconds=1)
+_LIFELINE_TAG = (1 << 31) - 1
+ENDED = "the session was ended"
+
+
+class PairEnds(NamedTuple):
+    """The global ranks at the ends of a directed link."""
+
+    source: int
+    target: int
+
+
+class Work(Protocol):
+    """A send or receive under way, as torch.distributed's."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Blocks until it is done. Raises RuntimeError where it failed or took too long."""
+
+
+class LinkGroup(Protocol):
+    """One end of one session of a directed link. Threads take turns to send, and to receive; `abort` is for any.
+
+    Whatever cannot be done, or is asked of a session that has ended, raises RuntimeError.
+    """
+
+    ends: PairEnds
+    tagged: bool
+    """Whether messages are matched by tags: then none is held up by one that was asked for before it."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory to receive into, which nothing else uses."""
+
+    def bring(self, host: torch.Tensor) -> torch.Tensor:
+        """A small tensor [n] in host memory, to be sent. Returns at once."""
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A small tensor [n] that was received, in host memory."""
+
+    def begin_after(self, event: Event) -> None:
+        """What is sent or received from now on begins after `event`. Returns at once."""
+
+    def send(self, tensor: torch.Tensor, tag: int) -> Any:
+        """Begin to send a contiguous tensor; its bytes are held until they have left."""
+
+    def receive(self, buffer: torch.Tensor, tag: int) -> Any:
+        """Begin to fill `buffer` with the message of this tag, or with the next one where there are no tags."""
+
+    def wait(self, work: Any, timeout_s: float) -> None:
+        """Block until `work` is done. A wait that expires ends the session."""
+
+    def abort(self, cause: str = ENDED) -> None:
+        """End the session: every wait at both ends raises. Safe to call twice, and from any thread."""
+
+    def wait_until_freed(self, deadline_s: float) -> bool:
+        """Return whether nothing of the session is left by `deadline_s`, once it has been ended."""
+
+
+class PairGroup:
+    """One end of a directed link over gloo."""
+
+    tagged = True
+
+    def __init__(self, group: Any, ends: PairEnds, *, sends: bool) -> None:
+        """`group`: see `epoch_group`; of the two ends, for this session alone. `sends`: whether this is the source's
+        end."""
+        self.ends = ends
+        self._group, self._peer = group, 1 if sends else 0
+        # Never answered. To let a wait expire is the only way to make gloo close a pair, which ends all other waits.
+        self._lifeline: Any = self._group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _LIFELINE_TAG)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def bring(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def begin_after(self, event: Event) -> None:
+        """What is in host memory has no event."""
+        event.synchronize()
+
+    # Looked up on the class at each call: fault injection and instrumentation replace them there.
+    def send(self, tensor: torch.Tensor, tag: int) -> Work:
+        """Send a contiguous tensor. The caller keeps its bytes until the peer has confirmed them."""
+        work: Work = self._group.send([tensor], self._peer, tag)
+        return work
+
+    def receive(self, buffer: torch.Tensor, tag: int) -> Work:
+        """Fill `buffer` with the message of this tag."""
+        work: Work = self._group.recv([buffer], self._peer, tag)
+        return work
+
+    def wait(self, work: Work, timeout_s: float) -> None:
+        """Block until `work` is done. Raises RuntimeError where it failed; a wait that expires ends the session."""
+        work.wait(timedelta(seconds=timeout_s))
+
+    def abort(self, cause: str = ENDED) -> None:
+        """End the session: every wait at both ends raises. Safe to call twice, and from any thread."""
+        with contextlib.suppress(RuntimeError):
+            self._lifeline.wait(_EXPIRED)
+
+    def wait_until_freed(self, deadline_s: float) -> bool:
+        """What is left goes with the last reference."""
+        return True

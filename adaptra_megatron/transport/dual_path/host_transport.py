@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host path: messages leave the training process through shared memory, and a delegate does the rest.
+
+Over shm the two training processes share a ring, so a message costs two copies; over tcp each shares rings with its own
+delegate. Nothing is sent on a stream of the device: a slow transfer never sits in front of compute.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from adaptra_megatron.job.control_store import ControlStore
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.transport.arrival_signal import ArrivalSignal
+from adaptra_megatron.transport.device_session.pair_group import LinkGroup
+from adaptra_megatron.transport.dual_path.dual_link import DualLink
+from adaptra_megatron.transport.dual_path.link_opener import LinkOpener
+from adaptra_megatron.transport.dual_path.two_paths import SecondPath
+from adaptra_megatron.transport.failover.control_channel import ControlChannel
+from adaptra_megatron.transport.gpu.cuda_device import Device
+from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.lines.line_messages import NoteCame
+from adaptra_megatron.transport.link_ends import LinkEnds
+from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
+from adaptra_megatron.transport.paths import LinkCounters, Path, PathSettings, ProbeTimes
+from adaptra_megatron.transport.setup.host_setup import meet
+from adaptra_megatron.transport.setup.link_setup import LinkMaker, greeting
+from adaptra_megatron.transport.setup.rendezvous import Rendezvous, agree_on_host_path
+from adaptra_megatron.transport.setup.rnic_affinity import started_on
+
+logger = logger_of(__name__)
+
+CLOSES_S = 5.0
+"""How long closing waits for links that are being opened or taken down."""
+COMES_UP_S = 60.0
+"""How long links may take to come up, once their ends have met: a delegate has as long to import what it needs."""
+
+
+@dataclass(frozen=True)
+class HostCounters:
+    """What the host path of one rank has seen."""
+
+    delegate_starts: int
+    refused: dict[str, int]
+    """Connections that the present delegate did not let in, by reason; empty if it does not answer."""
+    links: dict[int, LinkCounters]
+    """By peer."""
+
+
+class HostTransport:
+    """Transport through a delegate process."""
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        chunks: int,
+        settings: HostSettings,
+        paths: PathSettings | None = None,
+        maker: LinkMaker | None = None,
+        device: Device | None = None,
+    ) -> None:
+        """Called by all stages of the pipeline at the same point; returns when all their links are up and have greeted.
+
+        `chunks`: model chunks per stage; with one, nothing goes between the last stage and the first. `paths` and
+        `maker`: when to use the device path, and what makes it; None: never. `device`: of the tensors; None: the CPU.
+        Raises TransportError on all stages alike if one cannot take part, or a link does not come up.
+        """
+        layout = rendezvous.layout
+        self.rank, self._layout, self._settings = layout.rank, layout, settings
+        self._maker, self._paths, self._device = maker, paths, device
+        self._specification: TensorSpecification | None = None
+        self._sent: list[MessageTimes] = []
+        self._received: list[MessageTimes] = []
+        self._peer_of: dict[MessageKey, int] = {}
+        self._came_by: dict[int, Path] = {}
+        self._arrival_signal = ArrivalSignal()
+        self._links: dict[int, DualLink] = {}
+        self._limit_s = min(COMES_UP_S, settings.timeout_s)
+        stages = neighbours(rendezvous.stage, rendezvous.stages, wrap=chunks > 1)
+        peers = [rendezvous.ranks[stage] for stage in stages]
+        setup = meet(rendezvous, peers, settings)
+        transports = dict(setup.transports)
+        self._opener = LinkOpener(rendezvous.control, layout, setup, settings)
+        try:
+            _together(rendezvous, "started", lambda: self._bring_up(peers))
+            _together(rendezvous, "greeted", self._greet)
+        except BaseException:
+            self._close_links()
+            raise
+        for link in self._links.values():
+            link.begin()
+        logger.info("rank %d: the host path is up: %s", self.rank, transports)
+        logger.debug("rank %d: copies run on CPUs %s", self.rank, sorted(settings.cpus) or "of any NUMA node")
+
+    def _bring_up(self, peers: Sequence[int]) -> None:
+        with started_on(self._settings.cpus):
+            for peer in peers:
+                self._links[peer] = self._make_link(peer)
+            self._opener.start(self._links.values())
+
+    def _make_link(self, peer: int, opens_s: float = 0.0) -> DualLink:
+        ends, maker, lines = LinkEnds(self.rank, peer, self._layout.name), self._maker, self._opener.lines
+
+        def make_group(as_sender: bool, session: int, timeout_s: float) -> LinkGroup:
+            directed = (ends.rank, peer) if as_sender else (peer, ends.rank)
+            assert maker is not None
+            return maker.make(directed, session, timeout_s, link.opening)
+
+        mail = ControlChannel(lambda number, packet: lines.say(link, NoteCame(number, packet.decode())))
+        second = None if self._paths is None or maker is None else SecondPath(self._paths, make_group, mail)
+        link = DualLink(ends, self._settings, self._device, self._arrival_signal, opens_s, second)
+        return link
+
+    def _greet(self) -> None:
+        """A tensor each way over the host path of each link, compared bit by bit. Raises TransportError."""
+        deadline_s = time.monotonic() + self._limit_s
+        expected = greeting() if self._device is None else greeting().to(self._device.device)
+        for link in self._links.values():
+            link.wait_until_up(deadline_s)
+            link.send_greeting(expected)
+        for link in self._links.values():
+            link.receive_greeting(expected, deadline_s)
+
+    # Links between any ranks, while the job runs: see TwoPathTransport. All but `abort` are for the training thread.
+
+    def open_link(self, peer: int) -> None:
+        link = self._links.get(peer)
+        if link is not None and not link.of_no_use:
+            return
+        if peer == self.rank or peer not in self._layout.workers:
+            raise TransportError(
+                f"{self._layout.name(self.rank)} cannot have a link to rank {peer}: it is no other rank"
+            )
+        self.close_link(peer)
+        with started_on(self._settings.cpus):
+            link = self._links[peer] = self._make_link(peer, self._limit_s)
+        if self._specification is not None:
+            link.describe(self._specification)
+        self._opener.open(link, self._limit_s)
+
+    def wait_for_link(self, peer: int, deadline_s: float) -> None:
+        self._link(peer).wait_until_up(deadline_s)
+
+    def close_link(self, peer: int) -> None:
+        link = self._links.pop(peer, None)
+        if link is not None:
+            self._opener.take_down(link, None)
+            self._came_by.pop(peer, None)
+            self._peer_of = {key: source for key, source in self._peer_of.items() if source != peer}
+
+    def abort(self, cause: str, peers: Collection[int] | None = None) -> None:
+        for link in [link for peer, link in list(self._links.items()) if peers is None or peer in peers]:
+            link.ended(cause)
+            self._opener.take_down(link, cause)
+        self._arrival_signal.look_again()
+
+    def enter(self, control: ControlStore) -> None:
+        self._opener.control = control
+        if self._maker is not None:
+            self._maker.control = control
+
+    def _link(self, peer: int) -> DualLink:
+        if (link := self._links.get(peer)) is None:
+            names = self._layout.name(self.rank), self._layout.name(peer)
+            raise TransportError(f"{names[0]} has no link to {names[1]}: open_link opens one")
+        return link
+
+    def describe(self, specification: TensorSpecification) -> None:
+        """Messages describe themselves here; only where they live matters. Raises TransportError for another device."""
+        device = torch.device("cpu") if self._device is None else self._device.device
+        if specification.device != device:
+            raise TransportError(
+                f"{self._layout.name(self.rank)}: the host path was made for tensors on {device}, not on "
+                f"{specification.device}; use --adaptra-host-transport off"
+            )
+        self._specification = specification
+        self._peer_of.clear()  # nothing of an attempt that was given up is waited for any more
+        for link in self._links.values():
+            link.describe(specification)
+
+    def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
+        self._sent.append(self._link(peer).post_send(key, tensor))
+
+    def post_receive(self, key: MessageKey, peer: int) -> None:
+        self._link(peer).post_receive(key)
+        self._peer_of[key] = peer
+        specification = self._specification
+        if specification is not None and specification.shape is None and not self.sees_arrivals(peer):
+            # A link's thread launches what follows a header: nothing may come between them.
+            self.wait_any([key], time.monotonic() + self._settings.timeout_s)
+
+    def ready(self, key: MessageKey) -> bool:
+        return self._links[self._peer_of[key]].ready(key)
+
+    def sees_arrivals(self, peer: int) -> bool:
+        """Threads of a link see what comes by either path, but on a GPU the device path has kernels in its queues."""
+        return self._device is None or not self._link(peer).uses_device
+
+    def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
+        if any(map(self.ready, keys)):
+            return True
+        began_s = time.monotonic()
+        by_peer: dict[int, list[MessageKey]] = {}
+        for key in keys:
+            by_peer.setdefault(self._peer_of[key], []).append(key)
+
+        def attend() -> float:
+            return min(self._links[peer].attend(few, began_s) for peer, few in by_peer.items())
+
+        return self._arrival_signal.wait_for(keys, until_s, self.ready, attend)
+
+    def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
+        peer = self._peer_of.pop(key)
+        tensor, times = self._links[peer].wait(key, deadline_s)
+        self._received.append(times)
+        self._came_by[peer] = times.path
+        return tensor
+
+    def came_by(self, peer: int) -> Path:
+        return self._came_by.get(peer, Path.HOST)
+
+    def flush(self, deadline_s: float) -> None:
+        for link in self._links.values():
+            link.flush(deadline_s)
+
+    def take_times(self) -> tuple[Sequence[MessageTimes], Sequence[MessageTimes]]:
+        sent, self._sent = self._sent, []
+        received, self._received = self._received, []
+        return sent, received
+
+    def counters(self, timeout_s: float = 5.0) -> HostCounters:
+        """For reports and tests; waits for the delegate's answer."""
+        answer = self._opener.supervisor.counters(timeout_s)
+        refused = {} if answer is None else answer.refused
+        return HostCounters(self.delegate_starts, refused, self.link_counters())
+
+    def link_counters(self) -> dict[int, LinkCounters]:
+        """By peer. Never waits."""
+        return {
+            peer: LinkCounters(
+                transport=self._opener.transport(peer),
+                sessions=link.sessions,
+                doubles=link.doubles,
+                stale=link.stale,
+                unacknowledged=link.unacknowledged,
+                paths=link.path_counters(),
+            )
+            for peer, link in self._links.items()
+        }
+
+    @property
+    def peers(self) -> Sequence[int]:
+        """Ranks that this one has links to."""
+        return list(self._links)
+
+    def prefer(self, peer: int, path: Path) -> None:
+        """Send to `peer` by this path while it is healthy; a link with the host path only stays there."""
+        self._links[peer].prefer(path)
+
+    def measure(self, peer: int) -> None:
+        """Begin to probe the path that messages to `peer` do not take; `take_probes` has the result, some time later.
+
+        A burst of messages of the usual size, one after the other. Nothing happens while that path is down, on a link
+        with the host path only, and before the first message. Never waits.
+        """
+        self._links[peer].measure()
+
+    def take_probes(self) -> list[ProbeTimes]:
+        """The bursts that have ended since the last call, of all links."""
+        return [probe for link in self._links.values() for probe in link.take_probes()]
+
+    @property
+    def delegate_starts(self) -> int:
+        """How often this rank's delegate was started: 1 unless it died."""
+        return self._opener.supervisor.starts
+
+    @property
+    def delegate_process_id(self) -> int | None:
+        """Process id of the running delegate; None between two."""
+        return self._opener.supervisor.process_id
+
+    def say_failed(self, cause: str) -> None:
+        """Tell all peers, who tell theirs, that this rank ends with an error. Returns at once."""
+        self._opener.lines.fail(cause)
+
+    def close(self, *, drained: bool = True) -> bool:
+        self._close_links()
+        return self._maker is None or self._maker.close()
+
+    def _close_links(self) -> None:
+        self._opener.close(self._links.values(), CLOSES_S)
+
+
+def _together(rendezvous: Rendezvous, name: str, step: Callable[[], None]) -> None:
+    """A step of all stages. Raises TransportError on all of them where it fails on one, whatever it raises."""
+    failure: Exception | None = None
+    try:
+        step()
+    except Exception as cause:
+        failure = cause
+    agree_on_host_path(rendezvous, name, failure)
+
+
+def neighbours(stage: int, stages: int, *, wrap: bool) -> list[int]:
+    """Stages that `stage` exchanges messages with; `wrap`: the first and the last are neighbours too."""
+    candidates = {stage - 1, stage + 1}
+    if wrap:
+        candidates = {candidate % stages for candidate in candidates}
+    return sorted(candidate for candidate in candidates if 0 <= candidate < stages and candidate != stage)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings links up and takes them down while the job runs: what may take time has a thread for each link.
+
+The two ends of a link meet in the job's store: each puts there which opening of the link it is at (`openings`), and
+where it listens, until both are at the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+
+from adaptra_megatron.authentication.sealed_store import SealedStore
+from adaptra_megatron.job.control_store import ControlStore
+from adaptra_megatron.job.layout import JobLayout
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.transport.delegate.control import Start
+from adaptra_megatron.transport.delegate.supervisor import DRAIN_S, Link, Supervisor
+from adaptra_megatron.transport.dual_path.dual_link import DualLink
+from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.lines.lines import Lines
+from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.setup.host_setup import HostSetup, Offer
+from adaptra_megatron.transport.setup.openings import LinkOpenings, Opening
+from adaptra_megatron.transport.wires.registry import WIRES
+
+logger = logger_of(__name__)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-3, 0.2
+"""Between two looks at what the peer has put into the store."""
+
+
+@dataclass
+class _Task:
+    """The latest that is done for the link to a peer."""
+
+    thread: threading.Thread
+    link: weakref.ref[DualLink]
+    given_up: threading.Event = field(default_factory=threading.Event)
+
+
+class LinkOpener:
+    """One rank's, with the delegate's supervisor and the lines of all its links."""
+
+    def __init__(self, control: ControlStore, layout: JobLayout, setup: HostSetup, settings: HostSettings) -> None:
+        """`setup`: becomes the opener's, which starts no link before `start`."""
+        self.control = control
+        """Where the two ends of a link meet: in the present epoch."""
+        self._client: tuple[ControlStore, SealedStore] | None = None
+        self._layout, self._setup, self._settings = layout, setup, settings
+        self._openings: dict[int, LinkOpenings] = {}
+        self._tasks: dict[int, _Task] = {}
+        self._lock = threading.Lock()
+        """Guards `setup`, the tasks and the client."""
+        listeners = list(setup.line_listeners.values())
+        spread = not settings.outlives_ranks
+        self.lines = Lines(layout.rank, layout.name, setup.job, control.secret, listeners, losses_spread=spread)
+        self._supervisor: Supervisor | None = None
+
+    @property
+    def supervisor(self) -> Supervisor:
+        """The delegate's."""
+        assert self._supervisor is not None, "there is one once the links have been started"
+        return self._supervisor
+
+    def start(self, links: Iterable[DualLink]) -> None:
+        """Begin to bring up the links whose peers have been met, for which this is the first opening."""
+        made = []
+        for link in links:
+            self._openings[link.ends.peer] = LinkOpenings(link.opening)
+            made.append(self._prepared(link))
+        self._supervisor = Supervisor(self._start(), list(self._setup.listeners.values()), made)
+        self.lines.begin()
+
+    def transport(self, peer: int) -> str:
+        """What carries the link to `peer`, or is to; "" while that is open."""
+        return self.supervisor.transport(peer) or self._setup.transports.get(peer, "")
+
+    def open(self, link: DualLink, limit_s: float) -> None:
+        """Begin to bring a link up, which fails where that takes longer than `limit_s`. Returns at once."""
+        self._begin(link, lambda task: self._open(link, task, time.monotonic() + limit_s))
+
+    def take_down(self, link: DualLink, cause: str | None) -> None:
+        """Begin to end a link at both ends, and to give back what it holds; `cause`: see `lines.Bye`. Nothing is to be
+        done for one in whose place another has been opened: it was taken down before that."""
+        self._begin(link, lambda task: self._take_down(link, cause), unless_replaced=True)
+
+    def close(self, links: Iterable[DualLink], limit_s: float) -> None:
+        """End everything. Safe to call twice."""
+        until_s = time.monotonic() + limit_s
+        with self._lock:
+            tasks = list(self._tasks.values())
+        for task in tasks:
+            task.given_up.set()
+        for link in links:
+            link.close()
+        for task in tasks:
+            task.thread.join(max(0.0, until_s - time.monotonic()))
+        if self._supervisor is not None:
+            self._supervisor.close()
+        self.lines.close()
+        self._setup.close()
+
+    def _begin(self, link: DualLink, work: Callable[[_Task], None], *, unless_replaced: bool = False) -> None:
+        """Have a thread do something for a link, once what was to be done for the same peer before is over."""
+
+        def run() -> None:
+            if earlier is not None:
+                earlier.given_up.set()
+                earlier.thread.join()
+            work(task)
+
+        name = f"adaptra-link-{link.ends.peer}"
+        task = _Task(threading.Thread(target=run, name=name, daemon=True), weakref.ref(link))
+        with self._lock:
+            earlier = self._tasks.get(link.ends.peer)
+            if unless_replaced and earlier is not None and earlier.link() is not link:
+                return
+            self._tasks[link.ends.peer] = task
+            task.thread.start()  # under the lock: another thread's task for this peer joins it
+
+    def _open(self, link: DualLink, task: _Task, deadline_s: float) -> None:
+        try:
+            if self._agree(link, task, deadline_s):
+                with self._lock:
+                    prepared = self._prepared(link)
+                self.supervisor.add(prepared)
+                link.begin()
+        except (OSError, RuntimeError) as cause:  # the store, listeners, or what the two ends ask for
+            link.fail(f"it could not be opened: {cause}")
+
+    def _agree(self, link: DualLink, task: _Task, deadline_s: float) -> bool:
+        """Meet the peer. False where the link is given up first; raises TransportError where the peer does not come."""
+        rank, peer, pause_s = self._layout.rank, link.ends.peer, _FIRST_PAUSE_S
+        with self._lock:
+            for kind in self._setup.listen_for(self._setup.listeners_for(peer), [rank, peer]):
+                self.supervisor.listen(self._setup.listeners[kind])
+                self.lines.listen(self._setup.line_listeners[kind])
+        opening = self._openings.setdefault(peer, LinkOpenings())
+        opening.begin()
+        store, told = self._store(), None
+        while not task.given_up.is_set():
+            if told != opening.mine:
+                told = opening.mine
+                self._tell(store, peer, told)
+            if (theirs := store.peek(f"{peer}/{rank}")) is not None:
+                said, offer = json.loads(theirs)
+                if opening.agreed(Opening(*said)) and told == opening.mine:
+                    with self._lock:
+                        self._setup.hear(peer, Offer(**offer))
+                        self._setup.choose(peer)
+                    link.opening = told.number
+                    return True
+            if time.monotonic() >= deadline_s:
+                raise TransportError(f"{link.ends.there} did not come to open it")
+            task.given_up.wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return False
+
+    def _take_down(self, link: DualLink, cause: str | None) -> None:
+        if cause is not None:
+            self.lines.remove(link, cause)  # first, for the peer to learn why
+        link.close()
+        self.supervisor.remove(link, DRAIN_S if cause is None else 0.0)
+        self.lines.remove(link)
+        opening = self._openings.setdefault(link.ends.peer, LinkOpenings())
+        opening.end()
+        try:
+            self._tell(self._store(), link.ends.peer, opening.mine)
+        except RuntimeError as problem:  # then a peer may wait for this end in vain, and has its own deadline
+            logger.debug("link %s: its end cannot be told: %s", link.ends, problem)
+
+    def _store(self) -> SealedStore:
+        """The client of the present epoch, which all links share: no request waits for a peer. Raises RuntimeError."""
+        with self._lock:
+            control = self.control
+            if self._client is None or self._client[0] is not control:
+                control.reach(self._settings.handshake_s)
+                self._client = control, control.client("openings")
+            return self._client[1]
+
+    def _tell(self, store: SealedStore, peer: int, opening: Opening) -> None:
+        store.set(f"{self._layout.rank}/{peer}", json.dumps([opening, asdict(self._setup.mine)]).encode())
+
+    def _prepared(self, link: DualLink) -> Link:
+        """What the supervisor needs of a link, whose line comes up from now on."""
+        peer, transport = link.ends.peer, self._setup.transports[link.ends.peer]
+        link.takes(transport)
+        self.lines.add(peer, self._setup.place(peer), link, link.opening)
+        # An RNIC's work per slot is much the same whatever its size: over verbs, slots are larger.
+        slot_nbytes = max(self._settings.slot_nbytes, WIRES[transport].slot_nbytes)
+        return Link(link, self._setup.request(peer, link.opening), self._settings.slots, slot_nbytes)
+
+    def _start(self) -> Start:
+        settings = self._settings
+        return Start(
+            rank=self._layout.rank,
+            job=self._setup.job.hex(),
+            secret=self.control.secret.hex(),
+            listeners=list(self._setup.listeners),
+            handshake_s=settings.handshake_s,
+            stall_s=settings.stall_s,
+            max_message_nbytes=settings.max_message_nbytes,
+            rnics=list(settings.rnics),
+        )

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two paths of a link: messages take the device path or the host path and, when one dies, the other.
+
+The two directions are independent: the sender at one stage decides, the receiver at the other follows. Both are
+bookkeeping; here they are given what has come, and what they ask for is passed on to the two sides of the link.
+Notes between them go by the host path, and by the link's line while that is down. What may take time (sending on the
+device path, making and ending its sessions) happens without the lock.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.transport.device_session.sessions import DevicePath, DeviceWork, MakeGroup
+from adaptra_megatron.transport.dual_path.device_side import DeviceSide
+from adaptra_megatron.transport.dual_path.host_side import HostSide, confirmation
+from adaptra_megatron.transport.failover.control_channel import ControlChannel
+from adaptra_megatron.transport.failover.control_messages import (
+    FromSender,
+    HostProbed,
+    Note,
+    Open,
+    Received,
+    decode_note,
+)
+from adaptra_megatron.transport.failover.probes import HostProber
+from adaptra_megatron.transport.failover.receiver import Receiver, ReceiverEffects
+from adaptra_megatron.transport.failover.sender import Sender, SenderEffects
+from adaptra_megatron.transport.gpu.cuda_device import Computed, is_computed
+from adaptra_megatron.transport.host_link.link_thread import LinkThread, Work
+from adaptra_megatron.transport.host_link.state import HostLinkState
+from adaptra_megatron.transport.messages import MessageKey, TensorSpecification
+from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings, ProbeTimes, why_down
+
+logger = logger_of(__name__)
+
+_TICK_S = 0.05
+_IDLE_S = 60.0
+
+
+@dataclass(frozen=True)
+class SecondPath:
+    """What a link needs for a device path beside its host path."""
+
+    settings: PathSettings
+    make_group: MakeGroup
+    mail: ControlChannel
+
+
+class TwoPaths:
+    """Callers hold the link's lock, unless it says otherwise. Until `thread` is started, all goes by the host path."""
+
+    def __init__(
+        self, lock: threading.Lock, state: HostLinkState, second: SecondPath, host: HostSide, device: DevicePath
+    ) -> None:
+        self.settings = second.settings
+        self.sender: Sender[Computed] = Sender(second.settings, lambda message: message.tensor.nbytes, is_computed)
+        self.receiver: Receiver[TensorSpecification] = Receiver(second.settings)
+        self.thread = LinkThread(lock, f"adaptra-paths-{state.ends.peer}", self._next_work)
+        """Keeps time, says notes that are overdue, and does slow work on the device path; ends once the link closes."""
+        self._state, self._host, self._device_path, self._mail = state, host, device, second.mail
+        self._device = DeviceSide(state, self.sender, self.receiver, device)
+        self._host_probes = HostProber(state.ends.peer, second.settings.measuring_probes, host.send_probe)
+        self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
+        self._usual_nbytes = 0
+        self._measured: list[ProbeTimes] = []
+
+    # What the training thread asks for. After these, it takes the work that is due, and does it without the lock.
+
+    def send(self, key: MessageKey, message: Computed, now_s: float) -> Path:
+        """Send the next message; returns the path it takes. Raises TransportError when the device failed."""
+        self._usual_nbytes = message.tensor.nbytes
+        posted, path = self.sender.post(key, message)
+        if path is Path.HOST:
+            self._host.send(key, message, posted.number, now_s)
+        return path
+
+    def receive(self, key: MessageKey) -> None:
+        """Expect the next message, by whichever path."""
+        self.receiver.post(key, self._specification)
+
+    def measure(self, device: torch.device) -> None:
+        """Probe the path that messages do not take, unless it is being probed, with messages of the usual size.
+
+        `device`: of the tensors.
+        """
+        if not self._usual_nbytes:
+            return
+        if self.sender.path is Path.HOST:
+            self.sender.measure(self._usual_nbytes)
+        elif self._host.can_probe and not self._host_probes.under_way:
+            nothing = torch.empty(self._usual_nbytes, dtype=torch.uint8, device=device)
+            self._host_probes.begin(Computed(nothing, None), time.monotonic())  # its bytes mean nothing
+
+    def take_prompt(self) -> DeviceWork:
+        """What the calling thread is to `do` at once; the rest is for this object's thread."""
+        self._settle_effects()
+        work = self._device.take_prompt()
+        self._wake_if_pending()
+        return work
+
+    def do(self, work: DeviceWork) -> None:
+        """Without the lock."""
+        self._device.do(work)
+
+    def describe(self, specification: TensorSpecification) -> None:
+        """Say what the messages to come look like."""
+        self._specification = specification
+
+    def prefer(self, path: Path) -> None:
+        """Send by this path while it is healthy, from the next agreed message on."""
+        self.sender.prefer(path)
+        self.thread.wake()
+
+    def take_probes(self) -> list[ProbeTimes]:
+        """Times of the bursts of probes that ended since the last call."""
+        measured, self._measured = self._measured, []
+        return measured
+
+    def counters(self) -> PathCounters:
+        """For reports and tests."""
+        health = self._state.health
+        down_since_s = health.down_since_s
+        down = down_since_s is not None and time.monotonic() - down_since_s > self.settings.host_patience_s
+        return PathCounters(
+            path=self.sender.path,
+            sent_by_device=self.sender.by_path[Path.DEVICE],
+            sent_by_host=self.sender.by_path[Path.HOST],
+            switches=self.sender.switches,
+            sessions_lost=self.sender.failures + self.receiver.deaths,
+            device_down=self.sender.given_up,
+            host_down=health.cause if down else None,
+        )
+
+    @property
+    def uses_device(self) -> bool:
+        """Return whether messages go, or are awaited, by the device path."""
+        return self.sender.path is Path.DEVICE or self.sender.retained > 0 or self.receiver.in_use
+
+    def device_in_words(self, *, receiving: bool) -> str:
+        """What an error is to say of the device path."""
+        half = self.receiver if receiving else self.sender
+        carries = self.receiver.carries if receiving else self.sender.path is Path.DEVICE
+        alive = self.receiver.proven if receiving else self.sender.device_healthy
+        if not alive:
+            return f"the device path is down: {why_down(half.died, half.cause)}"
+        return "the device path is up" + ("" if carries else ", but the two ranks could not agree to change to it")
+
+    def look_again_s(self, key: MessageKey | None, since_s: float, now_s: float) -> float:
+        """When to call this again for what has been waited for since `since_s` (None: for everything to be sent)."""
+        look_again_s = now_s + self.settings.suspicion_s
+        if key is not None and self.receiver.expects(key):
+            look_again_s = min(look_again_s, self.receiver.suspect(since_s, now_s))
+            self.settle()
+        return look_again_s
+
+    # What the host path and the line bring.
+
+    def host_changed(self, *, up: bool) -> None:
+        """The host path is up again, or down: what was written last may be lost, and the peer wait for it alone."""
+        self.receiver.confirm_again()
+        if up:
+            self._host_probes.drop()  # what was under way tells how long the link was down
+        self._settle_effects()
+        self.thread.wake()
+
+    def acknowledged(self, sequence: int) -> None:
+        """The peer has, and needs, what was sent with this number, or what it says of the device path."""
+        if (confirmed := confirmation(sequence)) is None:
+            self._host.acknowledged(sequence)
+        else:
+            self._confirmed(*confirmed)
+
+    def probed(self, number: int, arrived_s: float) -> None:
+        """A probe has come by the host path."""
+        self._host.say(HostProbed(number, arrived_s), time.monotonic())
+
+    def note_came(self, number: int, packet: bytes) -> int:
+        """A note has come; returns below which number all have. Raises ValueError for one that cannot be."""
+        now_s = time.monotonic()
+        for readable in self._mail.take(number, packet):
+            note = decode_note(readable)
+            try:
+                self._heard(note, now_s)
+            except (AssertionError, LookupError) as cause:
+                raise ValueError(f"{note}, which does not fit what was said before") from cause
+        self._settle_effects()
+        self.thread.wake()
+        return self._mail.heard_below
+
+    def noted(self, below: int) -> None:
+        """The peer has all notes below this number."""
+        self._mail.noted(below)
+
+    def line_renewed(self) -> None:
+        """The line has come up, maybe again."""
+        self._mail.line_renewed()
+        self.thread.wake()
+
+    def _heard(self, note: Note, now_s: float) -> None:
+        if isinstance(note, FromSender):
+            self.receiver.heard(note, now_s)
+        elif isinstance(note, HostProbed):
+            self._measured += self._host_probes.answered(note.number, note.arrived_s, now_s)
+        elif isinstance(note, Received):
+            self._confirmed(note.session, note.count)
+        else:
+            self.sender.heard(note, now_s)
+
+    def _confirmed(self, session: int, received: int) -> None:
+        self.sender.confirmed(session, received)
+        self._device_path.confirmed(session, received)
+        if not self.sender.device_healthy:
+            self.thread.wake()  # these may have been the probes
+
+    # What the device path brings.
+
+    def made(self, as_sender: bool, session: int) -> None:
+        """The session's group has been made at this end."""
+        if as_sender:
+            self.sender.made(session, time.monotonic())
+        else:
+            self.receiver.made(session)
+        self._settle_effects()
+        self.thread.wake()
+
+    def arrived(self, session: int, nbytes: int, arrived_s: float) -> MessageKey | None:
+        """The next message of a session is here; returns its key, None for what nothing waits for. Then `settle`."""
+        number = self.receiver.arrived(session, nbytes, arrived_s)
+        return None if number is None or number < 0 else self.receiver.key(number)
+
+    def failed(self, as_sender: bool, session: int, cause: str) -> None:
+        """A session is of no use any more, or could not be made."""
+        (self.sender if as_sender else self.receiver).failed(session, cause)
+        self._settle_effects()
+        self.thread.wake()
+
+    # Effects: those on the host path at once, those on the device path once a thread does them without the lock.
+
+    def settle(self) -> None:
+        """Do what the sender and the receiver ask for."""
+        self._settle_effects()
+        self._wake_if_pending()
+
+    def _wake_if_pending(self) -> None:
+        if self._device.pending:
+            self.thread.wake()
+
+    def _settle_effects(self) -> None:
+        if not self.sender.effects and not self.receiver.effects:
+            return
+        now_s = time.monotonic()
+        sender, self.sender.effects = self.sender.effects, SenderEffects()
+        receiver, self.receiver.effects = self.receiver.effects, ReceiverEffects()
+        for note in (*sender.notes, *receiver.notes):
+            self._host.say(note, now_s)
+            if isinstance(note, Open):
+                logger.info("link %s: messages go by the device path", self._state.ends.direction(receiving=False))
+        if receiver.confirm is not None:
+            self._host.confirm(*receiver.confirm, now_s)
+        if sender.measured is not None:
+            self._measured += sender.measured.times(self._state.ends.peer)
+        self._host.move(sender, now_s)
+        self._device.add(sender, receiver, header=self._specification.shape is None)
+
+    # What the thread does.
+
+    def _next_work(self) -> Work[None] | float | None:
+        state = self._state
+        if state.closing:
+            return None
+        now_s = time.monotonic()
+        down_since_s = state.health.down_since_s
+        if not state.finished:
+            down_s = 0.0 if down_since_s is None else max(now_s - down_since_s, 1e-9)
+            self.sender.tick(now_s, down_s, self._host.unacknowledged)
+        self._settle_effects()
+        self._mail.say_overdue(now_s)
+        if self._device.pending:
+            return partial(self._device.do, self._device.take_all())
+        until_s = self._mail.overdue_from_s
+        if not state.finished:
+            until_s = min(until_s, self.sender.next_tick_s, math.inf if down_since_s is None else now_s + _TICK_S)
+        return min(_IDLE_S, max(1e-3, until_s - now_s))

@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sending end of a directed link with two paths: which path each message takes, and what a failure leaves to do.
+
+Pure bookkeeping: times are given (seconds of the monotonic clock), effects are left in lists for the caller to carry
+out. The sender alone decides. A move of messages to another path is first agreed with the receiver on the number
+from which on they move, so that a receiver expects each message on exactly one path; only a dead session needs sending
+again, and then only what the receiver has not got.
+
+Phases of a device session; messages take the device path while it carries or drains, else the host path:
+
+    PROPOSED -> PROVING -> STANDBY -> CARRYING -> DRAINING      Meet, group made, probes arrived, Open, Close
+                              ^----------------------'          posted up to the number that Frozen and Until agree on
+    any of them -> FAILED -> no session, for a back-off         Failed, or the receiver's Dead, which ends the session
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from adaptra_megatron.transport.failover.control_messages import (
+    Ask,
+    Awaiting,
+    Close,
+    Dead,
+    Failed,
+    FromReceiver,
+    FromSender,
+    Frozen,
+    Measure,
+    Meet,
+    Open,
+    Probed,
+    Received,
+    Sent,
+    Until,
+)
+from adaptra_megatron.transport.failover.probes import Burst
+from adaptra_megatron.transport.messages import MessageKey
+from adaptra_megatron.transport.paths import PROBE_NBYTES, Path, PathSettings, TransferTimes, why_down
+
+Payload = TypeVar("Payload")
+
+
+@dataclass(frozen=True)
+class Posted(Generic[Payload]):
+    """One message of the directed link. Holding it holds its bytes."""
+
+    number: int
+    key: MessageKey
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class DeviceSend(Generic[Payload]):
+    """To be sent in this session with this index; no message means a probe."""
+
+    session: int
+    index: int
+    message: Posted[Payload] | None
+    probe_nbytes: int = PROBE_NBYTES
+
+
+@dataclass
+class SenderEffects(Generic[Payload]):
+    """What is to be done now, in this order within each list."""
+
+    notes: list[FromSender] = field(default_factory=list)
+    sends: list[DeviceSend[Payload]] = field(default_factory=list)
+    resends: list[Posted[Payload]] = field(default_factory=list)
+    """By the host path."""
+    withdrawals: list[int] = field(default_factory=list)
+    """Numbers that the host path need not carry any more."""
+    begin: list[int] = field(default_factory=list)
+    """Sessions whose group is to be made."""
+    end: list[int] = field(default_factory=list)
+    """Sessions whose group is to be given up, after the sends."""
+    measured: Burst | None = None
+    """What the probes of the device path have told."""
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.notes or self.sends or self.resends or self.withdrawals or self.begin or self.end or self.measured
+        )
+
+
+class Phase(enum.Enum):
+    """Phase of a device session, at its sending end."""
+
+    PROPOSED = "its group is being made"
+    PROVING = "probes are under way"
+    STANDBY = "proven, and in reserve"
+    CARRYING = "messages take it"
+    DRAINING = "messages take it up to a number that is being agreed on, or has been"
+    FAILED = "this end has called it dead, and waits for what the receiver has got of it"
+
+
+_HEALTHY = (Phase.STANDBY, Phase.CARRYING, Phase.DRAINING)
+_CARRIES = (Phase.CARRYING, Phase.DRAINING)
+
+
+@dataclass
+class _Session(Generic[Payload]):
+    """A device session, from the proposal to make it until the receiver's word that it is dead."""
+
+    number: int
+    since_s: float
+    phase: Phase = Phase.PROPOSED
+    carried: bool = False
+    """Whether messages took it when it failed."""
+    proven_s: float = math.inf
+    """When all probes had arrived."""
+    probed: int = 0
+    next_probe_s: float = 0.0
+    sent: int = 0
+    received: int = 0
+    until: int | None = None
+    """While it drains: messages from this number on go by the host path. None until that is agreed on."""
+    retained: dict[int, Posted[Payload]] = field(default_factory=dict)
+    """By index: what may have to be sent again."""
+    burst: Burst | None = None
+    """What the receiver has been told to expect, or nothing."""
+    probe_nbytes: int = PROBE_NBYTES
+    """The size of the probe that was sent last."""
+    awaited: bool = False
+    """Whether it does by now."""
+
+
+class Sender(Generic[Payload]):
+    """Not safe for threads: its link's lock guards it."""
+
+    def __init__(
+        self,
+        settings: PathSettings,
+        nbytes_of: Callable[[Payload], int],
+        is_computed: Callable[[Payload], bool] = lambda payload: True,
+    ) -> None:
+        """`is_computed`: whether what was handed over to be sent is there; until then the receiver cannot miss it."""
+        self.posted = 0
+        """Messages posted so far: the number of the next one."""
+        self.effects: SenderEffects[Payload] = SenderEffects()
+        self.by_path = {Path.DEVICE: 0, Path.HOST: 0}
+        """Messages posted, by the path they were first sent on."""
+        self.switches = 0
+        """How often messages began to go by the other path, for whatever reason."""
+        self.failures = 0
+        """Device sessions that died after they had been healthy."""
+        self.cause = "it has not come up yet"
+        """Cause of the last failure."""
+        self.died: str | None = None
+        """Cause of death of the last healthy session."""
+        self.was_healthy = False
+        """Whether the session that failed last had been."""
+        self._settings, self._nbytes_of, self._is_computed = settings, nbytes_of, is_computed
+        self._transfers = TransferTimes(settings)
+        self._preferred = settings.preferred
+        self._session: _Session[Payload] | None = None
+        self._sessions = 0
+        self._rest_until_s = -math.inf
+        self._in_a_row = 0
+
+    @property
+    def preferred(self) -> Path:
+        """What is used while it is healthy."""
+        return self._preferred
+
+    @property
+    def path(self) -> Path:
+        """The path of the next message."""
+        return Path.DEVICE if self._session is not None and self._session.phase in _CARRIES else Path.HOST
+
+    @property
+    def device_healthy(self) -> bool:
+        """Return whether the device path carries messages, or could."""
+        return self._session is not None and self._session.phase in _HEALTHY
+
+    @property
+    def retained(self) -> int:
+        """Messages of the device path that are kept because the receiver has not confirmed them."""
+        return len(self._session.retained) if self._session is not None else 0
+
+    @property
+    def given_up(self) -> str | None:
+        """Why the device path carries nothing; None while it could, and before it has come up for the first time."""
+        return why_down(self.died, self.cause) if self._in_a_row and not self.device_healthy else None
+
+    def oldest_retained(self) -> MessageKey | None:
+        """What the receiver should have confirmed first."""
+        return next((each.key for each in self._session.retained.values()), None) if self._session else None
+
+    def prefer(self, path: Path) -> None:
+        """Takes effect with the next `tick`."""
+        self._preferred = path
+
+    def post(self, key: MessageKey, payload: Payload) -> tuple[Posted[Payload], Path]:
+        """Number a message and say which path it takes. For the device path, a send is left in the effects."""
+        path = self.path
+        message = Posted(self.posted, key, payload)
+        self.posted += 1
+        self.by_path[path] += 1
+        if path is Path.DEVICE:
+            assert self._session is not None
+            self._send(self._session, message)
+            self._leave_if_over(self._session)
+        return message, path
+
+    def measure(self, nbytes: int) -> None:
+        """Have the device path probed while it carries no messages; nothing happens while it is not healthy."""
+        session = self._session
+        if session is None or session.phase is not Phase.STANDBY or session.burst is not None:
+            return
+        session.burst, session.awaited = Burst(Path.DEVICE, nbytes, self._settings.measuring_probes), False
+        self.effects.notes.append(Measure(session.number, session.burst.count, nbytes))
+
+    def made(self, session: int, now_s: float) -> None:
+        """The group of a session has been made at this end."""
+        if self._session is not None and self._session.number == session:
+            if self._session.phase is Phase.PROPOSED:
+                self._session.phase = Phase.PROVING
+            self._session.next_probe_s = now_s
+        else:
+            self.effects.end.append(session)
+
+    def failed(self, session: int, cause: str) -> None:
+        """This end saw a session fail. The receiver has the last word on what has arrived."""
+        current = self._session
+        if current is not None and current.number == session and current.phase is not Phase.FAILED:
+            current.carried, current.phase = current.phase in _CARRIES, Phase.FAILED
+            self.cause = cause
+            self.effects.notes.append(Failed(session, cause))
+
+    def confirmed(self, session: int, received: int) -> None:
+        """The receiver has the first `received` of what the session carried."""
+        current = self._session
+        if current is None or current.number != session:
+            return
+        for index in [index for index in current.retained if index < received]:
+            del current.retained[index]
+        current.received = max(current.received, received)
+
+    def heard(self, note: FromReceiver, now_s: float) -> None:
+        """A note has come; those of earlier sessions mean nothing."""
+        current = self._session
+        if current is None or current.number != note.session:
+            return
+        if isinstance(note, Dead):
+            self._bury(current, note, now_s)
+        elif isinstance(note, Received):
+            self.confirmed(note.session, note.count)
+        elif isinstance(note, Ask):
+            # The receiver may keep this until more has come, which comes only once all before it is confirmed.
+            self.confirmed(note.session, note.index)
+            waiting = (index for index, each in current.retained.items() if not self._is_computed(each.payload))
+            asked_for = current.retained.get(note.index)
+            nbytes = self._nbytes_of(asked_for.payload) if asked_for is not None else current.probe_nbytes
+            self.effects.notes.append(Sent(note.session, next(waiting, current.sent), nbytes))
+        elif isinstance(note, Awaiting):
+            current.awaited = True
+            self._measure(current, now_s)
+        elif isinstance(note, Probed):
+            self._probed(current, note, now_s)
+        elif isinstance(note, Frozen) and current.phase is Phase.DRAINING and current.until is None:
+            current.until = max(self.posted, note.number)
+            self.effects.notes.append(Until(note.session, current.until))
+            self._leave_if_over(current)
+
+    def tick(
+        self, now_s: float, host_down_s: float, host_unacknowledged: Callable[[], Sequence[Posted[Payload]]]
+    ) -> None:
+        """Do what time brings. `host_down_s`: for how long the host path has been down, 0 while it is up."""
+        if self._session is None:
+            if now_s >= self._rest_until_s:
+                self._sessions += 1
+                self._session = _Session(self._sessions, now_s)
+                self.effects.notes.append(Meet(self._sessions))
+                self.effects.begin.append(self._sessions)
+            return
+        self._prove(self._session, now_s)
+        self._give_up_measuring(self._session, now_s)
+        self._choose(self._session, host_down_s, host_unacknowledged)
+
+    @property
+    def next_tick_s(self) -> float:
+        """When `tick` has something to do though nothing happens."""
+        session = self._session
+        if session is None:
+            return self._rest_until_s
+        if session.phase is Phase.FAILED:
+            return math.inf
+        if session.phase in _HEALTHY:
+            return self._probe_due_s(session)
+        limit_s = session.since_s + self._settings.probe_limit_s
+        return min(limit_s, session.next_probe_s) if session.phase is Phase.PROVING else limit_s
+
+    def _prove(self, session: _Session[Payload], now_s: float) -> None:
+        """Send the probes that are due, and judge."""
+        if session.phase not in (Phase.PROPOSED, Phase.PROVING):
+            return
+        settings = self._settings
+        if session.received >= settings.probes:
+            session.phase, session.proven_s, session.next_probe_s = Phase.STANDBY, now_s, math.inf
+            return
+        if now_s >= session.since_s + settings.probe_limit_s:
+            self.failed(session.number, f"its probes did not get through in {settings.probe_limit_s:g} s")
+            return
+        while session.phase is Phase.PROVING and session.probed < settings.probes and now_s >= session.next_probe_s:
+            self._send_probe(session, PROBE_NBYTES)
+            # A path that has failed before must hold for a while, not just for a moment.
+            session.next_probe_s = now_s + (settings.probe_pause_s if self._in_a_row else 0.0)
+        if session.probed == settings.probes:
+            session.next_probe_s = math.inf
+
+    def _send_probe(self, session: _Session[Payload], nbytes: int) -> None:
+        self.effects.sends.append(DeviceSend(session.number, session.sent, None, nbytes))
+        session.sent += 1
+        session.probed += 1
+        session.probe_nbytes = nbytes
+
+    def _measure(self, session: _Session[Payload], now_s: float) -> None:
+        """Send the probe of the burst that is due."""
+        burst = session.burst
+        if burst is not None and session.awaited and burst.due:
+            burst.sent(session.sent, now_s)
+            self._send_probe(session, burst.nbytes)
+
+    def _probed(self, session: _Session[Payload], note: Probed, now_s: float) -> None:
+        burst = session.burst
+        since_s = burst.waiting_since_s if burst is not None else None
+        if burst is None or since_s is None or not burst.answered(note.index, note.arrived_s):
+            return
+        self._transfers.took(burst.nbytes, now_s - since_s)
+        if burst.over:
+            self.effects.measured, session.burst = burst, None
+        else:
+            self._measure(session, now_s)
+
+    def _give_up_measuring(self, session: _Session[Payload], now_s: float) -> None:
+        burst = session.burst
+        if burst is not None and now_s >= self._probe_due_s(session):
+            assert burst.waiting_since_s is not None
+            waited_s = now_s - burst.waiting_since_s
+            self._transfers.took(burst.nbytes, waited_s)
+            self.failed(session.number, f"a probe did not arrive in {waited_s:.1f} s")
+
+    def _probe_due_s(self, session: _Session[Payload]) -> float:
+        """When the probe that is under way must have arrived."""
+        burst = session.burst
+        if burst is None or burst.waiting_since_s is None:
+            return math.inf
+        return burst.waiting_since_s + self._settings.probe_limit_s + self._transfers.allowed_s(burst.nbytes)
+
+    def _cut_burst_short(self, session: _Session[Payload]) -> None:
+        """Messages are to go by the device path: what the receiver expects before them leaves at once, unmeasured."""
+        if session.burst is not None:
+            for _ in range(session.burst.count - len(session.burst.sent_s)):
+                self._send_probe(session, session.burst.nbytes)
+            session.burst = None
+
+    def _choose(
+        self,
+        session: _Session[Payload],
+        host_down_s: float,
+        host_unacknowledged: Callable[[], Sequence[Posted[Payload]]],
+    ) -> None:
+        if session.phase not in _HEALTHY:
+            return
+        host_dead = host_down_s > self._settings.host_patience_s
+        stranded = host_unacknowledged() if host_dead else ()
+        if stranded and (session.phase is not Phase.STANDBY or session.sent > session.probed):
+            # Their numbers lie below what the session carries, and a receiver goes up: they need a new one.
+            self.failed(session.number, "messages were left on a dead host path")
+        elif session.phase is Phase.STANDBY and (self._preferred is Path.DEVICE or host_dead):
+            self._open(session, stranded)
+        elif session.phase is Phase.CARRYING and self._preferred is Path.HOST and host_down_s == 0:
+            session.phase = Phase.DRAINING
+            self.effects.notes.append(Close(session.number))
+
+    def _open(self, session: _Session[Payload], stranded: Sequence[Posted[Payload]]) -> None:
+        """From now on, and for what is stranded on a dead host path, the device path."""
+        self._cut_burst_short(session)
+        first = min((message.number for message in stranded), default=self.posted)
+        taken = {message.number for message in stranded}
+        skipped = [number for number in range(first, self.posted) if number not in taken]
+        self.effects.notes.append(Open(session.number, first, skipped))
+        session.phase, session.until = Phase.CARRYING, None
+        self.switches += 1
+        for message in sorted(stranded, key=lambda message: message.number):
+            self._send(session, message)
+            self.effects.withdrawals.append(message.number)
+
+    def _send(self, session: _Session[Payload], message: Posted[Payload]) -> None:
+        session.retained[session.sent] = message
+        self.effects.sends.append(DeviceSend(session.number, session.sent, message))
+        session.sent += 1
+
+    def _leave_if_over(self, session: _Session[Payload]) -> None:
+        """Once the last message before the agreed number has been posted; the session stays, in reserve."""
+        if session.phase is Phase.DRAINING and session.until is not None and self.posted >= session.until:
+            session.phase = Phase.STANDBY
+            self.switches += 1
+
+    def _bury(self, session: _Session[Payload], note: Dead, now_s: float) -> None:
+        self.confirmed(note.session, note.received)
+        self.cause = note.cause
+        self.was_healthy = math.isfinite(session.proven_s)
+        if self.was_healthy:
+            self.failures += 1
+            self.died = note.cause
+            if now_s - session.proven_s >= self._settings.forgiven_after_s:
+                self._in_a_row = 0
+        if session.carried or session.phase in _CARRIES:
+            self.switches += 1
+        rest_s = min(self._settings.longest_rest_s, self._settings.first_rest_s * 2.0 ** min(self._in_a_row, 30))
+        self._rest_until_s = now_s + rest_s
+        self._in_a_row += 1
+        self.effects.resends += session.retained.values()
+        self.effects.end.append(session.number)
+        self._session = None

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between messages as the training sees them (keys, tensors) and as frames describe them (numbers, bytes)."""
+
+from __future__ import annotations
+
+import torch
+
+from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event, Inbox
+from adaptra_megatron.transport.failover.control_messages import NOTE_NBYTES
+from adaptra_megatron.transport.gpu.copies import Payload
+from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
+
+MOST_DIMENSIONS = 8
+_DIRECTIONS = tuple(Direction)
+_NOTE = len(_DIRECTIONS)
+"""The direction of what is no tensor but a note; its number is where a message has its iteration."""
+_ATTEMPT_BITS = 16
+"""Lowest bits of the iteration field of a message, for the attempt: so that number goes up with every try, too."""
+_PROBE = 1
+"""Where a message has its chunk, a note has 0, and what is only to be measured has this."""
+_CODES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in DATA_TYPES.items()}
+_TYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+def check_can_travel(key: MessageKey, tensor: torch.Tensor, device: torch.device, max_nbytes: int) -> None:
+    """Raises TransportError for a tensor that is not on `device` or that no frame can describe, naming the rule."""
+    if tensor.device != device:
+        raise TransportError(f"the {key} is on {tensor.device}, but this link carries tensors of {device}")
+    if tensor.dtype not in _CODES:
+        raise TransportError(f"the {key} has data type {tensor.dtype}, which is none of {', '.join(DATA_TYPES)}")
+    if tensor.dim() > MOST_DIMENSIONS:
+        raise TransportError(f"the {key} has shape {tuple(tensor.shape)}, more than {MOST_DIMENSIONS} dimensions")
+    if tensor.nbytes > max_nbytes:
+        raise TransportError(f"the {key} has {tensor.nbytes} bytes, more than the limit of {max_nbytes}")
+
+
+def describe(sequence: int, key: MessageKey, message: Payload) -> Description:
+    """The description of a tensor on the wire, which must be able to travel."""
+    return Description(
+        sequence=sequence,
+        iteration=_turn(key),
+        direction=_DIRECTIONS.index(key.direction),
+        chunk=key.chunk,
+        micro_batch=key.micro_batch,
+        dtype=_CODES[message.dtype],
+        shape=message.shape,
+    )
+
+
+def describe_note(sequence: int, number: int, packet: Payload) -> Description:
+    """The description of a note on the wire; `packet`: uint8 [nbytes]."""
+    return Description(
+        sequence=sequence,
+        iteration=number,
+        direction=_NOTE,
+        chunk=0,
+        micro_batch=0,
+        dtype=_CODES[torch.uint8],
+        shape=packet.shape,
+    )
+
+
+def describe_probe(sequence: int, number: int, message: Payload) -> Description:
+    """The description of bytes on the wire whose way is measured."""
+    return Description(
+        sequence=sequence,
+        iteration=number,
+        direction=_NOTE,
+        chunk=_PROBE,
+        micro_batch=0,
+        dtype=_CODES[message.dtype],
+        shape=message.shape,
+    )
+
+
+def is_probe(event: Event) -> bool:
+    """Return whether these bytes are only there to be measured."""
+    return event.kind == Event.Kind.MESSAGE and event.direction == _NOTE and event.chunk == _PROBE
+
+
+def ask(inbox: Inbox, key: MessageKey) -> None:
+    """Have this message come out of `inbox` in parts, unless it has begun to come."""
+    inbox.ask(
+        iteration=_turn(key),
+        direction=_DIRECTIONS.index(key.direction),
+        chunk=key.chunk,
+        micro_batch=key.micro_batch,
+    )
+
+
+def is_tensor(event: Event) -> bool:
+    """Return whether this is a whole message with a key, neither a note nor news of the link."""
+    return event.kind == Event.Kind.MESSAGE and event.direction != _NOTE
+
+
+def note_of(event: Event) -> tuple[int, bytes]:
+    """Number and bytes of a received note. Raises ValueError for one that is too long."""
+    packet = bytes(event.payload)
+    if len(packet) > NOTE_NBYTES:
+        raise ValueError(f"a note of {len(packet)} bytes is longer than {NOTE_NBYTES}")
+    return event.iteration, packet
+
+
+def key_of(event: Event) -> MessageKey:
+    """The key of a received message."""
+    iteration, attempt = divmod(event.iteration, 1 << _ATTEMPT_BITS)
+    return MessageKey(iteration, _DIRECTIONS[event.direction], event.chunk, event.micro_batch, attempt)
+
+
+def _turn(key: MessageKey) -> int:
+    assert key.attempt < 1 << _ATTEMPT_BITS, f"{key.attempt} attempts at one iteration"
+    return key.iteration << _ATTEMPT_BITS | key.attempt
+
+
+def type_of(event: Event) -> torch.dtype:
+    """The data type of a message, or of one that a part belongs to."""
+    return _TYPES[event.dtype]
+
+
+def tensor_of(event: Event) -> torch.Tensor:
+    """The received tensor, on the very memory that the message was received into."""
+    shape, dtype = event.shape, type_of(event)
+    if 0 in shape:  # no memory to make it from
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(event.payload, dtype=dtype).view(shape)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What gives up the lock of one end of a link for a while: its threads, and whoever waits in the place of one.
+
+A link takes its lock for whoever calls, and calls what it is made of with it, unless a docstring says otherwise. What
+may take time is done without the lock, here alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+Work = Callable[[], Callable[[], Result] | None]
+"""What is done without the lock. Returns what is then to be done with it, or None."""
+
+
+def without(lock: threading.Lock, work: Work[Result]) -> Result | None:
+    """Do something while others may have the lock, and then with it what that returns; returns the result."""
+    lock.release()
+    try:
+        settle = work()
+    finally:
+        lock.acquire()
+    return None if settle is None else settle()
+
+
+class LinkThread:
+    """A thread that asks, with the lock held, for what to do next. Callers hold the lock, unless it says otherwise."""
+
+    def __init__(self, lock: threading.Lock, name: str, next_work: Callable[[], Work[object] | float | None]) -> None:
+        """`next_work` returns what to do, or for how many seconds to sleep unless woken, or None for the end."""
+        self._lock, self._next_work = lock, next_work
+        self._to_do = threading.Condition(lock)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin. With or without the lock."""
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end, if it was started. Without the lock."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def wake(self) -> None:
+        """There may be something to do, another time to wake up, or the link closes."""
+        self._to_do.notify()
+
+    def _run(self) -> None:
+        with self._lock:
+            while (work := self._next_work()) is not None:
+                if isinstance(work, float):
+                    self._to_do.wait(work)
+                else:
+                    without(self._lock, work)

@@ -1,0 +1,419 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines: a plain connection per link between its two training processes, beside both paths and the delegates.
+
+A line carries what must get through whatever becomes of the paths and of the job's store: notes, and which rank was
+lost. It also shows how the peer is: a process that dies ends its connections, and nothing listens in its place; one
+that is stopped no longer beats, but its kernel still answers; a host that vanishes acknowledges nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from adaptra_megatron.authentication import handshake
+from adaptra_megatron.authentication.acceptor import Acceptor
+from adaptra_megatron.authentication.handshake import HandshakeError, Purpose, Refusal
+from adaptra_megatron.authentication.tagged_json import packed
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.transport.failover.control_messages import NOTE_NBYTES
+from adaptra_megatron.transport.lines.line_messages import (
+    LINE_NBYTES,
+    Beat,
+    Bye,
+    LineMessage,
+    Lost,
+    NoteCame,
+    Noted,
+    decode_line,
+)
+
+logger = logger_of(__name__)
+
+BEAT_S = 0.5
+SILENT_S = 2.0
+"""Without a beat for so long, a process is taken to be stopped."""
+UNREACHABLE_S = 3.0
+"""A host that acknowledges nothing for so long is taken to have vanished."""
+_SILENT_BEATS = 8
+"""Number of beats, one of which is sent to a process that does not read them."""
+_CONNECT_S = 0.5
+_HANDSHAKE_S = 5.0
+_AGAIN_S = 0.1
+_LONGEST_PAUSE_S = 8.0
+"""Between two looks at a peer that answers, and does not bring up the line: each stays in its kernel's queue."""
+_FAREWELL_S = 2.0
+"""How long closing waits for lines that are not up yet, for the good-byes that are to be said on them."""
+_CLOSE_S = _FAREWELL_S + 1.0
+_PARTING_S = 10.0
+"""How long a line that was not up when its link was ended tries to tell the peer why."""
+
+
+class Place(NamedTuple):
+    """Where a peer listens for its lines."""
+
+    address: Sequence[str | int]
+    """Name of the abstract unix socket, or host and port."""
+    source: str
+    """Address to connect from; "" for any."""
+
+
+class LineEnd(Protocol):
+    """A link as its line knows it. Called by the lines' thread, which is not to be kept waiting."""
+
+    def line_up(self) -> None:
+        """The line has come up, maybe again: what was said on it before may be lost."""
+
+    def line_down(self, cause: str) -> None:
+        """The peer's host does not answer."""
+
+    def peer_runs(self, running: bool) -> None:
+        """The peer's process has stopped running, or runs again."""
+
+    def lost(self, rank: int, cause: str) -> None:
+        """A rank, the peer or another one, is gone for good; `cause` begins with its name."""
+
+    def ended(self, cause: str) -> None:
+        """The peer has ended the link while messages may be under way."""
+
+    def note_came(self, number: int, packet: bytes) -> int:
+        """A note has come. Returns below which number all notes have."""
+
+    def noted(self, below: int) -> None:
+        """The peer has all notes below this number."""
+
+
+class _Line:
+    """One opening of the link to a peer."""
+
+    def __init__(self, peer: int, place: Place, end: LineEnd, opening: int) -> None:
+        self.peer, self.place, self.end, self.opening = peer, place, end, opening
+        self.keeper: asyncio.Task[None] | None = None
+        self.admitted: asyncio.Queue[socket.socket] = asyncio.Queue()
+        """Proven connections of a peer that connects."""
+        self.writer: asyncio.StreamWriter | None = None
+        """None while the line is down."""
+        self.heard_s = 0.0
+        self.runs = True
+        self.reachable = True
+        self.over = False
+        """Whether the peer has said good-bye, or is gone."""
+        self.told_lost = False
+        self.parting: Bye | None = None
+        """All that is still to be said, once the line is up."""
+
+    def say(self, message: LineMessage) -> None:
+        if self.writer is not None:
+            self.writer.write(packed(message) + b"\n")
+
+
+class Lines:
+    """All lines of one rank, and the thread that keeps them."""
+
+    def __init__(
+        self,
+        rank: int,
+        name: Callable[[int], str],
+        job: bytes,
+        secret: bytes,
+        listeners: Sequence[socket.socket],
+        *,
+        losses_spread: bool = True,
+    ) -> None:
+        """`name`: of a rank, in messages. `job`, `secret`: the job's. `listeners`: become the lines'. `losses_spread`:
+        whether a rank that is gone ends all links of all others, or its own alone."""
+        self._losses_spread = losses_spread
+        self._rank, self._name, self._job, self._listeners = rank, name, job, list(listeners)
+        self._secret = hashlib.sha256(b"lines" + secret).digest()  # or a delegate's connection would do for a line
+        self._lines: dict[int, _Line] = {}
+        """By peer."""
+        self._parting: list[_Line] = []
+        """Lines of openings that have ended, on which the peer is still to be sent the cause."""
+        self._lost: set[int] = set()
+        """Ranks that are gone for good."""
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._acceptor = Acceptor(self._secret, _HANDSHAKE_S, self._admit)
+        self._connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._thread = threading.Thread(target=self._run, name="adaptra-lines", daemon=True)
+        leave = weakref.WeakMethod(self._leave_to_the_parent)
+        os.register_at_fork(after_in_child=lambda: (bound := leave()) and bound())
+
+    def begin(self) -> None:
+        """Bring up the lines that have been added, and those that will be."""
+        self._thread.start()
+
+    # These return at once; any thread may call them.
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accept connections of lines here, too."""
+        self._call(functools.partial(self._listen, listener))
+
+    def add(self, peer: int, place: Place, end: LineEnd, opening: int = 1) -> None:
+        """Bring a line up for this opening of a link; that of an earlier one must have been removed."""
+        self._call(functools.partial(self._add, _Line(peer, place, end, opening)))
+
+    def remove(self, end: LineEnd, cause: str | None = None) -> None:
+        """Say good-bye on a line, and give it up. `cause`: see Bye."""
+        self._call(functools.partial(self._remove, end, cause))
+
+    def say(self, end: LineEnd, message: LineMessage) -> None:
+        """Send a message where the line is up."""
+        self._call(functools.partial(self._say, end, message))
+
+    def fail(self, cause: str) -> None:
+        """Tell all peers, who tell theirs, that this rank ends with an error."""
+        self._call(functools.partial(self._fail, cause))
+
+    def close(self) -> None:
+        """Say good-bye, and end. Safe to call twice."""
+        if self._thread.ident is None:
+            self._loop.close()
+        self._call(self._closing.set)
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_S)
+        for listener in self._listeners:
+            listener.close()
+
+    def _call(self, function: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # it has been closed
+            self._loop.call_soon_threadsafe(function)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except Exception:
+            logger.exception(
+                "internal error in the lines of rank %d; control messages take the host path alone", self._rank
+            )
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        for listener in self._listeners:
+            self._acceptor.listen(listener)
+        beat = asyncio.ensure_future(self._beat())
+        await self._closing.wait()
+        keepers = [line.keeper for line in (*self._lines.values(), *self._parting) if line.keeper is not None]
+        for line in self._lines.values():
+            line.say(Bye())
+        # Without a good-bye, a peer would take this process for one that has died.
+        if coming_up := [line for line in self._lines.values() if line.keeper is not None and line.writer is None]:
+            for line in coming_up:
+                line.parting = Bye()
+            await asyncio.wait([line.keeper for line in coming_up if line.keeper is not None], timeout=_FAREWELL_S)
+        self._acceptor.close()
+        for task in (beat, *keepers):
+            task.cancel()
+        await asyncio.wait([beat, *keepers])
+
+    def _listen(self, listener: socket.socket) -> None:
+        self._listeners.append(listener)
+        self._acceptor.listen(listener)
+
+    def _add(self, line: _Line) -> None:
+        assert line.peer not in self._lines, f"there is a line to rank {line.peer} already"
+        self._lost.discard(line.peer)  # or there would be no link to it
+        self._lines[line.peer] = line
+        line.keeper = asyncio.ensure_future(self._keep(line))
+
+    def _remove(self, end: LineEnd, cause: str | None) -> None:
+        line = self._line_of(end)
+        if line is None:
+            return
+        assert line.keeper is not None
+        del self._lines[line.peer]
+        bye = Bye(None if cause is None else cause[:NOTE_NBYTES])
+        line.say(bye)
+        line.keeper.add_done_callback(lambda _: self._forget(line))
+        if line.writer is None and cause is not None and not line.keeper.done():
+            line.parting = bye
+            self._parting.append(line)
+            self._loop.call_later(_PARTING_S, line.keeper.cancel)
+        else:
+            line.keeper.cancel()  # what has been said still leaves
+
+    def _forget(self, line: _Line) -> None:
+        if line in self._parting:
+            self._parting.remove(line)
+        while not line.admitted.empty():
+            line.admitted.get_nowait().close()
+
+    def _say(self, end: LineEnd, message: LineMessage) -> None:
+        if (line := self._line_of(end)) is not None:
+            line.say(message)
+
+    def _line_of(self, end: LineEnd) -> _Line | None:
+        return next((line for line in self._lines.values() if line.end is end), None)
+
+    async def _admit(self, purpose: Purpose, connection: socket.socket) -> None:
+        lines, wanted = (*self._lines.values(), *self._parting), (purpose.source, purpose.opening)
+        line = next((line for line in lines if (line.peer, line.opening) == wanted), None)
+        if line is None or (purpose.job, purpose.target) != (self._job, self._rank):
+            raise HandshakeError(Refusal.MISDIRECTED, f"rank {self._rank} has no such line")
+        line.admitted.put_nowait(connection)
+        if line.writer is not None:  # what the peer has given up
+            line.writer.transport.abort()
+
+    async def _keep(self, line: _Line) -> None:
+        """Bring a line up, again and again, until it is over."""
+        pause_s = _AGAIN_S
+        while not line.over:
+            try:
+                reached = await self._reach(line.place) if line.admitted.empty() else None
+            except ConnectionRefusedError:
+                if not line.admitted.empty():  # which the peer has made before: its good-bye may be on it
+                    continue
+                if self._closing.is_set():
+                    return
+                self._lose(line.peer, f"{self._name(line.peer)} is gone: its process has ended")
+                return
+            except (OSError, asyncio.TimeoutError) as cause:
+                line.reachable = False
+                line.end.line_down(f"{cause}" or f"it did not answer within {_CONNECT_S:g} s")
+                await asyncio.sleep(_AGAIN_S)
+                continue
+            try:
+                connection = await self._proven(line, reached, pause_s)
+            except (HandshakeError, asyncio.TimeoutError) as cause:
+                logger.debug("line %d<->%d: %s", self._rank, line.peer, cause)
+                await asyncio.sleep(_AGAIN_S)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            pause_s = _AGAIN_S
+            await self._carry(line, connection)
+
+    async def _reach(self, place: Place) -> socket.socket:
+        """A connection to a peer. Raises ConnectionRefusedError where its process is gone, another OSError or
+        TimeoutError where its host does not answer."""
+        shared = len(place.address) == 1
+        family = socket.AF_UNIX if shared else socket.AF_INET6 if ":" in str(place.address[0]) else socket.AF_INET
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        self._connections.add(connection)
+        connection.setblocking(False)
+        address = "\0" + str(place.address[0]) if shared else (place.address[0], place.address[1])
+        try:
+            if not shared and place.source:
+                connection.bind((place.source, 0))
+            await asyncio.wait_for(self._loop.sock_connect(connection, address), _CONNECT_S)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    async def _proven(self, line: _Line, reached: socket.socket | None, patience_s: float) -> socket.socket:
+        """The line's connection: the lower rank proves the one that it has made, which the higher one waits for.
+        `reached`: None where that is here already.
+
+        Raises HandshakeError, or TimeoutError where the peer has not made one.
+        """
+        if reached is None or self._rank > line.peer:
+            if reached is not None:
+                reached.close()
+            connection = await asyncio.wait_for(line.admitted.get(), patience_s)
+        else:
+            connection = reached
+            session = secrets.token_bytes(handshake.SESSION_NBYTES)
+            purpose = Purpose(self._job, self._rank, line.peer, session, 0, 1, opening=line.opening)
+            try:
+                await handshake.connect(connection, self._secret, purpose, _HANDSHAKE_S)
+            except BaseException:
+                connection.close()
+                raise
+        self._connections.add(connection)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                connection.setsockopt(socket.IPPROTO_TCP, option, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREACHABLE_S * 1e3))
+        return connection
+
+    async def _carry(self, line: _Line, connection: socket.socket) -> None:
+        """Until the line breaks."""
+        reader, line.writer = await asyncio.open_connection(sock=connection, limit=LINE_NBYTES)
+        line.heard_s, line.reachable = time.monotonic(), True
+        try:
+            if line.parting is not None:
+                line.say(line.parting)
+                line.over = True
+                return
+            line.end.line_up()
+            while packet := await reader.readline():
+                line.heard_s = time.monotonic()
+                self._take(line, decode_line(packet))
+        except (OSError, ValueError) as cause:
+            logger.debug("line %d<->%d: %s", self._rank, line.peer, cause)
+        finally:
+            line.writer.close()
+            line.writer = None
+            self._note_runs(line, True)
+
+    def _take(self, line: _Line, message: LineMessage) -> None:
+        if isinstance(message, NoteCame):
+            line.say(Noted(line.end.note_came(message.number, message.text.encode())))
+        elif isinstance(message, Noted):
+            line.end.noted(message.below)
+        elif isinstance(message, Lost):
+            self._lose(message.rank, message.cause)
+        elif isinstance(message, Bye):
+            line.over = True
+            if message.cause is not None:
+                line.end.ended(f"{self._name(line.peer)} has ended it: {message.cause}")
+
+    async def _beat(self) -> None:
+        last_s, beats = time.monotonic(), 0
+        while True:
+            await asyncio.sleep(BEAT_S)
+            now_s, beats = time.monotonic(), beats + 1
+            late, last_s = now_s > last_s + 2 * BEAT_S, now_s
+            for line in self._lines.values():
+                if line.writer is None:
+                    continue
+                if late:  # this process did not run: it could not receive
+                    line.heard_s = now_s
+                self._note_runs(line, now_s <= line.heard_s + SILENT_S)
+                if line.runs or beats % _SILENT_BEATS == 0:
+                    line.say(Beat())
+
+    def _note_runs(self, line: _Line, running: bool) -> None:
+        if line.runs != running:
+            line.runs = running
+            line.end.peer_runs(running)
+
+    def _fail(self, cause: str) -> None:
+        for line in self._lines.values():
+            if not line.reachable:
+                self._lose(line.peer, f"{self._name(line.peer)} is gone, or cut off: its host does not answer")
+        self._lose(self._rank, f"{self._name(self._rank)} ended with an error: {cause}"[:NOTE_NBYTES])
+
+    def _lose(self, rank: int, cause: str) -> None:
+        """Pass on that a rank is lost, before anything else comes of it: of several, the first is the cause.
+
+        Of one that was lost before, links that have been opened since learn nothing new.
+        """
+        told = [line for line in self._lines.values() if rank not in self._lost and not line.told_lost]
+        if not self._losses_spread:
+            told = [line for line in told if line.peer == rank]
+        self._lost.add(rank)
+        for line in told:
+            line.told_lost = True
+            line.say(Lost(rank, cause))
+            line.over = line.over or line.peer == rank
+        for line in told:
+            line.end.lost(rank, cause)
+
+    def _leave_to_the_parent(self) -> None:
+        """In a forked child: what it held open would outlive the parent."""
+        for each in (*self._listeners, *self._connections):
+            each.close()

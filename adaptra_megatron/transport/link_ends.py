@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which two ranks a link joins, and what messages and logs call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LinkEnds:
+    """The two ends of a link, as one of them sees it: global ranks."""
+
+    rank: int
+    """This end's."""
+    peer: int
+    name: Callable[[int], str] = "rank {}".format
+    """A rank in messages, as `JobLayout.name`."""
+
+    @property
+    def here(self) -> str:
+        """Name of this end."""
+        return self.name(self.rank)
+
+    @property
+    def there(self) -> str:
+        """Name of the peer."""
+        return self.name(self.peer)
+
+    def direction(self, *, receiving: bool) -> str:
+        """The link in one direction: "source->target"."""
+        source, target = (self.peer, self.rank) if receiving else (self.rank, self.peer)
+        return f"{source}->{target}"
+
+    def __str__(self) -> str:
+        return f"{self.rank}<->{self.peer}"

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a host path needs before it can have links: listeners, what a rank tells its peers and learns of them.
+
+The stages of a pipeline meet at the start: whatever keeps one of them from that is an error on all of them, at once,
+and no stage waits for one that will not come. Any other two ranks exchange the same when they open a link.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from adaptra_megatron.authentication.handshake import JOB_NBYTES
+from adaptra_megatron.job.layout import JobLayout
+from adaptra_megatron.transport.delegate.control import Open
+from adaptra_megatron.transport.host_settings import HostSettings, usable_cores
+from adaptra_megatron.transport.lines.lines import Place
+from adaptra_megatron.transport.setup.placement import (
+    choose_transport,
+    lacks_verbs,
+    listen_shm,
+    listen_tcp,
+    listening_host,
+    verbs_or_auto,
+)
+from adaptra_megatron.transport.setup.rendezvous import Rendezvous, agree_on_host_path
+from adaptra_megatron.transport.wires.registry import WIRES
+from adaptra_megatron.transport.wires.verbs.device import why_unavailable
+
+Address = list[str | int]
+
+_NETWORK = "network"
+"""A TCP listener that other hosts reach, beside one on loopback."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank tells those that it is to have links to."""
+
+    lacks_verbs: str | None
+    cores: int
+    """What it may run on. More connections than that only take turns."""
+    addresses: dict[str, Address]
+    """Where its delegate listens: "shm", "tcp" (for verbs too), and maybe _NETWORK."""
+    line_addresses: dict[str, Address]
+    """The same for lines."""
+
+
+class HostSetup:
+    """One rank's listening sockets, and what it needs to know of its peers. Not safe for threads."""
+
+    def __init__(self, layout: JobLayout, settings: HostSettings) -> None:
+        self.listeners: dict[str, socket.socket] = {}
+        """For delegates, by kind: see `Offer.addresses`."""
+        self.line_listeners: dict[str, socket.socket] = {}
+        self._layout, self._settings = layout, settings
+        looks = settings.transport in ("auto", "verbs")
+        lacking = why_unavailable(list(settings.rnics)) if looks else "it was not asked for"
+        self.mine = Offer(lacking, usable_cores(), {}, {})
+        self.transports: dict[int, str] = {}
+        """What carries the link to each peer that `choose` was called for."""
+        self._offers: dict[int, Offer] = {}
+
+    @property
+    def job(self) -> bytes:
+        """Names the job in handshakes."""
+        return hashlib.sha256(self._layout.token.encode()).digest()[:JOB_NBYTES]
+
+    def hear(self, peer: int, offer: Offer) -> None:
+        """What a peer has told of itself; the latest counts."""
+        self._offers[peer] = offer
+
+    def listen_for(self, wanted: set[str], ranks: Sequence[int]) -> list[str]:
+        """Listen by "shm", "tcp" or both for links between `ranks`, this one among them; the kinds that are new.
+
+        Raises TransportError, OSError; what was made before an error stays.
+        """
+        one_host, made = self._layout.share_clock(ranks), []
+        if "shm" in wanted and "shm" not in self.listeners:
+            self._add("shm", None)
+            made.append("shm")
+        if "tcp" in wanted and not (one_host and "tcp" in self.listeners):
+            bind = self._settings.bind
+            host = bind if bind is not None else listening_host(self._settings.interface, one_host=one_host)
+            if all(address[0] != host for address in self.mine.addresses.values()):
+                made.append(_NETWORK if "tcp" in self.listeners else "tcp")
+                self._add(made[-1], host)
+        return made
+
+    def listeners_for(self, peer: int) -> set[str]:
+        """What a link to `peer` may need to be listened by, before the peer has told of itself."""
+        wanted, workers = self._settings.transport, self._layout.workers
+        if workers[self._layout.rank].identity != workers[peer].identity:
+            return {"tcp"}
+        return {"auto": {"shm"}, "verbs": {"shm", "tcp"}}.get(wanted) or {WIRES[wanted].listener}
+
+    def choose(self, peer: int) -> str:
+        """What carries the link to a peer that has told of itself. Raises TransportError if it cannot be as wanted."""
+        wanted, rank, workers = self._settings.transport, self._layout.rank, self._layout.workers
+        lacking = {rank: self.mine.lacks_verbs, peer: self._offers[peer].lacks_verbs}
+        if wanted == "verbs":
+            wanted = verbs_or_auto(lacking, rank, peer)
+        ends = workers[rank].identity, workers[peer].identity, f"{rank}<->{peer}"
+        self.transports[peer] = choose_transport(wanted, *ends, without_verbs=lacks_verbs(lacking, rank, peer))
+        return self.transports[peer]
+
+    def place(self, peer: int) -> Place:
+        """Where the line to `peer` leads."""
+        listener = WIRES[self.transports[peer]].listener
+        return Place(self._reached(peer, listener, self._offers[peer].line_addresses), self._source(peer, listener))
+
+    def request(self, peer: int, opening: int = 1) -> Open:
+        """What to ask a delegate for, for the link to `peer`."""
+        transport = self.transports[peer]
+        listener, offer = WIRES[transport].listener, self._offers[peer]
+        return Open(
+            peer=peer,
+            session=0,
+            transport=transport,
+            connects=self._layout.rank < peer,
+            address=self._reached(peer, listener, offer.addresses),
+            source=self._source(peer, listener),
+            lanes=WIRES[transport].lanes or min(self._settings.lanes, self.mine.cores, offer.cores),
+            opening=opening,
+        )
+
+    def close(self) -> None:
+        """Stop listening."""
+        for listener in (*self.listeners.values(), *self.line_listeners.values()):
+            listener.close()
+
+    def _add(self, kind: str, host: str | None) -> None:
+        for listeners, addresses in (
+            (self.listeners, self.mine.addresses),
+            (self.line_listeners, self.mine.line_addresses),
+        ):
+            listeners[kind], addresses[kind] = listen_shm() if host is None else listen_tcp(host)
+
+    def _reached(self, peer: int, listener: str, addresses: dict[str, Address]) -> Address:
+        one_host = self._layout.share_clock([self._layout.rank, peer])
+        return addresses[listener if one_host or listener != "tcp" or _NETWORK not in addresses else _NETWORK]
+
+    def _source(self, peer: int, listener: str) -> str:
+        return str(self._reached(peer, listener, self.mine.addresses)[0]) if listener == "tcp" else ""
+
+
+def meet(rendezvous: Rendezvous, peers: Sequence[int], settings: HostSettings) -> HostSetup:
+    """Called by all stages of the pipeline at the same point, each with its peers; the listeners are the caller's.
+
+    Raises TransportError on all of them if any cannot listen, or cannot be joined to a peer as `settings` ask for;
+    it names those ranks and what keeps each.
+    """
+    setup = HostSetup(rendezvous.layout, settings)
+    _tell(setup, rendezvous, "hosts")
+    failure: Exception | None = None
+    try:
+        setup.listen_for({WIRES[setup.choose(peer)].listener for peer in peers}, rendezvous.ranks)
+    except Exception as cause:  # whatever it is, the others are to know
+        failure = cause
+    try:
+        _tell(setup, rendezvous, "addresses")
+        agree_on_host_path(rendezvous, "listening", failure)
+    except BaseException:
+        setup.close()
+        raise
+    return setup
+
+
+def _tell(setup: HostSetup, rendezvous: Rendezvous, what: str) -> None:
+    for rank, offer in zip(rendezvous.ranks, rendezvous.gather(what, asdict(setup.mine)), strict=True):
+        setup.hear(rank, Offer(**offer))

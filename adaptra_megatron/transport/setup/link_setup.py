@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes links on the device path between any two ranks, and those of a pipeline at its start, in one order without a
+circle of waits.
+
+NCCL connects the two ends of a communicator at its first transfer, and both must have come to it. So every link greets
+as it is made: its source sends a tensor, its target compares it bit by bit. At the start this goes in rounds, in which
+each stage has one link at most: links between neighbours in two colours (three around a ring of an odd number), first
+all one way, then all the other. However many stages there are, there are four rounds, or six. Sessions that are made
+later are each made by a thread of its own, which waits for no other link.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from adaptra_megatron.job.process_groups import epoch_group
+from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide
+from adaptra_megatron.transport.device_session.pair_group import LinkGroup, PairEnds, PairGroup
+from adaptra_megatron.transport.gpu.cuda_device import Stream
+from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.setup.rendezvous import Rendezvous
+
+ROUND_S = 60.0
+"""How long a round may take. NCCL needs seconds for a communicator; a stage that lost a round may be as late."""
+FIRST_SESSION = 1
+"""The first of an opening of a link: of the first opening, the one that is made at the start."""
+FREED_S = 2.0
+"""How long closing waits for NCCL to give back what sessions took."""
+_GREETING_NBYTES = 1 << 20
+_GREETING_TAG = (1 << 31) - 3
+_CAUSE_LENGTH = 300
+
+Link = tuple[int, int]
+"""Source and target: global ranks."""
+
+
+class LinkMaker:
+    """Makes one rank's ends of links. Any thread."""
+
+    def __init__(self, rendezvous: Rendezvous, gpu: NcclSide | None) -> None:
+        """`gpu`: of this rank; None: its tensors are on the CPU, and links are gloo's."""
+        self.control = rendezvous.control
+        """Where the two ends of a session meet: in the present epoch."""
+        self._rendezvous, self._gpu = rendezvous, gpu
+        self._streams: dict[Link, Stream] = {}
+        self._connected: dict[Link, LinkGroup] = {}
+        """At the start, and not handed out yet."""
+        self._failures: dict[Link, str] = {}
+        """Why the other links of its pipeline were not."""
+        self._lock = threading.Lock()
+        self._made: list[LinkGroup] = []
+        """That may still hold memory of the device."""
+
+    def connect(self, *, wrap: bool) -> None:
+        """Make the first session of this rank's links within its pipeline; called by all its stages at the same point.
+
+        `wrap`: those between the last stage and the first, too. `links` and `make` raise what failed.
+        """
+        rank, ranks = self._rendezvous.layout.rank, self._rendezvous.ranks
+        self._rendezvous.gather("connecting", None)
+        begun_s = time.monotonic()
+        for number, links in enumerate(rounds(self._rendezvous.stages, wrap=wrap), 1):
+            # By the common beginning: a peer that waited in vain in a round before may still come to this one.
+            until_s = begun_s + number * ROUND_S
+            of_ranks = [(ranks[source], ranks[target]) for source, target in links]
+            for link in (link for link in of_ranks if rank in link):
+                try:
+                    self._connected[link] = self._make(link, 1, FIRST_SESSION, until_s - time.monotonic())
+                except RuntimeError as cause:
+                    self._failures[link] = str(cause)
+
+    def links(self) -> dict[Link, Any]:
+        """This rank's links within its pipeline, for the caller to end: NcclLinks on a GPU, else PairGroups.
+
+        Called by all stages of the pipeline at the same point. Raises TransportError on all alike where any link was
+        not connected, and ends the others.
+        """
+        name, failures = self._rendezvous.layout.name, []
+        for (source, target), cause in self._failures.items():
+            failures.append(f"the link from {name(source)} to {name(target)} was not connected: {cause}")
+        failure = TransportError("; ".join(failures)) if failures else None
+        if (causes := self._rendezvous.agree("connected", failure)) is not None:
+            self.close()
+            raise TransportError(
+                f"the device path does not come up: {causes}. Look at the logs of these ranks; on GPUs, "
+                "NCCL_DEBUG=WARN has NCCL say what it met with"
+            )
+        links, self._connected = self._connected, {}
+        return links
+
+    def make(self, link: Link, session: int, timeout_s: float, opening: int = 1) -> LinkGroup:
+        """This rank's end of a session of a link, both ends of which have greeted; the first one is that of `connect`.
+
+        Raises RuntimeError, in one line, when the other end does not come within `timeout_s`, or the greeting is lost.
+        """
+        if (opening, session) == (1, FIRST_SESSION) and link in self._failures:
+            raise RuntimeError(self._failures[link])
+        if (opening, session) == (1, FIRST_SESSION) and link in self._connected:
+            return self._connected.pop(link)
+        return self._make(link, opening, session, timeout_s)
+
+    def close(self) -> bool:
+        """End what was connected and not handed out. Returns whether nothing is left of all sessions, FREED_S later."""
+        for group in self._connected.values():
+            group.abort()
+        until_s = time.monotonic() + FREED_S
+        with self._lock:
+            left = [group for group in self._made if not group.wait_until_freed(until_s)]
+        if self._gpu is not None:
+            self._gpu.watch.close()
+        return not left
+
+    def _make(self, link: Link, opening: int, session: int, timeout_s: float) -> LinkGroup:
+        control, gpu = self.control, self._gpu
+        deadline_s = time.monotonic() + timeout_s
+        ends = PairEnds(*link)
+        sends = ends.source == self._rendezvous.layout.rank
+        place = f"link/{ends.source}-{ends.target}/{opening}/{session}"
+        try:
+            made: LinkGroup
+            if gpu is None:
+                group = epoch_group(control, place, ends, ends[not sends], timeout_s)
+                made = PairGroup(group, ends, sends=sends)
+            else:
+                if link not in self._streams:
+                    self._streams[link] = gpu.device.new_stream()  # of all its sessions, for none is ever destroyed
+                with control.lent(place, timeout_s) as store:
+                    made = NcclLink(store, ends, gpu, self._streams[link], sends=sends, timeout_s=timeout_s)
+            greet(made, sends, deadline_s)
+        except RuntimeError as cause:
+            raise RuntimeError(" ".join(str(cause).split())[:_CAUSE_LENGTH]) from cause
+        with self._lock:
+            self._made = [each for each in (*self._made, made) if not each.wait_until_freed(0.0)]
+        return made
+
+
+def rounds(stages: int, *, wrap: bool) -> Iterator[list[Link]]:
+    """The links of a pipeline, in the rounds in which they are connected: no stage is in two links of one."""
+    ring = stages if wrap and stages > 2 else stages - 1
+    colours: list[list[int]] = [[], [], []]
+    for first in range(ring):
+        # The last link of an odd ring meets both colours.
+        colours[2 if first == stages - 1 and stages % 2 else first % 2].append(first)
+    for colour in filter(None, colours):
+        yield [(first, (first + 1) % stages) for first in colour]
+        yield [((first + 1) % stages, first) for first in colour]
+
+
+def greeting() -> torch.Tensor:
+    """What is sent over each path of each link at the start, to be compared: on the CPU."""
+    return torch.arange(_GREETING_NBYTES, dtype=torch.int32).remainder_(251).to(torch.uint8)
+
+
+def greet(group: LinkGroup, sends: bool, deadline_s: float) -> None:
+    """Send, or receive and compare, a tensor; the session is ended where that fails."""
+    expected = greeting()
+    try:
+        if sends:
+            work = group.send(group.bring(expected), _GREETING_TAG)
+            group.wait(work, max(0.0, deadline_s - time.monotonic()))
+            return
+        buffer = group.empty(expected.shape, expected.dtype)
+        group.wait(group.receive(buffer, _GREETING_TAG), max(0.0, deadline_s - time.monotonic()))
+        if not torch.equal(group.read(buffer), expected):
+            raise RuntimeError("what came is not what was sent")
+    except RuntimeError as cause:
+        group.abort(str(cause))
+        raise

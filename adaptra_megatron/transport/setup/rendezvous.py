@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the stages of one pipeline meet: the job's control store, at a place of their own.
+
+What a stage does here grows with the stages of its pipeline, not with the job: nothing is collective over more ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+
+from adaptra_megatron.authentication.sealed_store import SealedStore
+from adaptra_megatron.job.control_store import ControlStore
+from adaptra_megatron.job.gathering import gather_layout
+from adaptra_megatron.job.layout import JobLayout
+from adaptra_megatron.transport.messages import TransportError
+
+
+class Rendezvous:
+    """One stage's. All stages of a pipeline make theirs, and call `gather` and `agree`, at the same points."""
+
+    def __init__(self, control: ControlStore, layout: JobLayout, timeout_s: float) -> None:
+        """`timeout_s`: longest wait for another stage."""
+        self.control, self.layout, self._timeout_s = control, layout, timeout_s
+        self.place = f"pipeline/{layout.pipeline[0]}"
+
+    @cached_property
+    def _store(self) -> SealedStore:
+        """A client of its own, for what waits in one keeps all others waiting that share it."""
+        store = self.control.client(self.place)
+        store.set_timeout(timedelta(seconds=self._timeout_s))
+        return store
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, timeout_s: float) -> Rendezvous:
+        """That of a process group which is a pipeline, and all that there is to the job; called by all of its ranks."""
+        layout = gather_layout(dist.get_process_group_ranks(group), group=group)
+        return cls(ControlStore.of_job(layout.token), layout, timeout_s)
+
+    @property
+    def stage(self) -> int:
+        """That of this rank."""
+        return self.layout.cell.stage
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Global ones, by stage."""
+        return self.layout.pipeline
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.ranks)
+
+    def name(self, stage: int) -> str:
+        """A stage in messages."""
+        return self.layout.name(self.ranks[stage])
+
+    def gather(self, what: str, mine: Any) -> list[Any]:
+        """What each stage hands in, by stage, once all have: plain JSON. `what` is different in each call.
+
+        Raises TransportError for the first stage that does not come in time, or whose entry was not put there by it;
+        stages that come later raise the same.
+        """
+        handed_in = []
+        for answer in self._answers(what, mine):
+            if "gave_up" in answer:
+                raise TransportError(answer["gave_up"])
+            handed_in.append(answer["handed_in"])
+        return handed_in
+
+    def _answers(self, what: str, mine: Any) -> Iterator[dict[str, Any]]:
+        """The entries of all stages, by stage, once this stage has put its own; or that one has given up.
+
+        Raises TransportError for the first that the store does not give in time, after saying so in place of the own.
+        """
+        since_s, stage = time.monotonic(), 0
+        try:
+            self._put(what, {"handed_in": mine})
+            for stage in range(self.stages):
+                yield json.loads(self._store.get(f"{what}/{stage}"))
+        except RuntimeError as cause:
+            waited_s = time.monotonic() - since_s
+            error = (
+                f"{self.name(self.stage)} has waited {waited_s:.3g} s of at most {self._timeout_s:g} s "
+                f"(--adaptra-timeout-s) in vain for {self.name(stage)} to set up the links of their pipeline: "
+                f"{cause}. Look at the first rank whose log stops"
+            )
+            with suppress(RuntimeError):  # a store that is gone
+                self._put(what, {"gave_up": error})
+            raise TransportError(error) from cause
+
+    def _put(self, what: str, mine: Any) -> None:
+        self._store.set(f"{what}/{self.stage}", json.dumps(mine).encode())
+
+    def agree(self, what: str, failure: Exception | None) -> str | None:
+        """Why not all stages can go on, in words; None where all can. The same on all stages.
+
+        `what` is different in each call. `failure`: what keeps this stage from going on; None: nothing.
+        """
+        mine = None if failure is None else _spelled(failure)
+        stages_by_cause: dict[str, list[int]] = {}
+        for stage, told in enumerate(self.gather(what, mine)):
+            if told is not None:
+                stages_by_cause.setdefault(told, []).append(stage)
+        return (
+            "; ".join(f"{', '.join(map(self.name, stages))}: {told}" for told, stages in stages_by_cause.items())
+            or None
+        )
+
+    def first_of_the_job_to(self, what: str) -> bool:
+        """Return whether no other rank of the job has asked this before."""
+        with self.control.lent("first", self._timeout_s) as store:
+            return bool(store.add(what, 1) == 1)
+
+
+def agree_on_host_path(rendezvous: Rendezvous, what: str, failure: Exception | None) -> None:
+    """Raise TransportError on all stages alike if anything keeps one of them from the host path: `failure` this one.
+
+    `what`: see `Rendezvous.agree`.
+    """
+    causes = rendezvous.agree(what, failure)
+    if causes is not None:
+        raise TransportError(
+            f"the host path cannot be set up: {causes}; --adaptra-host-transport off runs without the host path"
+        ) from failure
+
+
+def _spelled(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, TransportError) else f"{type(failure).__name__}: {failure}"

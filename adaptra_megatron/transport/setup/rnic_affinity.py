@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which RNICs and CPUs are near a GPU or a NUMA node, as the kernel's sysfs tells it, and which ones a rank uses.
+
+Functions of a sysfs tree (`/sys`, or one made up): nothing is opened but its files. Neither torch nor pyverbs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SYSFS = Path("/sys")
+_BUS_ID = re.compile(r"(?:([0-9a-f]+):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
+
+
+class RnicError(ValueError):
+    """RDMA devices were asked for that this host does not have, or that cannot be used; names what it has."""
+
+
+class Nearness(enum.IntEnum):
+    """How far data travels between two PCI devices, or from a NUMA node to one; in brackets nvidia-smi's words."""
+
+    BRIDGE = 0
+    """They share a PCIe bridge or switch (PIX, PXB)."""
+    HOST_BRIDGE = 1
+    """They share a PCIe host bridge (PHB)."""
+    NUMA_NODE = 2
+    """Between host bridges of one NUMA node (NODE)."""
+    SYSTEM = 3
+    """Between NUMA nodes, or unknown (SYS)."""
+
+
+@dataclass(frozen=True)
+class RdmaPort:
+    """One port of an RDMA device."""
+
+    number: int
+    state: str
+    """As the kernel spells it: ACTIVE, DOWN, INIT, ..."""
+    rate: str
+    """For example "200 Gb/sec (4X HDR)"."""
+    link_layer: str
+    """InfiniBand or Ethernet."""
+
+    @property
+    def active(self) -> bool:
+        return self.state == "ACTIVE"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something is attached."""
+
+    bridges: tuple[str, ...]
+    """From the host bridge down to the device itself; empty for what is not on a PCI bus."""
+    numa_node: int | None
+    """None: the kernel does not say."""
+
+
+@dataclass(frozen=True)
+class RdmaDevice:
+    """One RDMA device of this host."""
+
+    name: str
+    place: Place
+    """Where it is attached; for a software device (Soft-RoCE), where its network interface is."""
+    local_cpus: str
+    """As the kernel lists them ("0-15,32-47"); empty where it does not."""
+    ports: tuple[RdmaPort, ...]
+
+    @property
+    def active(self) -> bool:
+        """Return whether any port has a link."""
+        return any(port.active for port in self.ports)
+
+    @property
+    def pci_bus_id(self) -> str | None:
+        return self.place.bridges[-1] if self.place.bridges else None
+
+
+def rdma_devices(sysfs: Path = SYSFS) -> list[RdmaDevice]:
+    """All of them, with or without a link, in the order of their names."""
+    return [_device(sysfs, entry) for entry in sorted((sysfs / "class/infiniband").glob("*"))]
+
+
+def pci_place(sysfs: Path, pci_bus_id: str) -> Place | None:
+    """Where the PCI device with this bus id is ("0000:3b:00.0", or as CUDA spells it); None if there is none."""
+    entry = _pci_entry(sysfs, pci_bus_id)
+    return _place(sysfs, entry) if entry is not None else None
+
+
+def pci_cpus(sysfs: Path, pci_bus_id: str) -> str:
+    """CPUs on the NUMA node of a PCI device, as the kernel lists them ("0-15,32-47"); empty where it does not."""
+    entry = _pci_entry(sysfs, pci_bus_id)
+    return _read(entry / "local_cpulist") if entry is not None else ""
+
+
+def cpus_to_bind(pci_bus_id: str | None, sysfs: Path = SYSFS) -> frozenset[int]:
+    """What this process's copies of a GPU's messages should run on: of the CPUs that it may run on, those near the GPU.
+
+    None to bind nothing: without a GPU, where the kernel tells nothing, where all are near, and where none is, because
+    the user has bound the process elsewhere.
+    """
+    may_run_on = os.sched_getaffinity(0)
+    near = _parse_cpus(pci_cpus(sysfs, pci_bus_id)) & may_run_on if pci_bus_id is not None else set()
+    return frozenset(near if near != may_run_on else ())
+
+
+@contextlib.contextmanager
+def started_on(cpus: Collection[int]) -> Iterator[None]:
+    """Within, what the calling thread starts (threads, processes, and theirs) runs on these CPUs; none: on any."""
+    before = os.sched_getaffinity(0)
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        if cpus:
+            os.sched_setaffinity(0, before)
+
+
+def cpus_numa_node(sysfs: Path, cpus: Collection[int]) -> int | None:
+    """The NUMA node that all these CPUs belong to; None if it is not one."""
+    nodes = {
+        int(entry.name.removeprefix("node"))
+        for entry in (sysfs / "devices/system/node").glob("node[0-9]*")
+        if not _parse_cpus(_read(entry / "cpulist")).isdisjoint(cpus)
+    }
+    return nodes.pop() if len(nodes) == 1 else None
+
+
+def nearness(device: RdmaDevice, place: Place) -> Nearness:
+    """Between an RDMA device and a place. A place may be a NUMA node alone."""
+    shared = _shared_bridges(device.place, place)
+    if shared:
+        return Nearness.BRIDGE if shared > 1 else Nearness.HOST_BRIDGE
+    same_node = place.numa_node is not None and place.numa_node == device.place.numa_node
+    return Nearness.NUMA_NODE if same_node else Nearness.SYSTEM
+
+
+def nearest_rnics(
+    sysfs: Path = SYSFS, *, pci_bus_id: str | None = None, numa_node: int | None = None
+) -> tuple[str, ...]:
+    """Names of the RDMA devices with a link that are nearest to a GPU or else to a NUMA node, in a fixed order.
+
+    Several if they are equally near; among those that share a bridge with the GPU, the ones with the closest bridge.
+    All with a link if neither is given or known to the kernel; empty if none has a link.
+    """
+    place = pci_place(sysfs, pci_bus_id) if pci_bus_id is not None else None
+    place = place or Place((), numa_node)
+    active = [device for device in rdma_devices(sysfs) if device.active]
+    distances = [(nearness(device, place), -_shared_bridges(device.place, place)) for device in active]
+    return tuple(device.name for device, distance in zip(active, distances, strict=True) if distance == min(distances))
+
+
+def choose_rnics(
+    named: Sequence[str], sysfs: Path = SYSFS, *, pci_bus_id: str | None = None, numa_node: int | None = None
+) -> tuple[str, ...]:
+    """The devices to use: those named, in that order, or the nearest ones (see nearest_rnics).
+
+    Raises RnicError if a named one is not here or has no link.
+    """
+    if not named:
+        return nearest_rnics(sysfs, pci_bus_id=pci_bus_id, numa_node=numa_node)
+    devices = {device.name: device for device in rdma_devices(sysfs)}
+    usable = {name for name, device in devices.items() if device.active}
+    if unusable := [name for name in named if name not in usable]:
+        here = ", ".join(map(_describe, devices.values())) or "none"
+        raise RnicError(
+            f"--adaptra-rnics: {', '.join(unusable)} cannot be used: the RDMA devices of this host are {here}; "
+            "name active ones, or leave the flag out to use the nearest"
+        )
+    return tuple(named)
+
+
+def rank_rnics(named: Sequence[str], pci_bus_id: str | None, sysfs: Path = SYSFS) -> tuple[str, ...]:
+    """Those of this process: see choose_rnics; without a GPU, the nearest to the CPUs that it may run on.
+
+    `pci_bus_id`: of its GPU. Raises RnicError.
+    """
+    numa_node = cpus_numa_node(sysfs, os.sched_getaffinity(0))
+    return choose_rnics(named, sysfs, pci_bus_id=pci_bus_id, numa_node=numa_node)
+
+
+def _describe(device: RdmaDevice) -> str:
+    states = sorted({port.state for port in device.ports})
+    return f"{device.name} ({'active' if device.active else ' '.join(states).lower() or 'without ports'})"
+
+
+def _device(sysfs: Path, entry: Path) -> RdmaDevice:
+    hardware = entry / "device"
+    if not hardware.exists():  # a software device names the network interface that it works over
+        interface = _read(entry / "parent")
+        hardware = sysfs / "class/net" / interface / "device" if interface else hardware
+    ports = sorted((entry / "ports").glob("*"), key=lambda port: int(port.name))
+    return RdmaDevice(
+        name=entry.name,
+        place=_place(sysfs, hardware) if hardware.exists() else Place((), None),
+        local_cpus=_read(hardware / "local_cpulist"),
+        ports=tuple(_port(port) for port in ports),
+    )
+
+
+def _port(directory: Path) -> RdmaPort:
+    return RdmaPort(
+        number=int(directory.name),
+        state=_read(directory / "state").rpartition(":")[2].strip() or "UNKNOWN",
+        rate=_read(directory / "rate"),
+        link_layer=_read(directory / "link_layer"),
+    )
+
+
+def _pci_entry(sysfs: Path, pci_bus_id: str) -> Path | None:
+    found = _BUS_ID.fullmatch(pci_bus_id.lower())
+    if found is None:
+        return None
+    domain, bus, device, function = found.groups()
+    entry = sysfs / "bus/pci/devices" / f"{int(domain or '0', 16):04x}:{bus}:{device}.{function}"
+    return entry if entry.exists() else None
+
+
+def _place(sysfs: Path, hardware: Path) -> Place:
+    path = hardware.resolve()
+    bridges = []
+    for directory in (path, *path.parents):
+        if _BUS_ID.fullmatch(directory.name):
+            bridges.append(directory.name)
+        elif directory.name.startswith("pci"):
+            bridges.append(directory.name)
+            break
+    return Place(tuple(reversed(bridges)), _numa_node(sysfs, path))
+
+
+def _numa_node(sysfs: Path, hardware: Path) -> int | None:
+    """The kernel says -1 where the firmware does not tell; with a single node that is no question."""
+    told = next(filter(None, (_read(directory / "numa_node") for directory in (hardware, *hardware.parents))), "-1")
+    if int(told) >= 0:
+        return int(told)
+    nodes = [entry.name for entry in (sysfs / "devices/system/node").glob("node[0-9]*")]
+    return int(nodes[0].removeprefix("node")) if len(nodes) == 1 else None
+
+
+def _shared_bridges(one: Place, other: Place) -> int:
+    shared = 0
+    for mine, theirs in zip(one.bridges, other.bridges, strict=False):
+        if mine != theirs:
+            break
+        shared += 1
+    return shared
+
+
+def _parse_cpus(text: str) -> set[int]:
+    """CPUs of a list as the kernel writes it."""
+    cpus: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def _read(path: Path) -> str:
+    """Content of a file of sysfs; empty where there is none: entries without a value cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

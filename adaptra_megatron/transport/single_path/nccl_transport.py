@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device path on GPU tensors, where it is the only one: links over NCCL, on whose streams computation waits.
+
+A receive is on the device when it is posted, and so is a send, in the order of the training thread's calls (see
+transfers.launch_order for why that order matters). A wait only makes computation wait: the CPU never sees an arrival.
+When it arrived is read afterwards, from events before and behind each receive on the link's stream.
+
+A link that fails ends the run. Its receives are left standing: if they ended, what they were to bring would be taken
+for a message, by computation that is queued behind them and by whatever saves its results. So the training thread gets
+an error at its next call, and where it makes none because it waits for the device, the process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.transport.device_session.link_watch import LinkWatch
+from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclWork
+from adaptra_megatron.transport.gpu.cuda_device import Device, Event
+from adaptra_megatron.transport.gpu.device_clock import DeviceClock
+from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
+from adaptra_megatron.transport.paths import Path
+from adaptra_megatron.transport.setup.link_setup import FREED_S, Link
+from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
+
+logger = logger_of(__name__)
+
+LAST_MESSAGES_S = 5.0
+"""How long closing waits until what was sent last has left."""
+GRACE_S = 5.0
+"""Left to the training thread to raise the error of a failed link."""
+
+
+_NO_TAG = 0
+"""NCCL matches by order alone."""
+
+
+class _Receive(NamedTuple):
+    peer: int
+    buffer: torch.Tensor
+    work: NcclWork
+    posted: Event
+    """When computation came to the post."""
+
+
+class StreamTransport:
+    """Transport over links of which each carries one direction."""
+
+    def __init__(
+        self,
+        rank: int,
+        links: Mapping[Link, NcclLink],
+        device: Device,
+        clock: DeviceClock | None,
+        watch: LinkWatch,
+        timeout_s: float,
+        last_resort: Callable[[], None] | None = None,
+        name: Callable[[int], str] = "rank {}".format,
+    ) -> None:
+        """`links`: of this rank, connected. `clock`: of the device, to tell when messages were posted and arrived:
+        `take_times` is for when the device has used the last of them. None: nothing is timed. `watch`: of the links;
+        tells of failures from now on. `timeout_s`: longest wait for the size of a message. `last_resort`: what ends the
+        process when the training thread does not; None: `end_process`. `name`: of a rank, in messages.
+        """
+        self._rank, self._links, self._name = rank, links, name
+        self._device, self._clock, self._watch, self._timeout_s = device, clock, watch, timeout_s
+        self._last_resort = last_resort or end_process
+        self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
+        self._receives: dict[MessageKey, _Receive] = {}
+        self._sent: list[MessageTimes] = []
+        self._received: list[tuple[MessageKey, _Receive]] = []
+        self._failure: TransportError | None = None
+        self._timer: threading.Timer | None = None
+        self._closed = False
+        watch.failed = self._link_failed
+
+    def describe(self, specification: TensorSpecification) -> None:
+        """Set shape, dtype and device of the messages to come (fixed within an iteration)."""
+        self._specification = specification
+
+    def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
+        outgoing = tensor.detach().contiguous()
+        with self._raising(key, (self._rank, peer)) as group:
+            self._begin_after_computation(group)
+            if self._specification.shape is None:
+                header = group.bring(encode_shape(outgoing.shape, torch.device("cpu")))
+                group.send(header, _NO_TAG)
+            now_s = time.monotonic()
+            group.send(outgoing, _NO_TAG)
+        if self._clock is not None:
+            self._sent.append(MessageTimes(key, peer, now_s, now_s, outgoing.nbytes, Path.DEVICE))
+
+    def post_receive(self, key: MessageKey, peer: int) -> None:
+        """As in Transport. The size of what varies in size is waited for here; one that does not come ends the run."""
+        assert key not in self._receives, f"{key} was posted twice"
+        specification = self._specification
+        shape = specification.shape
+        if shape is None:
+            header = self._receive(key, peer, (HEADER_NUMBERS,), torch.int64)
+            with self._raising(key, (peer, self._rank)) as group:
+                group.wait(header.work, self._timeout_s)
+                shape = decode_shape(group.read(header.buffer))
+        self._receives[key] = self._receive(key, peer, shape, specification.dtype)
+
+    def ready(self, key: MessageKey) -> bool:
+        return False
+
+    def sees_arrivals(self, peer: int) -> bool:
+        """Never: computation waits for arrivals, not the CPU."""
+        return False
+
+    def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
+        return False
+
+    def came_by(self, peer: int) -> Path:
+        return Path.DEVICE
+
+    def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
+        receive = self._receives.pop(key)
+        with self._raising(key, (receive.peer, self._rank)) as group:
+            group.follow(receive.work, max(0.0, deadline_s - time.monotonic()))
+        if self._clock is not None:
+            self._received.append((key, receive))
+        return receive.buffer
+
+    def flush(self, deadline_s: float) -> None:
+        """Waits for nothing: what has not left is held by its link, and computation does not wait for it."""
+        self._raise_failure()
+
+    def take_times(self) -> tuple[Sequence[MessageTimes], Sequence[MessageTimes]]:
+        if self._clock is None:
+            return (), ()
+        sent, self._sent = self._sent, []
+        received, self._received = self._received, []
+        posted_s = self._clock.seconds([receive.posted for _key, receive in received])
+        arrived_s = self._clock.seconds([receive.work.ended for _key, receive in received])
+        return sent, [
+            MessageTimes(key, receive.peer, begin_s, end_s, receive.buffer.nbytes, Path.DEVICE)
+            for (key, receive), begin_s, end_s in zip(received, posted_s, arrived_s, strict=True)
+        ]
+
+    def close(self, *, drained: bool = True) -> bool:
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        now_s = time.monotonic()
+        for group in self._links.values():
+            if drained and self._failure is None:
+                group.close(now_s + LAST_MESSAGES_S)
+            else:
+                group.abort()
+        until_s = time.monotonic() + FREED_S
+        freed = [group.wait_until_freed(until_s) for group in self._links.values()]
+        self._watch.close()
+        return all(freed)
+
+    def _receive(self, key: MessageKey, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> _Receive:
+        device = self._device
+        with self._raising(key, (peer, self._rank)) as group:
+            # Of computation's own memory, which it may still use: so the receive comes behind what it does now.
+            buffer = device.empty(shape, dtype, device.current_stream())
+            posted = self._begin_after_computation(group)
+            return _Receive(peer, buffer, group.receive(buffer, _NO_TAG), posted)
+
+    def _begin_after_computation(self, group: NcclLink) -> Event:
+        event = self._device.record(self._device.current_stream(), timed=self._clock is not None)
+        group.begin_after(event)
+        return event
+
+    def _link_failed(self, link: object, cause: str) -> None:
+        """By the watch's thread."""
+        if self._failure is not None or self._closed:
+            return
+        source, target = next(name for name, group in self._links.items() if group is link)
+        self._failure = TransportError(
+            f"{self._name(self._rank)}, link {source}->{target}: the device path failed: {cause}. Look at the rank at "
+            "the other end first: it died, hangs, or cannot be reached; restart from the last checkpoint"
+        )
+        logger.error("%s. This process ends within %g s", self._failure, GRACE_S)
+        self._timer = threading.Timer(GRACE_S, self._last_resort)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    @contextmanager
+    def _raising(self, key: MessageKey, link: Link) -> Iterator[NcclLink]:
+        """The link's group, whose errors are raised as those of a message."""
+        self._raise_failure()
+        try:
+            yield self._links[link]
+        except RuntimeError as cause:
+            self._raise_failure()
+            raise TransportError(
+                f"{self._name(self._rank)}, link {link[0]}->{link[1]}: the "
+                f"{key.spelled(self._specification.micro_batches)} did not get through: {cause}. Look at the rank at "
+                "the other end first: it died, hangs, or cannot be reached"
+            ) from cause
+
+
+def end_process() -> None:
+    """End this process at once, as one that failed, whatever its other threads and its GPU do."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

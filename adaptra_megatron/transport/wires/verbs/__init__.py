@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RDMA through libibverbs, striped over several devices."""

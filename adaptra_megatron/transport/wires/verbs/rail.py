@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a rail: raised by both ends, used, given up, fenced off by both ends, raised again.
+
+    connecting side             the other
+    raise (endpoint) ->         prepares, connects
+    connects, probes  <-        raised (endpoint)
+    ready ->                    both use it
+    fenced ->     <- fenced     in either order, by which end noticed first; then both wait, and it starts again
+
+A rail is given up for an error completion, an event of its port, or because nothing moved in time: completions may
+never come. Its chunks leave again only when both ends are fenced off, so that no late packet can write into a slot that
+has been used again meanwhile.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.transport.wires.verbs.messages import Endpoint, Fenced, RailMessage, Raise, Raised, Ready
+
+logger = logger_of(__name__)
+Result = TypeVar("Result")
+
+
+class QueuePairError(OSError):
+    """What the RNIC, its driver or libibverbs refused."""
+
+
+class Did(enum.Enum):
+    """What a work request was for."""
+
+    RECEIVE = enum.auto()
+    WRITE = enum.auto()
+    PROBE = enum.auto()
+    GRANT = enum.auto()
+    """Ours."""
+    HEAR_GRANT = enum.auto()
+    """The peer's."""
+
+
+class Completion(NamedTuple):
+    did: Did
+    number: int
+    """WRITE: the chunk. RECEIVE, HEAR_GRANT: the immediate data."""
+    failure: str | None
+
+
+class QueuePair(Protocol):
+    """One end of a rail. Nothing here waits. All methods raise QueuePairError."""
+
+    device: str
+
+    def port_active(self) -> bool:
+        """Return whether the port has a link."""
+
+    def prepare(self) -> Endpoint:
+        """Into a state in which the peer can connect, whatever it was before. Receives are posted."""
+
+    def connect(self, peer: Endpoint) -> None:
+        """Ready to receive and to send."""
+
+    def probe(self) -> None:
+        """Send something that changes nothing."""
+
+    def write(self, chunk: int, nbytes: int) -> None:
+        """A chunk with `nbytes` of payload to the same slot of the peer."""
+
+    def grant(self, chunks: int) -> None:
+        """Tell the peer that there are slots for all chunks below this number. Lost if the rail fails."""
+
+    def completions(self) -> list[Completion]:
+        """What has finished since the last call."""
+
+    def event(self) -> str | None:
+        """An event of port or queue pair that ends the use of this rail."""
+
+    def stop(self) -> None:
+        """Into the error state: requests end with an error."""
+
+    @property
+    def drained(self) -> bool:
+        """Return whether every receive that was posted has finished."""
+
+    def reset(self) -> None:
+        """Nothing arrives any more."""
+
+
+@dataclass(frozen=True)
+class RailTiming:
+    """Limits in seconds."""
+
+    silence_s: float = 1.0
+    """How long chunks may be on their way over a rail without any of them arriving."""
+    raise_s: float = 2.0
+    """How long raising may take, with its probe."""
+    fence_s: float = 0.25
+    """How long to wait for the requests of a stopped queue pair to end."""
+    first_pause_s: float = 0.1
+    longest_pause_s: float = 5.0
+    """Between attempts to raise it; each doubles the pause, until a chunk goes through."""
+
+
+class State(enum.Enum):
+    DOWN = "down"
+    RAISING = "raising"
+    UP = "up"
+    FENCING = "fencing"
+    """Given up; completions of what was posted may still come."""
+    FENCED = "fenced"
+    """This end is fenced off; the other has not said so yet."""
+
+
+class Settlement(Protocol):
+    """What a rail needs of its session."""
+
+    def say(self, message: RailMessage) -> None: ...
+
+    def received(self) -> tuple[int, list[int]]:
+        """All below, and which beyond."""
+
+    def collect(self, rail: int) -> None:
+        """Account for what the queue pair has finished."""
+
+    def usable(self, rail: int, usable: bool) -> None: ...
+
+    def settle(self, rail: int, below: int, beyond: list[int]) -> None:
+        """Both ends are fenced off, and the peer has these chunks."""
+
+
+class Rail:
+    """One end of a rail. Times are given, in seconds of the monotonic clock."""
+
+    def __init__(
+        self, index: int, queue_pair: QueuePair, initiates: bool, session: Settlement, timing: RailTiming
+    ) -> None:
+        self.state = State.DOWN
+        self.cause = "it has not come up yet"
+        """Why it was given up last."""
+        self.failures = 0
+        """Attempts to raise it that failed."""
+        self.queue_pair = queue_pair
+        self._index, self._initiates, self._session, self._timing = index, initiates, session, timing
+        self._attempt = 0
+        self._due_s = 0.0
+        """State DOWN: when to raise it. RAISING, FENCING: until when. UP: when silence becomes too long."""
+        self._pause_s = timing.first_pause_s
+        self._peer_fence: Fenced | None = None
+
+    def due_s(self, in_flight: int) -> float | None:
+        """When `tick` has something to do though nothing happens."""
+        if self.state is State.FENCED or (self.state is State.DOWN and not self._initiates):
+            return None
+        return self._due_s if self.state is not State.UP or in_flight else None
+
+    def moved(self, now_s: float) -> None:
+        """Something was posted on an idle rail, or has arrived."""
+        if self.state is State.UP:
+            self._due_s = now_s + self._timing.silence_s
+
+    def worked(self) -> None:
+        """A chunk has arrived: the rail is good."""
+        self._pause_s = self._timing.first_pause_s
+
+    def tick(self, in_flight: int, now_s: float) -> None:
+        """Do what is due."""
+        if self.state is State.FENCING and (now_s >= self._due_s or self.queue_pair.drained):
+            self._fence(now_s)
+            return
+        due_s = self.due_s(in_flight)
+        if due_s is None or now_s < due_s:
+            return
+        if self.state is State.DOWN:
+            self._raise(now_s)
+        elif self.state is State.RAISING:
+            self.give_up(f"it could not be raised within {self._timing.raise_s:g} s", now_s)
+        elif self.state is State.UP:
+            self.give_up(f"nothing arrived for {self._timing.silence_s:g} s", now_s)
+
+    def give_up(self, cause: str, now_s: float) -> None:
+        """Use it no more; what was on its way is settled with the peer. Nothing happens if it is not in use."""
+        if self.state not in (State.RAISING, State.UP):
+            return
+        log = logger.warning if self.state is State.UP else logger.debug
+        log("rail %d (%s): %s", self._index, self.queue_pair.device, cause)
+        self.failures += self.state is State.RAISING
+        self.state, self.cause = State.FENCING, cause
+        self._due_s = now_s + self._timing.fence_s
+        self._session.usable(self._index, False)
+        self._try(self.queue_pair.stop)
+
+    def probed(self, now_s: float) -> None:
+        """The probe went through."""
+        if self.state is State.RAISING and self._initiates:
+            self._session.say(Ready(rail=self._index, attempt=self._attempt))
+            self._use(now_s)
+
+    def hear(self, message: RailMessage, now_s: float) -> None:
+        """Raises ValueError for what the peer cannot say now."""
+        if isinstance(message, Raise):
+            self._hear_raise(message, now_s)
+            return
+        if message.attempt != self._attempt:
+            raise ValueError(f"rail {self._index}: {message.name!r} of attempt {message.attempt} in {self._attempt}")
+        if isinstance(message, Fenced):
+            self._peer_fence = message
+            self.give_up(f"the peer gave it up: {message.cause}", now_s)
+            if self.state is State.FENCED:
+                self._settle(now_s)
+        elif self.state is State.RAISING and isinstance(message, Raised) == self._initiates:
+            if isinstance(message, Ready):
+                self._use(now_s)
+                return
+            self._attempting(lambda: self._connect(message.endpoint), now_s)
+
+    def _raise(self, now_s: float) -> None:
+        """Only once its port has a link, which costs the peer nothing."""
+        self._due_s = now_s + self._pause_s
+        self._pause_s = min(2 * self._pause_s, self._timing.longest_pause_s)
+        if not self._try(self.queue_pair.port_active):
+            self.cause = "its port has no link"
+            self.failures += 1
+            return
+        endpoint = self._try(self.queue_pair.prepare)
+        if endpoint is None:
+            self.failures += 1
+            return
+        self._begin(self._attempt + 1, now_s)
+        self._session.say(Raise(rail=self._index, attempt=self._attempt, endpoint=endpoint))
+
+    def _hear_raise(self, message: Raise, now_s: float) -> None:
+        if self._initiates or self.state is not State.DOWN or message.attempt != self._attempt + 1:
+            raise ValueError(f"rail {self._index}: attempt {message.attempt} after {self._attempt}, {self.state.value}")
+        self._begin(message.attempt, now_s)
+
+        def answer() -> None:
+            if not self.queue_pair.port_active():
+                raise QueuePairError("its port has no link")
+            endpoint = self.queue_pair.prepare()
+            self.queue_pair.connect(message.endpoint)
+            self._session.say(Raised(rail=self._index, attempt=self._attempt, endpoint=endpoint))
+
+        self._attempting(answer, now_s)
+
+    def _connect(self, peer: Endpoint) -> None:
+        self.queue_pair.connect(peer)
+        self.queue_pair.probe()
+
+    def _begin(self, attempt: int, now_s: float) -> None:
+        self.state, self._attempt, self._peer_fence = State.RAISING, attempt, None
+        self._due_s = now_s + self._timing.raise_s
+
+    def _use(self, now_s: float) -> None:
+        self.state = State.UP
+        self.moved(now_s)
+        self._session.usable(self._index, True)
+        logger.info("rail %d (%s) is up, attempt %d", self._index, self.queue_pair.device, self._attempt)
+
+    def _fence(self, now_s: float) -> None:
+        self._session.collect(self._index)  # resetting may drop completions
+        self._try(self.queue_pair.reset)
+        self._session.collect(self._index)
+        self.state = State.FENCED
+        below, beyond = self._session.received()
+        fence = Fenced(rail=self._index, attempt=self._attempt, below=below, beyond=beyond, cause=self.cause)
+        self._session.say(fence)
+        if self._peer_fence is not None:
+            self._settle(now_s)
+
+    def _settle(self, now_s: float) -> None:
+        assert self._peer_fence is not None
+        self.state = State.DOWN
+        self._due_s = now_s + self._pause_s
+        self._session.settle(self._index, self._peer_fence.below, self._peer_fence.beyond)
+
+    def _attempting(self, act: Callable[[], object], now_s: float) -> None:
+        try:
+            act()
+        except QueuePairError as cause:
+            self.give_up(str(cause), now_s)
+
+    def _try(self, act: Callable[[], Result]) -> Result | None:
+        """Where failing changes nothing: the rail is down, or on its way there."""
+        try:
+            return act()
+        except QueuePairError as cause:
+            self.cause = f"{self.cause}; {cause}" if self.state is State.FENCING else str(cause)
+            return None

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of benchmarks/control_plane.py, which take a line of input for each iteration and answer with one:
+
+control_plane_rank.py serve
+control_plane_rank.py rank PORT LANES STAGES NUMBER
+control_plane_rank.py others PORT RANKS NBYTES REPLICA...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from adaptra_megatron.control.control_loop import PlanExchange, exchange_place
+from adaptra_megatron.control.decision_reader import decision_key
+from adaptra_megatron.control.decision_writer import DELAY
+from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
+from adaptra_megatron.control.order.plans import Layout
+from adaptra_megatron.control.planner_process.keeper import PlannerKeeper
+from adaptra_megatron.control.planner_process.messages import Begin
+from adaptra_megatron.control.rounds import count_key, round_key
+from adaptra_megatron.job.control_store import ControlStore
+from adaptra_megatron.job.layout import Introduction, JobLayout, layout_of
+from adaptra_megatron.telemetry.records import ActionRecord
+from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
+from adaptra_megatron.transport.paths import Path as LinkPath
+
+SECRET = b"s" * 32
+ITERATION_S, MICRO_BATCHES, ACTION_S = 10.0, 32, 0.1
+SLOW_S = 0.5
+"""Delay of a link that turns slow: five actions."""
+
+Recorded = tuple[Sequence[ActionRecord], tuple[Sequence[MessageTimes], Sequence[MessageTimes]]]
+"""One rank's actions, and messages sent and received."""
+
+
+def layout_for(lanes: int, stages: int, rank: int) -> JobLayout:
+    """One replica: ranks of a stage are neighbours."""
+    introductions = [
+        Introduction(stage * lanes + lane, lane, stage, [stage * lanes], "host", f"boot{stage}/net", "bench")
+        for stage in range(stages)
+        for lane in range(lanes)
+    ]
+    return layout_of(introductions, rank)
+
+
+def recorded(stage: int, stages: int, slow: bool = False) -> Recorded:
+    """One rank's iteration; every action lasts ACTION_S. `slow`: whether what comes from the stage before is late."""
+    records, sent, received = [], [], []
+    for micro_batch in range(MICRO_BATCHES):
+        begin_s = 3 * ACTION_S * micro_batch + ACTION_S * stage
+        for place, kind in enumerate("FIW"):
+            at_s = begin_s + place * ACTION_S
+            records.append(ActionRecord(0, stage, kind, 0, micro_batch, at_s, at_s, at_s + ACTION_S))
+        for direction, target, source in (
+            (Direction.ACTIVATION, stage + 1, stage - 1),
+            (Direction.GRADIENT, stage - 1, stage + 1),
+        ):
+            key = MessageKey(0, direction, 0, micro_batch)
+            out_s = begin_s + ACTION_S
+            if 0 <= target < stages:
+                sent.append(MessageTimes(key, target, out_s, out_s, 1 << 24, LinkPath.DEVICE))
+            if 0 <= source < stages:
+                in_s = out_s + ACTION_S * (source - stage) + 1e-3
+                in_s += SLOW_S if slow and direction is Direction.ACTIVATION else 0.0
+                received.append(MessageTimes(key, source, -1.0, in_s, 1 << 24, LinkPath.DEVICE))
+    return records, (sent, received)
+
+
+def measured(lane: int, stage: int, stages: int, slow: bool = False) -> StageMeasurement:
+    """The same, condensed."""
+    return stage_measurement(lane, stage, MICRO_BATCHES, *recorded(stage, stages, slow), 0.0)
+
+
+def of_iteration(template: StageMeasurement, iteration: int) -> StageMeasurement:
+    """The same in another iteration."""
+    start_s, end_s = template.span_s
+    begin_s = ITERATION_S * iteration
+    return replace(template, iteration=iteration, span_s=(begin_s + start_s, begin_s + end_s))
+
+
+def connected(port: int) -> TCPStore:
+    """A client of the store."""
+    return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+
+
+class Silent:
+    """Keeps no events."""
+
+    def log(self, event: Any) -> None:
+        pass
+
+
+def serve() -> None:
+    """The process of the store: says its port, and ends with its input."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    say(store.port)
+    sys.stdin.read()
+
+
+def rank(port: int, lanes: int, stages: int, number: int) -> None:
+    """A training process, but for the training: a line of input is an iteration that it has measured.
+
+    After the last rank, one that does all of this but exchange anything: what this program itself takes.
+    """
+    idle = number == lanes * stages
+    job = layout_for(lanes, stages, number - idle)
+    control, planner = ControlStore(connected(port), SECRET, "bench"), None
+    if job.rank == job.leader:
+        seal = control.seal(exchange_place(job))
+        begin = Begin(
+            secret=SECRET.hex(),
+            place=seal.place,
+            layout=Layout(stages=stages, chunks=1, group_size=None, can_split=True),
+            measures_memory=False,
+            policy="adapt",
+            max_in_flight=2.0 * stages,
+            plan_csv=None,
+            costs_json=None,
+            paths=None,
+            log_level=0,
+        )
+        planner = PlannerKeeper(begin, Silent(), lambda: 0, tuple)
+    exchange = PlanExchange(control, job, planner, 60.0)
+    lane, stage = job.workers[job.rank].lane, job.cell.stage
+    records, times = recorded(stage, stages)
+    measurement = measured(lane, stage, stages)
+    for line in sys.stdin:
+        iteration = int(line)
+        if not idle:
+            if iteration >= DELAY:
+                exchange.decision(iteration)
+            exchange.early_decision(iteration + 1)
+            measurement = stage_measurement(lane, stage, MICRO_BATCHES, records, times, 0.0)
+        measurement = of_iteration(measurement, iteration)
+        if not idle:
+            exchange.post(iteration, measurement)
+        say(json.dumps({"cpu_s": time.process_time(), "planner": None if planner is None else planner.process_id}))
+    exchange.close()
+
+
+def others(port: int, ranks: int, replicas: Sequence[int], nbytes: int) -> None:
+    """All requests of other replicas' ranks; a line of input is an iteration of theirs."""
+    store, entry, decision = connected(port), "m" * nbytes, b"d" * 4096
+    for line in sys.stdin:
+        iteration = int(line)
+        for replica in replicas:
+            place = f"other/{replica}/"
+            for number in range(1, ranks):
+                store.append(place + round_key(iteration), entry)
+                store.append(place + count_key(iteration), "+")
+                if number % 2:
+                    store.compare_set(place + decision_key(iteration), "?", "?")
+            for _ in range(3):
+                store.compare_set(place + count_key(iteration), "?", "?")
+            store.compare_set(place + round_key(iteration), "?", "?")
+            store.set(place + decision_key(iteration), decision)
+            for _ in range(1, ranks):
+                store.compare_set(place + decision_key(iteration), "?", "?")
+            for key in (round_key(iteration), count_key(iteration), decision_key(iteration)):
+                store.delete_key(place + key)
+        say("done")
+
+
+def say(text: object) -> None:
+    """A line of output, at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def main(role: str, *numbers: int) -> None:
+    """The process of one role."""
+    if role == "serve":
+        serve()
+    elif role == "rank":
+        rank(*numbers)
+    else:
+        port, ranks, nbytes, *replicas = numbers
+        others(port, ranks, replicas, nbytes)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

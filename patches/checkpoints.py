@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches of megatron.training, where that is what trains: a script of its own may save as it likes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from adaptra_megatron.patches.table import SUPPORTED, Patch
+
+if TYPE_CHECKING:
+    from adaptra_megatron.runtime.runtime import AdaptraRuntime
+
+
+def _save(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def save_checkpoint(*given: Any, **keywords: Any) -> Any:
+        return runtime.save(functools.partial(stock, *given, **keywords))
+
+    return save_checkpoint
+
+
+PATCHES = (
+    Patch(
+        identity="save-checkpoint",
+        target="megatron.training.training:save_checkpoint",
+        versions=SUPPORTED,
+        parameters=("iteration", "model", "optimizer", "opt_param_scheduler"),
+        reason="where ranks have died, those that live write the checkpoint as if they were all; and again if one dies",
+        replace=_save,
+    ),
+)

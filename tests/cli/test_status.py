@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`adaptra status` on made-up logs."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.made_up.runs import write_events, write_replicas
+
+from adaptra_megatron.cli.main import main
+from adaptra_megatron.telemetry.events.events import (
+    Event,
+    Fault,
+    IterationsTimed,
+    LinkDetection,
+    PathChanged,
+    PlanSwitched,
+    RanksLost,
+    RoutesChosen,
+    StageDetection,
+)
+
+HEALTHY = IterationsTimed(first=0, seconds=[9.0, *[2.0] * 9])
+SLOW_LINK = LinkDetection(source=0, target=1, before="healthy", after="slow", reason="80 ms", since_iteration=4)
+LOST = RanksLost(
+    epoch=1,
+    ranks={"rank 4 (stage 1 on node7)": "exit status -9"},
+    dead_cells=["1.1"],
+    live=8,
+    seconds=0.75,
+    moved=((1, 1, 0, 3), (1, 1, 2, 3)),
+)
+
+
+def status(directory: Path, capsys: pytest.CaptureFixture[str], *, age_s: float = 0.0) -> dict[str, list[str]]:
+    """The lines by their names."""
+    for path in directory.glob("events-*"):
+        os.utime(path, (time.time() - age_s,) * 2)
+    assert main(["status", str(directory)]) == 0
+    found: dict[str, list[str]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        name, text = line.split(": ", 1)
+        found.setdefault(name, []).append(text.strip())
+    return found
+
+
+def test_a_healthy_run_has_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_events(tmp_path, [(HEALTHY, 9), (PlanSwitched(number=1, before=0), 10)], ended=False)
+    said = status(tmp_path, capsys)
+    assert re.fullmatch(r"1 replica of 3 stages; runs, wrote \S+ .?s ago", said.pop("run")[0])
+    assert said == {
+        "speed": ["iteration 10, 2.00 s each (median of the last 1), plan 1 since iteration 10"],
+        "to do": ["nothing"],
+    }
+
+
+def test_what_is_slow_is_named_until_it_heals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = StageDetection(stage=2, before="healthy", after="slow", reason="1.4 times as long", pipeline=3)
+    moved = PathChanged(source=0, target=1, before="device", after="host", cause="no answer", failover=True)
+    routes = RoutesChosen(number=1, reason="stage 2 gives 3 micro-batches", moved=((2, 0, 1, 3),))
+    fault = Fault(what="delegate restarted", detail="it died")
+    events: list[tuple[Event, int]] = [(HEALTHY, 9), (SLOW_LINK, 6), (stage, 7), (moved, 7), (routes, 8), (fault, 9)]
+    write_events(tmp_path, events, ended=False)
+    said = status(tmp_path, capsys)
+    assert said["slow"] == [
+        "link 0→1 is slow since iteration 4: 80 ms",
+        "stage 2 of the pipeline of rank 3 is slow since iteration 7: 1.4 times as long",
+    ]
+    assert said["paths"] == ["link 0→1 of rank 0 takes the host path since iteration 7: no answer"]
+    assert said["routes"] == ["stage 2 gives 3 micro-batches"]
+    assert said["faults"] == ["delegate restarted: it died"]
+    assert [line.split()[3] for line in said["to do"]] == ["network", "GPUs", "RNICs,"]
+    well = replace(SLOW_LINK, before="slow", after="healthy")
+    back = replace(moved, before="host", after="device", failover=False)
+    write_events(tmp_path, [*events, (well, 10), (back, 10)], ended=False)
+    assert {"slow", "paths"} & status(tmp_path, capsys).keys() == {"slow"}
+
+
+def test_dead_ranks_are_named_with_what_they_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    after = IterationsTimed(first=10, seconds=[5.0, 2.5, 2.5])
+    write_replicas(tmp_path, 3, [(SLOW_LINK, 6), (HEALTHY, 9), (LOST, 10), (after, 12)])
+    said = status(tmp_path, capsys)
+    assert said["run"][0].startswith("3 replicas of 3 stages, 9 ranks; runs")
+    assert said["speed"] == ["iteration 12, 2.50 s each (median of the last 2)"]
+    (dead,) = said["dead"]
+    assert re.fullmatch(
+        r"rank 4 \(stage 1 on node7\) \(exit status -9\) since iteration 10, [-0-9]{10} [:0-9]{8}: 750 ms until "
+        r"redone, then 2\.50 s an iteration instead of 2\.00 s",
+        dead,
+    )
+    assert said["routes"] == ["stage 1 of replica 1: 3 at replica 0 and 3 at replica 2, in each iteration"]
+    assert said["to do"][0].startswith("nothing at once: restart from the latest checkpoint")
+    assert said["slow"][-1].startswith("(as before the first death")
+
+
+def test_a_stage_that_has_one_cell_left_is_urgent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_replicas(tmp_path, 3, [(HEALTHY, 9), (LOST, 10), (replace(LOST, dead_cells=["0.1", "1.1"]), 11)])
+    said = status(tmp_path, capsys)
+    assert len(said["dead"]) == 2
+    assert said["to do"][0].startswith("restart soon, with what died replaced: stage 1 has one cell left")
+
+
+def test_a_run_that_is_silent_or_has_ended_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_events(tmp_path, [(HEALTHY, 9)], ended=False)
+    assert "runs, wrote" in status(tmp_path, capsys, age_s=100.0)["run"][0]
+    said = status(tmp_path, capsys, age_s=1000.0)
+    assert "silent for 1,000 s" in said["run"][0]
+    assert said["to do"][0].startswith("look at the first rank whose log stops")
+    write_events(tmp_path / "ended", [(HEALTHY, 9)])
+    assert "ended 1,000 s ago: training finished" in status(tmp_path / "ended", capsys, age_s=1000.0)["run"][0]
+
+
+def test_of_many_lines_of_a_kind_the_latest_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_events(tmp_path, [(Fault(what=f"fault {number}", detail="x"), 1) for number in range(20)], ended=False)
+    faults = status(tmp_path, capsys)["faults"]
+    assert faults == ["12 more are in the log; the latest:", *(f"fault {number}: x" for number in range(12, 20))]
+
+
+def test_a_directory_without_a_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path)]) == 2
+    assert "name the --adaptra-trace-dir of a job" in capsys.readouterr().err
+    (tmp_path / "events-00000.jsonl").write_text("{\n")
+    assert main(["status", str(tmp_path)]) == 2
+    assert "line 1: no JSON" in capsys.readouterr().err

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which schedule runs: from a file, from given costs, stock's while measuring, a new one where it pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.four_stages import FOUR, WHOLE, costs
+
+from adaptra_megatron.config import AdaptraConfig, ConfigError
+from adaptra_megatron.control.order.plans import Layout, PlanBook, PlanMismatchError
+from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.schedule.checks import check_schedule
+from adaptra_megatron.schedule.classic import forward_only, gpipe, one_f_one_b, stock_order
+from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.planner import PlanError, plan
+from adaptra_megatron.schedule.simulator import peak_in_flight
+from adaptra_megatron.schedule.weight_delays import split_backward, split_every_other
+
+INTERLEAVED = Layout(stages=4, chunks=2, group_size=None, can_split=True)
+COSTS: dict[str, Any] = {
+    "stages": 4,
+    "micro_batches": 3,
+    "forward_s": 1.0,
+    "backward_input_s": 1.0,
+    "backward_weight_s": 1.0,
+}
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Any:
+    """Writes a schedule or costs to a file."""
+
+    def write(content: Schedule | dict[str, Any] | str) -> Path:
+        path = tmp_path / "given"
+        if isinstance(content, Schedule):
+            content = schedule_to_csv(content)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    return write
+
+
+def held(schedule: Schedule) -> float:
+    return max(peak_in_flight(schedule, 0.0))
+
+
+class TestPlanFromFile:
+    def test_it_runs_as_it_is(self, given: Any) -> None:
+        schedule = split_backward(gpipe(4, 9), 2)
+        book = PlanBook(AdaptraConfig(plan_csv=given(schedule)), FOUR)
+        assert book.schedule_for(9) == schedule
+        assert book.number == 1
+        assert not book.adapts
+
+    @pytest.mark.parametrize("layout", [dataclasses.replace(FOUR, stages=2), INTERLEAVED])
+    def test_it_is_for_the_pipeline_that_runs(self, given: Any, layout: Layout) -> None:
+        path = given(one_f_one_b(4, 8))
+        with pytest.raises(ConfigError, match=f"--adaptra-plan-csv {path}"):
+            PlanBook(AdaptraConfig(plan_csv=path), layout)
+
+    def test_it_is_for_one_number_of_micro_batches(self, given: Any) -> None:
+        book = PlanBook(AdaptraConfig(plan_csv=given(one_f_one_b(4, 8))), FOUR)
+        with pytest.raises(PlanMismatchError, match="a plan for 8 micro-batches, but an iteration has 6"):
+            book.schedule_for(6)
+
+    def test_it_is_read_anew(self, given: Any) -> None:
+        config = AdaptraConfig(plan_csv=given(one_f_one_b(4, 8)))
+        path = given("0F0,0B0\n1F0\n2F0,2B0\n3F0,3B0\n")
+        with pytest.raises(ConfigError, match=f"--adaptra-plan-csv {path}: stage 1 B.* is missing"):
+            PlanBook(config, FOUR)
+
+    def test_the_cap_counts_only_if_the_user_set_one(self, given: Any) -> None:
+        path = given(gpipe(4, 9))
+        assert PlanBook(AdaptraConfig(plan_csv=path), FOUR).enforced_cap(9, 0) is None
+        with pytest.raises(ConfigError, match="its cap is 8"):
+            AdaptraConfig(plan_csv=path, max_in_flight=8)
+        assert PlanBook(AdaptraConfig(plan_csv=path, max_in_flight=9), FOUR).enforced_cap(9, 0) == 9
+
+    def test_split_backwards_under_full_recompute_are_warned_of(
+        self, given: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        schedule = split_backward(one_f_one_b(4, 8))
+        with caplog.at_level(logging.WARNING):
+            PlanBook(AdaptraConfig(plan_csv=given(schedule)), FOUR)
+            assert caplog.text == ""
+            PlanBook(AdaptraConfig(plan_csv=given(schedule)), WHOLE)
+        assert "splits backwards under full recompute" in caplog.text
+
+
+class TestPlanFromGivenCosts:
+    def test_it_is_planned_for_each_number_of_micro_batches(self, given: Any) -> None:
+        book = PlanBook(AdaptraConfig(costs_json=given({**COSTS, "max_in_flight": 4})), FOUR)
+        assert not book.adapts
+        for micro_batches in (12, 8):
+            expected = plan(costs(micro_batches)).schedule
+            assert book.schedule_for(micro_batches) == expected
+            assert book.schedule_for(micro_batches) is book.schedule_for(micro_batches)
+            planned_for = book.planned_for(micro_batches)
+            assert planned_for is not None
+            assert (planned_for.micro_batches, planned_for.links) == (micro_batches, {})
+        assert book.number == 2
+
+    @pytest.mark.parametrize(
+        ("in_costs", "flag", "enforced"), [(None, None, 4.0), (7, None, 7.0), (7, 3, 3.0), (None, 6, 6.0)]
+    )
+    def test_the_cap_is_the_flags_then_the_costs_then_stocks(
+        self, given: Any, in_costs: float | None, flag: float | None, enforced: float
+    ) -> None:
+        slow = [{"from": 1, "to": 2, "latency_s": 9.0}, {"from": 2, "to": 1, "latency_s": 9.0}]
+        path = given({**COSTS, "links": slow, "max_in_flight": in_costs})
+        book = PlanBook(AdaptraConfig(costs_json=path, max_in_flight=flag), FOUR)
+        assert held(book.schedule_for(12)) == enforced, "a slow link makes room worth using"
+        assert [book.enforced_cap(12, stage) for stage in range(4)] == [enforced] * 4
+
+    def test_without_split_no_backward_is_split(self, given: Any) -> None:
+        path = given(COSTS)
+        assert PlanBook(AdaptraConfig(costs_json=path), FOUR).schedule_for(12).splits_backward
+        assert not PlanBook(AdaptraConfig(costs_json=path), WHOLE).schedule_for(12).splits_backward
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            ({**COSTS, "stages": 2}, "is for 2 stages, but this pipeline has 4"),
+            ({**COSTS, "chunks": 2}, "is for 2 chunks per stage, but this pipeline has 1"),
+        ],
+    )
+    def test_costs_for_another_pipeline_are_refused(self, given: Any, content: Any, said: str) -> None:
+        config = AdaptraConfig(costs_json=given(content))
+        with pytest.raises(ConfigError, match=f"--adaptra-costs {config.costs_json} {said}"):
+            PlanBook(config, FOUR)
+
+
+class TestWithoutAPlan:
+    @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED, WHOLE])
+    def test_observe_keeps_stocks_order_whatever_it_holds(self, layout: Layout) -> None:
+        book = PlanBook(AdaptraConfig(policy="observe"), layout)
+        assert book.schedule_for(8) == stock_order(4, 8, layout.chunks)
+        assert book.enforced_cap(8, 0) is None
+        assert not book.adapts
+
+    def test_measuring_starts_with_stocks_order_and_every_other_backward_split(self) -> None:
+        for layout in (FOUR, INTERLEAVED):
+            book = PlanBook(AdaptraConfig(), layout)
+            assert book.adapts
+            stock = stock_order(4, 8, layout.chunks)
+            assert book.schedule_for(8) == split_every_other(stock)
+            assert book.caps(8) == (held(stock),) * 4
+            assert book.enforced_cap(8, 3) == held(stock)
+            assert book.number == 0
+        assert PlanBook(AdaptraConfig(), WHOLE).schedule_for(8) == one_f_one_b(4, 8)
+
+    @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED, WHOLE])
+    def test_measuring_stays_within_a_cap_below_stocks(self, layout: Layout) -> None:
+        cap = 2.0 * layout.chunks
+        book = PlanBook(AdaptraConfig(max_in_flight=cap), layout)
+        schedule = book.schedule_for(8)
+        check_schedule(schedule, max_in_flight=(cap,) * 4)
+        assert held(stock_order(4, 8, layout.chunks)) > cap
+        assert schedule.splits_backward == layout.can_split
+        assert book.enforced_cap(8, 0) == cap
+
+    def test_a_cap_that_nothing_fits_is_refused(self) -> None:
+        with pytest.raises(PlanError, match="no schedule fits the cap"):
+            PlanBook(AdaptraConfig(max_in_flight=1), INTERLEAVED).schedule_for(8)
+
+    @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED])
+    def test_evaluation_runs_forwards_in_stocks_order(self, layout: Layout) -> None:
+        book = PlanBook(AdaptraConfig(), layout)
+        assert book.evaluation_schedule(8) == forward_only(4, 8, layout.chunks)
+        assert book.evaluation_schedule(8) is book.evaluation_schedule(8)
+
+
+class TestInstalling:
+    def test_an_installed_plan_runs_for_its_number_of_micro_batches(self) -> None:
+        book = PlanBook(AdaptraConfig(), FOUR)
+        schedule = split_backward(one_f_one_b(4, 8), 1)
+        caps = (5.0, 5.0, 5.0, 5.0)
+        book.install(schedule, 3, caps)
+        assert book.schedule_for(8) is schedule
+        assert (book.number, book.enforced_cap(8, 2), book.planned_for(8)) == (3, 5.0, None)
+        book.install(schedule, 4, caps, costs=costs(8))
+        assert book.planned_for(8) == costs(8)
+        assert book.schedule_for(12) == split_every_other(one_f_one_b(4, 12))
+        assert book.planned_for(12) is None
+
+    def test_a_plan_beyond_the_cap_changes_nothing(self) -> None:
+        book = PlanBook(AdaptraConfig(), FOUR)
+        before = book.schedule_for(8)
+        with pytest.raises(ScheduleError, match="its cap is 4"):
+            book.install(gpipe(4, 8), 1, book.caps(8))
+        assert book.schedule_for(8) is before
+        assert (book.number, book.enforced_cap(8, 0)) == (0, 4.0)

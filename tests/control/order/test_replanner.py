@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When measured costs call for another schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import pytest
+from support.four_stages import FOUR, WHOLE, costs
+
+from adaptra_megatron.control.order.replanner import Replanner, material_change
+from adaptra_megatron.schedule.checks import check_schedule
+from adaptra_megatron.schedule.classic import one_f_one_b
+from adaptra_megatron.schedule.costs import Costs, LinkCost
+from adaptra_megatron.schedule.planner import plan
+from adaptra_megatron.schedule.simulator import simulate
+from adaptra_megatron.schedule.weight_delays import split_backward
+
+
+class TestReplanning:
+    CURRENT = split_backward(one_f_one_b(4, 12), 0)
+
+    def test_a_slow_link_is_worth_a_switch(self) -> None:
+        slow = costs(slow_s=2.0)
+        chosen, _made = Replanner(FOUR).decide(slow, self.CURRENT)
+        assert chosen is not None
+        check_schedule(chosen, max_in_flight=(4.0,) * 4)
+        assert simulate(chosen, slow).makespan_s < 0.98 * simulate(self.CURRENT, slow).makespan_s
+
+    def test_decisions_are_deterministic(self) -> None:
+        slow = costs(slow_s=2.0)
+        assert Replanner(FOUR).decide(slow, self.CURRENT)[0] == Replanner(FOUR).decide(slow, self.CURRENT)[0]
+
+    def test_the_best_plan_is_kept_until_costs_change_materially(self) -> None:
+        replanner = Replanner(FOUR)
+        chosen, _made = replanner.decide(costs(slow_s=2.0), self.CURRENT)
+        assert chosen is not None
+        assert replanner.decide(costs(slow_s=2.0), chosen) == (None, None)
+        # Less than a tenth of an action: not even looked at, though the order that ran would lose by far.
+        assert replanner.decide(costs(slow_s=2.09), self.CURRENT) == (None, None)
+        assert replanner.decide(costs(slow_s=2.2), self.CURRENT)[0] is not None
+
+    def test_small_steps_add_up(self) -> None:
+        """Changes count from the costs that were planned for, not from the last ones seen."""
+        replanner = Replanner(FOUR)
+        replanner.decide(costs(slow_s=0.0), self.CURRENT)
+        answers = [replanner.decide(costs(slow_s=0.08 * step), self.CURRENT)[0] for step in range(1, 25)]
+        assert any(answer is not None for answer in answers)
+
+    @pytest.mark.parametrize(("gain", "switches"), [(0.019, False), (0.021, True)])
+    def test_a_gain_below_two_hundredths_is_not_worth_a_switch(
+        self, monkeypatch: pytest.MonkeyPatch, gain: float, switches: bool
+    ) -> None:
+        healthy = costs()
+        now_s = simulate(self.CURRENT, healthy).makespan_s
+        best = dataclasses.replace(plan(healthy), makespan_s=(1.0 - gain) * now_s)
+        monkeypatch.setattr("adaptra_megatron.control.order.replanner.plan", lambda costs, **options: best)
+        assert (Replanner(FOUR).decide(healthy, self.CURRENT)[0] is not None) == switches
+
+    def test_a_plan_for_another_number_of_micro_batches_is_replaced(self) -> None:
+        chosen, _made = Replanner(FOUR).decide(costs(8), self.CURRENT)
+        assert chosen is not None
+        assert chosen.micro_batches == 8
+
+    def test_without_split_the_new_plan_has_whole_backwards(self) -> None:
+        chosen, _made = Replanner(WHOLE).decide(costs(slow_s=2.0, cap=8.0), one_f_one_b(4, 12))
+        assert chosen is not None
+        assert not chosen.splits_backward
+
+    def test_a_finding_is_planned_for_whatever_the_costs_say(self) -> None:
+        replanner = Replanner(FOUR)
+        chosen, first = replanner.decide(costs(slow_s=2.0), self.CURRENT)
+        assert chosen is not None
+        assert first is not None
+        assert (first.reason, first.adopted) == ("first costs", True)
+        again, made = replanner.decide(costs(slow_s=2.0), chosen, ["link 1->2: healthy again", "stage 3: slow"])
+        assert again is None, "there is nothing better"
+        assert made is not None
+        assert (made.reason, made.adopted) == ("link 1->2: healthy again; stage 3: slow", False)
+        assert made.predicted_s == made.current_predicted_s
+
+    def test_without_a_finding_the_event_names_the_cost_that_moved(self) -> None:
+        replanner = Replanner(FOUR)
+        replanner.decide(costs(), self.CURRENT)
+        _chosen, made = replanner.decide(costs(slow_s=2.0), self.CURRENT)
+        assert made is not None
+        assert made.reason == "latency of link 1->2: 2000.0 ms instead of 0.0 ms"
+        _chosen, made = replanner.decide(costs(8, slow_s=2.0), self.CURRENT)
+        assert made is not None
+        assert made.reason == "8 micro-batches instead of 12"
+
+    def test_the_log_says_what_is_gained_and_which_link_is_slow(self, caplog: pytest.LogCaptureFixture) -> None:
+        slow = dataclasses.replace(costs(), links={(0, 1): LinkCost(0.1), (2, 1): LinkCost(3.0)})
+        with caplog.at_level(logging.INFO, logger="adaptra_megatron"):
+            assert Replanner(FOUR).decide(slow, self.CURRENT)[0] is not None
+        assert "slowest link 2->1, 3000.0 ms" in caplog.text
+        assert f"instead of {simulate(self.CURRENT, slow).makespan_s * 1e3:.1f} ms" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("after", "changed"),
+    [
+        (costs(), False),
+        (costs(slow_s=0.099), False),
+        (costs(slow_s=0.11), True),
+        (costs(forward_s=1.09), False),
+        (costs(forward_s=0.85), True),
+        (costs(8), True),
+        (dataclasses.replace(costs(), links={(3, 0): LinkCost(5.0)}), True),
+        (dataclasses.replace(costs(), links={(3, 0): LinkCost(0.0, 0.2)}), True),
+        (dataclasses.replace(costs(), links={(3, 0): LinkCost(0.09, 0.09)}), False),
+        (dataclasses.replace(costs(), links={}), False),
+    ],
+)
+def test_a_change_matters_from_a_tenth_of_the_mean_action(after: Costs, changed: bool) -> None:
+    assert (material_change(costs(), after) is not None) == changed
+    assert (material_change(after, costs()) is not None) == changed

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever planner and training do when: one decision per iteration, and no plan is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptra_megatron.control.decision_writer import DELAY, DecisionWriter
+from adaptra_megatron.control.decisions import Decision, Forecast, LinkName, Order, PackedFigures, Paths, Told
+from adaptra_megatron.telemetry.figures.scalars import JobFigures
+from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
+
+LINKS = (LinkName(0, 0, 1), LinkName(0, 1, 2))
+
+
+def plan(number: int) -> Order:
+    return Order(f"plan {number}", "{}", (4.0,), (0.0,))
+
+
+def play(steps: list[tuple[bool, bool, bool]]) -> tuple[list[tuple[int, Decision]], list[Decision]]:
+    """A step is one iteration of the training: whether the planner has caught up with what was measured by then, and
+    whether it found another order or other paths. Returns what was written, and what the planner decided."""
+    written: list[tuple[int, Decision]] = []
+    writer = DecisionWriter(lambda iteration, decision: written.append((iteration, decision)))
+    number, diverted, decided = 0, (), []
+    for iteration, (plans, order, paths) in enumerate(steps):
+        if iteration >= DELAY:
+            assert writer.needed(iteration) == written[-1][1] or writer.published(iteration) is not None
+        if plans and iteration > 0:
+            number += order or paths
+            diverted = LINKS[: (len(diverted) + 1) % 3] if paths else diverted
+            decision = Decision(number, plan(number) if order else None, paths=Paths(diverted))
+            decided.append(decision)
+            writer.decided(iteration - 1, decision)
+    writer.needed(len(steps) + DELAY)
+    return written, decided
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=40))
+def test_each_iteration_has_one_decision_and_the_latest_one_comes_into_force(
+    steps: list[tuple[bool, bool, bool]],
+) -> None:
+    written, decided = play(steps)
+    assert [iteration for iteration, _ in written] == list(range(DELAY, len(written) + DELAY))
+    numbers = [decision.number for _, decision in written]
+    assert numbers == sorted(numbers)
+    orders = [decision.order for _, decision in written if decision.order is not None]
+    made = [decision.order for decision in decided if decision.order is not None]
+    assert [order for order in made if order in orders] == orders, "each at most once, in their order"
+    if decided:
+        assert written[-1][1].number == decided[-1].number
+        assert written[-1][1].paths == decided[-1].paths
+        assert not made or orders[-1] == made[-1], "the latest order is never lost"
+    for (_, before), (_, after) in zip(written, written[1:], strict=False):
+        changes = after.order is not None or (before.paths or Paths()) != (after.paths or Paths())
+        assert not changes or before.number != after.number, "what changes has a number of its own"
+
+
+def test_a_late_decision_carries_what_came_before_it() -> None:
+    written: list[tuple[int, Decision]] = []
+    writer = DecisionWriter(lambda iteration, decision: written.append((iteration, decision)))
+    assert writer.needed(4) == Decision(0), "nobody has decided anything"
+    asked, later = (Iterations(3, 4),), (Iterations(7, 8),)
+    figures = PackedFigures.of(JobFigures(bubble_fraction=0.5))
+    writer.decided(0, Decision(1, plan(1), Forecast(1.0, 2.0), Paths(), Told(asked)))
+    writer.decided(1, Decision(2, None, Forecast(0.5, 1.0), Paths(LINKS, LINKS), Told(later, figures)))
+    assert writer.in_force == Decision(2, paths=Paths(LINKS))
+    both = Told(asked + later, figures)
+    assert writer.needed(5) == Decision(2, plan(1), Forecast(0.5, 2.0), Paths(LINKS, LINKS), both)
+    assert writer.needed(6) == Decision(2, paths=Paths(LINKS))
+    assert [iteration for iteration, _ in written] == [2, 3, 4, 5, 6]
+
+
+def test_a_later_decision_without_a_section_leaves_it() -> None:
+    first = Decision(1, plan(1), Forecast(1.0, None), Paths(LINKS), Told())
+    assert first.then(Decision(1)) == first
+    assert first.then(Decision(2, plan(2), Forecast(0.5, 1.0))) == Decision(
+        2, plan(2), Forecast(0.5, 1.0), Paths(LINKS), Told()
+    )
+    assert Decision(1).then(first) == first
+
+
+def test_planner_and_training_may_come_at_the_same_moment() -> None:
+    written: list[int] = []
+
+    def write(iteration: int, decision: Decision) -> None:
+        time.sleep(0.0005)
+        written.append(iteration)
+
+    writer, ran = DecisionWriter(write), threading.Semaphore(DELAY)
+
+    def plan() -> None:
+        for iteration in range(100):
+            ran.acquire()
+            writer.decided(iteration, Decision(iteration + 1))
+
+    planner = threading.Thread(target=plan)
+    planner.start()
+    read = []
+    for iteration in range(DELAY, 100 + DELAY):
+        read.append(writer.needed(iteration).number)
+        ran.release()
+    planner.join()
+    assert written == list(range(DELAY, 100 + DELAY))
+    assert read == sorted(read)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job's store that stops answering holds up no training thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from support.made_up.job import SECRET, layout
+from support.made_up.measured_job import MeasuredJob
+from support.timing import judged_by_the_clock
+from torch.distributed import HashStore
+
+from adaptra_megatron.authentication.sealed_store import SealedStore
+from adaptra_megatron.control.control_loop import DELAY
+from adaptra_megatron.control.decision_reader import DecisionReader, decision_key
+from adaptra_megatron.control.decisions import Decision
+from adaptra_megatron.control.leading import Leading
+from adaptra_megatron.control.rounds import SealedRound
+from adaptra_megatron.control.wire_format import encoded
+from adaptra_megatron.job.control_store import ControlStore
+
+
+class Idle:
+    """A planner that nothing gets to."""
+
+    def decide(self, rounds: Sequence[SealedRound]) -> Decision:
+        return Decision(1)
+
+    def close(self) -> None:
+        pass
+
+
+class StoppedStore:
+    """A store whose process is stopped: calls do not return before it goes on."""
+
+    def __init__(self, store: HashStore) -> None:
+        self._store = store
+        self.goes_on = threading.Event()
+        self.struck = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def stopped(*arguments: Any) -> Any:
+            self.struck.set()
+            assert self.goes_on.wait(30.0)
+            return call(*arguments)
+
+        return stopped
+
+
+class StoppedControl(ControlStore):
+    """Whose clients are all stopped."""
+
+    def __init__(self, store: Any, secret: bytes, token: str, stopped: StoppedStore) -> None:
+        super().__init__(store, secret, token)
+        self._stopped = stopped
+
+    def unsealed(self, place: str) -> Any:
+        return self._stopped
+
+
+@pytest.fixture
+def stopped() -> Iterator[StoppedStore]:
+    store = StoppedStore(HashStore())
+    yield store
+    store.goes_on.set()
+
+
+@judged_by_the_clock
+def test_a_decision_is_read_soon_once_the_training_waits_for_it() -> None:
+    store = SealedStore(HashStore(), SECRET, "here")
+    reader = DecisionReader(store, 10.0, "0.0")
+    (measurement, *_others) = MeasuredJob().measure(1.0)
+    reader.post(0, measurement)
+    time.sleep(1.5)  # by now it looks four times per second
+    took_s = []
+    for iteration in range(DELAY, DELAY + 3):
+        threading.Timer(0.02, store.set, (decision_key(iteration), encoded(Decision(iteration)))).start()
+        begun_s = time.monotonic()
+        assert reader.needed(iteration).number == iteration
+        took_s.append(time.monotonic() - begun_s)
+        reader.post(iteration + 1 - DELAY, measurement)
+        time.sleep(0.8)
+    reader.close()
+    assert min(took_s) < 0.1, took_s
+
+
+def test_the_leaders_training_does_not_wait_for_a_stopped_store(stopped: StoppedStore) -> None:
+    leader = Leading(layout([[0, 1]], 0), Idle(), StoppedControl(HashStore(), SECRET, "job", stopped), "exchange")
+    leader.post(0, MeasuredJob().measure(1.0)[0])
+    decided: list[Decision] = []
+    training = threading.Thread(target=lambda: decided.append(leader.decisions.needed(DELAY)), daemon=True)
+    training.start()
+    training.join(5.0)
+    assert stopped.struck.wait(5.0), "the fault did not fire"
+    assert decided == [Decision(0)]
+    stopped.goes_on.set()
+    leader.close()
+    for thread in leader._threads:
+        thread.join(15.0)
+        assert not thread.is_alive(), "it does not end"

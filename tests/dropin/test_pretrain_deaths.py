@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-LM's own pretrain_gpt.py, unmodified, goes on when a rank dies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.pretrain import MOCK_DATA, NO_DROPOUT, needs_megatron_lm, pretrain
+
+from adaptra_megatron.emulation.jobs.outlived import run_outlived
+from adaptra_megatron.emulation.results import relative_distances
+from campaigns.deaths import KILLED, dumped
+
+pytestmark = needs_megatron_lm
+
+ITERATIONS, RANKS = 8, 4
+LAYOUT = ("--pipeline-model-parallel-size", "2", "--train-iters", str(ITERATIONS), "--global-batch-size", "8")
+OURS = ("--adaptra", "--adaptra-reroute", "failures")
+
+
+@pytest.mark.parametrize("dying", [0, 3])
+def test_the_numbers_are_those_of_stock_up_to_rounding(dying: int, tmp_path: Path) -> None:
+    """Ranks: replicas innermost, then stages; both a first stage, which reads tokens, and a last one, whose rank writes
+    the log. Losses of a rank that dies after its commit are in no sum of losses."""
+    same = (*LAYOUT, *MOCK_DATA, *NO_DROPOUT)
+    pretrain(RANKS, tmp_path / "stock", *same)
+    emulated = ("--emulate-death", f"{dying}:3:+15")
+    results = pretrain(
+        RANKS, tmp_path / "ours", *same, *OURS, emulated=emulated, run=run_outlived, CUDA_DEVICE_MAX_CONNECTIONS="8"
+    )
+    assert [result.returncode for result in results] == [KILLED if rank == dying else 0 for rank in range(RANKS)]
+    for rank in set(range(RANKS)) - {dying}:
+        distances = relative_distances(dumped(tmp_path / "stock", rank), dumped(tmp_path / "ours", rank))
+        assert max(share for name, share in distances.items() if name != "losses") <= 1e-5, distances
+        assert distances.get("losses", 0.0) <= 1e-2

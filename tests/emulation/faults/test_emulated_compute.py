@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import dataclasses
+import time
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from adaptra_megatron.emulation.faults import compute as compute_module
+from adaptra_megatron.emulation.faults.compute import EmulatedCompute, EmulationError, parse_compute
+
+F_S, B_S, W_S = 0.02, 0.03, 0.04
+TOLERANCE_S = 0.015
+"""Sleeping may end late on a busy machine, never early."""
+
+
+def compute() -> EmulatedCompute:
+    return EmulatedCompute(forward_s=(F_S, 2 * F_S), backward_input_s=(B_S,), backward_weight_s=(W_S,))
+
+
+def seconds_of(function: Any, *args: Any, **keywords: Any) -> float:
+    """The shortest of three calls apart from each other: only the machine's other work makes a call longer."""
+    times = []
+    for _ in range(3):
+        time.sleep(0.002)
+        started = time.monotonic()
+        function(*args, **keywords)
+        times.append(time.monotonic() - started)
+    return min(times)
+
+
+def assert_lasts(expected_s: float, function: Any, *args: Any, **keywords: Any) -> None:
+    assert expected_s <= seconds_of(function, *args, **keywords) < expected_s + TOLERANCE_S
+
+
+def test_operation_lasts_its_time_and_keeps_its_result() -> None:
+    emulated = compute()
+    operation = emulated.lasting(lambda value: value + 1, lambda value: F_S)
+    assert operation(1) == 2
+    assert_lasts(F_S, operation, 1)
+    assert emulated.counts.calls == 4
+    assert emulated.counts.overruns == 0
+
+
+def test_an_action_is_said_to_last_what_it_lasts_now() -> None:
+    emulated = dataclasses.replace(compute(), slow_down=lambda: 3.0)
+    seconds = [emulated.action_seconds(kind, 1) for kind in "FBIW"]
+    assert seconds == pytest.approx([3 * each_s for each_s in (2 * F_S, B_S + W_S, B_S, W_S)])
+
+
+def test_lateness_of_wake_ups_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late wake-up shortens the call that follows at once by as much; a call after a pause lasts its whole time."""
+    late_s, now_s = 0.0004, [100.0]
+
+    def sleep_until(deadline_s: float) -> None:
+        now_s[0] = max(now_s[0], deadline_s) + late_s
+
+    monkeypatch.setattr(compute_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(compute_module, "sleep_until", sleep_until)
+    operation = compute().lasting(lambda: None, lambda: F_S)
+    for _ in range(10):
+        operation()
+    assert now_s[0] - 100.0 == pytest.approx(10 * F_S + late_s)
+    now_s[0] += 0.01
+    paused_s = now_s[0]
+    operation()
+    assert now_s[0] - paused_s == pytest.approx(F_S + late_s)
+
+
+def test_longer_real_work_is_counted_as_overrun() -> None:
+    emulated = compute()
+    emulated.lasting(lambda: time.sleep(0.02), lambda: 0.005)()
+    assert emulated.counts.overruns == 1
+    assert emulated.counts.worst_overrun_s > 0.01
+
+
+def test_exception_passes_and_leaves_the_next_call_timed() -> None:
+    emulated = compute()
+    with pytest.raises(ZeroDivisionError):
+        emulated.lasting(lambda: 1 // 0, lambda: 0.0)()
+    assert_lasts(F_S, emulated.lasting(lambda: None, lambda: F_S))
+
+
+def test_only_the_outer_of_nested_operations_counts() -> None:
+    emulated = compute()
+    inner = emulated.lasting(lambda: None, lambda: 10.0)
+    assert_lasts(B_S, emulated.lasting(inner, lambda: B_S))
+
+
+def stock_schedules() -> ModuleType:
+    """Functions with the signatures of Megatron 0.16.1's."""
+
+    def forward_step(forward_step_func: Any, model: Any, vp_stage: int | None = None) -> Any:
+        return SimpleNamespace(), 0
+
+    def backward_step(
+        input_tensor: Any, output_tensor: Any, output_tensor_grad: Any, model_type: Any, config: Any
+    ) -> None:
+        assert output_tensor is not None
+
+    module = ModuleType("schedules")
+    module.forward_step = forward_step  # type: ignore[attr-defined]
+    module.backward_step = backward_step  # type: ignore[attr-defined]
+    return module
+
+
+def test_stock_functions_last_the_time_of_their_chunk_until_undone() -> None:
+    schedules: Any = stock_schedules()
+    stock = (schedules.forward_step, schedules.backward_step)
+    per_chunk = EmulatedCompute(forward_s=(F_S, 2 * F_S), backward_input_s=(B_S, 0.0), backward_weight_s=(W_S, F_S))
+    with per_chunk.install_on_stock(schedules):
+        assert_lasts(F_S, schedules.forward_step, None, None)
+        assert_lasts(2 * F_S, schedules.forward_step, None, None, vp_stage=1)
+        for chunk, expected_s in ((0, B_S + W_S), (1, F_S)):
+            output, _ = schedules.forward_step(None, None, vp_stage=chunk)
+            assert_lasts(expected_s, schedules.backward_step, None, output, None, None, None)
+    assert (schedules.forward_step, schedules.backward_step) == stock
+
+
+def test_computation_lasts_less_when_its_backward_is_split() -> None:
+    class Computation:
+        def forward(self, chunk: int, micro_batch: int, input_tensor: Any) -> str:
+            return "output"
+
+        def backward(self, chunk: int, micro_batch: int, *tensors: Any, split: bool) -> str:
+            return "gradient"
+
+        def weight_gradient(self, chunk: int, micro_batch: int) -> None:
+            pass
+
+    computation: Any = compute().decorate(Computation())  # type: ignore[arg-type]
+    assert computation.forward(0, 0, None) == "output"
+    assert computation.backward(0, 0, None, None, None, split=True) == "gradient"
+    assert_lasts(2 * F_S, computation.forward, 1, 0, None)
+    assert_lasts(B_S, computation.backward, 0, 0, None, None, None, split=True)
+    assert_lasts(B_S + W_S, computation.backward, 0, 0, None, None, None, split=False)
+    assert_lasts(W_S, computation.weight_gradient, 0, 0)
+
+
+def test_short_sequences_last_less() -> None:
+    class Computation:
+        def forward(self, chunk: int, micro_batch: int, input_tensor: Any) -> torch.Tensor:
+            return torch.zeros(4 * (1 + micro_batch), 1, 8) if input_tensor is None else torch.zeros(())
+
+        def backward(self, chunk: int, micro_batch: int, *tensors: Any, split: bool) -> None:
+            pass
+
+        def weight_gradient(self, chunk: int, micro_batch: int) -> None:
+            pass
+
+    emulated = dataclasses.replace(compute(), full_length=8)
+    first, last = (emulated.decorate(Computation()) for _ in range(2))  # type: ignore[arg-type]
+    for micro_batch, share in ((0, 0.5), (1, 1.0)):
+        assert_lasts(share * F_S, first.forward, 0, micro_batch, None)
+        assert_lasts(share * F_S, last.forward, 0, micro_batch, torch.zeros(4 * (1 + micro_batch), 1, 8))
+        assert_lasts(share * B_S, last.backward, 0, micro_batch, None, None, None, split=True)
+        assert_lasts(share * W_S, first.weight_gradient, 0, micro_batch)
+
+
+def test_parsing() -> None:
+    for stage in range(2):
+        parsed = parse_compute("20,30,10", stage=stage, stages=2)
+        assert parsed.forward_s == (0.02,)
+        assert parsed.backward_seconds() == pytest.approx(0.04)
+        assert parsed.backward_seconds(split=True) == pytest.approx(0.03)
+    assert parse_compute("1,2,3;4,5,6", stage=1, stages=2).forward_s == (0.004,)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("1,2", "is not F,B,W"), ("1,2,x", "is not F,B,W"), ("1,2,3;1,2,3", "2 triples"), ("1,2,-3", "below 0")],
+)
+def test_wrong_text_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(EmulationError, match=reason):
+        parse_compute(text, stage=0, stages=3)

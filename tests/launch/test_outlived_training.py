@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`adaptra launch --no-kill` and a training that goes on when one of its ranks is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launches import Launches
+
+from adaptra_megatron.emulation.results import relative_distances
+from campaigns.deaths import TRAIN_GPT, WITHIN, Layout, dumped
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_rank_that_stands_still_is_ended_and_outlived(launches: Launches, tmp_path: Path) -> None:
+    """It is stopped: its process lives, and its host reports."""
+    layout = Layout(2, 2, adaptra=f"{Layout.adaptra} --adaptra-timeout-s 5")
+    arguments = layout.arguments(tmp_path / "stopped", ["1:3:1:stop"])
+    launched = launches.launch("--nproc-per-node", 4, "--no-kill", TRAIN_GPT, *arguments)
+    assert launched.wait(120) == 0, launched.output
+    assert "rank 1 (stage 0 on" in launched.output
+    assert "no answer for 10.0 s" in launched.output
+    assert "stood still: 3 other ranks waited for 10.0 s, and was killed by SIGKILL" in launched.output
+    assert "what was under way has been redone" in launched.output
+    assert {path.name for path in (tmp_path / "stopped").glob("rank*.pt")} == {"rank0.pt", "rank2.pt", "rank3.pt"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_killed_rank_is_outlived(launches: Launches, tmp_path: Path) -> None:
+    layout, launched = Layout(2, 2), []
+    for name, deaths in (("peace", []), ("death", ["1:3:+20"])):
+        arguments = layout.arguments(tmp_path / name, deaths)
+        launched.append(launches.launch("--nproc-per-node", 4, "--no-kill", TRAIN_GPT, *arguments))
+        assert launched[-1].wait(120) == 0, launched[-1].output
+    assert "what was under way has been redone" in launched[1].output
+    assert not (tmp_path / "death" / "rank1.pt").exists()
+    for rank in (0, 2, 3):
+        distances = relative_distances(dumped(tmp_path / "peace", rank), dumped(tmp_path / "death", rank))
+        assert all(far <= WITHIN[each] for each, far in distances.items()), distances

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the coordinator makes of reports, without processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from adaptra_megatron.launch.records import Ending, HostReport, Start
+from adaptra_megatron.launch.roster import Policy, Roster
+
+POLICY = Policy(no_kill=True, min_ranks=1, heartbeat_timeout_s=5.0, join_timeout_s=60.0)
+
+
+def ending(local_rank: int, exit_code: int, at_s: float = 0.0) -> Ending:
+    return Ending(local_rank, 100 + local_rank, exit_code, at_s, "  log: there")
+
+
+class Job:
+    """Hosts that report every second while they live, and the roster."""
+
+    def __init__(self, policy: Policy, *nprocs: int) -> None:
+        self.roster = Roster(len(nprocs), policy, 0.0)
+        self.reports = {node: HostReport(f"host{node}", nproc) for node, nproc in enumerate(nprocs)}
+        self.silent: set[int] = set()
+        self.now_s = 0.0
+
+    def second(self) -> None:
+        """In steps that a running coordinator takes."""
+        for _ in range(2):
+            self.now_s += 0.5
+            for node, report in self.reports.items():
+                if node not in self.silent:
+                    self.reports[node] = replace(report, beat=report.beat + 1)
+                self.roster.observe(node, self.reports[node], self.now_s)
+            self.roster.decide(self.now_s, 1000.0 + self.now_s)
+
+    def ends(self, node: int, *endings: Ending) -> None:
+        self.reports[node] = replace(self.reports[node], endings=self.reports[node].endings + endings)
+        self.second()
+
+    @property
+    def epoch(self) -> int:
+        assert self.roster.membership is not None
+        return self.roster.membership.epoch
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        assert self.roster.membership is not None
+        return self.roster.membership.live
+
+    @property
+    def outcome(self) -> tuple[bool, str]:
+        assert self.roster.outcome is not None
+        return self.roster.outcome.failed, self.roster.outcome.text
+
+
+def test_ranks_are_numbered_by_node_rank_once_all_hosts_have_come() -> None:
+    roster = Roster(2, POLICY, 0.0)
+    roster.observe(1, HostReport("b", 3), 0.0)
+    roster.decide(0.0, 0.0)
+    assert roster.start is None
+    roster.observe(0, HostReport("a", 2), 0.1)
+    roster.decide(0.1, 0.1)
+    assert roster.start == Start((0, 2), 5)
+
+
+def test_deaths_of_one_moment_are_one_epoch_and_none_is_counted_twice() -> None:
+    job = Job(POLICY, 4, 4)
+    job.second()
+    job.ends(1, ending(0, -9), ending(3, 1))
+    assert (job.epoch, job.live) == (1, (0, 1, 2, 3, 5, 6))
+    job.second()
+    job.ends(0, ending(2, -11))
+    assert (job.epoch, job.live) == (2, (0, 1, 3, 5, 6))
+    assert job.roster.membership is not None
+    assert [(each.rank, each.epoch, each.why) for each in job.roster.membership.left] == [
+        (4, 1, "was killed by SIGKILL"),
+        (7, 1, "ended with exit status 1"),
+        (2, 2, "was killed by SIGSEGV"),
+    ]
+
+
+def test_a_silent_host_is_lost_with_its_ranks_that_had_not_ended_and_stays_so() -> None:
+    job = Job(POLICY, 2, 2)
+    job.second()
+    job.ends(1, ending(0, 0))
+    job.silent.add(1)
+    for _ in range(5):
+        job.second()
+        assert job.epoch == 0
+    job.second()
+    assert (job.epoch, job.live) == (1, (0, 1, 2))
+    job.silent.clear()
+    job.second()
+    assert (job.epoch, list(job.roster.lost)) == (1, [1])
+    job.ends(0, ending(0, 0), ending(1, 0))
+    failed, text = job.outcome
+    assert not failed
+    assert "host host1 (node rank 1) has been silent for 5" in text
+
+
+def test_silence_is_not_counted_while_the_coordinator_itself_stood_still() -> None:
+    job = Job(POLICY, 1, 1)
+    job.second()
+    job.silent |= {0, 1}
+    job.now_s += 3600.0
+    job.second()
+    assert not job.roster.lost
+
+
+def test_the_end_of_the_last_rank_is_a_success_only_if_enough_have_ended_well() -> None:
+    job = Job(replace(POLICY, min_ranks=3), 4)
+    job.second()
+    job.ends(0, ending(0, 1))
+    job.ends(0, ending(1, 0), ending(2, 0))
+    assert job.roster.outcome is None
+    job.ends(0, ending(3, 2))
+    failed, text = job.outcome
+    assert failed
+    assert text.startswith("2 ranks are left, fewer than the 3")
+
+
+def test_without_no_kill_the_first_failure_is_named_by_its_time() -> None:
+    job = Job(replace(POLICY, no_kill=False), 2, 2)
+    job.second()
+    job.reports[0] = replace(job.reports[0], endings=(ending(1, -6, at_s=12.0),))
+    job.ends(1, ending(0, 1, at_s=11.0))
+    failed, text = job.outcome
+    assert failed
+    assert text.startswith("rank 2 on host host1 was the first to end: it ended with exit status 1; then ranks 1")
+    assert job.epoch == 0
+
+
+def test_a_launcher_that_is_sent_away_ends_the_job_unless_the_others_go_on() -> None:
+    for no_kill, node in ((False, 1), (True, 0)):
+        job = Job(replace(POLICY, no_kill=no_kill), 1, 1)
+        job.second()
+        job.reports[node] = replace(job.reports[node], leaving="received SIGTERM")
+        job.second()
+        assert job.outcome[0]
+        assert f"the launcher of host host{node} (node rank {node}) received SIGTERM" in job.outcome[1]
+    job = Job(POLICY, 1, 1)
+    job.second()
+    gone = (replace(ending(0, 0), asked=True),)
+    job.reports[1] = replace(job.reports[1], leaving="received SIGTERM", left=True, endings=gone)
+    job.second()
+    assert (job.epoch, job.live, job.roster.outcome) == (1, (0,), None)
+
+
+def test_a_host_that_dies_before_all_have_come_ends_the_wait() -> None:
+    roster = Roster(2, POLICY, 0.0)
+    for step in range(12):
+        roster.observe(1, HostReport("b", 1), step * 0.5)
+        roster.decide(step * 0.5, 0.0)
+    assert roster.outcome is not None
+    assert "before all hosts had come" in roster.outcome.text
+
+
+def test_a_rank_that_stood_still_is_lost_for_that() -> None:
+    job = Job(POLICY, 2)
+    job.second()
+    job.roster.stalled[1] = "stood still: 1 other ranks waited for 10.0 s"
+    job.ends(0, ending(1, -9))
+    assert job.live == (0,)
+    assert job.roster.membership is not None
+    assert job.roster.membership.left[0].why == (
+        "stood still: 1 other ranks waited for 10.0 s, and was killed by SIGKILL"
+    )

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each feature that the executor cannot run is refused by name, with a remedy, before anything is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import TransformerConfig
+
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.runtime.megatron.linear_wgrad import WeightGradientQueue
+from adaptra_megatron.runtime.megatron.megatron_call import pipeline_call
+from adaptra_megatron.runtime.megatron.refusals import (
+    REFUSALS,
+    SEEN_IN_ARGUMENTS,
+    UnsupportedFeatureError,
+    refuse_arguments,
+    refuse_unsupported,
+)
+from adaptra_megatron.runtime.runtime import AdaptraRuntime
+
+SETTINGS: dict[str, tuple[Any, str]] = {
+    "cuda_graph_impl": ("local", "--cuda-graph-impl"),
+    "enable_cuda_graph": (True, "CUDA graphs"),
+    "external_cuda_graph": (True, "CUDA graphs"),
+    "overlap_moe_expert_parallel_comm": (True, "--overlap-moe-expert-parallel-comm"),
+    "delay_wgrad_compute": (True, "--delay-wgrad-compute"),
+    "hybrid_context_parallel": (True, "--hybrid-context-parallel"),
+    "fine_grained_activation_offloading": (True, "--fine-grained-activation-offloading"),
+    "use_ring_exchange_p2p": (True, "use_ring_exchange_p2p"),
+    "num_microbatches_with_partial_activation_checkpoints": (
+        2,
+        "--num-microbatches-with-partial-activation-checkpoints",
+    ),
+    "moe_paged_stash": (True, "--moe-paged-stash"),
+    "mtp_num_layers": (1, "--mtp-num-layers"),
+}
+ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "use_megatron_fsdp": (True, "--use-megatron-fsdp"),
+    "use_custom_fsdp": (True, "--use-megatron-fsdp"),
+    "use_torch_fsdp2": (True, "--use-torch-fsdp2"),
+    "inprocess_restart": (True, "--inprocess-restart"),
+    "pipeline_model_parallel_comm_backend": ("ucc", "--pipeline-model-parallel-comm-backend ucc"),
+}
+"""What shows in Megatron's parsed arguments alone."""
+OF_LATER_RELEASES = {"moe_paged_stash": "0.19"}
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+
+
+class Model(torch.nn.Module):
+    """Fails when anything is computed."""
+
+    def __init__(self, model_type: ModelType = ModelType.encoder_or_decoder, **settings: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(**(DEFAULTS | settings))
+        self.model_type = model_type
+
+    def forward(self, *_: Any) -> NoReturn:
+        raise AssertionError("computed")
+
+
+def refused(model: torch.nn.Module, **arguments: Any) -> str:
+    """The text of the error; the whole way from the patched schedule, with everything of Megatron's out of reach."""
+
+    def forward_step(*_: Any) -> NoReturn:
+        raise AssertionError("computed")
+
+    call = {
+        "forward_step_func": forward_step,
+        "data_iterator": iter(()),
+        "model": model,
+        "num_microbatches": 4,
+        "seq_length": 8,
+        "micro_batch_size": 1,
+        **arguments,
+    }
+    runtime = AdaptraRuntime(AdaptraConfig(), WeightGradientQueue(layers))
+    with pytest.raises(UnsupportedFeatureError) as error:
+        runtime.forward_backward(call, interleaved=False)
+    assert not runtime._pipelines, "something was set up for a call that is refused"
+    return str(error.value)
+
+
+def test_the_defaults_are_not_refused() -> None:
+    refuse_unsupported(Model().config, [Model(), torch.nn.Sequential(Model()).get_submodule("0")], {})
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_is_refused_by_its_flag(name: str) -> None:
+    assert name in DEFAULTS or name in OF_LATER_RELEASES, "no megatron-core has it: it would never fire"
+    value, flag = SETTINGS[name]
+    text = refused(Model(**{name: value}))
+    assert flag in text
+    assert "Drop one of the two" in text
+
+
+def test_every_refusal_is_tried_and_says_why() -> None:
+    fired = {
+        refusal.feature
+        for name, (value, _flag) in SETTINGS.items()
+        for refusal in REFUSALS
+        if refusal.is_on(Model(**{name: value}).config)
+    }
+    assert fired == {refusal.feature for refusal in REFUSALS}
+    assert len(fired) == len(REFUSALS)
+    assert all(len(refusal.reason) > 20 for refusal in REFUSALS)
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *ARGUMENTS])
+def test_parsed_arguments_are_refused_before_anything_else_is_done(name: str) -> None:
+    value, flag = {**SETTINGS, **ARGUMENTS}[name]
+    parsed = {"pipeline_model_parallel_size": 2, **dict.fromkeys(ARGUMENTS, False)}
+    refuse_arguments(SimpleNamespace(**parsed))
+    with pytest.raises(UnsupportedFeatureError, match="Drop one of the two") as error:
+        refuse_arguments(SimpleNamespace(**{**parsed, name: value}))
+    assert flag in str(error.value)
+
+
+def test_every_refusal_of_arguments_is_tried() -> None:
+    fired = {
+        one.feature
+        for one in SEEN_IN_ARGUMENTS
+        for name, (value, _flag) in ARGUMENTS.items()
+        if one.is_on(SimpleNamespace(**{name: value}))
+    }
+    assert fired == {one.feature for one in SEEN_IN_ARGUMENTS}
+    assert len(fired) == len(SEEN_IN_ARGUMENTS)
+
+
+@pytest.mark.parametrize("flag", ["use_checkpoint_args", "use_mp_args_from_checkpoint_args"])
+def test_nothing_is_refused_to_a_single_stage_unless_a_checkpoint_may_have_more(flag: str) -> None:
+    asked = {"pipeline_model_parallel_size": 1, "use_torch_fsdp2": True}
+    refuse_arguments(SimpleNamespace(**asked, **{flag: False}))
+    with pytest.raises(UnsupportedFeatureError, match="FSDP"):
+        refuse_arguments(SimpleNamespace(**asked, **{flag: True}))
+
+
+def test_megatrons_own_settings_switch_cuda_graphs_on_in_a_way_that_is_seen() -> None:
+    cuda_graphs = REFUSALS[0].is_on
+    for name in ("enable_cuda_graph", "external_cuda_graph"):
+        config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, **{name: True})
+        assert cuda_graphs(config)
+    assert not cuda_graphs(TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2))
+
+
+def test_several_tensors_per_message_are_refused() -> None:
+    text = refused(Model(), adjust_tensor_shapes_fn=lambda *shapes: shapes)
+    assert "adjust_tensor_shapes_fn" in text
+    assert "Drop one of the two" in text
+
+
+def test_encoder_decoder_models_are_refused() -> None:
+    assert "encoder-decoder models" in refused(Model(ModelType.encoder_and_decoder))
+
+
+@pytest.mark.parametrize("name", ["FullyShardedDataParallel", "TorchFullyShardedDataParallel", "MegatronFSDP"])
+def test_fully_sharded_wrappers_are_refused_by_name(name: str) -> None:
+    text = refused(type(name, (Model,), {})())
+    assert name in text
+    assert "--use-megatron-fsdp" in text
+
+
+def test_other_communicators_are_refused() -> None:
+    class SeveralModels:
+        pass
+
+    text = refused(Model(), p2p_communicator=SeveralModels(), pg_collection=SimpleNamespace())
+    assert "SeveralModels joins several models" in text
+    assert "Drop --adaptra" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": [Model(), Model()], "data_iterator": [iter(())]}, "2 model chunks need as many data iterators"),
+        ({"model": [Model(), Model()], "data_iterator": [None, None]}, "runs 1 model chunk per stage, got 2"),
+        ({"pg_collection": SimpleNamespace()}, "pass p2p_communicator and pg_collection together"),
+        ({"p2p_communicator": SimpleNamespace()}, "pass p2p_communicator and pg_collection together"),
+    ],
+)
+def test_arguments_that_contradict_each_other(changes: dict[str, Any], said: str) -> None:
+    arguments = {"model": Model(), "data_iterator": None, "num_microbatches": 1, "forward_step_func": None}
+    with pytest.raises(ValueError, match=said):
+        pipeline_call({**arguments, **changes}, interleaved=False)

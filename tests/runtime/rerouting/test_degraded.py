@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cells run while others are dead: every micro-batch passes every stage once, and messages meet."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.made_up.job import SECRET, layout
+from torch.distributed import HashStore
+
+from adaptra_megatron.control.routes.cell_order import CellOrder
+from adaptra_megatron.epochs.epoch import Epoch
+from adaptra_megatron.job.control_store import ControlStore
+from adaptra_megatron.runtime.rerouting.degraded import DegradedRoutes, evaluation_order
+from adaptra_megatron.schedule.costs import uniform_costs
+from adaptra_megatron.schedule.routing.costs import Cell
+
+
+@st.composite
+def degraded_jobs(draw: st.DrawFn) -> tuple[int, int, int, frozenset[Cell]]:
+    """Replicas, stages, micro-batches, and dead cells that leave one of each stage."""
+    replicas, stages, micro_batches = draw(st.integers(2, 4)), draw(st.integers(2, 4)), draw(st.integers(1, 6))
+    dead = set()
+    for stage in range(stages):
+        survivor = draw(st.integers(0, replicas - 1))
+        dead |= {Cell(each, stage) for each in range(replicas) if each != survivor and draw(st.booleans())}
+    return replicas, stages, micro_batches, frozenset(dead)
+
+
+def pipelines(replicas: int, stages: int) -> list[tuple[int, ...]]:
+    return [tuple(range(replica * stages, (replica + 1) * stages)) for replica in range(replicas)]
+
+
+def check(orders: dict[Cell, CellOrder], replicas: int, stages: int, micro_batches: int, kinds: str) -> None:
+    """Each action of each micro-batch once a stage, and what one cell sends another expects."""
+    for stage in range(stages):
+        ran = Counter(
+            (action.kind, action.replica, action.micro_batch)
+            for cell, order in orders.items()
+            if cell.stage == stage
+            for action in order.actions
+        )
+        for kind in kinds:
+            expected = {(kind, replica, number) for replica in range(replicas) for number in range(micro_batches)}
+            assert {each for each in ran if each[0] == kind} == expected
+        assert set(ran.values()) == {1}
+    sent, awaited = Counter[Any](), Counter[Any]()
+    for cell, order in orders.items():
+        for action in order.actions:
+            there = {"F": 1}.get(action.kind, -1)
+            message = action.kind == "F", action.replica, action.micro_batch
+            if action.target is not None:
+                sent[cell, Cell(action.target, cell.stage + there), message] += 1
+            if action.source is not None:
+                awaited[Cell(action.source, cell.stage - there), cell, message] += 1
+    assert sent == awaited
+
+
+@given(degraded_jobs())
+def test_evaluation_passes_every_stage_once(job: tuple[int, int, int, frozenset[Cell]]) -> None:
+    replicas, stages, micro_batches, dead = job
+    orders = {}
+    for rank in range(replicas * stages):
+        seen = layout(pipelines(replicas, stages), rank)
+        if seen.cell not in dead:
+            orders[seen.cell] = evaluation_order(seen, dead, micro_batches)
+    check(orders, replicas, stages, micro_batches, "F")
+    for order in orders.values():
+        assert [action.receives_before for action in order.actions] == [
+            (place + 1) * bool(order.receives) for place in range(len(order.actions))
+        ]
+
+
+def test_training_is_planned_by_the_lowest_live_rank_and_read_by_the_others() -> None:
+    control, dead = ControlStore(HashStore(), SECRET, "job"), frozenset({Cell(0, 0), Cell(1, 1)})
+    live = frozenset({1, 2, 4, 5})
+    epoch = Epoch(1, live, dead, control.in_epoch(1))
+    orders = {}
+    for rank in sorted(live):
+        seen = layout(pipelines(3, 2), rank)
+        costs = uniform_costs(
+            2, 4, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0, max_in_flight=8 if rank == 1 else 4
+        )
+        routes = DegradedRoutes(seen, epoch, 5.0, lambda: None)
+        orders[seen.cell] = routes.order(costs, split=True, forward_only=False)
+        moved = Counter[tuple[int, int]]()
+        for stage, source, _, count in routes.moved:
+            moved[stage, source] += count
+        assert moved == ({(0, 0): 4, (1, 1): 4} if rank == 1 else {}), "the log says what dead cells' work goes where"
+    check(orders, 3, 2, 4, "FIW")
+    assert {order.cap for order in orders.values()} == {8}, "each has planned by itself"
+
+
+def test_a_wait_for_routes_ends_with_the_epoch() -> None:
+    control = ControlStore(HashStore(), SECRET, "job")
+    epoch = Epoch(1, frozenset({1, 2, 3}), frozenset({Cell(0, 0)}), control)
+    costs = uniform_costs(2, 4, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
+
+    def ended() -> None:
+        raise InterruptedError("rank 1 has died, too")
+
+    routes = DegradedRoutes(layout(pipelines(2, 2), 2), epoch, 5.0, ended)
+    with pytest.raises(InterruptedError, match="rank 1"):
+        routes.order(costs, split=True, forward_only=False)
+    silent = DegradedRoutes(layout(pipelines(2, 2), 2), epoch, 0.05, lambda: None)
+    with pytest.raises(RuntimeError, match="has not planned for the live cells within"):
+        silent.order(costs, split=True, forward_only=False)

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses of routed micro-batches come home in order, to the bit."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptra_megatron.runtime.rerouting.losses import Reports, brought_home
+from adaptra_megatron.runtime.rerouting.micro_batches import Home
+
+REPLICAS, MICRO_BATCHES = 3, 4
+
+
+def reports(home: Home) -> Reports:
+    loss = torch.tensor([home.replica + home.number / 7, 10.0 + home.number])
+    return {"lm loss": loss, "balance": torch.tensor(home.number, dtype=torch.int64)}
+
+
+@given(st.lists(st.integers(0, REPLICAS - 1), min_size=REPLICAS * MICRO_BATCHES, max_size=REPLICAS * MICRO_BATCHES))
+def test_every_replica_gets_its_own(hosts: list[int]) -> None:
+    homes = [Home(replica, number) for replica in range(REPLICAS) for number in range(MICRO_BATCHES)]
+    computed = [
+        {home: reports(home) for home, host in zip(homes, hosts, strict=True) if host == cell}
+        for cell in range(REPLICAS)
+    ]
+    parts: list[torch.Tensor] = []
+    for cell in range(REPLICAS):
+        brought_home(computed[cell], [cell], REPLICAS, MICRO_BATCHES, reports(homes[0]), parts.append)
+    whole = torch.stack(parts).sum(dim=0)
+    for replica in range(REPLICAS):
+        found = brought_home(
+            computed[replica], [replica], REPLICAS, MICRO_BATCHES, reports(homes[0]), lambda mine: mine.copy_(whole)
+        )
+        for number, entry in enumerate(found):
+            expected = reports(Home(replica, number))
+            assert entry.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(entry[name], value)
+                assert entry[name].dtype == value.dtype

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks die while a GPT trains, and the others go on: the numbers of the training without deaths, up to rounding."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from adaptra_megatron.cli.main import main
+from adaptra_megatron.emulation.jobs.fork_server import ForkServer
+from adaptra_megatron.telemetry.events.event_log import read_events
+from adaptra_megatron.telemetry.events.events import IterationsTimed, RanksLost
+from campaigns.deaths import ITERATIONS, KILLED, MICRO_BATCHES, Layout, campaign, dumped, problems, train
+
+PER_TOKEN = "--calculate-per-token-loss --mock-data-padded"
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and the deaths in it: see --emulate-death."""
+
+    name: str
+    layout: Layout
+    deaths: tuple[str, ...]
+    slow: bool = True
+    """Whether what it has of its own is covered by the others: it tells where to look when one fails."""
+
+
+CASES = (
+    Case("first-stage", Layout(3, 2), ("1:3:2",)),
+    Case("last-stage-in-the-first-iteration", Layout(2, 2, flags=DROPOUT), ("3:0:1",)),
+    Case("two-in-turn-of-the-same-stage", Layout(3, 2, flags=PER_TOKEN), ("4:2:4", "5:5:1"), slow=False),
+    Case("two-at-once-tied-over-4-stages", Layout(2, 4, flags="--overlap-grad-reduce"), ("0:3:5", "7:3:2")),
+    Case("lane-of-a-cell", Layout(2, 2, tensor=2, flags="--sequence-parallel"), ("5:3:2",), slow=False),
+    Case("owners-of-shards-in-two-stages", Layout(3, 2, flags=SHARDED), ("1:3:2", "5:4:1"), slow=False),
+    Case("lane-of-a-cell-with-shards", Layout(2, 2, tensor=2, flags=f"{SHARDED} --sequence-parallel"), ("1:3:2",)),
+    Case("rank-0", Layout(3, 2, flags=UNTIED), ("0:4:0",)),
+)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case.slow else ()) for case in CASES],
+    ids=lambda case: case.name,
+)
+def test_training_goes_on_without_ranks_that_have_died(case: Case, tmp_path: Path, fork_server: ForkServer) -> None:
+    in_peace = train(case.layout, tmp_path / "peace", fork_server)
+    assert [result.returncode for result in in_peace] == [0] * case.layout.world_size
+    results = train(case.layout, tmp_path / "deaths", fork_server, case.deaths)
+    dead = {int(death.split(":")[0]) for death in case.deaths}
+    assert {result.rank for result in results if result.returncode == KILLED} == dead
+    assert not problems(case.layout, tmp_path / "peace", tmp_path / "deaths", results)
+
+
+@pytest.mark.timeout(150)
+def test_without_deaths_all_numbers_and_copies_of_shards_are_stocks_to_the_bit(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    layout = Layout(3, 2, flags=f"{SHARDED} --bf16")
+    for directory, each in (("ours", layout), ("stock", replace(layout, adaptra=""))):
+        assert not any(result.returncode for result in train(each, tmp_path / directory, fork_server))
+    for rank in range(6):
+        ours, stock = dumped(tmp_path / "ours", rank), dumped(tmp_path / "stock", rank)
+        check_equal(ours, stock)
+        owner = rank - rank % 3 + (rank - 1) % 3
+        check_equal(copied(ours, stock), optimizer_state(dumped(tmp_path / "stock", owner)))
+
+
+def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Every tensor that is expected must be there, equal to the bit."""
+    assert expected
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def optimizer_state(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer state ")}
+
+
+def copied(tensors: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What an optimizer has of another rank's shard, by the names there: in each group it stands after its `own`."""
+    pattern = re.compile(r"optimizer state (\d+\.\d+)\.(\d+)\.(\w+)")
+    sizes = Counter(match[1] for name in own if (match := pattern.fullmatch(name)) and match[3] == "main")
+    found = {}
+    for name, tensor in tensors.items():
+        if (match := pattern.fullmatch(name)) and (place := int(match[2]) - sizes[match[1]]) >= 0:
+            found[f"optimizer state {match[1]}.{place}.{match[3]}"] = tensor
+    return found
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_a_checkpoint_of_those_that_live_is_one_of_the_whole_job(
+    sharded: bool, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """Rank 0, which writes what all share, has died when it is written, and with rank 3 all of the replica that counts
+    in checkpoints; stock Megatron goes on from it, with all ranks."""
+    features, checkpoints = f"--bf16 {SHARDED if sharded else ''}", tmp_path / "checkpoints"
+    layout = Layout(3, 2, flags=f"{features} --save {checkpoints}")
+    results = train(layout, tmp_path / "deaths", fork_server, ("0:2:1", "3:4:2"))
+    assert [result.returncode for result in results] == [KILLED, 0, 0, KILLED, 0, 0]
+    stock = replace(layout, flags=f"{features} --load {checkpoints}", adaptra="")
+    assert [result.returncode for result in train(stock, tmp_path / "stock", fork_server)] == [0] * 6
+    for rank in range(6):
+        live = {0: 1, 3: 4}.get(rank, rank)
+        ours, theirs = dumped(tmp_path / "deaths", live), dumped(tmp_path / "stock", rank)
+        check_equal(ours, {name: tensor for name, tensor in theirs.items() if name.startswith("parameter ")})
+        if sharded and live != rank:
+            ours = copied(ours, dumped(tmp_path / "stock", live))
+        check_equal(ours, optimizer_state(theirs))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_shard_that_is_lost_ends_all(tmp_path: Path, fork_server: ForkServer) -> None:
+    layout = Layout(3, 2, flags=SHARDED)
+    results = train(layout, tmp_path / "deaths", fork_server, ("4:2:1", "5:4:1"))
+    assert {result.rank for result in results if result.returncode == KILLED} == {4, 5}
+    assert "the optimizer's state of rank 4" in results[3].output
+    assert not problems(layout, tmp_path / "peace", tmp_path / "deaths", results)
+
+
+@pytest.mark.timeout(150)
+def test_the_log_goes_on_where_the_rank_that_wrote_it_has_died(tmp_path: Path, fork_server: ForkServer) -> None:
+    run = tmp_path / "run"
+    layout = Layout(3, 2, flags=f"--adaptra-trace-dir {run}")
+    results = train(layout, tmp_path / "deaths", fork_server, ("0:2:1",))
+    assert [result.returncode for result in results] == [KILLED, *[0] * 5]
+    events = [found.event for found in read_events(run)]
+    (lost,) = (event for event in events if isinstance(event, RanksLost))
+    assert (list(lost.dead_cells), lost.live) == (["0.0"], 5)
+    assert {(stage, source) for stage, source, _, _ in lost.moved} == {(0, 0)}
+    assert sum(count for *_, count in lost.moved) == MICRO_BATCHES
+    times = [event for event in events if isinstance(event, IterationsTimed)]
+    assert sum(len(event.seconds) for event in times) == ITERATIONS, (
+        "also of those before, which rank 0 had not written"
+    )
+    assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+    assert ">dead<br>" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_short_campaign(tmp_path: Path, fork_server: ForkServer) -> None:
+    said: list[str] = []
+    assert not campaign(24, 3, tmp_path, fork_server, said.append), said

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NCCL between simulated devices: a stand-in for `nccl_library.NcclLibrary`, which calls libnccl.
+
+What it does as communicators do that do not block (NCCL 2.27 to 2.32, src/init.cc, group.cc, enqueue.cc):
+
+- `init_rank` returns at once, and is done when both ranks have come. A rank that does not come is waited for.
+- The first transfer of a communicator connects, which is done when both ranks have come to it.
+- Each transfer is launched by a thread of NCCL's: it is on the stream once `in_progress` has said so, not before.
+- Nothing may be asked of a communicator while something goes on, by two threads at once, or after it was freed.
+- A send ends when its receive runs, and the other way round. `abort` ends them, and those at the peer stay.
+- What was sent is in NCCL's hands when its kernel has ended; `finalize` waits until it has left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from support.gpu.simulated_device import SimulatedDevice, SimulatedEvent
+
+from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig, NcclError
+
+LOOKS_TO_LAUNCH = 2
+"""How often `in_progress` is to be asked until a transfer has been launched."""
+
+
+class Transfer(SimulatedEvent):
+    """A kernel: in a stream, what is waited for."""
+
+    def __init__(self, communicator: SimulatedCommunicator, address: int, nbytes: int) -> None:
+        self.communicator, self.address, self.nbytes = communicator, address, nbytes
+        self.runs = self.over = False
+
+    @property
+    def done(self) -> bool:  # type: ignore[override]
+        """Looked at while the stream stands there: only now does it run."""
+        return self.communicator.pair.run(self)
+
+
+@dataclass
+class Pair:
+    """Two ranks that have one unique id."""
+
+    lost: bool = False
+    """Whether what is sent does not arrive."""
+    spoils: bool = False
+    """Whether it arrives changed."""
+    ends: dict[int, SimulatedCommunicator] = field(default_factory=dict)
+    sends: list[Transfer] = field(default_factory=list)
+    receives: list[Transfer] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self, transfer: Transfer) -> bool:
+        """Whether it is over, now that it runs."""
+        with self.lock:
+            transfer.runs = True
+            if transfer.communicator.aborted:
+                return True
+            own, others = self.sends, self.receives
+            if transfer in self.receives:
+                own, others = others, own
+            place = own.index(transfer)
+            if not transfer.over and not self.lost and place < len(others) and others[place].runs:
+                self._carry(self.sends[place], self.receives[place])
+            return transfer.over
+
+    def _carry(self, send: Transfer, receive: Transfer) -> None:
+        if send.communicator.aborted or receive.communicator.aborted:
+            return
+        assert send.nbytes == receive.nbytes, "the two ends do not agree on the order of messages"
+        ctypes.memmove(receive.address, send.address, send.nbytes)
+        if self.spoils:
+            ctypes.memset(receive.address + receive.nbytes // 2, 0xFF, 1)
+        send.over = receive.over = True
+
+
+class SimulatedCommunicator:
+    """One end."""
+
+    def __init__(self, pair: Pair, rank: int, name: str, config: CommunicatorConfig, device: SimulatedDevice) -> None:
+        self.pair, self.rank, self.name, self.config, self.device = pair, rank, name, config, device
+        self.aborted = self.freed = self.finalized = False
+        self.error: str | None = None
+        """Reported from now on."""
+        self.connecting = self.connected = False
+        self.launching: tuple[Transfer, int] | None = None
+        """What has been asked for, and on which stream."""
+        self.looks = 0
+        self.launched: list[Transfer] = []
+        self.threads: Counter[str] = Counter()
+        """That asked for transfers, by name."""
+        self._in_call = threading.Lock()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Of one thread at a time."""
+        assert not self.freed, "a communicator is used that was freed"
+        assert self._in_call.acquire(blocking=False), "two threads call for one communicator"
+        try:
+            yield
+        finally:
+            self._in_call.release()
+
+    def goes_on(self) -> bool:
+        """Whether something does; a transfer that can be launched now is."""
+        if self.error is not None:
+            raise NcclError(f"what was begun with NCCL failed: {self.error}")
+        if len(self.pair.ends) < 2:
+            return True
+        if self.launching is None:
+            return False
+        peer = self.pair.ends[1 - self.rank]
+        self.looks += 1
+        if not self.connected and not (peer.connecting or peer.connected):
+            return True
+        if self.looks < LOOKS_TO_LAUNCH:
+            return True
+        self.connected = True
+        (transfer, stream), self.launching = self.launching, None
+        self.device.make_wait(self.device.streams[stream], transfer)
+        self.launched.append(transfer)
+        return False
+
+
+class Fabric:
+    """What connects all devices of a job."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[bytes, Pair] = {}
+        """By unique id; NCCL listens for the ranks of each."""
+        self.communicators: list[SimulatedCommunicator] = []
+        self.spoils = False
+
+    def of(self, device: SimulatedDevice) -> list[SimulatedCommunicator]:
+        """All those of a device, in the order in which they were made."""
+        return [each for each in self.communicators if each.device is device]
+
+
+class SimulatedNccl:
+    """libnccl as one process has it, with one device."""
+
+    def __init__(self, fabric: Fabric, device: SimulatedDevice) -> None:
+        self.fabric, self.device = fabric, device
+        self.abort_hangs = threading.Event()
+        """While it is set, `abort` does not return, and ends nothing."""
+
+    def new_unique_id(self) -> bytes:
+        """As ncclGetUniqueId."""
+        unique_id = len(self.fabric.pairs).to_bytes(128, "little")
+        self.fabric.pairs[unique_id] = Pair(spoils=self.fabric.spoils)
+        return unique_id
+
+    def init_rank(self, unique_id: bytes, rank: int, name: str, config: CommunicatorConfig) -> int:
+        """As ncclCommInitRankConfig."""
+        pair = self.fabric.pairs[unique_id]
+        assert rank not in pair.ends
+        communicator = SimulatedCommunicator(pair, rank, name, config, self.device)
+        pair.ends[rank] = communicator
+        self.fabric.communicators.append(communicator)
+        return len(self.fabric.communicators)
+
+    def in_progress(self, handle: int) -> bool:
+        """As ncclCommGetAsyncError."""
+        communicator = self._at(handle)
+        with communicator.call():
+            return communicator.goes_on()
+
+    def send(self, handle: int, address: int, nbytes: int, peer: int, stream: int) -> None:
+        """As ncclSend."""
+        self._begin(handle, address, nbytes, peer, stream, self._at(handle).pair.sends)
+
+    def receive(self, handle: int, address: int, nbytes: int, peer: int, stream: int) -> None:
+        """As ncclRecv."""
+        self._begin(handle, address, nbytes, peer, stream, self._at(handle).pair.receives)
+
+    def finalize(self, handle: int) -> None:
+        """As ncclCommFinalize."""
+        communicator = self._at(handle)
+        with communicator.call():
+            communicator.finalized = True
+
+    def destroy(self, handle: int) -> None:
+        """As ncclCommDestroy."""
+        communicator = self._at(handle)
+        with communicator.call():
+            assert communicator.finalized, "what has been sent may not have left"
+            communicator.freed = True
+
+    def abort(self, handle: int) -> None:
+        """As ncclCommAbort: kernels exit."""
+        communicator = self._at(handle)
+        with communicator.call():
+            while self.abort_hangs.is_set():
+                time.sleep(1e-3)
+            communicator.aborted = communicator.freed = True
+
+    def _begin(self, handle: int, address: int, nbytes: int, peer: int, stream: int, queue: list[Transfer]) -> None:
+        communicator = self._at(handle)
+        with communicator.call():
+            assert peer == 1 - communicator.rank
+            if communicator.goes_on():
+                raise NcclError("used before the previous operation returned ncclSuccess")
+            communicator.threads[threading.current_thread().name] += 1
+            transfer = Transfer(communicator, address, nbytes)
+            with communicator.pair.lock:
+                queue.append(transfer)
+            communicator.connecting, communicator.looks = True, 0
+            communicator.launching = transfer, stream
+
+    def _at(self, handle: int) -> SimulatedCommunicator:
+        return self.fabric.communicators[handle - 1]

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports point one way: between the package's rooms, and within each; Megatron is imported in few of them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "adaptra_megatron"
+ROOT = Path(__file__).parents[1]
+FLOORS = (
+    {"log", "sparing_log", "child_process", "schedule", "detector"},
+    {"authentication"},
+    {"job"},
+    {"launch"},
+    {"transport"},
+    {"telemetry"},
+    {"config", "given"},
+    {"control"},
+    {"runtime"},
+    {"patches"},
+    {"bootstrap", "enabling", "auto", "emulation"},
+    {"cli", "__main__"},
+)
+"""From the ground up: what is on a floor imports from its own and from those below."""
+MEGATRON = {"patches", f"{PACKAGE}.runtime.megatron", f"{PACKAGE}.emulation"}
+"""What may import Megatron."""
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for file in sorted([*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "patches").rglob("*.py")]):
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        yield name, ast.parse(file.read_text())
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+IMPORTS = {name: set(imported(tree)) for name, tree in modules()}
+
+
+def room(name: str, within: str) -> str | None:
+    """The part of `within` that a module is in; None for others, and for `within` itself."""
+    return name.removeprefix(f"{within}.").partition(".")[0] if name.startswith(f"{within}.") else None
+
+
+def test_floors_import_from_those_below() -> None:
+    floor = {each: number for number, rooms in enumerate(FLOORS) for each in rooms}
+    upwards = [
+        f"{name} imports {other}"
+        for name, others in IMPORTS.items()
+        for other in others
+        if (here := room(name, PACKAGE)) in floor
+        and (there := room(other, PACKAGE)) in floor
+        and floor[str(here)] < floor[str(there)]
+    ]
+    assert not upwards
+
+
+@pytest.mark.parametrize("within", [f"{PACKAGE}.{each}" for each in ("transport", "runtime", "emulation", "telemetry")])
+def test_no_import_of_a_room_runs_back(within: str) -> None:
+    graph: dict[str, set[str]] = {}
+    for name, others in IMPORTS.items():
+        if (here := room(name, within)) is not None:
+            graph.setdefault(here, set()).update({room(other, within) or here for other in others} - {here})
+    assert len(graph) > 3
+    TopologicalSorter(graph).prepare()
+
+
+def test_megatron_is_imported_where_it_may_be() -> None:
+    importers = {name for name, others in IMPORTS.items() if any(other.split(".")[0] == "megatron" for other in others)}
+    assert any(name.startswith(f"{PACKAGE}.runtime.megatron.") for name in importers)
+    assert {name for name in importers if not any(f"{name}.".startswith(f"{each}.") for each in MEGATRON)} == set()
+
+
+@pytest.mark.parametrize("pure", ["schedule", "detector"])
+def test_what_is_pure_imports_neither_torch_nor_a_clock(pure: str) -> None:
+    importers = [name for name in IMPORTS if name.startswith(f"{PACKAGE}.{pure}")]
+    assert len(importers) > 5
+    assert [
+        name for name in importers if {"torch", "time", "megatron"} & {each.split(".")[0] for each in IMPORTS[name]}
+    ] == []

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of NCCL, against the library and its header: `make test-nccl` fetches those that torch comes with.
+
+Without a GPU it makes no communicators, but it tells its version and its errors, makes unique ids, and refuses what is
+wrong. NCCL_DIRECTORY names another place than the package of this environment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from adaptra_megatron.transport.device_session.nccl_library import (
+    UNDEFINED,
+    UNIQUE_ID_NBYTES,
+    CommunicatorConfig,
+    NcclConfig,
+    NcclError,
+    NcclLibrary,
+    Result,
+    torch_nccl,
+)
+
+HEADER_CHECK = """
+#include <stddef.h>
+#include <stdio.h>
+#include "nccl.h"
+
+/* As nccl_library calls them. */
+ncclResult_t (*version)(int*) = ncclGetVersion;
+ncclResult_t (*unique_id)(ncclUniqueId*) = ncclGetUniqueId;
+ncclResult_t (*init)(ncclComm_t*, int, ncclUniqueId, int, ncclConfig_t*) = ncclCommInitRankConfig;
+ncclResult_t (*state)(ncclComm_t, ncclResult_t*) = ncclCommGetAsyncError;
+ncclResult_t (*send)(const void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) = ncclSend;
+ncclResult_t (*receive)(void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) = ncclRecv;
+ncclResult_t (*finalize)(ncclComm_t) = ncclCommFinalize, (*destroy)(ncclComm_t) = ncclCommDestroy;
+ncclResult_t (*abort_)(ncclComm_t) = ncclCommAbort;
+const char* (*error)(ncclResult_t) = ncclGetErrorString;
+const char* (*last)(ncclComm_t) = ncclGetLastError;
+
+int main(void) {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  printf("%zu %x %d\\n", sizeof config, config.magic, config.blocking);
+  printf("%d %d %d %d\\n", (int)sizeof(ncclUniqueId), ncclUint8, ncclSuccess, ncclInProgress);
+  printf("%d %d\\n", (int)sizeof(ncclResult_t), (int)sizeof(ncclDataType_t));
+#define AT(field) printf("%zu ", offsetof(ncclConfig_t, field));
+  AT(size) AT(magic) AT(version) AT(blocking) AT(cgaClusterSize) AT(minCTAs) AT(maxCTAs) AT(netName) AT(splitShare)
+  AT(trafficClass) AT(commName)
+  return 0;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def directory() -> Path:
+    """Of the package nvidia-nccl: with `lib` and `include`."""
+    named = os.environ.get("NCCL_DIRECTORY")
+    if named:
+        return Path(named).resolve()
+    try:
+        found = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        found = None
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("NCCL is not installed here: make test-nccl fetches it")
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+@pytest.fixture(scope="module")
+def library(directory: Path) -> NcclLibrary:
+    return NcclLibrary(ctypes.CDLL(str(directory / "lib/libnccl.so.2")))
+
+
+def test_functions_and_the_configuration_are_declared_as_they_are_called(directory: Path, tmp_path: Path) -> None:
+    for name in ("cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h"):  # all that the header wants of CUDA
+        (tmp_path / name).write_text("#pragma once\ntypedef struct CUstream_st* cudaStream_t;\n")
+    (tmp_path / "cuda_runtime.h").write_text(
+        "#pragma once\ntypedef struct CUstream_st* cudaStream_t;\ntypedef struct CUevent_st* cudaEvent_t;\n"
+    )
+    (tmp_path / "check.c").write_text(HEADER_CHECK)
+    paths = [f"-I{directory / 'include'}", f"-I{tmp_path}", f"-L{directory / 'lib'}"]
+    command = ["cc", "-Werror=incompatible-pointer-types", *paths, "check.c", "-l:libnccl.so.2", "-o", "check"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    environment = os.environ | {"LD_LIBRARY_PATH": str(directory / "lib")}
+    out = subprocess.run(["./check"], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True).stdout
+    config, numbers, sizes, offsets = out.splitlines()
+    size, magic, undefined = config.split()
+    assert int(size) >= ctypes.sizeof(NcclConfig)
+    assert (int(magic, 16), int(undefined)) == (0xCAFEBEEF, UNDEFINED)
+    assert numbers.split() == [str(UNIQUE_ID_NBYTES), "1", str(int(Result.SUCCESS)), str(int(Result.IN_PROGRESS))]
+    assert sizes.split() == ["4", "4"]
+    ours = [str(getattr(NcclConfig, field[0]).offset) for field in NcclConfig._fields_]
+    assert offsets.split() == ours
+
+
+def test_the_library_tells_its_version_and_makes_unique_ids(library: NcclLibrary) -> None:
+    assert library.version() >= 22703
+    ids = [library.new_unique_id() for _ in range(3)]
+    assert len(set(ids)) == 3
+    assert {len(each) for each in ids} == {UNIQUE_ID_NBYTES}
+
+
+def test_what_nccl_refuses_is_an_error_in_its_words(library: NcclLibrary) -> None:
+    refused = {
+        "ncclSend failed: invalid argument": lambda: library.send(0, 0, 0, 1, 0),
+        "ncclRecv failed: invalid argument": lambda: library.receive(0, 0, 0, 1, 0),
+        "ncclCommGetAsyncError failed: invalid argument": lambda: library.in_progress(0),
+    }
+    for words, call in refused.items():
+        with pytest.raises(NcclError, match=words):
+            call()
+    library.abort(0)
+
+
+def test_without_a_gpu_there_is_no_communicator(library: NcclLibrary) -> None:
+    with pytest.raises(NcclError, match="ncclCommInitRankConfig failed: unhandled cuda error"):
+        library.init_rank(library.new_unique_id(), 0, "adaptra 0>1", CommunicatorConfig())
+
+
+def test_every_result_has_a_text(library: NcclLibrary) -> None:
+    texts = [library._library.ncclGetErrorString(result).decode() for result in range(8)]
+    assert texts[Result.SUCCESS] == "no error"
+    assert texts[Result.IN_PROGRESS] == "NCCL operation in progress"
+    assert texts[6].startswith("remote process exited")
+    assert len(set(texts)) == 8
+
+
+def test_a_torch_without_cuda_has_no_nccl() -> None:
+    if torch_has_cuda():
+        pytest.skip("this torch has CUDA")
+    with pytest.raises(NcclError, match=r"built without CUDA: libtorch_cuda\.so"):
+        torch_nccl()
+
+
+def torch_has_cuda() -> bool:
+    import torch
+
+    return torch.version.cuda is not None
+
+
+def test_a_library_without_these_functions_is_an_error() -> None:
+    with pytest.raises(NcclError, match="cannot be called: .*ncclGetVersion"):
+        NcclLibrary(ctypes.CDLL(None))
+
+
+class Recorded:
+    """libnccl, as far as a call's arguments go."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+        self.state = int(Result.IN_PROGRESS)
+
+    def __getattr__(self, name: str) -> object:
+        def call(*arguments: object) -> object:
+            self.calls.append((name, *arguments))
+            if name == "ncclCommInitRankConfig":
+                arguments[0]._obj.value = 77  # type: ignore[attr-defined]
+                return int(Result.IN_PROGRESS)
+            if name == "ncclCommGetAsyncError":
+                arguments[1]._obj.value = self.state  # type: ignore[attr-defined]
+            if name == "ncclGetVersion":
+                arguments[0]._obj.value = 22907  # type: ignore[attr-defined]
+            return f"error {arguments[0]}".encode() if name in ("ncclGetErrorString", "ncclGetLastError") else 0
+
+        call.name = name  # type: ignore[attr-defined]
+        self.__dict__[name] = call
+        return call
+
+
+def test_communicators_do_not_block_and_are_configured_as_asked() -> None:
+    recorded = Recorded()
+    library = NcclLibrary(recorded)
+    config = CommunicatorConfig(max_ctas=1, min_ctas=1, cga_cluster_size=0, net_name="IB")
+    assert library.init_rank(bytes(range(128)), 1, "adaptra 4>8", config) == 77
+    _name, _made, ranks, unique_id, rank, reference = recorded.calls[-1]
+    given = reference._obj
+    assert (ranks, rank, bytes(unique_id)) == (2, 1, bytes(range(128)))
+    assert (given.size, given.version, given.blocking) == (ctypes.sizeof(NcclConfig), 22907, 0)
+    assert (given.min_ctas, given.max_ctas, given.cga_cluster_size) == (1, 1, 0)
+    assert (given.net_name, given.comm_name) == (b"IB", b"adaptra 4>8")
+    library.init_rank(bytes(128), 0, "", CommunicatorConfig())
+    given = recorded.calls[-1][-1]._obj
+    assert (given.min_ctas, given.max_ctas, given.cga_cluster_size) == (UNDEFINED, 2, UNDEFINED)
+    assert given.net_name is None
+
+
+def test_what_goes_wrong_later_is_an_error_when_it_is_looked_for() -> None:
+    recorded = Recorded()
+    library = NcclLibrary(recorded)
+    assert library.in_progress(77)
+    recorded.state = 0
+    assert not library.in_progress(77)
+    recorded.state = 6
+    with pytest.raises(NcclError, match="what was begun with NCCL failed: error 6"):
+        library.in_progress(77)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines over a network that fails: between two network namespaces of Linux, joined by a virtual cable."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from line_ends import JOB, SECRET, End
+from support.namespaces import ADDRESSES, Host, cut, mend, two_hosts
+from transport_checks import until
+
+from adaptra_megatron.transport.lines.lines import BEAT_S, Lines, Place
+from adaptra_megatron.transport.setup.placement import listen_tcp
+
+SHORT_S = 2.0
+GONE_S = 10.0
+"""Twice what docs/transport.md says: the machine may be busy with other things."""
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    with two_hosts() as both:
+        yield both
+
+
+@pytest.fixture
+def ends(hosts: tuple[Host, Host]) -> Iterator[tuple[End, End]]:
+    listening = [host.call(listen_tcp, address) for host, address in zip(hosts, ADDRESSES, strict=True)]
+    made: list[tuple[Lines, End]] = []
+    for stage, host in enumerate(hosts):
+        place = Place(listening[1 - stage][1], ADDRESSES[stage])
+        lines = Lines(stage, lambda stage: f"rank {stage}", JOB, SECRET, [listening[stage][0]])
+        made.append((lines, End(lines)))
+        lines.add(1 - stage, place, made[-1][1])
+        host.call(lines.begin)
+    until(lambda: all(end.ups for _, end in made), "a line does not come up")
+    for _, end in made:
+        end.down = ""  # a new cable takes its time
+    yield made[0][1], made[1][1]
+    for lines, _end in made:
+        lines.close()
+
+
+def test_a_short_outage_is_waited_for(hosts: tuple[Host, Host], ends: tuple[End, End]) -> None:
+    cut(hosts)
+    ends[0].say("said into the void")
+    ends[0].keep()
+    time.sleep(SHORT_S)
+    assert not ends[1].read, "the network was not cut"
+    mend(hosts)
+    until(lambda: ends[1].read == [b"said into the void"], "what was said meanwhile does not come")
+    time.sleep(2 * BEAT_S)
+    assert [end.down for end in ends] == ["", ""]
+
+
+def test_a_host_that_vanishes_is_seen_in_time(hosts: tuple[Host, Host], ends: tuple[End, End]) -> None:
+    cut(hosts)
+    began_s = time.monotonic()
+    while not all(end.down for end in ends):
+        assert time.monotonic() < began_s + GONE_S, "nothing was noticed"
+        time.sleep(0.01)
+    assert time.monotonic() > began_s + SHORT_S
+    assert not [loss for end in ends for loss in end.losses], "it may have another path"

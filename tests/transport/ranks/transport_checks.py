@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scenarios of transport_ranks.py and transport_failures.py share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adaptra_megatron.authentication.handshake import SECRET_NBYTES
+from adaptra_megatron.job.control_store import ControlStore
+from adaptra_megatron.job.gathering import gather_layout
+from adaptra_megatron.transport.dual_path.host_transport import HostTransport
+from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.messages import Direction, MessageKey, Transport
+from adaptra_megatron.transport.paths import PathSettings
+from adaptra_megatron.transport.setup.link_setup import LinkMaker
+from adaptra_megatron.transport.setup.rendezvous import Rendezvous
+
+CPU = torch.device("cpu")
+MEBIBYTE = 1 << 20
+SECRET = b"s" * SECRET_NBYTES
+
+
+def host_transport(
+    settings: HostSettings, paths: PathSettings | None = None, *, chunks: int = 1, store: Any = None
+) -> HostTransport:
+    """Between all ranks of the job; called by all of them. `paths`: None for links without a device path. `store`: to
+    meet in; None: the job's."""
+    if store is None:
+        rendezvous = Rendezvous.of(dist.group.WORLD, settings.timeout_s)
+    else:
+        layout = gather_layout(range(dist.get_world_size()))
+        rendezvous = Rendezvous(ControlStore(store, SECRET, layout.token), layout, settings.timeout_s)
+    return HostTransport(rendezvous, chunks, settings, paths, None if paths is None else connected(rendezvous, chunks))
+
+
+def connected(rendezvous: Rendezvous, chunks: int) -> LinkMaker:
+    """Device paths over gloo."""
+    maker = LinkMaker(rendezvous, None)
+    maker.connect(wrap=chunks > 1)
+    return maker
+
+
+def activation(micro_batch: int, *, chunk: int = 0, iteration: int = 0) -> MessageKey:
+    return MessageKey(iteration, Direction.ACTIVATION, chunk, micro_batch)
+
+
+def gradient(micro_batch: int, *, chunk: int = 0, iteration: int = 0) -> MessageKey:
+    return MessageKey(iteration, Direction.GRADIENT, chunk, micro_batch)
+
+
+def content(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """The same on every rank for the same arguments, different for any other seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, shape, dtype=torch.int32, generator=generator).to(dtype)
+
+
+def expect(transport: Transport, key: MessageKey, expected: torch.Tensor, within_s: float = 20.0) -> None:
+    received = transport.wait(key, time.monotonic() + within_s)
+    assert received.dtype == expected.dtype, f"{key}: {received.dtype} instead of {expected.dtype}"
+    assert received.shape == expected.shape, f"{key}: {received.shape} instead of {expected.shape}"
+    assert torch.equal(received, expected), f"{key}: other content"
+    assert received.grad_fn is None
+
+
+def flush(transport: Transport, within_s: float = 20.0) -> None:
+    transport.flush(time.monotonic() + within_s)
+
+
+def no_more(held: Mapping[str, int], before: Mapping[str, int]) -> bool:
+    """Whether nothing has grown. Some goes late: connections of rank 0's store, once their other ends have gone."""
+    return all(held[what] <= before[what] for what in before)
+
+
+def until(condition: Callable[[], Any], otherwise: str | Callable[[], str] = "", limit_s: float = 15.0) -> None:
+    """Wait until `condition()`; an error that says `otherwise` after `limit_s`."""
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise AssertionError(otherwise() if callable(otherwise) else otherwise or f"not within {limit_s} s")
+        time.sleep(0.002)
