@@ -45,7 +45,7 @@ def stretch(request: pytest.FixtureRequest) -> float:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say why a test that is judged by the clock had to run again: nothing else would."""
+    """Say why a test had to run again: nothing else would."""
     for report in terminalreporter.stats.get("rerun", []):
         terminalreporter.section(f"ran again: {report.nodeid}")
-        terminalreporter.line(report.longrepr.reprcrash.message)
+        terminalreporter.line(report.longreprtext)
