@@ -39,6 +39,8 @@ WITHIN = {"losses": 1e-6, "grad norms": 1e-5, "parameters": 1e-5}
 LOST_LOSSES = 0.05
 """Share of a mean loss by which the losses of some micro-batches may change it."""
 KILLED = -9
+BACK = "has the state of the job"
+"""What a rank logs that has been started again, in time to go on with the others."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +93,29 @@ LAYOUTS = (
 )
 
 
-def train(layout: Layout, directory: Path, server: ForkServer, deaths: Sequence[str] = ()) -> list[RankResult]:
-    """One training. Raises LaunchError for one that hangs."""
-    argv = [TRAIN_GPT, *layout.arguments(directory, deaths)]
+def train(
+    layout: Layout,
+    directory: Path,
+    server: ForkServer,
+    deaths: Sequence[str] = (),
+    *,
+    back: Sequence[int] = (),
+    script: Sequence[str] = (TRAIN_GPT,),
+) -> list[RankResult]:
+    """One training by a `script`. `back`: iterations that wait until all ranks that have died have been started again;
+    without any no rank is. Raises LaunchError for a training that hangs."""
+    waits = (word for iteration in back for word in ("--emulate-wait-for-arrivals", str(iteration)))
+    argv = [*script, *layout.arguments(directory, deaths), *waits]
     logs = directory / "logs"
-    return run_outlived(layout.world_size, argv, timeout_s=LONGEST_S, server=server, log_directory=logs)
+    return run_outlived(
+        layout.world_size, argv, timeout_s=LONGEST_S, server=server, log_directory=logs, restarts=len(back)
+    )
 
 
 def problems(layout: Layout, peace: Path, directory: Path, results: Sequence[RankResult]) -> list[str]:
     """What is wrong with a training whose ranks died, beside that in `peace`; empty where all is as it should be."""
     dead = {layout.cell(result.rank) for result in results if result.returncode == KILLED}
+    back = {result.rank for result in results if BACK in result.output}
     rest = [result for result in results if layout.cell(result.rank) not in dead]
     if layout.is_lost(dead):
         silent = [each.rank for each in rest if "restart from the last checkpoint" not in each.output]
@@ -110,9 +125,11 @@ def problems(layout: Layout, peace: Path, directory: Path, results: Sequence[Ran
         return found
     prints: dict[tuple[int, int], set[str]] = {}
     # One that dies between the commit and the sum of losses takes those of its micro-batches with it, into no log.
-    lost = sum(stage == layout.stages - 1 for _, stage in dead)
+    lost = sum(stage == layout.stages - 1 for _, stage in {*dead, *map(layout.cell, back)})
     for rank in (each.rank for each in rest):
         tensors, expected = dumped(directory, rank), dumped(peace, rank)
+        if rank in back:
+            expected = last(expected, tensors)
         stage, lane = layout.cell(rank)[1], rank % layout.tensor
         parameters = {name: value for name, value in tensors.items() if name.startswith("parameter ")}
         prints.setdefault((stage, lane), set()).add(fingerprint(parameters))
@@ -138,6 +155,12 @@ def _differing(expected: torch.Tensor, found: torch.Tensor) -> int:
     if expected.shape != found.shape or not torch.allclose(expected, found, rtol=LOST_LOSSES, atol=0.0):
         return max(1, expected.numel())
     return int((~torch.isclose(expected, found, rtol=WITHIN["losses"], atol=0.0)).sum())
+
+
+def last(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is expected of a rank that has been started again, and reports of the last iterations alone."""
+    series = {name for name in expected if "losses" in name or "grad norms" in name}
+    return {name: each[-len(found[name]) :] if name in series else each for name, each in expected.items()}
 
 
 def _without_losses(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

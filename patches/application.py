@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from adaptra_megatron.patches.checkpoints import PATCHES as TRAINING_PATCHES
-from adaptra_megatron.patches.distributed_optimizer import PATCHES as OUTLIVING_PATCHES
+from adaptra_megatron.patches.distributed_optimizer import PATCHES as OPTIMIZER_PATCHES
 from adaptra_megatron.patches.pipeline_schedules import PATCHES as SCHEDULE_PATCHES
+from adaptra_megatron.patches.starting_again import PATCHES as STARTING_PATCHES
 from adaptra_megatron.patches.table import Patch, PatchError
 from adaptra_megatron.patches.tensor_parallel_layers import PATCHES as LINEAR_PATCHES
 from adaptra_megatron.patches.timers import PATCHES as TIMER_PATCHES
@@ -25,6 +26,9 @@ logger = logger_of(__name__)
 
 PATCHES: tuple[Patch, ...] = SCHEDULE_PATCHES + LINEAR_PATCHES + TIMER_PATCHES
 """Everything that is changed in Megatron, in the order in which it is applied."""
+
+OUTLIVING_PATCHES: tuple[Patch, ...] = OPTIMIZER_PATCHES + STARTING_PATCHES
+"""What is changed as well where training outlives its ranks."""
 
 _MARK = "adaptra_applied"
 
@@ -109,8 +113,9 @@ def enable(
     )
     try:
         outliving = OUTLIVING_PATCHES if config.outlives_ranks else ()
-        for patch in (*PATCHES, *outliving, *(patch for patch in TRAINING_PATCHES if patch.is_loaded)):
-            applied.replace(patch)
+        for patch in (*PATCHES, *TRAINING_PATCHES, *outliving):
+            if patch.has_target:
+                applied.replace(patch)
     except Exception:
         applied.undo()
         raise

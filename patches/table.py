@@ -37,9 +37,10 @@ class Patch:
     """From the original and the runtime to the replacement."""
 
     @property
-    def is_loaded(self) -> bool:
-        """Return whether the module that it changes has been imported."""
-        return self.target.partition(":")[0] in sys.modules
+    def has_target(self) -> bool:
+        """Return whether there is anything to change: a script need not use Megatron-LM's own training loop."""
+        module = self.target.partition(":")[0]
+        return module in sys.modules or not module.startswith("megatron.training")
 
     def owner(self) -> tuple[Any, str]:
         """The object that holds the attribute, and its name. Raises PatchError if there is none."""

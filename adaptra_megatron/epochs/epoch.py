@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from adaptra_megatron.epochs.errors import UnrecoverableError
 from adaptra_megatron.job.control_store import ControlStore
@@ -25,20 +26,24 @@ class Epoch:
     dead_cells: frozenset[Cell]
     control: ControlStore
     """For keys of this epoch alone."""
+    admitted: Mapping[int, int] = field(default_factory=dict)
+    """Ranks that had left and take part again, and the epoch of the arrival of each."""
+    least: int = 0
+    """Number of the epoch in which the last of them were admitted."""
 
 
-def live_ranks(layout: JobLayout, membership: Membership) -> frozenset[int]:
-    """Ranks of cells that have lost none."""
-    dead = _dead_cells(layout, membership)
+def live_ranks(layout: JobLayout, membership: Membership, admitted: Mapping[int, int]) -> frozenset[int]:
+    """Ranks of cells that have lost none, or have admitted others in their places. `admitted`: see `Epoch`."""
+    dead = dead_cells(layout, membership, admitted)
     return frozenset(rank for rank, worker in layout.workers.items() if worker.cell not in dead)
 
 
-def epoch_of(layout: JobLayout, control: ControlStore, membership: Membership) -> Epoch:
-    """The epoch of those that live in `membership`.
+def epoch_of(layout: JobLayout, control: ControlStore, membership: Membership, before: Epoch) -> Epoch:
+    """The epoch of those that live in `membership`, which follows `before`.
 
     Raises UnrecoverableError where a stage has no live cell, or this rank's cell has lost another rank.
     """
-    dead = _dead_cells(layout, membership)
+    dead = dead_cells(layout, membership, before.admitted)
     stages = {cell.stage for cell in layout.cells}
     lost = [stage for stage in sorted(stages) if all(cell in dead for cell in layout.cells_of(stage))]
     whys = "; ".join(f"{layout.name(each.rank)}: {each.why}" for each in membership.left)
@@ -54,11 +59,16 @@ def epoch_of(layout: JobLayout, control: ControlStore, membership: Membership) -
     # The first with these live cells: lanes of a cell die one after another, and ranks look at different times.
     first = dict.fromkeys(dead, membership.epoch)
     for each in membership.left:
-        cell = layout.workers[each.rank].cell
-        first[cell] = min(first[cell], each.epoch)
-    number = max(first.values())
-    return Epoch(number, live_ranks(layout, membership), dead, control.in_epoch(number))
+        if each.epoch > before.admitted.get(each.rank, 0):
+            cell = layout.workers[each.rank].cell
+            first[cell] = min(first[cell], each.epoch)
+    number = max(before.least, *first.values())
+    live = live_ranks(layout, membership, before.admitted)
+    return Epoch(number, live, dead, control.in_epoch(number), before.admitted, before.least)
 
 
-def _dead_cells(layout: JobLayout, membership: Membership) -> frozenset[Cell]:
-    return frozenset(layout.workers[each.rank].cell for each in membership.left)
+def dead_cells(layout: JobLayout, membership: Membership, admitted: Mapping[int, int]) -> frozenset[Cell]:
+    """Cells that have lost ranks in whose places no others have been admitted."""
+    return frozenset(
+        layout.workers[each.rank].cell for each in membership.left if each.epoch > admitted.get(each.rank, 0)
+    )

@@ -32,8 +32,10 @@ from adaptra_megatron.epochs.early_watch import EarlyWatch
 from adaptra_megatron.epochs.errors import EpochEndedError, is_communication
 from adaptra_megatron.epochs.handles import Done, Pending
 from adaptra_megatron.epochs.live_group import LiveGroup
+from adaptra_megatron.epochs.places import place_to_take
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
+from adaptra_megatron.job.membership import Departure
 from adaptra_megatron.job.process_groups import epoch_group
 
 Made = TypeVar("Made")
@@ -55,16 +57,20 @@ def live_groups(config: AdaptraConfig) -> LiveGroups | None:
     """
     if not config.outlives_ranks:
         return None
-    groups = LiveGroups()
+    groups = LiveGroups(place := place_to_take())
     groups.install()
-    groups.early_watch = EarlyWatch()
+    if place is None:
+        groups.early_watch = EarlyWatch()
     return groups
 
 
 class LiveGroups:
     """Made before torch.distributed is initialised. For the training thread, but where said."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Departure | None = None) -> None:
+        """`place`: that this process takes in a job that has begun. Until it is admitted, its groups have it alone for
+        a member, which gets from the others what it has itself."""
+        self.place = place
         self.ended = threading.Event()
         """Set, from any thread, once the set of live ranks has changed; cleared by `enter`."""
         self.early_watch: EarlyWatch | None = None
@@ -136,6 +142,8 @@ class LiveGroups:
             self._store = options.store
         made = [group.description.partition("#")[0] for group in self._groups if group.ranks == tuple(ranks)]
         group = LiveGroup(self, ranks, self.rank, f"{self._description}#{made.count(self._description)}")
+        if self.place is not None:
+            group.members, group.stand_ins = (self.rank,), dict.fromkeys(group.ranks, self.rank)
         self._groups.append(group)
         return group
 
@@ -164,6 +172,12 @@ class LiveGroups:
         self.stale = True
         self.ended.clear()
 
+    def number_anew(self) -> None:
+        """All that have met have done all operations so far, and those who join them have numbered none."""
+        self.committed()
+        for group in self._groups:
+            group.operations = 0
+
     def lost_shards(self, live: frozenset[int]) -> list[tuple[int, int]]:
         """Members of this process's groups that do not live and have shards, of which no copy is left: pairs of the
         member and the holder of the copy."""
@@ -189,7 +203,7 @@ class LiveGroups:
         """Torch's own group of those that take part, made when first needed, by all of them."""
         key = group, device.type
         if key not in self._natives:
-            self._natives[key] = self._interruptible(lambda: self._make_native(group, device.type))
+            self._natives[key] = interruptible(lambda: self._make_native(group, device.type), self.check)
         return self._natives[key]
 
     def _make_native(self, group: LiveGroup, device: str) -> Any:
@@ -206,26 +220,6 @@ class LiveGroups:
             return epoch_group(self._control, name, members, self.rank, self._timeout_s)
         store = self._control.unsealed(name)
         return _nccl(store, members.index(self.rank), len(members), timedelta(seconds=self._timeout_s))
-
-    def _interruptible(self, make: Callable[[], Made]) -> Made:
-        """What `make` makes, in a thread that is left to itself if the epoch ends. Raises EpochEndedError then."""
-        found: list[Any] = []
-        done = threading.Event()
-
-        def work() -> None:
-            try:
-                found.append(make())
-            except Exception as cause:
-                found.append(cause)
-            done.set()
-
-        threading.Thread(target=work, name="adaptra-group", daemon=True).start()
-        while not done.wait(SLICE.total_seconds()):
-            self.check()
-        if isinstance(found[0], Exception):
-            raise found[0]
-        made: Made = found[0]
-        return made
 
     # Operations.
 
@@ -367,6 +361,27 @@ class LiveGroups:
         assert self._layout is not None
         places, joined = _places(group, self._layout)
         return f"{group.description}/{places if joined else list(group.ranks)}"
+
+
+def interruptible(make: Callable[[], Made], check: Callable[[], None]) -> Made:
+    """What `make` makes, in a thread that is left to itself if `check` raises meanwhile. Raises as both."""
+    found: list[Any] = []
+    done = threading.Event()
+
+    def work() -> None:
+        try:
+            found.append(make())
+        except Exception as cause:
+            found.append(cause)
+        done.set()
+
+    threading.Thread(target=work, name="adaptra-group", daemon=True).start()
+    while not done.wait(SLICE.total_seconds()):
+        check()
+    if isinstance(found[0], Exception):
+        raise found[0]
+    made: Made = found[0]
+    return made
 
 
 def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -42,6 +42,18 @@ class Agreement:
     kept: tuple[KeptResult, ...]
 
 
+def committed_with(epoch: int | None) -> str:
+    """The fate of an attempt that is committed. `epoch`: that in which workers that stand ready are to be admitted,
+    before the next iteration; None: there are none."""
+    return COMMIT if epoch is None else f"{COMMIT} {epoch}"
+
+
+def read_fate(fate: str) -> tuple[bool, int | None]:
+    """Whether an attempt is committed, and the epoch that `committed_with` was given."""
+    word, _, epoch = fate.partition(" ")
+    return word == COMMIT, int(epoch) if epoch else None
+
+
 def attempt_name(call: int, epoch: int) -> str:
     """The one attempt at a call that an epoch makes."""
     return f"{call}/{epoch}"
@@ -50,7 +62,7 @@ def attempt_name(call: int, epoch: int) -> str:
 def agreed(states: Sequence[RankState], decide: Callable[[str], str]) -> Agreement:
     """What follows from the states of all live ranks. `decide`: the fate of an attempt, REDO unless it is written."""
     attempts = sorted({state.attempted for state in states if state.attempted is not None})
-    committed = tuple(attempt for attempt in attempts if decide(attempt) == COMMIT)
+    committed = tuple(attempt for attempt in attempts if read_fate(decide(attempt))[0])
     kept = {result.place: result for state in states for result in state.kept}
     return Agreement(committed, tuple(kept.values()))
 

@@ -11,33 +11,37 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
 from adaptra_megatron.authentication.sealed_store import SealedStore, peek
 from adaptra_megatron.authentication.tagged_json import packed, unpacked
+from adaptra_megatron.epochs.admissions import Admissions, Return
+from adaptra_megatron.epochs.awaiting import awaited
 from adaptra_megatron.epochs.epoch import RESTART, Epoch, epoch_of, live_ranks
 from adaptra_megatron.epochs.errors import EpochEndedError, OtherRankError, UnrecoverableError, is_communication
+from adaptra_megatron.epochs.joining import Joined
+from adaptra_megatron.epochs.last_word import heed, say_end, say_error
 from adaptra_megatron.epochs.live_groups import LiveGroups
 from adaptra_megatron.epochs.meeting import (
-    COMMIT,
     MOST_NBYTES,
     REDO,
     Agreement,
     RankState,
     agreed,
     attempt_name,
+    committed_with,
     packed_results,
+    read_fate,
     unpacked_results,
 )
 from adaptra_megatron.epochs.membership_watch import MembershipWatch
 from adaptra_megatron.epochs.roll_call import answer_roll, is_called
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
-from adaptra_megatron.job.membership import Membership, MembershipRecords
+from adaptra_megatron.job.membership import Departure, Membership, MembershipRecords
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.schedule.routing.costs import Cell
 
@@ -77,19 +81,21 @@ class Survival:
         records: MembershipRecords,
         timeout_s: float,
         patience_s: float,
+        joined: Joined | None = None,
     ) -> None:
         """`timeout_s`: longest wait for another rank. `patience_s`: for the launcher to say who has died, after an
-        error that may come of it."""
+        error that may come of it. `joined`: of a process that takes the place of a rank that had left."""
         self._layout, self._control, self._groups = layout, control, groups
         self._timeout_s, self._patience_s = timeout_s, patience_s
         self._store = control.client("survival")
         self._callbacks: list[Callable[[], None]] = []
         self._call = 0
         self._attempted: str | None = None
+        self._heeded_s = time.monotonic()
         self._struck_s: float | None = None
         """When the loss of a rank was seen, until what it struck has been redone."""
-        self._told: set[int] = set()
-        """Ranks whose loss has been logged."""
+        self._told: set[Departure] = set()
+        """Those that have been logged."""
         self._lost: dict[str, str] = {}
         """What was lost since then: names of ranks, and why."""
         self.losses: list[Loss] = []
@@ -98,15 +104,28 @@ class Survival:
         self.epochs = 0
         """How many sets of live cells there have been after the first."""
         self.epoch = Epoch(0, frozenset(layout.workers), frozenset(), control)
+        if joined is not None:
+            self.epoch, self._call = joined.epoch, joined.call
         self._roll: tuple[Epoch, SealedStore] | None = None
         """For the watch's thread: the present epoch's roll call."""
         self._called: Epoch | None = None
         """The last epoch whose roll has been called."""
+        self.admissions = Admissions(layout, control, records.clone(), timeout_s)
         self._watch = MembershipWatch(records, self._changed, self._look_for_roll_call)
         self._hooked, sys.excepthook = sys.excepthook, self._uncaught
         groups.begin(layout, control, self._go_on)
+        if joined is not None:
+            self._told.update(joined.left)
+            groups.enter(self.epoch.number, self.epoch.control, self.epoch.live, {})
+        elif layout.rank == min(layout.workers):
+            records.publish_layout(packed(layout.record()))
         if (newest := self._watch.newest) is not None:
             self._changed(newest)
+
+    def take_returns(self) -> Sequence[Return]:
+        """Ranks that were admitted again since the last call; none but on the lowest of the ranks that did so."""
+        returns, self.admissions.returns = self.admissions.returns, []
+        return returns
 
     @property
     def ranks_lost(self) -> int:
@@ -121,13 +140,16 @@ class Survival:
         """Raise EpochEndedError once the set of live cells has changed."""
         self._groups.check()
 
-    def carry_out(self, attempt: Callable[[Epoch, int], Result]) -> Result:
-        """Run `attempt(epoch, number of the try)` until one commits; what that has returned.
+    def carry_out(self, attempt: Callable[[Epoch, int], Result], *, trains: bool = False) -> Result:
+        """Run `attempt(epoch, number of the try)` until one commits; what that has returned. `trains`: whether this is
+        a training iteration, before which newcomers may be admitted.
 
         Raises UnrecoverableError where what lives is not the whole model, OtherRankError where another rank ends with
         an error of its own, and this rank's own errors, after having them known to the others.
         """
         tries = 0
+        if trains and self.admissions.due is not None:
+            self._admit()
         while True:
             try:
                 with self._groups.call():
@@ -151,8 +173,7 @@ class Survival:
     def close(self, *, well: bool = True) -> None:
         """End the thread. `well`: whether this rank has come to the end of the training."""
         if well and self._call:
-            with suppress(RuntimeError):
-                self._store.set("ended", b"ended")
+            say_end(self._store)
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._hooked
         self._watch.close()
@@ -180,7 +201,9 @@ class Survival:
         """Come to the end of an attempt with all live ranks. Raises EpochEndedError where one has died before."""
         name = self._attempted = attempt_name(self._call, self.epoch.number)
         if self._store.add(f"ready/{name}", 1) == len(self.epoch.live):
-            self._store.compare_set(f"fate/{name}", "", COMMIT)
+            self._store.compare_set(
+                f"fate/{name}", "", committed_with(self.admissions.ready(self.epoch, self._watch.newest))
+            )
         begun_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
         while (fate := peek(self._store, f"fate/{name}")) is None:
             self.check()
@@ -188,8 +211,22 @@ class Survival:
                 raise RuntimeError(f"timed out: not all ranks came to the end of call {self._call}")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-        if fate.decode() != COMMIT:
+        committed, due = read_fate(fate.decode())
+        if not committed:
             raise EpochEndedError(f"the attempt at call {self._call} in epoch {self.epoch.number} is redone")
+        self.admissions.due = self.admissions.due if due is None else due
+
+    def _admit(self) -> None:
+        """Have newcomers take part from the next call on, unless any that is needed dies meanwhile."""
+        epoch = self.admissions.admit(self.epoch, self._call, lambda: self._watch.newest, self._heed_now_and_then)
+        if epoch is None:
+            return
+        self.epoch = epoch
+        self.epochs += 1
+        self._groups.number_anew()
+        self._groups.enter(epoch.number, epoch.control, epoch.live, {})
+        if self._latest is not None:
+            self._changed(self._latest)
 
     # Meetings.
 
@@ -200,31 +237,32 @@ class Survival:
 
     def _next_epoch(self, error: Exception) -> Agreement:
         """Meet the other live ranks. Raises `error` where the launcher has lost none within the patience."""
-        begun_s, known = time.monotonic(), self.epoch.number
+        begun_s, known, tried = time.monotonic(), self.epoch.number, self.epoch.live
+        self.admissions.due = None
         self._groups.leave()
         while True:
-            membership = self._wait_for_change(known)
+            membership = self._wait_for_change(known, tried)
             if membership is None and self._stalled_are_ended():
-                membership = self._wait_for_change(known, roll_called=True)
+                membership = self._wait_for_change(known, tried, roll_called=True)
             if membership is None:
                 self._heed_last_word()
                 self.end_with(error)
                 raise error
             self._heed_last_word()
-            epoch = epoch_of(self._layout, self._control, membership)
+            epoch = epoch_of(self._layout, self._control, membership, self.epoch)
             self._refuse_lost_shards(epoch)
             try:
                 agreement = self._meet(epoch)
                 break
             except EpochEndedError:
-                known = membership.epoch
+                known, tried = membership.epoch, epoch.live
         self.epoch = epoch
         self.epochs += 1
         self._groups.enter(epoch.number, epoch.control, epoch.live, unpacked_results(agreement.kept))
         if self._latest is not None:  # which may have come while the end of the epoch before was still marked
             self._changed(self._latest)
-        lost = [each for each in membership.left if each.rank not in self._told]
-        self._told.update(each.rank for each in lost)
+        lost = [each for each in membership.left if each not in self._told]
+        self._told.update(lost)
         self._lost |= {self._layout.name(each.rank): each.why for each in lost}
         names = ", ".join(f"{self._layout.name(each.rank)} ({each.why})" for each in lost)
         if self._layout.rank == min(epoch.live):
@@ -232,15 +270,15 @@ class Survival:
         self._struck_s = self._struck_s or begun_s
         return agreement
 
-    def _wait_for_change(self, known: int, *, roll_called: bool = False) -> Membership | None:
-        """The newest membership with other live cells; None if there is none within the patience, or once the roll has
-        been called, unless it had been before: `roll_called`."""
+    def _wait_for_change(self, known: int, tried: frozenset[int], *, roll_called: bool = False) -> Membership | None:
+        """The newest membership with other live ranks than those `tried` last; None if there is none within the
+        patience, or once the roll has been called, unless it had been before: `roll_called`."""
         deadline_s = time.monotonic() + self._patience_s
         while (left_s := deadline_s - time.monotonic()) > 0 and (roll_called or self._called is not self.epoch):
             membership = self._watch.wait_beyond(known, min(left_s, _HEED_S))
             if membership is None:
                 continue
-            if live_ranks(self._layout, membership) != self.epoch.live or known != self.epoch.number:
+            if self._live(membership) != tried:
                 return membership
             known = membership.epoch
         return None
@@ -261,7 +299,7 @@ class Survival:
         def known() -> bool:
             self._heed_last_word()
             newest = self._watch.newest
-            return newest is not None and newest.epoch > epoch.number
+            return newest is not None and self._live(newest) != epoch.live
 
         with epoch.control.lent("roll call", self._timeout_s) as store:
             stalled = answer_roll(store, self._layout, epoch.live, self._timeout_s, known)
@@ -289,23 +327,22 @@ class Survival:
         return agreement
 
     def _read(self, store: SealedStore, key: str, epoch: Epoch) -> bytes:
-        deadline_s = time.monotonic() + self._timeout_s
-        heeded_s = time.monotonic()
-        while (found := store.peek(key)) is None:
-            if time.monotonic() - heeded_s > _HEED_S:
-                self._heed_last_word()
-                heeded_s = time.monotonic()
+        def check() -> None:
+            self._heed_now_and_then()
             newest = self._watch.newest
-            if newest is not None and newest.epoch > epoch.number and live_ranks(self._layout, newest) != epoch.live:
+            if newest is not None and newest.epoch > epoch.number and self._live(newest) != epoch.live:
                 raise EpochEndedError(f"epoch {epoch.number} ended while its ranks met")
-            if time.monotonic() > deadline_s:
-                raise UnrecoverableError(
-                    f"{self._layout.name(self._layout.rank)} has waited {self._timeout_s:g} s (--adaptra-timeout-s) in "
-                    f"vain for {key} of the ranks that live in epoch {epoch.number}; look at the first whose log stops"
-                )
-            time.sleep(0.002)
-        answer: bytes = found
-        return answer
+
+        try:
+            return awaited(lambda: store.peek(key), self._timeout_s, check)
+        except TimeoutError as cause:
+            raise UnrecoverableError(
+                f"{self._layout.name(self._layout.rank)} has waited {self._timeout_s:g} s (--adaptra-timeout-s) in "
+                f"vain for {key} of the ranks that live in epoch {epoch.number}; look at the first whose log stops"
+            ) from cause
+
+    def _live(self, membership: Membership) -> frozenset[int]:
+        return live_ranks(self._layout, membership, self.epoch.admitted)
 
     def _refuse_lost_shards(self, epoch: Epoch) -> None:
         """Raise UnrecoverableError where a shard of the optimizer's state is gone. The others do not see that."""
@@ -313,30 +350,24 @@ class Survival:
             name = self._layout.name
             pairs = "; ".join(f"{name(owner)} and of its copy at {name(holder)}" for owner, holder in lost)
             error = UnrecoverableError(f"both are dead that held the optimizer's state of {pairs}: {RESTART}")
-            self._say_last(error)
+            say_error(self._store, self._layout.name(self._layout.rank), error)
             raise error
 
     def _forced(self, attempt: str) -> str:
         return str(self._store.compare_set(f"fate/{attempt}", "", REDO).decode())
 
+    def _heed_now_and_then(self) -> None:
+        if time.monotonic() - self._heeded_s > _HEED_S:
+            self._heed_last_word()
+            self._heeded_s = time.monotonic()
+
     def _heed_last_word(self) -> None:
-        if (word := self._store.peek("last_word")) is not None:
-            raise OtherRankError(f"this job ends with an error of {word.decode()}")
-        if self._store.peek("ended") is not None:
-            raise UnrecoverableError(
-                f"{self._layout.name(self._layout.rank)} cannot finish what was under way when a rank died, for others "
-                "have come to the end of the training and left; checkpoints that were written before are whole"
-            )
+        heed(self._store, self._layout.name(self._layout.rank))
 
     def end_with(self, error: BaseException) -> None:
         """Have the other ranks end with this rank's own error."""
         if isinstance(error, Exception) and not isinstance(error, (OtherRankError, UnrecoverableError)):
-            self._say_last(error)
-
-    def _say_last(self, error: Exception) -> None:
-        word = f"{self._layout.name(self._layout.rank)}: {type(error).__name__}: {str(error)[:500]}"
-        with suppress(RuntimeError):
-            self._store.set("last_word", word.encode())
+            say_error(self._store, self._layout.name(self._layout.rank), error)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """As `sys.excepthook`: what ends this process outside of calls is an error of its own, too."""
@@ -348,7 +379,7 @@ class Survival:
     def _changed(self, membership: Membership) -> None:
         """In the watch's thread: a new membership."""
         self._latest = membership
-        if live_ranks(self._layout, membership) == self.epoch.live:
+        if self._live(membership) == self.epoch.live:
             return
         self._interrupt()
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -28,6 +28,25 @@ class Introduction(NamedTuple):
     """New each time."""
 
 
+class WorkerRecord(NamedTuple):
+    """One rank's place, as it is written down."""
+
+    rank: int
+    replica: int
+    stage: int
+    lane: int
+    host: str
+    identity: str
+
+
+class LayoutRecord(NamedTuple):
+    """A job's layout, for workers that are started again."""
+
+    token: str
+    together: bool
+    workers: list[WorkerRecord]
+
+
 @dataclass(frozen=True)
 class Worker:
     """One rank's place."""
@@ -46,12 +65,30 @@ class Worker:
 
 
 class JobLayout:
-    """The whole job as one of its ranks sees it. Never changes."""
+    """The whole job as one of its ranks sees it. Nothing changes but the hosts of workers that are started again."""
 
     def __init__(self, rank: int, workers: Mapping[int, Worker], token: str = "", *, together: bool = False) -> None:
         """`workers`: by global rank. `token`: the same on all ranks, new each time that they gather. `together`:
         whether one rank decides for all replicas, since micro-batches may be routed between them."""
-        self.rank, self.workers, self.token, self.together = rank, workers, token, together
+        self.rank, self.workers, self.token, self.together = rank, dict(workers), token, together
+
+    @classmethod
+    def recorded(cls, record: LayoutRecord, rank: int) -> JobLayout:
+        """The layout that `rank` sees, of what has been written down."""
+        workers = {each.rank: Worker(Cell(each.replica, each.stage), *each[3:]) for each in record.workers}
+        return cls(rank, workers, record.token, together=record.together)
+
+    def record(self) -> LayoutRecord:
+        """The layout, to be written down."""
+        workers = [
+            WorkerRecord(rank, each.cell.replica, each.cell.stage, each.lane, each.host, each.identity)
+            for rank, each in self.workers.items()
+        ]
+        return LayoutRecord(self.token, self.together, workers)
+
+    def move(self, rank: int, host: str, identity: str) -> None:
+        """A rank runs on this host from now on."""
+        self.workers[rank] = replace(self.workers[rank], host=host, identity=identity)
 
     @property
     def cell(self) -> Cell:

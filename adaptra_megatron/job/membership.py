@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Membership of a job that `adaptra launch` runs: one record per epoch, which ranks that outlive others read.
 
-Keys in the job's store, below `adaptra/launch/<run id>/`, all sealed by the job's secret and but for the last written
-by the launcher's coordinator alone:
+Keys in the job's store, below `adaptra/launch/<run id>/`, all sealed by the job's secret and written
+by the launcher's coordinator alone, where nothing else is said:
 
     membership/<epoch>    the `Membership` of that epoch, written once and never changed; epoch 0 before any rank starts
     membership/newest     the number of the last epoch, written after its record
     membership/stalled    by a rank: the `Stalled` that the launcher is to end
+    membership/layout     by the lowest live rank: the job's layout, for workers that are started again
+    membership/ready/R    by rank R, started again: its `Readiness`
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.authentication.tagged_json import Natural, packed, unpacked
 from adaptra_megatron.job.control_store import job_secret
 
+START_VARIABLE = "ADAPTRA_STARTED_AGAIN"
+"""How often the launcher has started this rank again; unset in the first process of a rank."""
 _MOST_NBYTES = 1 << 24
 _NEWEST = "membership/newest"
 _STALLED = "membership/stalled"
+_LAYOUT = "membership/layout"
+_READY = "membership/ready"
 
 
 @dataclass(frozen=True)
@@ -44,8 +50,32 @@ class Departure:
 
 
 @dataclass(frozen=True)
+class Readiness:
+    """A process stands ready in the place of one that had left."""
+
+    left: Natural
+    """The epoch of that departure."""
+    start: Natural
+    """How often its launcher had started this rank before."""
+    host: str
+    """Name of its host."""
+    identity: str
+    """See `identity.host_identity`."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A rank that had left and stands ready again."""
+
+    rank: Natural
+    epoch: Natural
+    """The first with it."""
+    ready: Readiness
+
+
+@dataclass(frozen=True)
 class Membership:
-    """Ranks that live in one epoch: all of the job but those that left. All have lived since epoch 0.
+    """Ranks that live in one epoch: all of the job but those that left and have not arrived again.
 
     A rank that ended with status 0 has done its work: it has not left, and makes no new epoch.
     """
@@ -55,13 +85,20 @@ class Membership:
     at_s: float
     """Unix time at which the epoch began, of the coordinator's host."""
     left: tuple[Departure, ...]
-    """In the order in which they left."""
+    """In the order in which they left; a rank that has arrived again may leave again."""
+    arrived: tuple[Arrival, ...] = ()
+    """The last one of each rank that has left and stood ready again. The others train with it once they have met."""
 
     @property
     def live(self) -> tuple[int, ...]:
         """Ranks in ascending order."""
-        gone = {each.rank for each in self.left}
+        back = {each.rank: each.epoch for each in self.arrived}
+        gone = {each.rank for each in self.left if each.epoch > back.get(each.rank, 0)}
         return tuple(rank for rank in range(self.world_size) if rank not in gone)
+
+    def departure(self, rank: int) -> Departure:
+        """The last one of a rank that has left."""
+        return next(each for each in reversed(self.left) if each.rank == rank)
 
 
 @dataclass(frozen=True)
@@ -94,6 +131,10 @@ class MembershipRecords:
         )
         return cls(launch_store(store, environment["TORCHELASTIC_RUN_ID"]))
 
+    def clone(self) -> MembershipRecords:
+        """The same for another thread. Raises RuntimeError if the store cannot be reached."""
+        return MembershipRecords(self._store.clone())
+
     def publish(self, membership: Membership) -> None:
         """Write the record of a new epoch. The coordinator alone does. Raises RuntimeError where the store does."""
         self._store.set(f"membership/{membership.epoch}", packed(membership))
@@ -108,13 +149,31 @@ class MembershipRecords:
         found = self._store.peek(_STALLED)
         return None if found is None else unpacked(found, Stalled, _MOST_NBYTES)
 
+    def publish_layout(self, layout: bytes) -> None:
+        """Write the job's layout. Raises RuntimeError where the store does."""
+        self._store.set(_LAYOUT, layout)
+
+    def layout(self) -> bytes | None:
+        """The job's; None before the first iteration. Raises TamperedError, and RuntimeError where the store does."""
+        found: bytes | None = self._store.peek(_LAYOUT)
+        return found
+
+    def say_ready(self, rank: int, ready: Readiness) -> None:
+        """This process stands ready in the place of `rank`. Raises RuntimeError where the store does."""
+        self._store.set(f"{_READY}/{rank}", packed(ready))
+
+    def readiness(self, rank: int) -> Readiness | None:
+        """What the process in the place of a rank has said last. Raises as `newest`."""
+        found = self._store.peek(f"{_READY}/{rank}")
+        return None if found is None else unpacked(found, Readiness, _MOST_NBYTES)
+
     def newest(self) -> Membership | None:
         """The last epoch's record; None under a launcher that keeps none, such as torchrun. Never waits for a record.
 
         Raises TamperedError, ValueError for what is no record, and RuntimeError where the store does.
         """
         epoch = self._store.peek(_NEWEST)
-        return None if epoch is None else self._read(int(epoch))
+        return None if epoch is None else self.of_epoch(int(epoch))
 
     def wait_beyond(self, epoch: int, timeout_s: float) -> Membership | None:
         """The last epoch's record once there is one after `epoch`; None if there is none within `timeout_s`.
@@ -126,9 +185,10 @@ class MembershipRecords:
         except DistStoreError:
             return None
         newest = self.newest()
-        return newest if newest is not None and newest.epoch > epoch else self._read(epoch + 1)
+        return newest if newest is not None and newest.epoch > epoch else self.of_epoch(epoch + 1)
 
-    def _read(self, epoch: int) -> Membership:
+    def of_epoch(self, epoch: int) -> Membership:
+        """The record of an epoch that has begun. Raises as `newest`."""
         found: Membership = unpacked(self._store.get(f"membership/{epoch}"), Membership, _MOST_NBYTES)
         return found
 

@@ -27,7 +27,6 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _WHERE = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "standalone", "master_addr", "master_port")
 """Flags that Slurm's environment stands in for, if none of them is given."""
 _REFUSED = {
-    "max_restarts": "ranks are not started again: resume from a checkpoint with a new job",
     "start_method": "ranks are programs, started by exec",
     "run_path": "ranks are programs, started by exec: leave the flag out",
     "event_log_handler": "events are lines of the log",
@@ -181,6 +180,11 @@ def _check(args: argparse.Namespace, config: LaunchConfig, nodes: int) -> None:
     for name in _signal_names(config).split(","):
         if name.strip() not in signal.Signals.__members__:
             raise LaunchArgumentError(f"--signals-to-handle {_signal_names(config)}: {name!r} is no signal's name")
+    if args.max_restarts < 0 or (args.max_restarts and not args.no_kill):
+        raise LaunchArgumentError(
+            f"--max-restarts {args.max_restarts}: at least 0, and more only together with --no-kill, where ranks that "
+            "have died are started again while the others go on; else resume from a checkpoint with a new job"
+        )
     if args.min_ranks < 1 or (args.min_ranks > 1 and not args.no_kill):
         raise LaunchArgumentError(f"--min-ranks {args.min_ranks}: at least 1, and more only together with --no-kill")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
-from adaptra_megatron.job.membership import MembershipRecords
+from adaptra_megatron.job.membership import Membership, MembershipRecords, Stalled
 from adaptra_megatron.launch.records import JOB_KEY, START_KEY, HostReport, JobState, host_key, read, write
 from adaptra_megatron.launch.roster import Policy, Roster
 from adaptra_megatron.log import logger_of
@@ -22,6 +22,13 @@ class Coordinator:
         self._store, self._nodes, self._beat = store, nodes, 0
         self._records = MembershipRecords(store)
         self._roster = Roster(nodes, policy, time.monotonic())
+        self._stalled: Stalled | None = None
+        """Told last."""
+
+    @property
+    def has_ended(self) -> bool:
+        """True once the job's outcome is decided."""
+        return self._roster.outcome is not None
 
     @property
     def all_left(self) -> bool:
@@ -35,16 +42,33 @@ class Coordinator:
             report = read(self._store, host_key(node_rank), HostReport)
             if report is not None:
                 roster.observe(node_rank, report, time.monotonic())
-        if (stalled := self._records.stalled()) is not None:
+        if (stalled := self._records.stalled()) not in (None, self._stalled):
+            self._stalled = stalled
             roster.stalled |= dict.fromkeys(stalled.ranks, stalled.why)
+        for departure in roster.away:
+            if (ready := self._records.readiness(departure.rank)) is not None:
+                roster.ready(departure, ready)
         before = roster.membership
         roster.decide(time.monotonic(), time.time())
         if roster.membership is not None and roster.membership != before:
             self._records.publish(roster.membership)
-            for left in roster.membership.left[len(before.left) if before else 0 :]:
-                logger.warning("epoch %d: rank %d of host %s has left: %s", left.epoch, left.rank, left.host, left.why)
+            _log(roster.membership)
             if roster.start is not None and before is None:
                 write(self._store, START_KEY, roster.start)
         self._beat += 1
         state = JobState(self._beat, roster.outcome, tuple(roster.lost), tuple(sorted(roster.stalled)))
         write(self._store, JOB_KEY, state)
+
+
+def _log(membership: Membership) -> None:
+    """What is new in an epoch."""
+    for left in membership.left:
+        if left.epoch == membership.epoch:
+            logger.warning("epoch %d: rank %d of host %s has left: %s", left.epoch, left.rank, left.host, left.why)
+    for each in membership.arrived:
+        if each.epoch == membership.epoch:
+            logger.warning(
+                "epoch %d: rank %d stands ready again on host %s; it takes part from the next iteration on in which "
+                "its whole cell is ready",
+                *(each.epoch, each.rank, each.ready.host),
+            )

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -16,9 +16,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from adaptra_megatron.launch.arguments import LaunchSettings
 from adaptra_megatron.launch.link import Link, View
-from adaptra_megatron.launch.records import HostReport
+from adaptra_megatron.launch.records import Ending, HostReport
 from adaptra_megatron.launch.silence import Silence
 from adaptra_megatron.launch.workers import POLL_S, Workers
+from adaptra_megatron.log import logger_of
+
+logger = logger_of(__name__)
 
 _SAID_S = 3.0
 """For a last report to a store that answers."""
@@ -78,12 +81,30 @@ class Launcher:
             if self._workers is not None and (endings := self._workers.poll()):
                 self._report = replace(self._report, endings=self._report.endings + tuple(endings))
                 self._link.say(self._report)
+                self._start_again(endings)
             if (verdict := self._signalled() or self._judged(view)) is not None:
                 return verdict
             if self._workers is None and view.start is not None and (verdict := self._start(view)) is not None:
                 return verdict
             self._kill_stalled(view)
             self._link.changed.wait(POLL_S)
+
+    def _start_again(self, endings: Sequence[Ending]) -> None:
+        """Start ranks that have failed in new processes, which take their places in the job where it goes on."""
+        assert self._workers is not None
+        policy, most = self._settings.policy, self._settings.config.max_restarts
+        for ending in endings:
+            if not policy.no_kill or not ending.failed or ending.start >= most:
+                continue
+            try:
+                self._workers.start_again(ending.local_rank)
+            except OSError as cause:
+                logger.error("local rank %d cannot be started again: %s", ending.local_rank, cause)
+                continue
+            logger.warning(
+                "local rank %d %s and has been started again (%d of %d times, --max-restarts)",
+                *(ending.local_rank, ending.why, ending.start + 1, most),
+            )
 
     def _kill_stalled(self, view: View) -> None:
         if self._workers is None or view.state is None or view.start is None or view.node_rank is None:

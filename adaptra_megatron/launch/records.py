@@ -40,6 +40,8 @@ class Ending:
     """Where its log is, and what it wrote about its error; several lines."""
     asked: bool = False
     """It ended after its launcher had asked it to: whatever its exit code, its work was not done."""
+    start: Natural = 0
+    """How often its launcher had started this rank before."""
 
     @property
     def failed(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from adaptra_megatron.job.membership import Departure, Membership
+from adaptra_megatron.job.membership import Arrival, Departure, Membership, Readiness
 from adaptra_megatron.launch.records import Ending, HostReport, Outcome, Start
 from adaptra_megatron.launch.silence import Silence
 
@@ -46,6 +46,8 @@ class Roster:
         self._nodes, self._policy, self._begun_s = nodes, policy, now_s
         self._silences: dict[int, Silence] = {}
         self._details: dict[int, str] = {}
+        self._ready: dict[int, Readiness] = {}
+        """Processes in the places of ranks that had left, by rank, of which no membership tells yet."""
 
     def observe(self, node_rank: int, report: HostReport, now_s: float) -> None:
         """Look at a host's report, new or not. One that counts as dead stays so."""
@@ -54,6 +56,19 @@ class Roster:
         if silent_s > self._policy.heartbeat_timeout_s and not report.left:
             text = f"host {report.host} (node rank {node_rank}) has been silent for {silent_s:.1f} s"
             self.lost.setdefault(node_rank, text)
+
+    @property
+    def away(self) -> list[Departure]:
+        """Departures of ranks that do not stand ready again."""
+        if self.membership is None:
+            return []
+        live = set(self.membership.live)
+        return [self.membership.departure(rank) for rank in range(self.membership.world_size) if rank not in live]
+
+    def ready(self, departure: Departure, ready: Readiness) -> None:
+        """Look at what the process in the place of a rank that had left has said, new or not."""
+        if ready.left == departure.epoch:
+            self._ready[departure.rank] = ready
 
     def decide(self, now_s: float, time_s: float) -> None:
         """Draw the consequences. `time_s`: Unix time."""
@@ -96,29 +111,38 @@ class Roster:
         if departed:
             left = self.membership.left + tuple(departed)
             self.membership = replace(self.membership, epoch=departed[0].epoch, at_s=time_s, left=left)
+        elif self._ready:
+            epoch = self.membership.epoch + 1
+            earlier = (each for each in self.membership.arrived if each.rank not in self._ready)
+            arrivals = (Arrival(rank, epoch, ready) for rank, ready in sorted(self._ready.items()))
+            arrived = (*earlier, *arrivals)
+            self.membership = replace(self.membership, epoch=epoch, at_s=time_s, arrived=arrived)
+            self._ready.clear()
         live = set(self.membership.live)
         if len(live) < self._policy.min_ranks:
             text = f"{len(live)} ranks are left, fewer than the {self._policy.min_ranks} that the job goes on with"
             return Outcome(True, f"{text} (--min-ranks): {self._failures(self.membership.left)}")
         if live - self._finished():
             return None
-        left = self.membership.left
-        return Outcome(False, f"ended well, but without {len(left)} ranks: {self._failures(left)}" if left else "")
+        away = self.away
+        return Outcome(False, f"ended well, but without {len(away)} ranks: {self._failures(away)}" if away else "")
 
     def _departures(self, time_s: float) -> Iterator[Departure]:
         """Ranks that have left since the present epoch began."""
         assert self.membership is not None
         epoch, live = self.membership.epoch + 1, set(self.membership.live)
+        starts = {each.rank: each.ready.start for each in self.membership.arrived}
         for node, report in self.hosts.items():
-            ended = {each.local_rank: each for each in report.endings}
+            ended = {(each.local_rank, each.start): each for each in report.endings}
             for local_rank in range(report.nproc):
-                rank, ending = self._rank(node, local_rank), ended.get(local_rank)
+                rank = self._rank(node, local_rank)
+                ending = ended.get((local_rank, starts.get(rank, 0)))
                 if rank not in live:
                     continue
                 if ending is not None and ending.failed:
+                    before = f"{self.stalled.pop(rank)}, and " if rank in self.stalled else ""
                     self._details[rank] = _details(ending, report)
                     after = f", after its launcher {report.leaving}" if ending.asked else ""
-                    before = f"{self.stalled[rank]}, and " if rank in self.stalled else ""
                     yield Departure(rank, epoch, report.host, f"{before}{ending.why}{after}", ending.at_s)
                 elif ending is None and node in self.lost:
                     yield Departure(rank, epoch, report.host, self.lost[node], time_s)

@@ -9,16 +9,18 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import start_processes
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import LaunchConfig
 
+from adaptra_megatron.job.membership import START_VARIABLE
 from adaptra_megatron.launch import tied_process
 from adaptra_megatron.launch.endpoint import Endpoint
 from adaptra_megatron.launch.guard import Guard, kill_group
@@ -48,7 +50,7 @@ class Workers:
         """Start them. `endpoint`: the job's store, as ranks are to reach it. Raises OSError, and torch's
         SignalException for a signal that comes meanwhile."""
         prefix = config.log_line_prefix_template
-        environments = environments_of(config, start, node_rank, endpoint)
+        self._environments = environments = environments_of(config, start, node_rank, endpoint)
         locals_ = range(config.nproc_per_node)
         optional = {
             name: value
@@ -56,17 +58,24 @@ class Workers:
             if (value := getattr(config, name, None))
         }
         tied = ("-I", "-S", tied_process.__file__, str(os.getpid()), command, *arguments)
+        self._arguments = {local: tuple(macros.substitute(list(tied), str(local))) for local in locals_}
         assert config.logs_specs is not None
         self._guard = Guard()
-        self._context: Any = start_processes(
+        context: Any = start_processes(
             name=config.role,
             entrypoint=sys.executable,
-            args={local: tuple(macros.substitute(list(tied), str(local))) for local in locals_},
+            args=self._arguments,
             envs=environments,
             logs_specs=config.logs_specs,
             log_line_prefixes={local: _prefix(prefix, environments[local]) for local in locals_} if prefix else None,
             **optional,
         )
+        self._context = context
+        self._handlers = dict(self._context.subprocess_handlers)
+        """By local rank, of its latest process."""
+        self._starts = dict.fromkeys(locals_, 0)
+        """How often each has been started again."""
+        self._numa = optional.get("numa_options")
         self._running = self._context.pids()
         for process_id in self._running.values():
             self._guard.watch(process_id)
@@ -83,12 +92,42 @@ class Workers:
             if os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
             kill_group(process_id)  # before the number is free for another
-            exit_code = self._context.subprocess_handlers[local_rank].proc.wait()
+            exit_code = self._handlers[local_rank].proc.wait()
             self._guard.forget(process_id)
             del self._running[local_rank]
             details = self._details(local_rank, process_id, exit_code) if exit_code else ""
-            endings.append(Ending(local_rank, process_id, exit_code, time.time(), details))
+            start = self._starts[local_rank]
+            endings.append(Ending(local_rank, process_id, exit_code, time.time(), details, start=start))
         return endings
+
+    def starts(self, local_rank: int) -> int:
+        """How often a rank has been started again."""
+        return self._starts[local_rank]
+
+    def start_again(self, local_rank: int) -> None:
+        """Start a rank that has ended. Raises OSError.
+
+        Where the first wrote to files, this one writes beside them, with ".again-<number>" at the end of their names;
+        with --tee it writes there alone.
+        """
+        self._starts[local_rank] += 1
+        environment = {
+            **self._environments[local_rank],
+            START_VARIABLE: str(self._starts[local_rank]),
+            "TORCHELASTIC_ERROR_FILE": self._file(self._context.error_files, local_rank),
+        }
+        handler = get_subprocess_handler(
+            sys.executable,
+            self._arguments[local_rank],
+            environment,
+            self._file(self._context.stdouts, local_rank),
+            self._file(self._context.stderrs, local_rank),
+            local_rank,
+            self._numa,
+        )
+        self._handlers[local_rank] = handler
+        self._running[local_rank] = handler.proc.pid
+        self._guard.watch(handler.proc.pid)
 
     def end(self, number: signal.Signals, patience_s: float, hurry: Callable[[], bool]) -> list[Ending]:
         """Send a signal to all that run; kill those that have not ended after `patience_s`, or once `hurry` says so.
@@ -135,13 +174,19 @@ class Workers:
             endings += self.poll()
         return endings
 
+    def _file(self, files: Mapping[int, str], local_rank: int) -> str:
+        """That of a rank's latest process; "" where it has none."""
+        file, start = files[local_rank], self._starts[local_rank]
+        return f"{file}.again-{start}" if file and start else file
+
     def _details(self, local_rank: int, process_id: int, exit_code: int) -> str:
         """Place of a rank's log, and its error: what torch's `record` wrote, or the end of what went to a file."""
-        logs = [log for log in (self._context.stderrs[local_rank], self._context.stdouts[local_rank]) if log]
+        files = (self._file(files, local_rank) for files in (self._context.stderrs, self._context.stdouts))
+        logs = [log for log in files if log]
         where = " ".join(logs) or "none but this launcher's output (--redirects 3 or --tee 3 writes files to --log-dir)"
         try:
             message: Any = ProcessFailure(
-                local_rank, process_id, exit_code, self._context.error_files[local_rank]
+                local_rank, process_id, exit_code, self._file(self._context.error_files, local_rank)
             ).error_file_data["message"]
         except (ValueError, KeyError, TypeError, OSError):  # it was killed while it wrote
             message = "<NONE>"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from adaptra_megatron.control.order.plans import Layout
+from adaptra_megatron.epochs.joining import Joined
 from adaptra_megatron.epochs.live_groups import LiveGroups
 from adaptra_megatron.epochs.survival import Survival
 from adaptra_megatron.job.membership import MembershipRecords
@@ -21,8 +22,9 @@ CONNECT_S = 60.0
 _FLAG = "--adaptra-reroute failures"
 
 
-def outlive(job: Job, groups: LiveGroups, interrupt: Callable[[str], None]) -> Survival:
-    """This rank's part in a job that outlives its ranks. `interrupt`: wakes what it waits in, with the cause.
+def outlive(job: Job, groups: LiveGroups, interrupt: Callable[[str], None], joined: Joined | None) -> Survival:
+    """This rank's part in a job that outlives its ranks. `interrupt`: wakes what it waits in, with the cause. `joined`:
+    of a process that takes the place of a rank that had left.
 
     Raises UnsupportedFeatureError where no launcher says which ranks live.
     """
@@ -36,7 +38,7 @@ def outlive(job: Job, groups: LiveGroups, interrupt: Callable[[str], None]) -> S
             f"{_FLAG} has to learn from the launcher which ranks have died, and this one says nothing of them: start "
             "the job with `adaptra launch --no-kill`, or drop the flag"
         )
-    survival = Survival(job.layout, job.control, groups, records, job.timeout_s, PATIENCE_S)
+    survival = Survival(job.layout, job.control, groups, records, job.timeout_s, PATIENCE_S, joined)
     survival.when_ended(functools.partial(interrupt, "the set of live ranks has changed"))
     return survival
 

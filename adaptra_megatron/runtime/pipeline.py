@@ -32,20 +32,26 @@ from adaptra_megatron.runtime.execution.executor import IterationReport, Pipelin
 from adaptra_megatron.runtime.execution.first_iterations import COLD, FirstIterations
 from adaptra_megatron.runtime.execution.program import Program, compile_program
 from adaptra_megatron.runtime.execution.timers import make_timer
-from adaptra_megatron.runtime.job import join_job
+from adaptra_megatron.runtime.job import Job, join_job
 from adaptra_megatron.runtime.megatron.computation import StageComputation
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, shared_groups
 from adaptra_megatron.runtime.megatron_timers import add_times
 from adaptra_megatron.runtime.outliving import hold_copies, outlive, refuse_outliving
 from adaptra_megatron.runtime.planning import make_planner
-from adaptra_megatron.runtime.reporting import arrival_records, make_telemetry, path_states, rank_figures
+from adaptra_megatron.runtime.rejoining import Counters, Joining
+from adaptra_megatron.runtime.reporting import (
+    arrival_records,
+    make_telemetry,
+    membership_events,
+    path_states,
+    rank_figures,
+)
 from adaptra_megatron.runtime.rerouting.inputs import RoutableInputs
 from adaptra_megatron.runtime.rerouting.rerouting import Rerouting
 from adaptra_megatron.runtime.transports import make_transport, path_policy
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs_json import costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
-from adaptra_megatron.telemetry.events.events import RanksLost
 from adaptra_megatron.transport.gpu.device_clock import CudaEvents, DeviceClock
 from adaptra_megatron.transport.messages import MessageTimes, TransportError, TwoPathTransport
 from adaptra_megatron.transport.paths import Path
@@ -95,9 +101,11 @@ class Pipeline:
         memory: MemorySource | None,
         groups: LiveGroups | None = None,
         optimizers: Sequence[Any] = (),
+        joining: Joining | None = None,
     ) -> None:
         """Collective over the job's ranks, with the first call of each. `memory`: who tells what is allocated;
         None: the device. `groups`: this process's, where ranks are outlived, and `optimizers`, the distributed ones.
+        `joining`: where the others have begun before, and this process takes the place of a rank that had left.
 
         Raises a plan's error before anything is set up, TransportError and ExchangeError when ranks do not meet.
         """
@@ -112,26 +120,33 @@ class Pipeline:
         )
         memory = memory or memory_of(device)
         self.book = PlanBook(config, layout, measures_memory=memory is not None)
-        self._job = join_job(call.pipeline_group, shared_groups(call.config, call.groups), config)
+        if joining is None:
+            self._job = join_job(call.pipeline_group, shared_groups(call.config, call.groups), config)
+        else:
+            self._job = joining.job
         job, control, self._clock, limit_s = self._job
+        if joining is not None:
+            control = joining.joined.epoch.control
         clock = DeviceClock(CudaEvents()) if device.type == "cuda" else None
-        meeting = Rendezvous(control, job, max(limit_s, SETUP_LEAST_S))
+        meeting = Rendezvous(control, job, max(limit_s, SETUP_LEAST_S), alone=joining is not None)
         self.transport = make_transport(meeting, call.chunks, config, clock, limit_s)
         self._sent_all = False
         """Whether the last iteration came to its end."""
         self._failure: BaseException | None = None
         """What an iteration ended with: there can be no other."""
-        self.telemetry = make_telemetry(self._job, call.chunks, config)
+        self.telemetry = make_telemetry(self._job, call.chunks, config, goes_on=joining is not None)
         policy = path_policy(config, self.transport)
         self.planner: PlannerKeeper | None = None
         """None on all ranks but the one that leads its replica."""
-        if job.rank == job.leader:
+        if job.rank == job.leader and joining is None:
             self.planner = make_planner(self._job, self.book, config, policy, self.telemetry)
         self.rerouting: Rerouting | None = None
         """None where micro-batches stay in their replicas."""
         if config.reroute != "off":
             swap = config.avoids_stragglers
-            self.rerouting = Rerouting(self._job, self.transport, self.planner, self.book, swap=swap)
+            self.rerouting = Rerouting(
+                self._job, self.transport, self.planner, self.book, swap=swap, joins=joining is not None
+            )
         self.exchange = PlanExchange(control, job, self.planner, limit_s, fixed_order=not self.book.adapts)
         self.dispatcher = make_dispatcher(control, job, config, self.transport, limit_s)
         self._prefers_host = self.dispatcher.all_by_host_path = policy is not None and policy.preferred is Path.HOST
@@ -167,7 +182,20 @@ class Pipeline:
         if groups is not None:
             refuse_outliving(call, layout, optimizers)
             hold_copies(self._job, optimizers)
-            self.survival = outlive(self._job, groups, self._interrupt)
+            if joining is not None:
+                self.iterations, self.training_iterations = joining.counters
+                joining.meet()
+            self.survival = outlive(self._job, groups, self._interrupt, None if joining is None else joining.joined)
+
+    @property
+    def counters(self) -> Counters:
+        """What numbers of iterations go by."""
+        return Counters(self.iterations, self.training_iterations)
+
+    @property
+    def job(self) -> Job:
+        """The job that it is of."""
+        return self._job
 
     def begin(self, call: PipelineCall) -> None:
         """An iteration begins. Raises TransportError after one that failed."""
@@ -213,8 +241,7 @@ class Pipeline:
         self._epoch = epoch.number
         self.exchange.leave()
         self.rerouting.enter(epoch, self.survival.check)
-        if self._job.layout.rank == min(epoch.live):
-            self.telemetry.lead()
+        self.telemetry.lead(leads=self._job.layout.rank == min(epoch.live))
 
     def run(
         self, call: PipelineCall, schedule: Schedule, computation: StageComputation, attempt: int = 0
@@ -253,19 +280,13 @@ class Pipeline:
 
     def _tell_losses(self) -> None:
         survival = self.survival
-        if survival is None or self._job.layout.rank != min(survival.epoch.live):
+        if survival is None:
             return
+        leads = self._job.layout.rank == min(survival.epoch.live)
         moved = () if self.rerouting is None else self.rerouting.moved_from_dead
-        for loss in survival.losses[self._losses_told :]:
-            lost = RanksLost(
-                epoch=loss.epoch,
-                ranks=loss.ranks,
-                dead_cells=tuple(map(str, loss.dead_cells)),
-                live=loss.live,
-                seconds=loss.seconds,
-                moved=moved,
-            )
-            self.telemetry.log(lost)
+        losses = survival.losses[self._losses_told :] if leads else ()
+        for change in membership_events(losses, survival.take_returns(), moved):
+            self.telemetry.log(change)
         self._losses_told = len(survival.losses)
 
     def fail(self, cause: BaseException) -> None:

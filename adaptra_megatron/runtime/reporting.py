@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,12 +13,14 @@ import torch
 
 from adaptra_megatron import __version__
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.epochs.survival import Survival
+from adaptra_megatron.control.decisions import Moved
+from adaptra_megatron.epochs.admissions import Return
+from adaptra_megatron.epochs.survival import Loss, Survival
 from adaptra_megatron.runtime.execution.executor import IterationReport
 from adaptra_megatron.runtime.job import Job
 from adaptra_megatron.runtime.megatron.compat import megatron_version
 from adaptra_megatron.telemetry.events.changes import PathState
-from adaptra_megatron.telemetry.events.events import RunStarted
+from adaptra_megatron.telemetry.events.events import RanksLost, RanksReturned, RunStarted
 from adaptra_megatron.telemetry.figures.scalars import LossFigures, RankFigures
 from adaptra_megatron.telemetry.records import ArrivalRecord
 from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
@@ -37,14 +39,18 @@ def running_versions() -> dict[str, str]:
     }
 
 
-def make_telemetry(job: Job, chunks: int, config: AdaptraConfig) -> RunTelemetry:
-    """This rank's. Raises prometheus.PrometheusError if an endpoint is wanted and cannot be opened."""
+def make_telemetry(job: Job, chunks: int, config: AdaptraConfig, *, goes_on: bool) -> RunTelemetry:
+    """This rank's. `goes_on`: it takes the place of a rank that had left.
+
+    Raises prometheus.PrometheusError if an endpoint is wanted and cannot be opened.
+    """
     layout = job.layout
     settings = TelemetrySettings(
         trace_dir=config.trace_dir,
         every_iteration=config.trace == "all",
         prometheus_port=config.prometheus_port,
         prometheus_address=config.prometheus_address,
+        goes_on=goes_on,
     )
     place = Place(
         run=layout.token,
@@ -101,6 +107,30 @@ def rank_figures(
         messages_by_path=by_path if links else {},
         lost=None if survival is None else _loss_figures(survival),
     )
+
+
+def membership_events(
+    losses: Sequence[Loss], returns: Sequence[Return], moved: Sequence[Moved]
+) -> Iterator[RanksLost | RanksReturned]:
+    """Events of ranks that were lost and that came back. `moved`: by the routes since then."""
+    for loss in losses:
+        yield RanksLost(
+            epoch=loss.epoch,
+            ranks=loss.ranks,
+            dead_cells=tuple(map(str, loss.dead_cells)),
+            live=loss.live,
+            seconds=loss.seconds,
+            moved=moved,
+        )
+    for each in returns:
+        yield RanksReturned(
+            epoch=each.epoch.number,
+            ranks=each.ranks,
+            dead_cells=tuple(map(str, sorted(each.epoch.dead_cells))),
+            live=len(each.epoch.live),
+            seconds=each.seconds,
+            moved=moved,
+        )
 
 
 def _loss_figures(survival: Survival) -> LossFigures:

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.memory import MemorySource
 from adaptra_megatron.epochs.epoch import Epoch
+from adaptra_megatron.epochs.joining import Newcomer
 from adaptra_megatron.epochs.live_groups import LiveGroups
+from adaptra_megatron.job.membership import MembershipRecords
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.execution.executor import IterationReport
 from adaptra_megatron.runtime.megatron.computation import MegatronComputation, StageComputation
@@ -25,7 +27,9 @@ from adaptra_megatron.runtime.megatron.linear_wgrad import WeightGradientQueue
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, pipeline_call
 from adaptra_megatron.runtime.megatron.random_draws import flags_drawn_in_other_order
 from adaptra_megatron.runtime.megatron.te_wgrad import EngineLayers
+from adaptra_megatron.runtime.outliving import CONNECT_S
 from adaptra_megatron.runtime.pipeline import Pipeline
+from adaptra_megatron.runtime.rejoining import Joining, Training, hand_over, take_place
 from adaptra_megatron.runtime.single_stage import SingleStage
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
@@ -74,6 +78,10 @@ class AdaptraRuntime:
         self._decorate = decorate
         self._memory, self._groups = memory, groups
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
+        self.training: Training | None = None
+        """What the training script trains with, once it has said so: for ranks that are started again."""
+        self._joining: Joining | None = None
+        """Until its first iteration, of a process that takes the place of a rank that had left."""
         self._single: SingleStage | None = None
         """Where pipelines have one stage."""
         # Threads that wait in native code must not outlive the interpreter, and Megatron's scripts undo nothing.
@@ -106,6 +114,20 @@ class AdaptraRuntime:
             self._single = SingleStage(arguments, self._config)
         return self._single.run(stock, arguments)
 
+    def take_place(self) -> Mapping[str, Any] | None:
+        """Have this process, if it takes the place of a rank that had left, go on where the others are. Called before
+        data are read for the first iteration, with `training` known.
+
+        Returns the others' progress once this process has their parameters and optimizer state; None where it takes no
+        place, or has it already. Raises as `rejoining.take_place`.
+        """
+        groups = self._groups
+        if groups is None or groups.place is None or self.training is None or self._joining is not None:
+            return None
+        newcomer = Newcomer(groups.place, MembershipRecords.of_rank(CONNECT_S), self._config.timeout_s)
+        self._joining, progress = take_place(newcomer, self.training)
+        return progress
+
     def save(self, write: Callable[[], Any]) -> Any:
         """Have `write`, which is collective over the job, write a checkpoint; its result.
 
@@ -129,7 +151,8 @@ class AdaptraRuntime:
         if pipeline.survival is None:
             ran = self._attempt(pipeline, call)
         else:
-            ran = pipeline.survival.carry_out(functools.partial(self._attempt_among, pipeline, call))
+            attempt = functools.partial(self._attempt_among, pipeline, call)
+            ran = pipeline.survival.carry_out(attempt, trains=not call.forward_only)
         if not call.forward_only:
             self.peak_in_flight = max(self.peak_in_flight, ran.report.peak_in_flight)
             self.last_schedule = ran.schedule
@@ -238,9 +261,12 @@ class AdaptraRuntime:
     def _pipeline(self, call: PipelineCall) -> Pipeline:
         identity = (*dist.get_process_group_ranks(call.pipeline_group), call.chunks)
         if identity not in self._pipelines:
-            self._pipelines[identity] = Pipeline(
-                call, self._config, self._memory, self._groups, self.sharded_optimizers
+            pipeline = self._pipelines[identity] = Pipeline(
+                call, self._config, self._memory, self._groups, self.sharded_optimizers, self._joining
             )
+            self._joining = None
+            if pipeline.survival is not None and self.training is not None:
+                pipeline.survival.admissions.hand_over = functools.partial(hand_over, self.training, pipeline)
             self._engine_layers.split(call.model_chunks, call.config)
             if self._config.policy == "adapt":
                 _warn_of_other_draws(call)

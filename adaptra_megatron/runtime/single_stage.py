@@ -29,7 +29,7 @@ class SingleStage:
         model, groups = arguments["model"], arguments.get(groups_keyword()) or default_groups()
         megatron = config_of(model[0] if isinstance(model, list) else model)
         self._job = join_job(groups.pp, shared_groups(megatron, groups), config)
-        self._telemetry = make_telemetry(self._job, 1, config)
+        self._telemetry = make_telemetry(self._job, 1, config, goes_on=False)
         self.training_iterations = 0
         self._iterations = 0
         if self._job.layout.rank == min(self._job.layout.workers):

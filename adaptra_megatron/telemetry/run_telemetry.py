@@ -42,6 +42,8 @@ class TelemetrySettings:
     prometheus_port: int | None = None
     """Port of a host's first rank; the next rank's is the next. 0: any free ones; None: no endpoint."""
     prometheus_address: str = LOOPBACK
+    goes_on: bool = False
+    """Whether this process takes the place of one that has written there before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +92,17 @@ class RunTelemetry:
         self._requested: RequestedTraces | None = None
         self._box: RequestBox | None = None
         if settings.trace_dir is not None:
-            self._open_files(settings.trace_dir, settings.every_iteration, start)
+            self._open_files(settings.trace_dir, settings, start)
         # After the writers', hence called before them: the last event is still to be written then.
         atexit.register(self.close)
 
-    def _open_files(self, directory: Path, every_iteration: bool, start: RunStarted) -> None:
+    def _open_files(self, directory: Path, settings: TelemetrySettings, start: RunStarted) -> None:
         place, offset_s = self._place, self._place.clock_offset_s
         self._events = EventLog(directory, start, run=place.run, rank=place.rank, clock_offset_s=offset_s)
-        self._traces = TraceWriter(directory, place.rank, place.stage, clock_offset_s=offset_s)
-        if not every_iteration:
+        self._traces = TraceWriter(
+            directory, place.rank, place.stage, clock_offset_s=offset_s, goes_on=settings.goes_on
+        )
+        if not settings.every_iteration:
             self._requested = RequestedTraces(self._traces)
             self._box = RequestBox(directory) if place.leads and not place.replica else None
 
@@ -120,9 +124,11 @@ class RunTelemetry:
             self._requested.request(requests)
         self._job = job if job is not None else self._job
 
-    def lead(self) -> None:
-        """This rank says from now on what one rank says for all: the one that did has died."""
-        self._place = replace(self._place, leads=True)
+    def lead(self, *, leads: bool) -> None:
+        """Have this rank say from now on what one rank says for all, or not: the one that did has died, or is back."""
+        if self._place.leads and not leads:
+            self._log_times()
+        self._place = replace(self._place, leads=leads)
 
     def switch(self, number: int, *, predicted_s: float | None = None, before_predicted_s: float | None = None) -> None:
         """Plan `number` runs from this iteration on; said again, it changes nothing."""
@@ -166,6 +172,10 @@ class RunTelemetry:
         if self._scalars.due(step):
             self._scalars.write(step, scalars(figures, self._figures_of_job()))
 
+    def _log_times(self) -> None:
+        if (times := self._times.rest()) is not None:
+            self.log(times)
+
     def _figures_of_job(self) -> JobFigures | None:
         return None if self._job is None else self._job.unpacked()
 
@@ -175,9 +185,8 @@ class RunTelemetry:
         error = getattr(sys, "last_value", None)  # what the interpreter has reported as the end of the program
         reason = "the program ended" if error is None else f"{type(error).__name__}: {error}"
         if self._events is not None:
-            times = self._times.rest()
-            if times is not None and self._place.leads:
-                self.log(times)
+            if self._place.leads:
+                self._log_times()
             self.log(RunEnded(reason=reason))
             self._events.close()
         if self._traces is not None:

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
+import torch
 from support.pretrain import MOCK_DATA, NO_DROPOUT, needs_megatron_lm, pretrain
 
 from adaptra_megatron.emulation.jobs.outlived import run_outlived
 from adaptra_megatron.emulation.results import relative_distances
-from campaigns.deaths import KILLED, dumped
+from campaigns.deaths import BACK, KILLED, dumped, last
 
 pytestmark = needs_megatron_lm
 
@@ -31,6 +33,32 @@ def test_the_numbers_are_those_of_stock_up_to_rounding(dying: int, tmp_path: Pat
     )
     assert [result.returncode for result in results] == [KILLED if rank == dying else 0 for rank in range(RANKS)]
     for rank in set(range(RANKS)) - {dying}:
-        distances = relative_distances(dumped(tmp_path / "stock", rank), dumped(tmp_path / "ours", rank))
-        assert max(share for name, share in distances.items() if name != "losses") <= 1e-5, distances
-        assert distances.get("losses", 0.0) <= 1e-2
+        check_near(dumped(tmp_path / "stock", rank), dumped(tmp_path / "ours", rank))
+
+
+@pytest.mark.parametrize("dying", [0, 3])
+@pytest.mark.parametrize(
+    "flags", [(), ("--use-distributed-optimizer", "--overlap-param-gather", "--overlap-grad-reduce")]
+)
+def test_a_rank_that_is_started_again_goes_on_where_the_others_are(
+    dying: int, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    same = (*LAYOUT, *MOCK_DATA, *NO_DROPOUT, *flags)
+    pretrain(RANKS, tmp_path / "stock", *same)
+    emulated = ("--emulate-death", f"{dying}:2:+15", "--emulate-wait-for-arrivals", "4")
+    run = functools.partial(run_outlived, restarts=1)
+    ours = (*same, *OURS)
+    results = pretrain(
+        RANKS, tmp_path / "ours", *ours, emulated=emulated, run=run, timeout_s=280.0, CUDA_DEVICE_MAX_CONNECTIONS="8"
+    )
+    assert [result.returncode for result in results] == [0] * RANKS
+    assert BACK in results[dying].output
+    for rank in range(RANKS):
+        stock, ours = dumped(tmp_path / "stock", rank), dumped(tmp_path / "ours", rank)
+        check_near(last(stock, ours) if rank == dying else stock, ours)
+
+
+def check_near(stock: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> None:
+    distances = relative_distances(stock, ours)
+    assert max(share for name, share in distances.items() if name != "losses") <= 1e-5, distances
+    assert distances.get("losses", 0.0) <= 1e-2

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
-from adaptra_megatron.epochs.epoch import epoch_of, live_ranks
+from adaptra_megatron.epochs.epoch import Epoch, epoch_of, live_ranks
 from adaptra_megatron.epochs.errors import UnrecoverableError
 from adaptra_megatron.job.layout import JobLayout, Worker
 from adaptra_megatron.job.membership import Departure, Membership
@@ -33,8 +34,11 @@ def membership(*left: tuple[int, int]) -> Membership:
     return Membership(max(epoch for _, epoch in left), 8, 0.0, departures)
 
 
-def epoch(rank: int, *left: tuple[int, int]) -> Any:
-    return epoch_of(layout(rank), cast(Any, Control()), membership(*left))
+BEGINNING = Epoch(0, frozenset(range(8)), frozenset(), cast(Any, Control()))
+
+
+def epoch(rank: int, *left: tuple[int, int], before: Epoch = BEGINNING) -> Any:
+    return epoch_of(layout(rank), cast(Any, Control()), membership(*left), before)
 
 
 def test_ranks_that_look_between_the_deaths_of_two_lanes_of_a_cell_come_to_the_same_epoch() -> None:
@@ -47,7 +51,7 @@ def test_ranks_that_look_between_the_deaths_of_two_lanes_of_a_cell_come_to_the_s
 def test_another_cell_makes_another_epoch() -> None:
     assert epoch(0, (2, 1), (3, 2), (5, 3)).number == 3
     assert epoch(0, (2, 1), (5, 2), (3, 3)).number == 2
-    assert live_ranks(layout(0), membership((2, 1), (5, 2))) == {0, 1, 6, 7}
+    assert live_ranks(layout(0), membership((2, 1), (5, 2)), {}) == {0, 1, 6, 7}
 
 
 def test_a_stage_without_cells_and_a_cell_without_a_lane_have_no_epoch() -> None:
@@ -55,3 +59,20 @@ def test_a_stage_without_cells_and_a_cell_without_a_lane_have_no_epoch() -> None
         epoch(4, (2, 1), (1, 2))
     with pytest.raises(UnrecoverableError, match=r"rank 3 .* has no part in the job any more"):
         epoch(3, (2, 1))
+
+
+def test_ranks_that_were_admitted_again_live_until_they_leave_once_more() -> None:
+    whole = replace(BEGINNING, number=3, admitted={2: 2, 3: 3}, least=3)
+    left = (2, 1), (3, 1)
+    assert live_ranks(layout(0), membership(*left), {2: 2}) == {0, 1, 4, 5, 6, 7}, "a lane is missing"
+    assert live_ranks(layout(0), membership(*left), whole.admitted) == set(range(8))
+    others = epoch(0, *left, (5, 4), before=whole)
+    assert (others.number, others.dead_cells, others.least) == (4, {Cell(0, 1)}, 3)
+    again = epoch(0, *left, (3, 5), before=whole)
+    assert (again.number, again.dead_cells) == (5, {Cell(1, 0)})
+
+
+def test_an_epoch_has_no_number_of_one_before_the_last_admission() -> None:
+    """Rank 0's cell died first, and that of rank 2 came back: those that live are those of the first epoch."""
+    before = replace(BEGINNING, number=4, admitted={2: 4, 3: 4}, least=4)
+    assert epoch(4, (0, 1), (2, 2), (3, 2), before=before).number == 4

@@ -61,4 +61,4 @@ def test_the_scripts_own_flags_are_left_to_it() -> None:
 
 def test_the_command_says_it_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--max-restarts", "2", "train.py"]) == 2
-    assert capsys.readouterr().err.startswith("adaptra: launch: --max-restarts 2: ranks are not started again")
+    assert capsys.readouterr().err.startswith("adaptra: launch: --max-restarts 2: at least 0, and more only together")

@@ -6,10 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from launches import Launches
 
-from adaptra_megatron.emulation.results import relative_distances
-from campaigns.deaths import TRAIN_GPT, WITHIN, Layout, dumped
+from adaptra_megatron.emulation.results import fingerprint, relative_distances
+from campaigns.deaths import BACK, TRAIN_GPT, WITHIN, Layout, dumped
 
 
 @pytest.mark.slow
@@ -25,6 +26,29 @@ def test_a_rank_that_stands_still_is_ended_and_outlived(launches: Launches, tmp_
     assert "stood still: 3 other ranks waited for 10.0 s, and was killed by SIGKILL" in launched.output
     assert "what was under way has been redone" in launched.output
     assert {path.name for path in (tmp_path / "stopped").glob("rank*.pt")} == {"rank0.pt", "rank2.pt", "rank3.pt"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_killed_rank_is_started_again_and_trains_with_the_others(launches: Launches, tmp_path: Path) -> None:
+    layout, logs = Layout(2, 2), tmp_path / "logs"
+    arguments = layout.arguments(tmp_path / "death", ["1:2:1"])
+    again = ("--no-kill", "--max-restarts", 1, "--redirects", 3, "--log-dir", logs)
+    waits = ("--emulate-wait-for-arrivals", "3")
+    launched = launches.launch("--nproc-per-node", 4, *again, TRAIN_GPT, *arguments, *waits)
+    assert launched.wait(200) == 0, launched.output
+    assert "local rank 1 was killed by SIGKILL and has been started again (1 of 1 times" in launched.output
+    assert "rank 1 stands ready again" in launched.output
+    assert "without" not in launched.output
+    (log,) = logs.glob("**/1/stdout.log.again-1")
+    assert BACK in log.read_text()
+    prints = [fingerprint(parameters(dumped(tmp_path / "death", rank))) for rank in range(4)]
+    assert prints[0] == prints[1]
+    assert prints[2] == prints[3]
+
+
+def parameters(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("parameter ")}
 
 
 @pytest.mark.slow

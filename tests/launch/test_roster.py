@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from adaptra_megatron.job.membership import Readiness
 from adaptra_megatron.launch.records import Ending, HostReport, Start
 from adaptra_megatron.launch.roster import Policy, Roster
 
@@ -166,3 +167,38 @@ def test_a_rank_that_stood_still_is_lost_for_that() -> None:
     assert job.roster.membership.left[0].why == (
         "stood still: 1 other ranks waited for 10.0 s, and was killed by SIGKILL"
     )
+
+
+def ready(left: int, start: int) -> Readiness:
+    return Readiness(left, start, "host1", "boot/net")
+
+
+def test_a_rank_that_is_started_again_lives_once_it_stands_ready_and_may_leave_again() -> None:
+    job = Job(POLICY, 2, 2)
+    job.second()
+    job.ends(1, ending(0, -9))
+    (departure,) = job.roster.away
+    job.ends(1, replace(ending(0, 1), start=1))
+    assert (job.epoch, job.live) == (1, (0, 1, 3)), "a process that fails before it stands ready had no place"
+    job.roster.ready(departure, ready(left=7, start=1))
+    job.second()
+    assert job.epoch == 1, "that was of an earlier departure"
+    job.roster.ready(departure, ready(left=1, start=2))
+    job.second()
+    assert (job.epoch, job.live, job.roster.away) == (2, (0, 1, 2, 3), [])
+    job.second()
+    assert job.epoch == 2, "the ends of the processes before are known"
+    job.ends(1, replace(ending(0, -11), start=2))
+    assert (job.epoch, job.live) == (3, (0, 1, 3))
+    assert [each.epoch for each in job.roster.away] == [3]
+
+
+def test_a_job_that_ends_with_all_ranks_back_has_ended_well() -> None:
+    job = Job(POLICY, 2, 2)
+    job.second()
+    job.ends(1, ending(0, -9))
+    job.roster.ready(job.roster.away[0], ready(left=1, start=1))
+    job.second()
+    job.ends(0, ending(0, 0), ending(1, 0))
+    job.ends(1, replace(ending(0, 0), start=1), ending(1, 0))
+    assert job.outcome == (False, "")

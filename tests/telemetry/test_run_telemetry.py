@@ -97,7 +97,7 @@ def test_a_rank_that_leads_from_now_on_has_the_times_that_the_dead_one_took_with
     for number in range(3):
         telemetry.begin(number)
         if number == 2:
-            telemetry.lead()
+            telemetry.lead(leads=True)
         telemetry.trained(figures(0.5))
     telemetry.close()
     told = [found.event for found in read_events(tmp_path) if isinstance(found.event, IterationsTimed)]

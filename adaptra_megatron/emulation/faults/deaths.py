@@ -7,16 +7,20 @@ import os
 import re
 import signal
 import threading
+import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from adaptra_megatron.emulation.faults.compute import EmulationError
+from adaptra_megatron.job.membership import MembershipRecords
 
 if TYPE_CHECKING:
     import torch
 
     from adaptra_megatron.runtime.megatron.computation import StageComputation
 
+ARRIVES_S, _LOOKS_S = 60.0, 0.05
 FORM = "RANK:ITERATION:ACTION[:stop]|RANK:ITERATION:+MS[:stop]"
 
 
@@ -66,6 +70,25 @@ class Deaths:
     def decorate(self, computation: StageComputation) -> StageComputation:
         """`computation` during which this rank dies where it is to."""
         return _MortalComputation(computation, self) if self._ours else computation
+
+
+class Arrivals:
+    """Has iterations wait until all ranks that have died stand ready again, however long that takes on this machine."""
+
+    def __init__(self, iterations: Collection[int]) -> None:
+        self._iterations = iterations
+
+    def set_iteration(self, iteration: int) -> None:
+        """`iteration` (from 0) is about to begin. Raises EmulationError after ARRIVES_S."""
+        if iteration not in self._iterations:
+            return
+        records, deadline_s = MembershipRecords.of_rank(ARRIVES_S), time.monotonic() + ARRIVES_S
+        while (found := records.newest()) is None or len(found.live) < found.world_size or not found.left:
+            if time.monotonic() > deadline_s:
+                raise EmulationError(
+                    f"iteration {iteration}: after {ARRIVES_S:g} s no rank has died, or not all are back"
+                )
+            time.sleep(_LOOKS_S)
 
 
 def _die(death: Death) -> None:

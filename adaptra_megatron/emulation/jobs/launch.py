@@ -10,6 +10,7 @@ fraction of the time; `--no-preload` starts plain Python processes instead, as t
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import random
 import signal
@@ -32,6 +33,7 @@ PORT_ATTEMPTS = 3
 TAIL_LINES = 60
 Poll = Callable[[int], "int | None"]
 Echo = Callable[[str], object]
+Ended = Callable[[int, int], "Mapping[str, str] | None"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def run_ranks(
     check: bool = True,
     stop_on_failure: bool = True,
     echo: Echo | None = None,
-    ended: Callable[[int, int], object] | None = None,
+    ended: Ended | None = None,
 ) -> list[RankResult]:
     """Run `argv` in `world_size` processes with the environment that torchrun would give them.
 
@@ -82,7 +84,8 @@ def run_ranks(
         check: raise unless all ranks exit with 0; else return whatever happened.
         stop_on_failure: once a rank has failed, kill the others after a second.
         echo: called with every line that the last rank writes, as it writes it.
-        ended: called with each rank that has ended and its exit status.
+        ended: called with each rank that has ended and its exit status. Where it returns environment variables, the
+            rank is started again with them, and goes on with its log.
 
     Raises:
         LaunchError: with `check`, a rank failed; or one ran past `timeout_s`.
@@ -113,20 +116,28 @@ class _Job:
         environments: Sequence[Mapping[str, str]],
         logs: Sequence[Path],
         server: ForkServer | None,
-        ended: Callable[[int, int], object] | None,
+        ended: Ended | None,
     ) -> None:
         self._logs, self._on_end = logs, ended
+        self._environments = environments
         self._ended: set[int] = set()
         self.first_failed: int | None = None
         self._poll: Poll
+        self._start: Callable[[Sequence[Mapping[str, str]], Sequence[Path]], list[int]]
         if server is not None:
-            self._pids = server.start(argv, environments, logs)
+            self._start = functools.partial(server.start, argv)
             self._poll = server.poll
         else:
-            started = [_start(argv, environment, log) for environment, log in zip(environments, logs, strict=True)]
-            processes = {process.pid: process for process in started}
-            self._pids = list(processes)
+            processes: dict[int, subprocess.Popen[bytes]] = {}
+
+            def start(environments: Sequence[Mapping[str, str]], logs: Sequence[Path]) -> list[int]:
+                started = [_start(argv, environment, log) for environment, log in zip(environments, logs, strict=True)]
+                processes.update({process.pid: process for process in started})
+                return [process.pid for process in started]
+
+            self._start = start
             self._poll = lambda pid: processes[pid].poll()
+        self._pids = self._start(environments, logs)
 
     def watch(self, timeout_s: float, stop_on_failure: bool, echo: Echo | None) -> list[int]:
         """Wait until all ranks have ended, ending them where the rules say so. Returns the ranks that hung."""
@@ -169,7 +180,11 @@ class _Job:
             if code and self.first_failed is None:
                 self.first_failed = rank
             if self._on_end is not None and rank not in self._ended:
-                self._on_end(rank, code)
+                again = self._on_end(rank, code)
+                if again is not None:
+                    self._pids[rank] = self._start([{**self._environments[rank], **again}], [self._logs[rank]])[0]
+                    running.append(rank)
+                    continue
             self._ended.add(rank)
         return running
 

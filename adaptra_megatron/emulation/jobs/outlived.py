@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job on this machine whose ranks may die while the others go on, as under `adaptra launch --no-kill`.
 
-The store and the membership are this process's; ranks are forked, which starts a job in a fraction of the time that the
-launcher's processes take.
+The store and the launcher's coordinator are this process's; ranks are forked, which starts a job in a fraction of the
+time that the launcher's processes take.
 """
 
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,38 +19,65 @@ from torch._C._distributed_c10d import TCPStore
 
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.launch import RankResult, free_port, run_ranks
-from adaptra_megatron.job.membership import Departure, Membership, MembershipRecords, launch_store
+from adaptra_megatron.job.membership import START_VARIABLE, launch_store
+from adaptra_megatron.launch.coordinator import Coordinator
+from adaptra_megatron.launch.records import Ending, HostReport, host_key, write
+from adaptra_megatron.launch.roster import Policy
 
 RUN_ID = "outlived"
-_STORE_S = 60.0
+_STORE_S, _TICK_S = 60.0, 0.05
 
 
-class Coordinator:
-    """Publishes who lives, as ranks end."""
+class Host:
+    """The one host of the job, in place of its launcher: reports how ranks end, and has the coordinator draw the
+    consequences."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, restarts: int) -> None:
+        """`restarts`: how often each rank that has died is started again."""
         port = free_port()
         self._store = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S)
         )
-        self._records = MembershipRecords(launch_store(self._store, RUN_ID))
-        self._membership = Membership(0, world_size, time.time(), ())
-        self._records.publish(self._membership)
+        self._mine, self._restarts = launch_store(self._store, RUN_ID), restarts
+        policy = Policy(no_kill=True, min_ranks=1, heartbeat_timeout_s=_STORE_S, join_timeout_s=_STORE_S)
+        self._coordinator = Coordinator(self._mine, 1, policy)
+        self._report = HostReport(socket.gethostname(), world_size)
+        self._lock, self._closed = threading.Lock(), threading.Event()
         self.environment = {
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": RUN_ID,
         }
         """For the ranks, beside what `run_ranks` gives them."""
+        self._tick()
+        self._thread = threading.Thread(target=self._work, name="adaptra-host", daemon=True)
+        self._thread.start()
 
-    def ended(self, rank: int, status: int) -> None:
-        """`rank` has ended; with any status but 0 the job has lost it."""
-        if not status:
-            return
-        before, now_s = self._membership, time.time()
-        departure = Departure(rank, before.epoch + 1, socket.gethostname(), f"exit status {status}", now_s)
-        self._membership = Membership(before.epoch + 1, before.world_size, now_s, (*before.left, departure))
-        self._records.publish(self._membership)
+    def ended(self, rank: int, status: int) -> Mapping[str, str] | None:
+        """`rank` has ended; with any status but 0 the job has lost it. Returns what a process has in its environment
+        that is to take its place."""
+        with self._lock:
+            start = sum(each.local_rank == rank for each in self._report.endings)
+            ending = Ending(rank, 0, status, time.time(), "", start=start)
+            self._report = replace(self._report, endings=(*self._report.endings, ending))
+            self._tick()
+        again = status and start < self._restarts and not self._coordinator.has_ended
+        return {START_VARIABLE: str(start + 1)} if again else None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while not self._closed.wait(_TICK_S):
+            with self._lock:
+                self._tick()
+
+    def _tick(self) -> None:
+        self._report = replace(self._report, beat=self._report.beat + 1)
+        write(self._mine, host_key(0), self._report)
+        self._coordinator.tick()
 
 
 def run_outlived(
@@ -59,20 +88,25 @@ def run_outlived(
     log_directory: Path,
     server: ForkServer | None = None,
     env: Mapping[str, str] | None = None,
+    restarts: int = 0,
 ) -> list[RankResult]:
-    """Run `argv` as `run_ranks` does, until all ranks have ended; whatever happened to each is returned.
+    """Run `argv` as `run_ranks` does, until all ranks have ended; whatever happened to each is returned. `restarts`:
+    how often each rank that has died is started again, whose place the new process takes.
 
     Raises LaunchError for a job that runs past `timeout_s`.
     """
-    coordinator = Coordinator(world_size)
-    return run_ranks(
-        world_size,
-        argv,
-        timeout_s=timeout_s,
-        env={**coordinator.environment, **(env or {})},
-        log_directory=log_directory,
-        server=server,
-        check=False,
-        stop_on_failure=False,
-        ended=coordinator.ended,
-    )
+    host = Host(world_size, restarts)
+    try:
+        return run_ranks(
+            world_size,
+            argv,
+            timeout_s=timeout_s,
+            env={**host.environment, **(env or {})},
+            log_directory=log_directory,
+            server=server,
+            check=False,
+            stop_on_failure=False,
+            ended=host.ended,
+        )
+    finally:
+        host.close()

@@ -7,7 +7,8 @@
 It is the same program with and without --adaptra, and does nothing about it: that flag finds its own way in.
 In front of the script, `--dump-state DIR` writes losses, weights and optimizer state of every rank for comparisons, and
 `--emulate-compute-ms F,B,W` has actions last so long, `--emulate-slow-cell` those of some cells longer, and
-`--emulate-death` kills ranks, so many milliseconds after an iteration has begun.
+`--emulate-death` kills ranks, so many milliseconds after an iteration has begun; `--emulate-wait-for-arrivals` has an
+iteration wait until they have been started again.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("--emulate-compute-ms", default=None, metavar="F,B,W")
     parser.add_argument("--emulate-slow-cell", action="append", default=[], metavar=FORM)
     parser.add_argument("--emulate-death", action="append", default=[], metavar=FORM_OF_DEATH)
+    parser.add_argument("--emulate-wait-for-arrivals", action="append", type=int, default=[], metavar="ITERATION")
     parser.add_argument("script", help="script of a Megatron-LM checkout")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     ours = parser.parse_args()
@@ -74,7 +76,7 @@ def main() -> None:
         if ours.emulate_death:
             from adaptra_megatron.emulation.megatron.megatron_lm_cells import dying_ranks
 
-            stack.enter_context(dying_ranks(ours.emulate_death))
+            stack.enter_context(dying_ranks(ours.emulate_death, ours.emulate_wait_for_arrivals))
         _run(ours.script)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,9 +16,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.training import training
 
 from adaptra_megatron.emulation.faults.compute import parse_compute
-from adaptra_megatron.emulation.faults.deaths import Deaths, parse_death
+from adaptra_megatron.emulation.faults.deaths import Arrivals, Deaths, parse_death
 from adaptra_megatron.emulation.faults.slow_cells import CellSpeed, parse_slow_cell
 from adaptra_megatron.emulation.replacing import Replaced, Replacement
+from adaptra_megatron.job.membership import START_VARIABLE
 
 
 @contextlib.contextmanager
@@ -42,8 +44,12 @@ def timed_cells(times_ms: str, slow_cells: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def dying_ranks(deaths: Sequence[str]) -> Iterator[None]:
-    """Have ranks die meanwhile. `deaths`: see `parse_death`; those at an action have no effect."""
+def dying_ranks(deaths: Sequence[str], back: Sequence[int]) -> Iterator[None]:
+    """Have ranks die meanwhile, each once. `deaths`: see `parse_death`; those at an action have no effect. `back`: see
+    `Arrivals`."""
+    if os.environ.get(START_VARIABLE):
+        yield
+        return
     parsed = [parse_death(text) for text in deaths]
 
     @functools.cache
@@ -51,7 +57,13 @@ def dying_ranks(deaths: Sequence[str]) -> Iterator[None]:
         """Made in the first iteration: there are no ranks before Megatron has been initialized."""
         return Deaths(parsed, torch.distributed.get_rank())
 
-    with _counted(lambda number: ours().set_iteration(number)):
+    arrivals = Arrivals(back)
+
+    def begins(number: int) -> None:
+        arrivals.set_iteration(number)
+        ours().set_iteration(number)
+
+    with _counted(begins):
         yield
 
 

@@ -168,6 +168,14 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         help="kill a rank as it begins an action of an iteration (both from 0); may be repeated",
     )
     group.add_argument(
+        "--emulate-wait-for-arrivals",
+        action="append",
+        type=int,
+        default=[],
+        metavar="ITERATION",
+        help="begin an iteration (from 0) once all ranks that have died stand ready again; may be repeated",
+    )
+    group.add_argument(
         "--emulate-link-story",
         default=None,
         metavar="FILE",

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 
 from adaptra_megatron.emulation.faults.compute import EmulatedCompute, parse_compute
-from adaptra_megatron.emulation.faults.deaths import Deaths, parse_death
+from adaptra_megatron.emulation.faults.deaths import Arrivals, Deaths, parse_death
 from adaptra_megatron.emulation.faults.link_faults import LinkFault, parse_link_fault
 from adaptra_megatron.emulation.faults.link_story import LinkStory, read_story
 from adaptra_megatron.emulation.faults.links import SlowLinks
@@ -54,6 +54,7 @@ class Conditions:
         self._links = self._emulate_links([*faults, *story.faults], world_size, stack)
         self._pauses = Pauses(story.pauses, self._stage)
         self._deaths = Deaths([parse_death(text) for text in args.emulate_death], dist.get_rank())
+        arrivals = Arrivals(args.emulate_wait_for_arrivals)
         soak = self._soak(args.emulate_fault_plan, stack)
         seed = args.emulate_path_flaps
         if args.emulate_prompt_planner:
@@ -61,7 +62,7 @@ class Conditions:
         self._flaps = None if seed is None else stack.enter_context(PathFlaps(f"{seed}:{dist.get_rank()}"))
         self.watchers: list[Callable[[int], None]] = [
             watcher.set_iteration
-            for watcher in (self._links, soak, self._pauses, self._speed, self._deaths)
+            for watcher in (self._links, soak, self._pauses, self._speed, self._deaths, arrivals)
             if watcher is not None
         ]
         """To be told the number of each training iteration (from 0) when it begins."""

@@ -110,6 +110,7 @@ class Trainer:
     def run(self) -> None:
         """Train up to --train-iters, evaluating, saving and logging on the way; fills `result`."""
         args = self.args
+        self._take_place()
         iterators = self._iterators(self.training_data, self.iteration * args.global_batch_size)
         for chunk in self.model:
             chunk.train()
@@ -134,6 +135,18 @@ class Trainer:
         self.result.optimizer_state = optimizer_tensors(self.optimizer)
         if args.save and not (args.save_interval and self.iteration % args.save_interval == 0):
             self._save()
+
+    def _take_place(self) -> None:
+        """Go on from where the others are, if this process is started again."""
+        if self._runtime is None:
+            return
+        from adaptra_megatron.runtime.rejoining import Training
+
+        self._runtime.training = Training(
+            self.model, self.optimizer, self.scheduler, lambda: {"iteration": self.iteration}
+        )
+        if (progress := self._runtime.take_place()) is not None:
+            self.iteration = progress["iteration"]
 
     def _train_step(self, iterators: Any) -> float:
         """One iteration, as Megatron's train_step. Returns the norm of the gradient."""

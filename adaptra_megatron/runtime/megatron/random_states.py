@@ -27,16 +27,17 @@ class MicroBatchRandom:
         self._base = base
 
     @classmethod
-    def agreed(cls, control: ControlStore, layout: JobLayout, replica: int, timeout_s: float) -> MicroBatchRandom:
-        """That of this rank's stage and lane, by the states that replica 0 has now; called by all of its ranks.
+    def agreed(cls, control: ControlStore, layout: JobLayout, timeout_s: float, *, says: bool) -> MicroBatchRandom:
+        """That of this rank's stage and lane, by the states that one of them has at its first iteration: the one that
+        `says` so; called by all of them.
 
-        Raises RuntimeError when replica 0's does not come in time.
+        Raises RuntimeError when that does not come in time.
         """
         worker = layout.workers[layout.rank]
         store = control.client("random")
         store.set_timeout(timedelta(seconds=timeout_s))
         key = f"{worker.cell.stage}/{worker.lane}"
-        if replica == 0:
+        if says:
             store.set(key, _states_digest())
         return cls(store.get(key))
 

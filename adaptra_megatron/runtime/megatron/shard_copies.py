@@ -58,8 +58,9 @@ class MadeWith(NamedTuple):
 class ShardCopy:
     """What one optimizer holds of another rank's shard: that rank's optimizer, whose parameters this rank's steps."""
 
-    def __init__(self, own: Any, stock: type, made_with: MadeWith, layout: JobLayout) -> None:
-        """Collective over the group. `stock`: Megatron's class. Raises ValueError as `holders_of`."""
+    def __init__(self, own: Any, stock: type, made_with: MadeWith, layout: JobLayout, *, fill: bool) -> None:
+        """Collective over the group, if it is to `fill` the copy. `stock`: Megatron's class. Raises ValueError as
+        `holders_of`."""
         self._own = own
         self._group: LiveGroup = own.data_parallel_group
         self._group.holders = holders_of(layout, self._group.ranks)
@@ -74,7 +75,8 @@ class ShardCopy:
             self.other: Any = stock(inner, *made_with.given, **made_with.keywords)
         for parameter, kept in zip(parameters, main, strict=True):
             parameter.main_param = kept
-        self._fill()
+        if fill:
+            self._fill()
         self._shared = {each: getattr(each, "shared", False) for each in _parameters(inner)}
         self._count(False)
         for group, more in zip(own.optimizer.param_groups, inner.param_groups, strict=True):
@@ -85,6 +87,12 @@ class ShardCopy:
     def stands_in(self) -> bool:
         """Return whether the owner has died."""
         return self._place in self._group.stood_in_for
+
+    def parameters(self, *, own: bool) -> list[torch.Tensor]:
+        """Main parameters of this rank's own shard, or of the other."""
+        others = _parameters(self.other.optimizer)
+        known = set(map(id, others))
+        return [each for each in _parameters(self._own.optimizer) if id(each) not in known] if own else others
 
     def squares(self) -> torch.Tensor:
         """Return the sum of squares of those gradients that the owner would add to the norm, [1]."""
@@ -186,10 +194,22 @@ def with_copies(stock: Any, made: list[Any]) -> Any:
             super().__init__(optimizer, *given, **keywords)
             made.append(self)
 
-        def hold_copy(self, layout: JobLayout) -> None:
-            """Collective over the group. Raises ValueError where no other cell could hold copies."""
+        def hold_copy(self, layout: JobLayout, *, fill: bool = True) -> None:
+            """Collective over the group, if it is to `fill` the copy. Raises ValueError where no other cell could hold
+            copies."""
             if not self.is_stub_optimizer and self._copy is None:
-                self._copy = ShardCopy(self, stock, self._made_with, layout)
+                self._copy = ShardCopy(self, stock, self._made_with, layout, fill=fill)
+
+        @property
+        def shard_group(self) -> LiveGroup:
+            """Ranks that have shards, and know the holders of copies."""
+            group: LiveGroup = self.data_parallel_group
+            return group
+
+        def shard_parameters(self, *, own: bool) -> list[torch.Tensor]:
+            """Main parameters of this rank's own shard, or of that which it has a copy of."""
+            assert self._copy is not None
+            return self._copy.parameters(own=own)
 
         def sharded_state_alone(self, *given: Any, **keywords: Any) -> Any:
             """Megatron's."""

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.control.decisions import Moved
 from adaptra_megatron.control.routes.cell_order import CellAction, CellOrder, cell_orders
+from adaptra_megatron.epochs.awaiting import awaited
 from adaptra_megatron.epochs.epoch import Epoch
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.log import logger_of
@@ -20,8 +20,6 @@ from adaptra_megatron.schedule.routing.costs import Cell, RoutedCosts
 from adaptra_megatron.schedule.routing.planner import plan_routed
 
 logger = logger_of(__name__)
-
-_POLL_S = 0.002
 
 
 class DegradedRoutes:
@@ -53,15 +51,13 @@ class DegradedRoutes:
         key = f"orders/{costs.micro_batches}"
         if self._layout.rank == min(self._epoch.live):
             store.set(key, json.dumps(self._plan(costs, split=split)).encode())
-        deadline_s = time.monotonic() + self._timeout_s
-        while (found := store.peek(key)) is None:
-            self._check()
-            if time.monotonic() > deadline_s:
-                raise RuntimeError(
-                    f"{self._layout.name(min(self._epoch.live))} has not planned for the live cells within "
-                    f"{self._timeout_s:g} s (--adaptra-timeout-s); look at its log"
-                )
-            time.sleep(_POLL_S)
+        try:
+            found = awaited(lambda: store.peek(key), self._timeout_s, self._check)
+        except TimeoutError as cause:
+            raise RuntimeError(
+                f"{self._layout.name(min(self._epoch.live))} has not planned for the live cells within "
+                f"{self._timeout_s:g} s (--adaptra-timeout-s); look at its log"
+            ) from cause
         orders: Mapping[str, str] = json.loads(found)
         return orders
 
@@ -69,8 +65,9 @@ class DegradedRoutes:
         dead = self._epoch.dead_cells
         costs = replace(costs, backward_s=None)
         plan = plan_routed(RoutedCosts(replicas=(costs,) * self._layout.replicas, dead=dead), split=split)
-        names = ", ".join(f"stage {cell.stage} of replica {cell.replica}" for cell in sorted(dead))
-        logger.info("%d micro-batches a replica: those of %s are computed by live replicas", costs.micro_batches, names)
+        if names := ", ".join(f"stage {cell.stage} of replica {cell.replica}" for cell in sorted(dead)):
+            text = "%d micro-batches a replica: those of %s are computed by live replicas"
+            logger.info(text, costs.micro_batches, names)
         self.moved = tuple(
             Moved(move.source.stage, move.source.replica, move.target.replica, len(move.micro_batches))
             for move in plan.routing.moves()

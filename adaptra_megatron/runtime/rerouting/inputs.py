@@ -32,10 +32,17 @@ class RoutableInputs:
     are outlived."""
 
     def __init__(
-        self, call: PipelineCall, control: ControlStore, layout: JobLayout, timeout_s: float, *, swap: bool = True
+        self,
+        call: PipelineCall,
+        control: ControlStore,
+        layout: JobLayout,
+        timeout_s: float,
+        *,
+        swap: bool = True,
+        joins: bool = False,
     ) -> None:
         """Called by all ranks of the job with their first training iteration. `swap`: whether whole micro-batches are
-        swapped between replicas where their lengths are known.
+        swapped between replicas where their lengths are known. `joins`: the others have begun before.
 
         Raises UnsupportedFeatureError where replicas cannot take each other's micro-batches, or ranks have other
         lengths of them, RuntimeError when replica 0 does not come in time.
@@ -48,7 +55,7 @@ class RoutableInputs:
         self._feeds = self._feeds_of(call)
         self._random: MicroBatchRandom | None = None
         if any(draw.is_on(call.config) for draw in DRAWS):
-            self._random = MicroBatchRandom.agreed(control, layout, replica, timeout_s)
+            self._random = MicroBatchRandom.agreed(control, layout, timeout_s, says=replica == 0 and not joins)
         self._iteration, self._routed, self._micro_batches = 0, False, call.micro_batches
         self._heirs: tuple[int, ...] = (replica,)
         lengths = self._lengths() if swap else None
@@ -58,7 +65,8 @@ class RoutableInputs:
         """How many of other replicas this one has taken so, over all iterations."""
         self._instead: list[Home] | None = None
         """Which micro-batch is computed in place of each, replica by replica; None: all are computed as themselves."""
-        self._check_agreed(lengths)
+        if not joins:
+            self._check_agreed(lengths)
         if receives_wait(call) and not self.swaps:
             raise UnsupportedFeatureError(
                 "--adaptra-reroute does not route with --variable-seq-lengths on GPUs: a receive of unknown size waits "

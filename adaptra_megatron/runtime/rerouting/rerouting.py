@@ -32,16 +32,23 @@ class Rerouting:
     """For the life of the job. Links to other replicas' cells are opened when routes lead there, and closed after."""
 
     def __init__(
-        self, job: Job, transport: Transport, planner: PlannerKeeper | None, book: PlanBook, *, swap: bool
+        self,
+        job: Job,
+        transport: Transport,
+        planner: PlannerKeeper | None,
+        book: PlanBook,
+        *,
+        swap: bool,
+        joins: bool = False,
     ) -> None:
-        """`planner`: of the leader; None on all other ranks. `swap`: see `RoutableInputs`. Raises TransportError where
-        no links can be opened while the job runs."""
+        """`planner`: of the leader; None on all other ranks. `swap`, `joins`: see `RoutableInputs`. Raises
+        TransportError where no links can be opened while the job runs."""
         if not isinstance(transport, TwoPathTransport):
             raise TransportError(
                 "--adaptra-reroute opens links between replicas while the job runs, which the host path can carry: use "
                 "--adaptra-host-transport auto, and see above why links have one path"
             )
-        self._job, self._planner, self._book, self._swap = job, planner, book, swap
+        self._job, self._planner, self._book, self._swap, self._joins = job, planner, book, swap, joins
         self._two_paths: TwoPathTransport = transport
         self._inputs: RoutableInputs | None = None
         self._routing = Routing(0, 0)
@@ -66,7 +73,9 @@ class Rerouting:
         """
         if self._inputs is None:
             layout, control = self._job.layout, self._job.control
-            self._inputs = RoutableInputs(call, control, layout, self._job.timeout_s, swap=self._swap)
+            self._inputs = RoutableInputs(
+                call, control, layout, self._job.timeout_s, swap=self._swap, joins=self._joins
+            )
             if self._planner is not None:
                 _limit(self._planner, self._inputs, call)
         routed = self._order is not None and self._routing.micro_batches == call.micro_batches

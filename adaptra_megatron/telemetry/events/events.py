@@ -230,6 +230,25 @@ class RanksLost:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RanksReturned:
+    """Ranks that had died were started again and take part. Told by the lowest rank that lives."""
+
+    name: ClassVar[str] = "returned"
+    epoch: int
+    """Number of the new set of live ranks."""
+    ranks: Sequence[str]
+    """In words."""
+    dead_cells: Sequence[str] = ()
+    """That are left, as "replica.stage"."""
+    live: int
+    """Number of ranks that go on."""
+    seconds: float
+    """For how long the others waited."""
+    moved: Sequence[Sequence[int]] = ()
+    """As in `RanksLost`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fault:
     """Something of ours broke."""
 
@@ -254,6 +273,7 @@ Event = (
     | IterationsTimed
     | PathChanged
     | RanksLost
+    | RanksReturned
     | Fault
 )
 _KINDS: dict[str, type[Event]] = {kind.name: kind for kind in get_args(Event)}

@@ -16,6 +16,7 @@ from adaptra_megatron.telemetry.events.events import (
     PlanMade,
     PlanSwitched,
     RanksLost,
+    RanksReturned,
     RoutesChosen,
     RunEnded,
     RunStarted,
@@ -70,6 +71,9 @@ def event_text(event: Event) -> tuple[str, str]:
         return f"{len(event.ranks)} of the ranks died, and {event.live} went on {duration(event.seconds)} later", (
             f"{lost}; {cells}"
         )
+    if isinstance(event, RanksReturned):
+        text = f"{len(event.ranks)} of the ranks came back, and {event.live} went on {duration(event.seconds)} later"
+        return text, "; ".join(event.ranks)
     if isinstance(event, RunEnded):
         return "The run ended", event.reason
     assert isinstance(event, RunStarted)

@@ -16,6 +16,7 @@ from adaptra_megatron.telemetry.events.events import (
     PathChanged,
     PlanSwitched,
     RanksLost,
+    RanksReturned,
     RoutesChosen,
     RunEnded,
     RunStarted,
@@ -176,8 +177,13 @@ def _deaths(
         texts.append(text)
     if not losses:
         return [], []
+    for stamp, returned in _of(events, RanksReturned):
+        texts.append(f"{listed(list(returned.ranks))} came back in iteration {stamp.iteration}")
+    left = _latest_members(events).dead_cells
+    if not left:
+        return texts, []
     replicas, _ = _grid(events)
-    dead = Counter(int(cell.split(".")[1]) for cell in losses[-1][1].dead_cells)
+    dead = Counter(int(cell.split(".")[1]) for cell in left)
     lonely = [f"stage {stage}" for stage, count in sorted(dead.items()) if count == replicas - 1]
     to_do = ["nothing at once: restart from the latest checkpoint with what died replaced, when it suits"]
     if lonely:
@@ -185,12 +191,18 @@ def _deaths(
     return texts, to_do
 
 
+def _latest_members(events: Sequence[StampedEvent]) -> RanksLost | RanksReturned:
+    """The last change of those that live, of which there is one."""
+    changes: list[tuple[Stamp, RanksLost | RanksReturned]] = [*_of(events, RanksLost), *_of(events, RanksReturned)]
+    return max(changes, key=lambda change: (change[1].epoch, change[0].iteration))[1]
+
+
 def _routes(events: Sequence[StampedEvent], losses: Sequence[tuple[Stamp, RanksLost]]) -> list[str]:
     """Micro-batches that pass a stage at another replica, now."""
     if not losses:
         return [chosen.reason for _, chosen in _of(events, RoutesChosen)[-1:] if chosen.moved]
     targets: dict[tuple[int, int], list[str]] = {}
-    for stage, source, target, count in losses[-1][1].moved:
+    for stage, source, target, count in _latest_members(events).moved:
         targets.setdefault((stage, source), []).append(f"{count} at replica {target}")
     return [
         f"stage {stage} of replica {source}: {listed(texts)}, in each iteration"

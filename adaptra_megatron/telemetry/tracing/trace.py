@@ -34,20 +34,25 @@ def trace_path(directory: Path | str, rank: int) -> Path:
 
 class TraceWriter:
     """Writes one rank's records to `trace_path(directory, rank)`; a file of an earlier run there is replaced.
+    `goes_on`: unless this process takes another's place in that run.
 
     `clock_offset_s` is what to add to this rank's `time.monotonic()` to get the job's common clock: 0 for all ranks of
     one host. Nothing here blocks or raises into training: a thread encodes and writes, and when the directory cannot
     be written, the disk is full or falls `QUEUED_ITERATIONS` behind, one warning is logged and recording stops.
     """
 
-    def __init__(self, directory: Path | str, rank: int, stage: int, *, clock_offset_s: float = 0.0) -> None:
+    def __init__(
+        self, directory: Path | str, rank: int, stage: int, *, clock_offset_s: float = 0.0, goes_on: bool = False
+    ) -> None:
         path = trace_path(directory, rank)
         header = {"version": FILE_VERSION, "rank": rank, "stage": stage, "clock_offset_s": clock_offset_s}
 
         def write_all(items: Iterator[_Iteration]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("w", encoding="utf-8") as file:
-                _write_line(file, header)
+            goes_on_there = goes_on and path.exists()
+            with path.open("a" if goes_on_there else "w", encoding="utf-8") as file:
+                if not goes_on_there:
+                    _write_line(file, header)
                 for item in items:
                     _write_line(file, item.document())
 

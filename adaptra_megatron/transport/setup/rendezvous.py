@@ -26,10 +26,11 @@ from adaptra_megatron.transport.messages import TransportError
 class Rendezvous:
     """One stage's. All stages of a pipeline make theirs, and call `gather` and `agree`, at the same points."""
 
-    def __init__(self, control: ControlStore, layout: JobLayout, timeout_s: float) -> None:
-        """`timeout_s`: longest wait for another stage."""
-        self.control, self.layout, self._timeout_s = control, layout, timeout_s
-        self.place = f"pipeline/{layout.pipeline[0]}"
+    def __init__(self, control: ControlStore, layout: JobLayout, timeout_s: float, *, alone: bool = False) -> None:
+        """`timeout_s`: longest wait for another stage. `alone`: this rank meets no other, as if it were the only stage:
+        its links are opened later."""
+        self.control, self.layout, self._timeout_s, self._alone = control, layout, timeout_s, alone
+        self.place = f"alone/{layout.rank}" if alone else f"pipeline/{layout.pipeline[0]}"
 
     @cached_property
     def _store(self) -> SealedStore:
@@ -47,12 +48,12 @@ class Rendezvous:
     @property
     def stage(self) -> int:
         """That of this rank."""
-        return self.layout.cell.stage
+        return 0 if self._alone else self.layout.cell.stage
 
     @property
     def ranks(self) -> Sequence[int]:
         """Global ones, by stage."""
-        return self.layout.pipeline
+        return [self.layout.rank] if self._alone else self.layout.pipeline
 
     @property
     def stages(self) -> int:

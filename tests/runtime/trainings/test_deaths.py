@@ -14,8 +14,8 @@ import torch
 from adaptra_megatron.cli.main import main
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.events import IterationsTimed, RanksLost
-from campaigns.deaths import ITERATIONS, KILLED, MICRO_BATCHES, Layout, campaign, dumped, problems, train
+from adaptra_megatron.telemetry.events.events import IterationsTimed, RanksLost, RanksReturned
+from campaigns.deaths import BACK, ITERATIONS, KILLED, MICRO_BATCHES, Layout, campaign, dumped, problems, train
 
 PER_TOKEN = "--calculate-per-token-loss --mock-data-padded"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
@@ -59,6 +59,54 @@ def test_training_goes_on_without_ranks_that_have_died(case: Case, tmp_path: Pat
     dead = {int(death.split(":")[0]) for death in case.deaths}
     assert {result.rank for result in results if result.returncode == KILLED} == dead
     assert not problems(case.layout, tmp_path / "peace", tmp_path / "deaths", results)
+
+
+RETURNS = (
+    Case("lane-of-a-cell-with-shards", Layout(2, 2, tensor=2, flags=f"{SHARDED} --sequence-parallel"), ("5:2:2",)),
+    Case("rank-0-twice-and-another-cell", Layout(3, 2, flags=SHARDED), ("0:1:1", "0:5:3", "4:5:1"), slow=False),
+    Case("two-cells-at-once", Layout(3, 2, flags=f"{PER_TOKEN} {DROPOUT}"), ("0:2:1", "4:2:3")),
+)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case.slow else ()) for case in RETURNS],
+    ids=lambda case: case.name,
+)
+def test_ranks_that_are_started_again_train_with_the_others(
+    case: Case, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """Iterations 3 and 6 wait until they are ready; the next one runs with all."""
+    in_peace = train(case.layout, tmp_path / "peace", fork_server)
+    assert [result.returncode for result in in_peace] == [0] * case.layout.world_size
+    waits = sorted({int(death.split(":")[1]) + 1 for death in case.deaths})
+    results = train(case.layout, tmp_path / "deaths", fork_server, case.deaths, back=waits)
+    assert [result.returncode for result in results] == [0] * case.layout.world_size
+    for rank in {int(death.split(":")[0]) for death in case.deaths}:
+        times = sum(death.startswith(f"{rank}:") for death in case.deaths)
+        assert results[rank].output.count(BACK) == times
+        assert len(dumped(tmp_path / "deaths", rank)["grad norms"]) < ITERATIONS
+    assert not problems(case.layout, tmp_path / "peace", tmp_path / "deaths", results)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("who", "said"), [("0", "has died while rank 1 "), ("newcomer", "not admitted after")], ids=["source", "newcomer"]
+)
+def test_a_hand_over_that_is_broken_off_is_done_again(
+    who: str, said: str, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    layout = Layout(3, 2)
+    assert not any(result.returncode for result in train(layout, tmp_path / "peace", fork_server))
+    dying = (str(Path(__file__).with_name("dying_in_hand_over.py")), who)
+    results = train(layout, tmp_path / "deaths", fork_server, ("1:1:2",), back=(2, 5), script=dying)
+    assert [result.returncode for result in results] == [0] * layout.world_size
+    assert said in "".join(result.output for result in results)
+    assert results[1].output.count(BACK) == 1
+    assert results[0].output.count(BACK) == (who == "0")
+    assert not problems(layout, tmp_path / "peace", tmp_path / "deaths", results)
 
 
 @pytest.mark.timeout(150)
@@ -146,6 +194,23 @@ def test_the_log_goes_on_where_the_rank_that_wrote_it_has_died(tmp_path: Path, f
     )
     assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
     assert ">dead<br>" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_report_of_ranks_that_have_come_back(tmp_path: Path, fork_server: ForkServer) -> None:
+    run = tmp_path / "run"
+    layout = Layout(3, 2, flags=f"--adaptra-trace-dir {run}")
+    results = train(layout, tmp_path / "deaths", fork_server, ("0:2:1",), back=(3,))
+    assert [result.returncode for result in results] == [0] * 6
+    events = [found.event for found in read_events(run)]
+    (back,) = (event for event in events if isinstance(event, RanksReturned))
+    assert (list(back.dead_cells), back.live, [name.split(" (")[0] for name in back.ranks]) == ([], 6, ["rank 0"])
+    times = [event for event in events if isinstance(event, IterationsTimed)]
+    assert sum(len(event.seconds) for event in times) == ITERATIONS, "each is written once, whichever rank leads"
+    assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+    assert "of the ranks came back" in (tmp_path / "page.html").read_text()
+    assert main(["status", str(run)]) == 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker that is started again gets from the others what it needs to train on with them.
+
+Parameters, optimizer state and counters come from the lowest live rank that has the same. Its shard of the distributed
+optimizer, which no other rank has, comes from the holder of the copy (`shard_copies`), and the copy that it is to hold
+from the owner of that shard.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+from adaptra_megatron.epochs.epoch import Epoch
+from adaptra_megatron.epochs.joining import Joined, Newcomer
+from adaptra_megatron.epochs.live_groups import interruptible
+from adaptra_megatron.job.layout import JobLayout
+from adaptra_megatron.job.process_groups import epoch_group
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.runtime.job import Job, joined_job
+from adaptra_megatron.runtime.megatron.training_state import (
+    StateReceiver,
+    StateSender,
+    model_tensors,
+    receive_optimizer,
+    receive_tensors,
+    send_optimizer,
+    send_tensors,
+)
+
+logger = logger_of(__name__)
+
+_TAG = 1
+
+
+class Training(NamedTuple):
+    """What a training script trains with, for `Rejoining`."""
+
+    model: Sequence[Any]
+    """Chunks."""
+    optimizer: Any
+    """Megatron's."""
+    scheduler: Any
+    """Megatron's OptimizerParamScheduler; None: there is none."""
+    progress: Callable[[], Mapping[str, Any]]
+    """How far it has come when an iteration begins: names and plain values."""
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Those that have parameters."""
+        found = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [each for each in found if getattr(each, "optimizer", None) is not None]
+
+
+class Counters(NamedTuple):
+    """How many iterations have run: all, and those of training."""
+
+    iterations: int
+    training_iterations: int
+
+
+class Joining(NamedTuple):
+    """What a process that takes the place of a rank that had left has of the job before its first iteration."""
+
+    newcomer: Newcomer
+    joined: Joined
+    counters: Counters
+
+    @property
+    def job(self) -> Job:
+        """As its pipeline sees it."""
+        return joined_job(self.joined, self.newcomer.timeout_s)
+
+    def meet(self) -> None:
+        """See `Newcomer.meet`."""
+        self.newcomer.meet(self.joined)
+
+
+class Handing(NamedTuple):
+    """What one rank hands to another."""
+
+    source: int
+    target: int
+    whole: bool
+    """Parameters, optimizers that are not sharded, counters."""
+    shards: tuple[tuple[int, bool], ...]
+    """Places of distributed optimizers, and whether it is the target's own shard (True) or the copy that it is to hold.
+    """
+
+
+def handings(training: Training, layout: JobLayout, epoch: Epoch, before: frozenset[int]) -> list[Handing]:
+    """Those that this rank has a part in, in the order in which all are done: no circle of waits."""
+    found = []
+    for target in sorted(epoch.live - before):
+        worker = layout.workers[target]
+        peers = [
+            rank
+            for rank in sorted(before, key=lambda each: (layout.workers[each].cell.replica, each))
+            if (layout.workers[rank].cell.stage, layout.workers[rank].lane) == (worker.cell.stage, worker.lane)
+        ]
+        for source in peers:
+            shards = tuple(_shards(training, source, target))
+            if source == peers[0] or shards:
+                found.append(Handing(source, target, source == peers[0], shards))
+    return [each for each in found if layout.rank in (each.source, each.target)]
+
+
+def _shards(training: Training, source: int, target: int) -> Iterator[tuple[int, bool]]:
+    for place, optimizer in enumerate(training.optimizers):
+        group = getattr(optimizer, "shard_group", None)
+        if group is None:
+            continue
+        ranks, holders = group.ranks, group.holders
+        if target in ranks and source in ranks:
+            if ranks[holders[ranks.index(target)]] == source:
+                yield place, True
+            if ranks[holders[ranks.index(source)]] == target:
+                yield place, False
+
+
+class Trains(Protocol):
+    """A rank's pipeline."""
+
+    @property
+    def job(self) -> Job:
+        """The job that it is of."""
+
+    @property
+    def counters(self) -> Counters:
+        """What numbers of iterations go by."""
+
+
+def hand_over(training: Training, pipeline: Trains, epoch: Epoch, before: frozenset[int]) -> None:
+    """Give the newcomers of `epoch` what they are to have of this rank.
+
+    Raises RuntimeError where a newcomer does not take it within the timeout.
+    """
+    layout, timeout_s = pipeline.job.layout, pipeline.job.timeout_s
+    for handing in handings(training, layout, epoch, before):
+        with _channel(handing, layout.rank, epoch, timeout_s) as channel:
+            sender = StateSender(channel)
+            _send(sender, training, pipeline.counters, handing)
+            sender.finish()
+
+
+def take_over(
+    training: Training, layout: JobLayout, epoch: Epoch, before: frozenset[int], timeout_s: float
+) -> tuple[Mapping[str, Any], Counters]:
+    """Fill this process with what the others hand over; the training's progress, and the pipeline's counters.
+
+    Raises StateError where that does not fit, RuntimeError where a rank does not hand over within the timeout.
+    """
+    progress: Mapping[str, Any] = {}
+    counters = Counters(0, 0)
+    for handing in handings(training, layout, epoch, before):
+        with _channel(handing, layout.rank, epoch, timeout_s) as channel:
+            receiver = StateReceiver(channel)
+            if handing.whole:
+                progress, counters = _receive_whole(receiver, training)
+            for place, own in handing.shards:
+                optimizer = training.optimizers[place]
+                receive_optimizer(receiver, optimizer.optimizer, optimizer.shard_parameters(own=own))
+            receiver.finish()
+    return progress, counters
+
+
+def _send(sender: StateSender, training: Training, counters: Counters, handing: Handing) -> None:
+    if handing.whole:
+        scheduler = None if training.scheduler is None else training.scheduler.num_steps
+        sender.values(
+            {
+                "progress": dict(training.progress()),
+                "counters": list(counters),
+                "scheduler": scheduler,
+                "scalers": [scaler.state_dict() for scaler in _scalers(training)],
+            }
+        )
+        send_tensors(sender, model_tensors(training.model))
+        for optimizer in training.optimizers:
+            if getattr(optimizer, "shard_group", None) is None:
+                inner = optimizer.optimizer
+                send_optimizer(sender, inner, [each for group in inner.param_groups for each in group["params"]])
+    for place, own in handing.shards:
+        optimizer = training.optimizers[place]
+        # What is the target's own is this rank's copy, and the other way round.
+        send_optimizer(sender, optimizer.optimizer, optimizer.shard_parameters(own=not own))
+
+
+def _receive_whole(receiver: StateReceiver, training: Training) -> tuple[Mapping[str, Any], Counters]:
+    said = receiver.values()
+    receive_tensors(receiver, model_tensors(training.model), "parameters")
+    for optimizer in training.optimizers:
+        if getattr(optimizer, "shard_group", None) is None:
+            inner = optimizer.optimizer
+            receive_optimizer(receiver, inner, [each for group in inner.param_groups for each in group["params"]])
+    if training.scheduler is not None:
+        training.scheduler.num_steps = said["scheduler"]
+        training.scheduler.step(0)
+    for scaler, state in zip(_scalers(training), said["scalers"], strict=True):
+        scaler.load_state_dict(state)
+    return said["progress"], Counters(*said["counters"])
+
+
+def _scalers(training: Training) -> list[Any]:
+    found = (getattr(optimizer, "grad_scaler", None) for optimizer in training.optimizers)
+    return [each for each in found if each is not None]
+
+
+@contextmanager
+def _channel(handing: Handing, rank: int, epoch: Epoch, timeout_s: float) -> Iterator[Callable[[Any], None]]:
+    ends = handing.source, handing.target
+    group = epoch_group(epoch.control, f"hand-over/{ends[0]}-{ends[1]}", ends, rank, timeout_s)
+    other = 1 - ends.index(rank)
+
+    def carry(tensor: Any) -> None:
+        work = group.send([tensor], other, _TAG) if rank == handing.source else group.recv([tensor], other, _TAG)
+        work.wait(timedelta(seconds=timeout_s))
+
+    yield carry
+
+
+def take_place(newcomer: Newcomer, training: Training) -> tuple[Joining, Mapping[str, Any]]:
+    """Wait until the others call this process in, and get from them what it needs; also the training's progress, from
+    which it goes on.
+
+    Raises as `Newcomer.stand_ready` and `take_over`, and EpochEndedError where another rank dies meanwhile.
+    """
+    layout = newcomer.layout
+    for optimizer in training.optimizers:
+        if getattr(optimizer, "shard_group", None) is not None:
+            optimizer.hold_copy(layout, fill=False)
+    joined = newcomer.stand_ready()
+    begun_s = time.monotonic()
+    progress, counters = interruptible(
+        functools.partial(take_over, training, layout, joined.epoch, joined.before, newcomer.timeout_s),
+        functools.partial(newcomer.check, joined),
+    )
+    logger.info("%s: has the state of the job after %.2f s", layout.name(layout.rank), time.monotonic() - begun_s)
+    return Joining(newcomer, joined, counters), progress
