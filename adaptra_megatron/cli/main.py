@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from adaptra_megatron import __version__
-from adaptra_megatron.cli import bench, doctor, launch, report, status, trace
+from adaptra_megatron.cli import analyze, bench, doctor, launch, report, status, trace
 from adaptra_megatron.cli.planning import plan, simulate
 from adaptra_megatron.cli.planning.inputs import InputError
 from adaptra_megatron.schedule.costs import CostError
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     plan.add_command(commands)
     simulate.add_command(commands)
+    analyze.add_command(commands)
     launch.add_command(commands)
     doctor.add_command(commands)
     bench.add_command(commands)

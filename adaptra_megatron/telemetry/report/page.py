@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from adaptra_megatron.telemetry.events.events import LinkDetection, PlanMade, PlanSwitched, RunEnded, RunStarted
 from adaptra_megatron.telemetry.report.breakdowns import (
@@ -64,34 +64,39 @@ def report_page(run: RunRecord, *, iterations: Sequence[int] | None = None, titl
     columns = slowest_parts(shown, MOST_COLUMNS)
     panels = _panels(run, shown, iterations)
     kinds = {record.kind for panel in panels for record in panel.iteration.records}
-    return _page_template().render(
-        run=run,
-        name=title or run.directory.resolve().name,
-        headline=headline(findings),
-        summary=summary(run, findings),
-        last=findings[-1],
-        slow_links=slow_links[-1],
-        saved_s=saved_seconds(findings),
-        switches=sum(isinstance(found.event, PlanSwitched) for found in run.events),
-        chart=IterationChart(run, slow, [row.mark for row in rows if row.mark is not None]),
-        planned=any(isinstance(found.event, PlanMade) for found in run.events),
-        rows=rows,
-        routes=routes_of(run.events),
-        plans_kept=sum(isinstance(found.event, PlanMade) and not worth_a_row(found) for found in run.events),
-        shown=shown,
-        used=[use for use in Use if any(finding.share(use) > 0.0005 for finding in shown)],
-        worst=max(shown, key=lambda finding: finding.idle_share, default=None),
-        columns=columns,
-        causes=idle_causes(columns),
-        links=slowest_links(columns),
-        panels=panels,
-        first_panel=max(range(len(panels)), key=lambda index: panels[index].iteration.seconds, default=0),
-        drawn_uses=[use for use in Use if use.idle or use.value in kinds],
-        facts=_facts(run),
+    return (
+        page_environment()
+        .get_template("page.html")
+        .render(
+            run=run,
+            name=title or run.directory.resolve().name,
+            headline=headline(findings),
+            summary=summary(run, findings),
+            last=findings[-1],
+            slow_links=slow_links[-1],
+            saved_s=saved_seconds(findings),
+            switches=sum(isinstance(found.event, PlanSwitched) for found in run.events),
+            chart=IterationChart(run, slow, [row.mark for row in rows if row.mark is not None]),
+            planned=any(isinstance(found.event, PlanMade) for found in run.events),
+            rows=rows,
+            routes=routes_of(run.events),
+            plans_kept=sum(isinstance(found.event, PlanMade) and not worth_a_row(found) for found in run.events),
+            shown=shown,
+            used=[use for use in Use if any(finding.share(use) > 0.0005 for finding in shown)],
+            worst=max(shown, key=lambda finding: finding.idle_share, default=None),
+            columns=columns,
+            causes=idle_causes(columns),
+            links=slowest_links(columns),
+            panels=panels,
+            first_panel=max(range(len(panels)), key=lambda index: panels[index].iteration.seconds, default=0),
+            drawn_uses=[use for use in Use if use.idle or use.value in kinds],
+            facts=_facts(run),
+        )
     )
 
 
-def _page_template() -> Template:
+def page_environment() -> Environment:
+    """Where the parts of pages are, and how they are filled in: of this page, and of others that use them."""
     environment = Environment(
         loader=PackageLoader("adaptra_megatron.telemetry.report"),
         autoescape=True,
@@ -106,7 +111,7 @@ def _page_template() -> Template:
     environment.filters.update({each.__name__: each for each in filters})
     environment.globals.update(MOST_EVENTS=MOST_EVENTS, MOST_GRIDS=MOST_GRIDS, MOST_LINKS=MOST_LINKS)
     environment.globals.update(SLOW_SHARE=SLOW_SHARE, USE_NAMES=USE_NAMES, Use=Use)
-    return environment.get_template("page.html")
+    return environment
 
 
 def _slow_links(run: RunRecord, finding: PartFinding) -> list[tuple[int, int]]:
@@ -120,7 +125,7 @@ def _slow_links(run: RunRecord, finding: PartFinding) -> list[tuple[int, int]]:
     return [link for link, state in states.items() if state != "healthy"]
 
 
-class _Panel(NamedTuple):
+class Panel(NamedTuple):
     """One timeline."""
 
     iteration: RunIteration
@@ -130,7 +135,7 @@ class _Panel(NamedTuple):
     """Texts that the page's script looks up under the pointer."""
 
 
-def _panels(run: RunRecord, shown: Sequence[PartFinding], iterations: Sequence[int] | None) -> list[_Panel]:
+def _panels(run: RunRecord, shown: Sequence[PartFinding], iterations: Sequence[int] | None) -> list[Panel]:
     traced = {iteration.number: iteration for iteration in run.traced}
     notes = dict.fromkeys(iterations or (), "")
     if iterations is None:
@@ -148,7 +153,7 @@ def _panels(run: RunRecord, shown: Sequence[PartFinding], iterations: Sequence[i
     panels = []
     for number, note in notes.items():
         timeline = Timeline(traced[number], slow_s)
-        panels.append(_Panel(traced[number], note, timeline.svg(), timeline.data()))
+        panels.append(Panel(traced[number], note, timeline.svg(), timeline.data()))
     return panels
 
 

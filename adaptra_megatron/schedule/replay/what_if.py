@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stragglers cost, and which: recorded steps replayed with some durations idealised.
+
+The questions and their names are those of "Understanding Stragglers in Large Model Training Using What-if Analysis"
+(Lin et al., OSDI '25). An operation's *ideal* is the same for all of its type, over all steps, stages and replicas: the
+mean of computation, the median of everything else, which has few and long outliers. Launch delays are left out of all
+of these replays, so what slows a host down is not mixed with what slows a worker down.
+
+- The slowdown S is the time as it was over the time with every operation ideal (their equation 1).
+- S of an operation type, stage, replica or worker is the time with all others ideal over that with all ideal (2 and 4).
+- M_W is the share of the slowdown that goes away once the slowest 3% of the workers are ideal (5), M_S once the last
+  stage is. They may exceed 1: a stage that is longer than the mean leaves the others shorter than the mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+
+from adaptra_megatron.schedule.replay.engine import Batch, Times, replay
+from adaptra_megatron.schedule.replay.graph import Event
+from adaptra_megatron.schedule.replay.operations import OpType, RecordedStep, ReplayError
+from adaptra_megatron.schedule.replay.pace import slowness_of
+from adaptra_megatron.schedule.routing.costs import Cell
+
+SLOWEST_WORKERS = 0.03
+"""Share of all workers that M_W takes for the slowest, at least one: the paper's."""
+_AT_ONCE = 64
+"""Questions that are replayed side by side: a matter of memory."""
+
+Kept = Callable[[Event], bool]
+"""Which events a question leaves as they were; all others are ideal."""
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """What slowed the steps, by their numbers."""
+
+    numbers: tuple[int, ...]
+    recorded_s: tuple[float, ...]
+    replayed_s: tuple[float, ...]
+    """With launch delays: what a faithful replay makes of the recording."""
+    prompt_s: tuple[float, ...]
+    """Without launch delays: what the ideal is compared with."""
+    ideal_s: float
+    """Mean over the steps."""
+    by_optype: Mapping[OpType, float]
+    """Slowdowns: 1.05 is 5%. Largest first, in all of these."""
+    by_stage: Mapping[int, float]
+    by_replica: Mapping[int, float]
+    by_worker: Mapping[Cell, float]
+    by_link: Mapping[tuple[int, int], float]
+    """Of messages from stage to stage."""
+    workers_share: float
+    """M_W."""
+    last_stage_share: float
+    """M_S."""
+    lengths_share: float
+    """Share of the slowdown that goes away once all micro-batches of a stage and step take equally long: theirs is the
+    paper's third root cause, long and short sequences. Cells that are slow by themselves stay so."""
+    slowest_workers: tuple[Cell, ...]
+    """Those that M_W idealises."""
+
+    @cached_property
+    def slowdown(self) -> float:
+        """S: mean over the steps."""
+        return _mean(self.prompt_s) / self.ideal_s
+
+    @cached_property
+    def launch_slowdown(self) -> float:
+        """What hosts that issue late cost: as recorded, over without launch delays."""
+        return _mean(self.replayed_s) / _mean(self.prompt_s)
+
+    @cached_property
+    def replay_errors(self) -> tuple[float, ...]:
+        """Per step: the replay's time over the recorded one, less 1."""
+        return tuple(
+            replayed / recorded - 1.0 for replayed, recorded in zip(self.replayed_s, self.recorded_s, strict=True)
+        )
+
+
+def stragglers_of(steps: Sequence[RecordedStep], batches: Sequence[Batch]) -> Stragglers:
+    """What slowed `steps`, at least one, of which `batches` are made. Raises ReplayError if nothing takes any time."""
+    job = _Questions(batches, ideal_seconds(batches))
+    cells = sorted({cell for batch in batches for event in batch.graph.events for cell in event.cells})
+    stages, replicas = sorted({cell.stage for cell in cells}), sorted({cell.replica for cell in cells})
+    links = sorted({link for batch in batches for event in batch.graph.events if (link := event.link) is not None})
+    optypes = sorted(job.ideal_s)
+    asked: list[Kept] = [
+        lambda event: False,
+        *map(_of_optype, optypes),
+        *(_of_cells(cell for cell in cells if cell.stage == stage) for stage in stages),
+        *(_of_cells(cell for cell in cells if cell.replica == replica) for replica in replicas),
+        *(_of_cells([cell]) for cell in cells),
+        *map(_of_link, links),
+    ]
+    found = list(map(_mean, job.seconds(asked)))
+    ideal_s, rest = found[0], iter(found[1:])
+    if ideal_s <= 0.0:
+        raise ReplayError("all operations take 0 s: is the unit of the recording's times the one that is expected?")
+    by_optype = _largest_first(optypes, rest, ideal_s)
+    by_stage = _largest_first(stages, rest, ideal_s)
+    by_replica = _largest_first(replicas, rest, ideal_s)
+    by_worker = _largest_first(cells, rest, ideal_s)
+    by_link = _largest_first(links, rest, ideal_s)
+    slowest = tuple(by_worker)[: math.ceil(SLOWEST_WORKERS * len(cells))]
+    last = [cell for cell in cells if cell.stage == stages[-1]]
+    prompt_s, without_workers, without_stage = job.seconds(
+        [lambda event: True, _but(slowest), _but(last)],
+    )
+    lost_s = _mean(prompt_s) - ideal_s
+    recorded = {step.number: step.seconds for step in sorted(steps, key=lambda step: step.number)}
+    return Stragglers(
+        numbers=tuple(recorded),
+        recorded_s=tuple(recorded.values()),
+        replayed_s=job.as_recorded(recorded),
+        prompt_s=tuple(prompt_s),
+        ideal_s=ideal_s,
+        by_optype=by_optype,
+        by_stage=by_stage,
+        by_replica=by_replica,
+        by_worker=by_worker,
+        by_link=by_link,
+        workers_share=(_mean(prompt_s) - _mean(without_workers)) / lost_s if lost_s > 0.0 else 0.0,
+        last_stage_share=(_mean(prompt_s) - _mean(without_stage)) / lost_s if lost_s > 0.0 else 0.0,
+        lengths_share=(_mean(prompt_s) - _mean(job.even_micro_batches())) / lost_s if lost_s > 0.0 else 0.0,
+        slowest_workers=slowest,
+    )
+
+
+_Each = TypeVar("_Each")
+
+
+def _largest_first(names: Sequence[_Each], seconds: Iterator[float], ideal_s: float) -> dict[_Each, float]:
+    """The slowdown of each, whose seconds come next."""
+    found = [(name, next(seconds) / ideal_s) for name in names]
+    return dict(sorted(found, key=lambda entry: -entry[1]))
+
+
+def ideal_seconds(batches: Sequence[Batch]) -> dict[OpType, float]:
+    """The ideal of each type: over all steps, stages and replicas."""
+    found: dict[OpType, list[Times]] = {}
+    for batch in batches:
+        for index, event in enumerate(batch.graph.events):
+            found.setdefault(event.optype, []).append(batch.work_s[index])
+    return {
+        optype: float((np.mean if optype.computes else np.median)(np.concatenate(rows)))
+        for optype, rows in found.items()
+    }
+
+
+class _Questions:
+    """Replays of all steps for many questions, without launch delays."""
+
+    def __init__(self, batches: Sequence[Batch], ideal_s: Mapping[OpType, float]) -> None:
+        self._batches = batches
+        self.ideal_s = ideal_s
+
+    def seconds(self, kept: Sequence[Kept]) -> list[list[float]]:
+        """For each question, seconds of each step, by number of the step."""
+        found: list[list[float]] = []
+        for first in range(0, len(kept), _AT_ONCE):
+            some = kept[first : first + _AT_ONCE]
+            by_step: dict[int, Times] = {}
+            for batch in self._batches:
+                ends_s = replay(batch, self._work_of(batch, some), launch_delays=False).max(axis=0)
+                columns = np.broadcast_to(ends_s, (len(some), len(batch.numbers))).T
+                by_step |= dict(zip(batch.numbers, columns, strict=True))
+            found += [[float(by_step[number][question]) for number in sorted(by_step)] for question in range(len(some))]
+        return found
+
+    def as_recorded(self, numbers: Iterable[int]) -> tuple[float, ...]:
+        """Seconds of each step, with launch delays."""
+        by_step: dict[int, float] = {}
+        for batch in self._batches:
+            by_step |= dict(zip(batch.numbers, map(float, replay(batch).max(axis=0)[0]), strict=True))
+        return tuple(by_step[number] for number in numbers)
+
+    def even_micro_batches(self) -> list[float]:
+        """Seconds of each step if all micro-batches of a stage took what they do on the mean."""
+        slowness = slowness_of(self._batches)
+        found: list[float] = []
+        for batch in self._batches:
+            rows: dict[tuple[OpType, int, int], list[Times]] = {}
+            for index, event in enumerate(batch.graph.events):
+                if event.optype.computes:
+                    rows.setdefault(_kind(event), []).append(batch.work_s[index] / slowness[event.takers[0].cell])
+            mean_s = {kind: np.mean(row, axis=0) for kind, row in rows.items()}
+            found += map(float, replay(batch, _even(batch, mean_s, slowness), launch_delays=False).max(axis=0)[0])
+        return found
+
+    def _work_of(self, batch: Batch, kept: Sequence[Kept]) -> Callable[[int, Event], Times]:
+        def work_s(index: int, event: Event) -> Times:
+            keeps = np.array([[each(event)] for each in kept])
+            return np.where(keeps, batch.work_s[index], self.ideal_s[event.optype])
+
+        return work_s
+
+
+def _kind(event: Event) -> tuple[OpType, int, int]:
+    """What equal actions share: type, stage and chunk."""
+    return event.optype, event.takers[0].cell.stage, event.chunk
+
+
+def _even(
+    batch: Batch, mean_s: Mapping[tuple[OpType, int, int], Times], slowness: Mapping[Cell, float]
+) -> Callable[[int, Event], Times]:
+    def work_s(index: int, event: Event) -> Times:
+        if event.optype.computes:
+            even: Times = slowness[event.takers[0].cell] * mean_s[_kind(event)][None, :]
+            return even
+        recorded: Times = batch.work_s[index][None, :]
+        return recorded
+
+    return work_s
+
+
+def _of_link(link: tuple[int, int]) -> Kept:
+    return lambda event: event.link == link
+
+
+def _of_optype(optype: OpType) -> Kept:
+    return lambda event: event.optype is optype
+
+
+def _of_cells(cells: Iterable[Cell]) -> Kept:
+    """A message or a collective is each of its takers'."""
+    chosen = frozenset(cells)
+    return lambda event: any(taker.cell in chosen for taker in event.takers)
+
+
+def _but(cells: Iterable[Cell]) -> Kept:
+    """A message or a collective is ideal where all its takers are."""
+    ideal = frozenset(cells)
+    return lambda event: any(taker.cell not in ideal for taker in event.takers)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
