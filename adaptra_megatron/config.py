@@ -19,6 +19,7 @@ PATHS = ("device", "host")
 TRACES = ("all", "asked")
 DISPATCHES = ("planned", "auto", "online")
 REROUTES = ("off", "stragglers", "failures", "all")
+GRADIENT_SYNCS = ("stock", "auto", "stragglar", "hidden")
 
 
 class ConfigError(ValueError):
@@ -157,6 +158,15 @@ class AdaptraConfig:
         "added up in another order: results equal stock's up to rounding, not to the bit.",
         choices=REROUTES,
     )
+    gradient_sync: str = _option(
+        "stock",
+        "How data-parallel replicas sum up gradients, where optimizers are not distributed. stock: as Megatron does; "
+        "stragglar: what can be summed up without the replica that came last before is, while the others wait for it; "
+        "hidden: the same with another algorithm, for delays longer than an all-reduce; auto: whichever of the three a "
+        "model of measured latency, bandwidth and delay says is fastest. Sums are then added up in another order: "
+        "results equal stock's up to rounding, not to the bit.",
+        choices=GRADIENT_SYNCS,
+    )
     communicators: CommunicatorConfig = CommunicatorConfig()
     """Settings of links between GPUs. Has no flag: Megatron's --nccl-communicator-config-path sets it."""
 
@@ -223,6 +233,12 @@ RULES = (
         lambda config: config.host_transport != "off",
         "opens links between replicas while the job runs, by the host path, but --adaptra-host-transport is off; use "
         "--adaptra-host-transport auto",
+    ),
+    Rule(
+        ("gradient_sync",),
+        lambda config: not config.outlives_ranks,
+        "sums up over groups that do not outlive their ranks, but --adaptra-reroute {reroute} is for jobs that do; "
+        "drop one of the two",
     ),
     Rule(("dispatch",), lambda config: config.policy == "adapt", _ORDER, values=("online",)),
     Rule(

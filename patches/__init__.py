@@ -2,6 +2,7 @@
 """What is changed in Megatron: a table of patches, applied together by `enable` and taken back by its result."""
 
 from adaptra_megatron.patches.application import (
+    GRADIENT_PATCHES,
     OUTLIVING_PATCHES,
     PATCHES,
     TRAINING_PATCHES,
@@ -13,6 +14,7 @@ from adaptra_megatron.patches.application import (
 from adaptra_megatron.patches.table import Patch, PatchError
 
 __all__ = [
+    "GRADIENT_PATCHES",
     "OUTLIVING_PATCHES",
     "PATCHES",
     "TRAINING_PATCHES",

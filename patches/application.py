@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from adaptra_megatron.patches.checkpoints import PATCHES as TRAINING_PATCHES
 from adaptra_megatron.patches.distributed_optimizer import PATCHES as OPTIMIZER_PATCHES
+from adaptra_megatron.patches.gradient_reductions import PATCHES as GRADIENT_PATCHES
 from adaptra_megatron.patches.pipeline_schedules import PATCHES as SCHEDULE_PATCHES
 from adaptra_megatron.patches.starting_again import PATCHES as STARTING_PATCHES
 from adaptra_megatron.patches.table import Patch, PatchError
@@ -94,7 +95,10 @@ def enable(
     """
     if config.policy == "off":
         return AppliedPatches(config, None)
-    check_versions(PATCHES)
+    optional = (OUTLIVING_PATCHES if config.outlives_ranks else ()) + (
+        GRADIENT_PATCHES if config.gradient_sync != "stock" else ()
+    )
+    check_versions((*PATCHES, *optional))
     before = in_force()
     if before is not None:
         if (before.config, before.decorate) != (config, decorate):
@@ -112,8 +116,7 @@ def enable(
         config, AdaptraRuntime(config, WeightGradientQueue(layers), decorate, groups=groups), decorate
     )
     try:
-        outliving = OUTLIVING_PATCHES if config.outlives_ranks else ()
-        for patch in (*PATCHES, *TRAINING_PATCHES, *outliving):
+        for patch in (*PATCHES, *TRAINING_PATCHES, *optional):
             if patch.has_target:
                 applied.replace(patch)
     except Exception:

@@ -94,6 +94,7 @@ ACCEPTED: dict[str, tuple[Any, set[str], str]] = {
     "path": ("host", {"host path", "tcp", "observed host path"}, "host-transport"),
     "dispatch": ("online", ADAPTED | FIXED, "policy"),
     "reroute": ("stragglers", {"host path", "tcp"}, "policy|plan-csv or --adaptra-costs|host-transport"),
+    "gradient_sync": ("auto", EVERY, ""),
 }
 """For each option: a value that is not its default, the contexts in which it means something, and the flag named
 where it does not."""
@@ -111,6 +112,13 @@ def test_what_would_have_no_effect_is_refused(name: str, context: str, plan: Pat
         return
     with pytest.raises(ConfigError, match=f"^--adaptra-.*--adaptra-({'policy' if context == 'off' else named})"):
         AdaptraConfig(**around | {name: value})
+
+
+@pytest.mark.parametrize("reroute", ["failures", "all"])
+def test_sums_around_a_straggler_do_not_outlive_ranks(reroute: str) -> None:
+    with pytest.raises(ConfigError, match=f"--adaptra-gradient-sync hidden .*--adaptra-reroute {reroute} .*drop one"):
+        AdaptraConfig(gradient_sync="hidden", reroute=reroute)
+    AdaptraConfig(gradient_sync="hidden", reroute="stragglers")
 
 
 def test_a_plan_and_costs_exclude_each_other(plan: Path, costs: Path) -> None:
@@ -278,6 +286,7 @@ def test_help_has_a_group_of_its_own_and_names_units(parser: argparse.ArgumentPa
         "--adaptra-path",
         "--adaptra-dispatch",
         "--adaptra-reroute",
+        "--adaptra-gradient-sync",
         "--adaptra-rnics",
         "--adaptra-interface",
     }

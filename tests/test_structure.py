@@ -18,6 +18,7 @@ FLOORS = (
     {"job"},
     {"launch"},
     {"transport"},
+    {"data_parallel"},
     {"telemetry"},
     {"config", "given"},
     {"control"},

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from adaptra_megatron import __version__
 from adaptra_megatron.cli import analyze, bench, doctor, launch, report, status, trace
-from adaptra_megatron.cli.planning import plan, simulate
+from adaptra_megatron.cli.planning import plan, simulate, simulate_sync
 from adaptra_megatron.cli.planning.inputs import InputError
 from adaptra_megatron.schedule.costs import CostError
 from adaptra_megatron.schedule.errors import ScheduleError
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     plan.add_command(commands)
     simulate.add_command(commands)
+    simulate_sync.add_command(commands)
     analyze.add_command(commands)
     launch.add_command(commands)
     doctor.add_command(commands)

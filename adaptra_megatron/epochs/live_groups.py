@@ -36,7 +36,7 @@ from adaptra_megatron.epochs.places import place_to_take
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.job.membership import Departure
-from adaptra_megatron.job.process_groups import epoch_group
+from adaptra_megatron.job.process_groups import epoch_group, nccl_group
 
 Made = TypeVar("Made")
 
@@ -212,14 +212,14 @@ class LiveGroups:
         name = f"live/{place.hexdigest()}"
         if self._control is None:
             store = PrefixStore(name, self._store.clone() if hasattr(self._store, "clone") else self._store)
-            timeout = timedelta(seconds=self._timeout_s)
             if device == "cpu":
+                timeout = timedelta(seconds=self._timeout_s)
                 return dist.ProcessGroupGloo(store, members.index(self.rank), len(members), timeout)
-            return _nccl(store, members.index(self.rank), len(members), timeout)
+            return nccl_group(store, members.index(self.rank), len(members), self._timeout_s)
         if device == "cpu":
             return epoch_group(self._control, name, members, self.rank, self._timeout_s)
         store = self._control.unsealed(name)
-        return _nccl(store, members.index(self.rank), len(members), timedelta(seconds=self._timeout_s))
+        return nccl_group(store, members.index(self.rank), len(members), self._timeout_s)
 
     # Operations.
 
@@ -382,12 +382,6 @@ def interruptible(make: Callable[[], Made], check: Callable[[], None]) -> Made:
         raise found[0]
     made: Made = found[0]
     return made
-
-
-def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def _places(group: LiveGroup, layout: JobLayout) -> tuple[list[tuple[int, int]], bool]:

@@ -21,3 +21,10 @@ def epoch_group(control: ControlStore, name: str, ranks: Sequence[int], rank: in
     make: Any = dist.ProcessGroupGloo
     with control.lent(name, timeout_s, sealed=False) as store:
         return make(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s))
+
+
+def nccl_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    """An NCCL group of `size` processes that meet in `store`, of which this is number `rank`."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -22,6 +22,7 @@ from adaptra_megatron.job.membership import MembershipRecords
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.execution.executor import IterationReport
 from adaptra_megatron.runtime.megatron.computation import MegatronComputation, StageComputation
+from adaptra_megatron.runtime.megatron.gradient_reduction import GradientReduction
 from adaptra_megatron.runtime.megatron.iteration import finish_gradients, forget_gradients, iteration
 from adaptra_megatron.runtime.megatron.linear_wgrad import WeightGradientQueue
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, pipeline_call
@@ -84,6 +85,9 @@ class AdaptraRuntime:
         """Until its first iteration, of a process that takes the place of a rank that had left."""
         self._single: SingleStage | None = None
         """Where pipelines have one stage."""
+        stock_sums = config.gradient_sync == "stock"
+        self.gradients = None if stock_sums else GradientReduction(config.gradient_sync, config.timeout_s)
+        """Reductions of gradients around a straggler."""
         # Threads that wait in native code must not outlive the interpreter, and Megatron's scripts undo nothing.
         atexit.register(self._close_at_exit)
 
@@ -221,6 +225,7 @@ class AdaptraRuntime:
             "moved_actions": sum(pipeline.dispatcher.moved_actions for pipeline in self._pipelines.values()),
             "routed_iterations": sum(each.routed_iterations for each in reroutings),
             "swapped_micro_batches": sum(each.swapped_micro_batches for each in reroutings),
+            "gradient_sync": {} if self.gradients is None else self.gradients.used,
             "schedule_csv": None if self.last_schedule is None else schedule_to_csv(self.last_schedule),
         }
 
@@ -249,6 +254,8 @@ class AdaptraRuntime:
         self._engine_layers.restore()
         if self._single is not None:
             self._single.close()
+        if self.gradients is not None:
+            self.gradients.close()
         ended = [pipeline.close() for pipeline in self._pipelines.values()]
         self._pipelines.clear()
         return all(ended)

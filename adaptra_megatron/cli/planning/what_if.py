@@ -26,8 +26,8 @@ examples:
 """
 
 _NUMBER = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
-_SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
-_PER_SECOND = {
+SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
+PER_SECOND = {
     f"{prefix}{unit}/s": factor / bits
     for unit, bits in (("B", 1.0), ("bit", 8.0))
     for prefix, factor in (
@@ -124,7 +124,7 @@ def add_what_if_options(parser: argparse.ArgumentParser) -> None:
         dest="changes",
         action="append",
         default=[],
-        type=_typed(_slow_link),
+        type=argument_type(_slow_link),
         metavar="A-B:latency=VALUE,occupancy=VALUE,bandwidth=VALUE[@REPLICAS]",
         help="change costs of the link between two stages, both ways (AtoB: one way); costs that are not named stay",
     )
@@ -133,7 +133,7 @@ def add_what_if_options(parser: argparse.ArgumentParser) -> None:
         dest="changes",
         action="append",
         default=[],
-        type=_typed(_slow_stage),
+        type=argument_type(_slow_stage),
         metavar="STAGE:FACTOR[@REPLICAS]",
         help="multiply the times of all actions of a stage by FACTOR",
     )
@@ -186,13 +186,13 @@ def _slow_link(text: str) -> SlowLink:
     if found is None:
         raise ValueError("is not like 3-4:latency=60ms, or 3to4:occupancy=5ms@0,8-15 for one way in some replicas")
     source, target = int(found[1]), int(found[3])
-    units = {"latency": _SECONDS, "occupancy": _SECONDS, "bandwidth": _PER_SECOND}
+    units = {"latency": SECONDS, "occupancy": SECONDS, "bandwidth": PER_SECOND}
     values: dict[str, Value] = {}
     for part in found[4].split(","):
         name, _, amount = part.partition("=")
         if name not in units or name in values:
             raise ValueError(f"has {part!r} where one each of latency=, occupancy= and bandwidth= may stand")
-        values[name] = _value(amount, units[name])
+        values[name] = parsed_value(amount, units[name])
     if {"bandwidth", "occupancy"} <= set(values):
         raise ValueError("has an occupancy and a bandwidth: one follows from the other, give one of them")
     links = ((source, target),) if found[2] == "to" else ((source, target), (target, source))
@@ -203,10 +203,10 @@ def _slow_stage(text: str) -> SlowStage:
     found = re.fullmatch(r"(\d{1,9}):([^@]+)(?:@(.+))?", text)
     if found is None:
         raise ValueError("is not like 5:1.3, or 5:1.3@0,8-15 for some replicas")
-    return SlowStage(int(found[1]), _value(found[2], {"": 1.0, "x": 1.0}), _replicas(found[3]))
+    return SlowStage(int(found[1]), parsed_value(found[2], {"": 1.0, "x": 1.0}), _replicas(found[3]))
 
 
-def _value(text: str, units: dict[str, float]) -> Value:
+def parsed_value(text: str, units: dict[str, float]) -> Value:
     """A number with a unit, or `FROM..TO/STEPS`, where TO's unit also counts for a FROM without one."""
     found = re.fullmatch(rf"({_NUMBER})([A-Za-z/]*?)(?:\.\.({_NUMBER})([A-Za-z/]*?)(?:/(\d{{1,9}}))?)?", text)
     if found is None:
@@ -234,7 +234,7 @@ def _replicas(text: str | None) -> tuple[int, ...] | None:
 Parsed = TypeVar("Parsed")
 
 
-def _typed(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
+def argument_type(parse: Callable[[str], Parsed]) -> Callable[[str], Parsed]:
     """An argparse type that says what is wrong: argparse itself drops the words of a ValueError."""
 
     def typed(text: str) -> Parsed:

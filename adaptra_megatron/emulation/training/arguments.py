@@ -47,6 +47,8 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--variable-seq-lengths", action="store_true")
     group.add_argument("--use-distributed-optimizer", action="store_true")
     group.add_argument("--overlap-grad-reduce", action="store_true")
+    group.add_argument("--ddp-bucket-size", type=int, default=None)
+    group.add_argument("--ddp-average-in-collective", action="store_true")
     group.add_argument("--no-align-grad-reduce", action="store_false", dest="align_grad_reduce")
     group.add_argument("--overlap-param-gather", action="store_true")
     group.add_argument("--align-param-gather", action="store_true")

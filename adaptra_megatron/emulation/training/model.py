@@ -109,6 +109,8 @@ def build_model(args: argparse.Namespace, config: TransformerConfig) -> list[Dis
         overlap_param_gather=args.overlap_param_gather,
         align_param_gather=args.align_param_gather,
         use_distributed_optimizer=args.use_distributed_optimizer,
+        bucket_size=args.ddp_bucket_size,
+        average_in_collective=args.ddp_average_in_collective,
     )
     model = []
     for index in range(chunks or 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -128,11 +128,23 @@ def refuse_arguments(arguments: Any) -> None:
 
     `refuse_unsupported` looks again at what came of them, in the first iteration.
     """
+    mode = getattr(arguments, "adaptra_gradient_sync", "stock")
+    if mode != "stock" and getattr(arguments, "use_distributed_optimizer", False):
+        refuse_sharded_gradients(mode)
     if pipeline_stages(arguments) == 1:
         return  # stock's schedule runs
     for refusal in (*REFUSALS, *SEEN_IN_ARGUMENTS):
         if refusal.is_on(arguments):
             raise _refused(refusal)
+
+
+def refuse_sharded_gradients(mode: str) -> NoReturn:
+    """Raise UnsupportedFeatureError for --adaptra-gradient-sync beside a distributed optimizer."""
+    raise UnsupportedFeatureError(
+        f"--adaptra-gradient-sync {mode} does not run with the distributed optimizer (--use-distributed-optimizer): it "
+        "reduces and scatters gradients and gathers parameters, so that the straggler must send and receive as much as "
+        "ever, and there is nothing to gain. Drop one of the two"
+    )
 
 
 def pipeline_stages(arguments: Any) -> int | None:

@@ -188,3 +188,19 @@ def test_arguments_that_contradict_each_other(changes: dict[str, Any], said: str
     arguments = {"model": Model(), "data_iterator": None, "num_microbatches": 1, "forward_step_func": None}
     with pytest.raises(ValueError, match=said):
         pipeline_call({**arguments, **changes}, interleaved=False)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_distributed_optimizer_has_no_sums_to_make_around_a_straggler(stages: int) -> None:
+    parsed = SimpleNamespace(
+        **dict.fromkeys(ARGUMENTS, False),
+        pipeline_model_parallel_size=stages,
+        adaptra_gradient_sync="stragglar",
+        use_distributed_optimizer=False,
+    )
+    refuse_arguments(parsed)
+    parsed.use_distributed_optimizer = True
+    with pytest.raises(UnsupportedFeatureError, match="--use-distributed-optimizer.*Drop one of the two"):
+        refuse_arguments(parsed)
+    parsed.adaptra_gradient_sync = "stock"
+    refuse_arguments(parsed)

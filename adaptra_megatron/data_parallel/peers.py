@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas that exchange parts of gradients, one message each way at a time, over a process group of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from adaptra_megatron.job.control_store import ControlStore
+from adaptra_megatron.job.process_groups import epoch_group, nccl_group
+
+_ACCUSED = "accused"
+_STORE_S = 5.0
+"""For the store to answer when all else has failed."""
+_POLL_S = 20e-6
+_TAG = 0
+"""NCCL has none: messages of a pair arrive in the order in which they are sent."""
+
+
+class PeerError(RuntimeError):
+    """A replica did not take its part in a synchronisation of gradients; names it, what was seen and the remedy."""
+
+
+class Message(NamedTuple):
+    """One way of an exchange."""
+
+    tensor: torch.Tensor
+    """Contiguous, of any type and at least one element."""
+    peer: int
+    """Index in the group."""
+
+
+class Exchange(Protocol):
+    """What carries messages of a group: `Peers`, or what is put around it."""
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+
+    @property
+    def index(self) -> int:
+        """This process's among them."""
+
+    def exchange(self, sends: Message | None, receives: Message | None) -> None:
+        """Send and receive at the same time, to and from one member or two. Raises PeerError."""
+
+
+class Peers:
+    """One process's end of a private group. Used by one thread at a time.
+
+    After an error the group is of no use to any member: connections are closed, so that members that wait for this one
+    wake at once, and each of them names the rank that the first of all has missed.
+    """
+
+    def __init__(self, backend: Any, store: Any, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
+        """`backend`: torch's ProcessGroupGloo or ProcessGroupNCCL of `ranks`, which nothing else uses. `store`: where
+        a member that misses another says so, for all. `ranks`: global ones. `timeout_s`: longest wait for an exchange;
+        a straggler may be away for so long."""
+        self._backend, self._store, self._ranks, self._rank = backend, store, tuple(ranks), rank
+        self._timeout_s = timeout_s
+        self._standing: deque[tuple[Sequence[int], Any]] = deque()
+        """Operations on streams and the members that they are with."""
+
+    @classmethod
+    def meet(
+        cls, control: ControlStore, name: str, ranks: Sequence[int], rank: int, timeout_s: float, device: torch.device
+    ) -> Peers:
+        """A new group for tensors on `device`; all of `ranks` call this at about the same time.
+
+        `name`: of the synchronisation. Raises PeerError when a rank does not come within `timeout_s`.
+        """
+        place = f"gradients/{name}/{hashlib.sha256(str(list(ranks)).encode()).hexdigest()[:24]}"
+        try:
+            if device.type == "cpu":
+                backend = epoch_group(control, place, ranks, rank, timeout_s)
+            else:
+                # torch's watchdog would end the process before the error that names a rank.
+                backend = nccl_group(control.unsealed(place), ranks.index(rank), len(ranks), 2 * timeout_s)
+            # Groups of NCCL connect in their first operation, in which all members must take part.
+            backend.allreduce([torch.zeros(1, device=device)]).wait(timedelta(seconds=timeout_s))
+        except RuntimeError as cause:
+            raise PeerError(
+                f"rank {rank}: ranks {list(ranks)} did not all come to synchronise gradients within {timeout_s:g} s "
+                f"({_brief(cause)}): look into the log of the one that is missing"
+            ) from cause
+        store = control.unsealed(f"{place}/error")
+        store.set_timeout(timedelta(seconds=_STORE_S))
+        return cls(backend, store, ranks, rank, timeout_s)
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self._ranks)
+
+    @property
+    def index(self) -> int:
+        """This process's index in the group."""
+        return self._ranks.index(self._rank)
+
+    def exchange(self, sends: Message | None, receives: Message | None) -> None:
+        """Send and receive at the same time: neither waits for the other, on either end.
+
+        Returns when both are done, or with NCCL when they stand on the current stream. Raises PeerError if a peer has
+        died, or does not come within the timeout.
+        """
+        self._require_backend()
+        missed: list[int] = []
+        try:
+            self._carry_out(sends, receives, missed)
+        except RuntimeError as cause:
+            raise self._broken(missed, cause) from cause
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        """Put the sum over all members in place of `values`, by the library's own algorithm. Raises PeerError."""
+        self._collective(lambda backend: backend.allreduce([values]))
+
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """What each member has handed in, of the same shape, by index: ready for the host. Raises PeerError."""
+        found = [torch.empty_like(values) for _ in self._ranks]
+        self._collective(lambda backend: backend.allgather([found], [values]))
+        self.settle()
+        return found
+
+    def settle(self) -> None:
+        """Wait for what stands on streams. Raises PeerError once nothing of it has ended for the timeout."""
+        moved_s = time.monotonic()
+        while self._standing:
+            peers, work = self._standing[0]
+            try:
+                ended = work.is_completed()
+                if not ended and time.monotonic() - moved_s > self._timeout_s:
+                    raise RuntimeError("Timed out")
+            except RuntimeError as cause:
+                self._standing.clear()
+                raise self._broken(peers, cause) from cause
+            if ended:
+                self._standing.popleft()
+                moved_s = time.monotonic()
+            else:
+                time.sleep(_POLL_S)
+
+    def _enqueued(self, peers: Sequence[int], work: Any) -> None:
+        """Have the current stream wait. With a timeout it would be this thread, a millisecond at a time: torch's
+        WorkNCCL.wait."""
+        work.wait()
+        self._standing.append((tuple(peers), work))
+
+    def _collective(self, launch: Callable[[Any], Any]) -> None:
+        self._require_backend()
+        others = [peer for peer in range(self.size) if peer != self.index]
+        try:
+            work = launch(self._backend)
+            if self._backend.supports_coalescing:
+                self._enqueued(others, work)
+            else:
+                work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as cause:
+            raise self._broken(others, cause) from cause
+
+    def _require_backend(self) -> None:
+        if self._backend is None:
+            raise PeerError(f"rank {self._rank}: gradients cannot be synchronised any more: an exchange has failed")
+
+    def _broken(self, missed: Sequence[int], cause: BaseException) -> PeerError:
+        # Connections are closed with the last reference to the group, which frames of the error have, too.
+        error = self._error(missed, cause)
+        self._backend = None
+        traceback.clear_frames(cause.__traceback__)
+        return error
+
+    def _carry_out(self, sends: Message | None, receives: Message | None, missed: list[int]) -> None:
+        """`missed`: gets the peers of what is waited for."""
+        backend, limit = self._backend, timedelta(seconds=self._timeout_s)
+        operations = [
+            (launch, message)
+            for launch, message in ((backend.recv, receives), (backend.send, sends))
+            if message is not None
+        ]
+        if backend.supports_coalescing:
+            # Two operations of NCCL that are launched apart would wait for each other.
+            missed += [message.peer for _, message in operations]
+            backend._start_coalescing()
+            for launch, message in operations:
+                launch([message.tensor], message.peer, _TAG)
+            self._enqueued(missed, backend._end_coalescing())
+            return
+        works = []
+        for launch, message in operations:
+            missed[:] = [message.peer]
+            works.append((message.peer, launch([message.tensor], message.peer, _TAG)))
+        for peer, work in works:
+            missed[:] = [peer]
+            work.wait(limit)
+
+    def _error(self, missed: Sequence[int], cause: BaseException) -> PeerError:
+        mine = ",".join(str(self._ranks[peer]) for peer in missed)
+        try:
+            first = self._store.compare_set(_ACCUSED, "", f"{mine}/{self._rank}").decode()
+        except RuntimeError:  # the job's store is gone, too
+            first = f"{mine}/{self._rank}"
+        culprit, _, witness = first.partition("/")
+        seen = "" if witness == str(self._rank) else f", as rank {witness} was the first to see"
+        return PeerError(
+            f"rank {self._rank}: gradients cannot be synchronised: rank {culprit.replace(',', ' or rank ')} has died "
+            f"or did not answer within {self._timeout_s:g} s{seen} ({_brief(cause)}); look into its log and restart "
+            "from the last checkpoint"
+        )
+
+
+def _brief(cause: BaseException) -> str:
+    return str(cause).strip().partition("\n")[0]

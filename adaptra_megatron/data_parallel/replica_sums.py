@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over the replicas of one group, by the algorithm that was asked for or that pays."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from adaptra_megatron.data_parallel.lateness import Lateness
+from adaptra_megatron.data_parallel.peers import Exchange
+from adaptra_megatron.data_parallel.straggler_all_reduce import StragglerAllReduce
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.schedule.all_reduce.choice import Algorithm, Choice, choose
+from adaptra_megatron.schedule.all_reduce.costs import MOST_CHUNKS, chain_chunks
+from adaptra_megatron.schedule.all_reduce.rings import hidden
+from adaptra_megatron.schedule.all_reduce.stragglar import stragglar
+
+_CHAIN_CHUNK_NBYTES = 1 << 20
+"""Of a hidden all-reduce's chain, where nothing has been measured."""
+
+logger = logger_of(__name__)
+
+
+class Group(Exchange, Protocol):
+    """What sums are made over: see `Peers`."""
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        """Sum by the library."""
+
+    def settle(self) -> None:
+        """Wait for all of it."""
+
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """What all hand in."""
+
+
+class ReplicaSums:
+    """One replica's part. All replicas make the same calls in the same order, and so decide alike."""
+
+    def __init__(self, peers: Group, mode: str) -> None:
+        """`mode`: "stragglar" or "hidden", around the replica that came last before; or "auto": as the model says."""
+        self._peers, self._mode = peers, mode
+        self._lateness = Lateness(peers.size)
+        self._chosen = Algorithm.STOCK
+        self._plans: dict[tuple[Algorithm, int, int], StragglerAllReduce] = {}
+        self.used: Counter[str] = Counter()
+        """How many synchronisations each algorithm had a part in."""
+
+    def sum_up(self, values: Sequence[torch.Tensor], *, measures: bool) -> None:
+        """Put sums over all replicas in place of `values`, contiguous tensors of one dimension.
+
+        `measures`: where replicas come at different times, as they do to the first of an iteration; behind others they
+        are together, and no time is bet on one of them. Raises PeerError when a replica fails.
+        """
+        device, nbytes = values[0].device, sum(each.nbytes for each in values)
+        if measures and device.type == "cuda":
+            # This replica is here once its gradients are, and not when it has launched what computes them.
+            torch.cuda.current_stream(device).synchronize()
+        begun_s = time.monotonic()
+        choice = self._choice(nbytes, measures)
+        left = choice.nbytes if choice.algorithm is not Algorithm.STOCK else 0
+        for tensor in values:
+            # The same on all replicas, for sizes are.
+            part = min(tensor.numel(), left // tensor.element_size())
+            if part:
+                self._around_straggler(choice.algorithm, tensor[:part])
+            if part < tensor.numel():
+                self._peers.all_reduce(tensor[part:])
+            left -= part * tensor.element_size()
+        self._peers.settle()
+        self.used[choice.algorithm.value] += 1
+        if measures:
+            stock_nbytes = nbytes if choice.algorithm is Algorithm.STOCK else 0
+            self._measure(time.monotonic() - begun_s, stock_nbytes, device)
+
+    def _choice(self, nbytes: int, measures: bool) -> Choice:
+        if self._mode != "auto":
+            return Choice(Algorithm(self._mode), nbytes, 0.0)
+        wire = self._lateness.wire
+        if wire is None or not measures:
+            return Choice(Algorithm.STOCK, nbytes, 0.0)
+        choice = choose(self._peers.size, nbytes, wire, self._lateness.sure_delay_s)
+        if choice.algorithm is not self._chosen and self._peers.index == 0:
+            logger.info(
+                "gradients are summed up by %s from now on: replica %d of %d comes %.1f ms after all others",
+                choice.algorithm.value,
+                self._lateness.last,
+                self._peers.size,
+                1e3 * self._lateness.sure_delay_s,
+            )
+        self._chosen = choice.algorithm
+        return choice
+
+    def _around_straggler(self, algorithm: Algorithm, values: torch.Tensor) -> None:
+        ranks, chunks = self._peers.size, 0
+        if algorithm is Algorithm.HIDDEN:
+            wire = self._lateness.wire
+            if wire is None:
+                chunks = min(MOST_CHUNKS, -(-values.nbytes // _CHAIN_CHUNK_NBYTES))
+            else:
+                chunks = chain_chunks(ranks, values.nbytes, wire)
+        key = algorithm, self._lateness.last, chunks
+        if key not in self._plans:
+            plan = hidden(ranks, chunks) if algorithm is Algorithm.HIDDEN else stragglar(ranks)
+            self._plans[key] = StragglerAllReduce(self._peers, plan, self._lateness.last)
+        self._plans[key](values)
+
+    def _measure(self, waited_s: float, stock_nbytes: int, device: torch.device) -> None:
+        """Two rounds among replicas that are together: the first shares the times, the second times itself."""
+        waits_s = [float(each) for each in self._shared(waited_s, device)]
+        begun_s = time.monotonic()
+        self._shared(0.0, device)
+        latencies_s = self._shared((time.monotonic() - begun_s) / (self._peers.size - 1), device)
+        self._lateness.saw(waits_s, min(latencies_s), stock_nbytes)
+
+    def _shared(self, value: float, device: torch.device) -> list[float]:
+        own = torch.tensor([value], dtype=torch.float64, device=device)
+        return [float(each) for each in self._peers.gather(own)]

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patch of Megatron's reductions of gradients, for sums around a straggler."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from adaptra_megatron.patches.table import Patch
+
+if TYPE_CHECKING:
+    from adaptra_megatron.runtime.runtime import AdaptraRuntime
+
+
+def _around_straggler(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def start_grad_sync(bucket_group: Any, *given: Any, **keywords: Any) -> None:
+        assert runtime.gradients is not None
+        runtime.gradients.start(stock, bucket_group, *given, **keywords)
+
+    return start_grad_sync
+
+
+PATCHES = (
+    Patch(
+        identity="gradient-reduction",
+        target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
+        versions=">=0.16,<0.17",  # it stands in for the whole function, and has been held against this one
+        parameters=("self", "force_all_reduce"),
+        reason="with --adaptra-gradient-sync, sums up gradients around the replica that comes last",
+        replace=_around_straggler,
+    ),
+)
