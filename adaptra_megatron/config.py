@@ -167,6 +167,13 @@ class AdaptraConfig:
         "results equal stock's up to rounding, not to the bit.",
         choices=GRADIENT_SYNCS,
     )
+    staggered_optimizer: bool = _option(
+        False,
+        "Have each stage step its optimizer and begin the next iteration as soon as its own gradients are ready, "
+        "before the norm of all stages' gradients is known. A step that should have been clipped is taken back, and "
+        "what was computed since is computed again: results are stock's to the bit.",
+        action="store_true",
+    )
     communicators: CommunicatorConfig = CommunicatorConfig()
     """Settings of links between GPUs. Has no flag: Megatron's --nccl-communicator-config-path sets it."""
 
@@ -239,6 +246,22 @@ RULES = (
         lambda config: not config.outlives_ranks,
         "sums up over groups that do not outlive their ranks, but --adaptra-reroute {reroute} is for jobs that do; "
         "drop one of the two",
+    ),
+    Rule(
+        ("gradient_sync",),
+        lambda config: not config.staggered_optimizer,
+        "has not been tried with steps that are taken back, as --adaptra-staggered-optimizer may; drop one of the two",
+    ),
+    Rule(
+        ("staggered_optimizer",),
+        lambda config: config.policy == "adapt",
+        "gains nothing in stock's order, which --adaptra-policy {policy} keeps; use --adaptra-policy adapt",
+    ),
+    Rule(
+        ("reroute",),
+        lambda config: not config.staggered_optimizer,
+        "has not been tried with steps that are taken back, and where ranks are outlived all agree on each iteration's "
+        "end, which --adaptra-staggered-optimizer would not wait for; drop one of the two",
     ),
     Rule(("dispatch",), lambda config: config.policy == "adapt", _ORDER, values=("online",)),
     Rule(

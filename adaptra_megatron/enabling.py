@@ -93,11 +93,14 @@ class Enabling:
             UnsupportedFeatureError,
             pipeline_stages,
             refuse_arguments,
+            refuse_for_staggering,
         )
 
         try:
             check_given(config, pipeline_stages(arguments))
             refuse_arguments(arguments)
+            if config.staggered_optimizer:
+                refuse_for_staggering(arguments)
             enable(config)
         except (ConfigError, PatchError, UnsupportedFeatureError) as error:
             parser.error(str(error))

@@ -30,7 +30,13 @@ All of it, made from the tables in the code by `scripts/write_docs.py`. Nothing 
 
 def patches_page() -> str:
     """docs/patches.md. Imports Megatron."""
-    from adaptra_megatron.patches import GRADIENT_PATCHES, OUTLIVING_PATCHES, PATCHES, TRAINING_PATCHES
+    from adaptra_megatron.patches import (
+        GRADIENT_PATCHES,
+        OUTLIVING_PATCHES,
+        PATCHES,
+        STAGGERING_PATCHES,
+        TRAINING_PATCHES,
+    )
 
     from adaptra_megatron.runtime.megatron.compat import DIFFERENCES
 
@@ -39,7 +45,13 @@ def patches_page() -> str:
         ("patch", "replaced", "megatron-core", "why"),
         [
             (patch.identity, f"`{patch.target}`", f"`{patch.versions}`", patch.reason)
-            for patch in (*PATCHES, *TRAINING_PATCHES, *OUTLIVING_PATCHES, *GRADIENT_PATCHES)
+            for patch in (
+                *PATCHES,
+                *TRAINING_PATCHES,
+                *OUTLIVING_PATCHES,
+                *GRADIENT_PATCHES,
+                *STAGGERING_PATCHES,
+            )
         ],
     )
     differences = markdown_table(

@@ -95,6 +95,7 @@ ACCEPTED: dict[str, tuple[Any, set[str], str]] = {
     "dispatch": ("online", ADAPTED | FIXED, "policy"),
     "reroute": ("stragglers", {"host path", "tcp"}, "policy|plan-csv or --adaptra-costs|host-transport"),
     "gradient_sync": ("auto", EVERY, ""),
+    "staggered_optimizer": (True, ADAPTED | FIXED, "policy"),
 }
 """For each option: a value that is not its default, the contexts in which it means something, and the flag named
 where it does not."""
@@ -124,6 +125,12 @@ def test_sums_around_a_straggler_do_not_outlive_ranks(reroute: str) -> None:
 def test_a_plan_and_costs_exclude_each_other(plan: Path, costs: Path) -> None:
     with pytest.raises(ConfigError, match="--adaptra-plan-csv .* and --adaptra-costs exclude each other"):
         AdaptraConfig(plan_csv=plan, costs_json=costs)
+
+
+@pytest.mark.parametrize("reroute", ["stragglers", "failures", "all"])
+def test_routes_and_staggered_steps_exclude_each_other(reroute: str) -> None:
+    with pytest.raises(ConfigError, match=f"--adaptra-reroute {reroute}.* --adaptra-staggered-optimizer .*drop one"):
+        AdaptraConfig(reroute=reroute, staggered_optimizer=True)
 
 
 @pytest.mark.parametrize("policy", ["off", "observe"])
@@ -287,6 +294,7 @@ def test_help_has_a_group_of_its_own_and_names_units(parser: argparse.ArgumentPa
         "--adaptra-dispatch",
         "--adaptra-reroute",
         "--adaptra-gradient-sync",
+        "--adaptra-staggered-optimizer",
         "--adaptra-rnics",
         "--adaptra-interface",
     }

@@ -16,7 +16,6 @@ from adaptra_megatron.detector.samples import IterationSample, LinkId
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs_json import costs_to_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
-from adaptra_megatron.schedule.simulator import simulate
 
 
 class OrderDecider:
@@ -57,7 +56,7 @@ class OrderDecider:
             return None
         before_s = made.current_predicted_s
         if context.before is not None and current.micro_batches == micro_batches:
-            before_s = simulate(current, context.before).makespan_s
+            before_s = self._book.layout.iteration_s(current, context.before)
         context.forecast = Forecast(made.predicted_s, before_s)
         if chosen is None:
             return None

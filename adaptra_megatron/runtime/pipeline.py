@@ -117,6 +117,7 @@ class Pipeline:
             can_split=call.config.recompute_granularity != "full",
             rendezvous=device.type == "cuda",
             shared_queue=has_one_queue(device),
+            staggered=config.staggered_optimizer,
         )
         memory = memory or memory_of(device)
         self.book = PlanBook(config, layout, measures_memory=memory is not None)

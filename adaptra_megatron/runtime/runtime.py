@@ -27,6 +27,9 @@ from adaptra_megatron.runtime.megatron.iteration import finish_gradients, forget
 from adaptra_megatron.runtime.megatron.linear_wgrad import WeightGradientQueue
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, pipeline_call
 from adaptra_megatron.runtime.megatron.random_draws import flags_drawn_in_other_order
+from adaptra_megatron.runtime.megatron.refusals import refuse_for_staggering
+from adaptra_megatron.runtime.megatron.repeated_iteration import RepeatableIteration
+from adaptra_megatron.runtime.megatron.staggered_optimizer import StaggeredOptimizer, ValidatedComputation
 from adaptra_megatron.runtime.megatron.te_wgrad import EngineLayers
 from adaptra_megatron.runtime.outliving import CONNECT_S
 from adaptra_megatron.runtime.pipeline import Pipeline
@@ -73,6 +76,8 @@ class AdaptraRuntime:
         """Whether actions of an iteration run at this moment."""
         self.sharded_optimizers: list[Any] = []
         """Megatron's distributed optimizers, where training outlives its ranks."""
+        self.staggered = StaggeredOptimizer() if config.staggered_optimizer else None
+        """None where steps wait for all stages' gradients."""
         self._config = config
         self.weight_gradients = queue
         self._engine_layers = EngineLayers(queue)
@@ -138,6 +143,7 @@ class AdaptraRuntime:
         Where ranks are outlived, it sees those that live, numbered from 0, as if they were all; and it is called again
         where one dies meanwhile. Raises what `write` raises.
         """
+        self.settle()
         survivals = [each.survival for each in self._pipelines.values() if each.survival is not None]
         if not survivals or self._groups is None:
             return write()
@@ -150,9 +156,19 @@ class AdaptraRuntime:
 
         return survivals[0].carry_out(attempt)
 
+    def settle(self) -> None:
+        """Make parameters and optimizer what they are in stock at this point: for scripts that read them between two
+        iterations by other means than Megatron's save_checkpoint and evaluations. Collective over the job."""
+        if self.staggered is not None:
+            self.staggered.settle()
+
     def _iterate(self, pipeline: Pipeline, call: PipelineCall) -> list[Any]:
+        if call.forward_only:
+            self.settle()
         pipeline.begin(call)
-        if pipeline.survival is None:
+        if self.staggered is not None and self.staggered.unvalidated:
+            ran = self._attempt_after(self.staggered, pipeline, call)
+        elif pipeline.survival is None:
             ran = self._attempt(pipeline, call)
         else:
             attempt = functools.partial(self._attempt_among, pipeline, call)
@@ -162,6 +178,16 @@ class AdaptraRuntime:
             self.last_schedule = ran.schedule
         pipeline.end(call, ran.report)
         return ran.losses
+
+    def _attempt_after(self, staggered: StaggeredOptimizer, pipeline: Pipeline, call: PipelineCall) -> _Ran:
+        """After steps that may have to be taken back: then all ranks come to the end of a first attempt, for what they
+        have sent each other, and it counts for nothing."""
+        repeatable = RepeatableIteration(call)
+        ran = self._attempt(pipeline, repeatable.call)
+        if staggered.settle():
+            repeatable.rewind()
+            ran = self._attempt(pipeline, repeatable.call, 1)
+        return ran
 
     def _attempt_among(self, pipeline: Pipeline, call: PipelineCall, epoch: Epoch, number: int) -> _Ran:
         """`number`: of tries that did not commit, in which other ranks may have died."""
@@ -187,6 +213,8 @@ class AdaptraRuntime:
         schedule = pipeline.schedule(call)
         computation = MegatronComputation(call, self.weight_gradients, pipeline.inputs(call))
         decorated = self._decorate(computation, call.stage) if self._decorate is not None else computation
+        if self.staggered is not None:
+            decorated = ValidatedComputation(decorated, self.staggered)
         with iteration(call) as embedding:
             self.runs_actions = True
             try:
@@ -224,6 +252,8 @@ class AdaptraRuntime:
             "online_iterations": sum(pipeline.dispatcher.online_iterations for pipeline in self._pipelines.values()),
             "moved_actions": sum(pipeline.dispatcher.moved_actions for pipeline in self._pipelines.values()),
             "routed_iterations": sum(each.routed_iterations for each in reroutings),
+            "early_steps": 0 if self.staggered is None else self.staggered.early_steps,
+            "steps_taken_back": 0 if self.staggered is None else self.staggered.steps_taken_back,
             "swapped_micro_batches": sum(each.swapped_micro_batches for each in reroutings),
             "gradient_sync": {} if self.gradients is None else self.gradients.used,
             "schedule_csv": None if self.last_schedule is None else schedule_to_csv(self.last_schedule),
@@ -275,6 +305,8 @@ class AdaptraRuntime:
             if pipeline.survival is not None and self.training is not None:
                 pipeline.survival.admissions.hand_over = functools.partial(hand_over, self.training, pipeline)
             self._engine_layers.split(call.model_chunks, call.config)
+            if self.staggered is not None:
+                refuse_for_staggering(call.config)
             if self._config.policy == "adapt":
                 _warn_of_other_draws(call)
         return self._pipelines[identity]

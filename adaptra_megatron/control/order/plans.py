@@ -14,8 +14,9 @@ from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import forward_only, stock_order
 from adaptra_megatron.schedule.costs import Costs, Released, released_per_stage, uniform_costs
-from adaptra_megatron.schedule.planner import plan
-from adaptra_megatron.schedule.simulator import peak_in_flight
+from adaptra_megatron.schedule.periods import period_s, plan_for_period
+from adaptra_megatron.schedule.planner import Plan, plan
+from adaptra_megatron.schedule.simulator import peak_in_flight, simulate
 from adaptra_megatron.schedule.weight_delays import split_every_other
 
 logger = logger_of(__name__)
@@ -43,6 +44,17 @@ class Layout:
     """Whether a message of the device path starts only when its receive has been posted, as over NCCL."""
     shared_queue: bool = False
     """Whether a stage's computation and its messages of that path stand in one hardware queue."""
+    staggered: bool = False
+    """Whether stages begin an iteration when their own part of the one before is over."""
+
+    def plan(self, costs: Costs, *, deadline_s: float) -> Plan:
+        """The best schedule for its iterations; see `schedule.planner.plan`."""
+        planner = plan_for_period if self.staggered else plan
+        return planner(costs, deadline_s=deadline_s, split=self.can_split)
+
+    def iteration_s(self, schedule: Schedule, costs: Costs) -> float:
+        """Seconds that an iteration of `schedule` takes."""
+        return period_s(schedule, costs) if self.staggered else simulate(schedule, costs).makespan_s
 
 
 Caps = tuple[float | None, ...]
@@ -223,5 +235,5 @@ class PlanBook:
             max_in_flight=caps,
             released_at_backward_input=(RELEASED_AT_BACKWARD_INPUT,) * costs.stages,
         )
-        chosen = plan(costs, deadline_s=PLANNING_S, split=self.layout.can_split)
+        chosen = self.layout.plan(costs, deadline_s=PLANNING_S)
         self.install(chosen.schedule, self.number + 1, caps, costs=costs)

@@ -11,8 +11,7 @@ from adaptra_megatron.log import logger_of
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.costs_json import costs_to_json
-from adaptra_megatron.schedule.planner import plan
-from adaptra_megatron.schedule.simulator import peak_in_flight, simulate
+from adaptra_megatron.schedule.simulator import peak_in_flight
 from adaptra_megatron.telemetry.events.events import PlanMade
 
 logger = logger_of(__name__)
@@ -50,15 +49,16 @@ class Replanner:
                 return None, None
             reason = change
         reason, self._planned = reason or "first costs", costs
-        now_s = simulate(current, costs).makespan_s if current.micro_batches == costs.micro_batches else float("inf")
+        comparable = current.micro_batches == costs.micro_batches
+        now_s = self._layout.iteration_s(current, costs) if comparable else float("inf")
         # What is there before an iteration is over takes effect in the next but one; what is late, later.
         deadline_s = min(PLANNING_S, PLANNING_SHARE * now_s)
         begun_s = time.perf_counter()
-        candidate = plan(costs, deadline_s=deadline_s, split=self._layout.can_split)
+        candidate = self._layout.plan(costs, deadline_s=deadline_s)
         held = peak_in_flight(current, costs.released_at_backward_input)
         over = _over_cap(held, costs)
         saved = None
-        if candidate.makespan_s <= (1.0 + AS_FAST) * now_s and current.micro_batches == costs.micro_batches:
+        if candidate.makespan_s <= (1.0 + AS_FAST) * now_s and comparable:
             saved = _saved_memory(held, candidate.peak_in_flight)
         adopted = over is not None or saved is not None or candidate.makespan_s <= (1.0 - WORTH_A_SWITCH) * now_s
         reason = "; ".join(part for part in (reason, over or saved) if part is not None)

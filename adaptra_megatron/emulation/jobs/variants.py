@@ -18,6 +18,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,8 @@ class VariantReport:
     """Per iteration, of the slowest rank."""
     pipeline_seconds: list[float] = field(default_factory=list)
     """Per iteration: from the first stage's start to the last rank's end of the forward_backward function alone."""
+    periods_s: list[float] = field(default_factory=list)
+    """From each iteration's beginning to the next one's, on the first rank."""
     links_struck: dict[str, int] = field(default_factory=dict)
     """Messages that emulated slow links delayed, by `<source stage>><target stage>`, summed over ranks."""
     pauses: int = 0
@@ -215,6 +218,8 @@ def _merge(variant: Variant, parts: Sequence[dict[str, Any]]) -> VariantReport:
     report.lateness_s = [max(late) for late in zip(*(r["lateness_s"] for r in results), strict=True)]
     spans = zip(*(result["forward_backward_s"] for result in results), strict=True)
     report.pipeline_seconds = [max(left for _, left in ranks) - ranks[0][0] for ranks in spans]
+    begun_s = [entered for entered, _ in results[0]["forward_backward_s"]]
+    report.periods_s = [later - earlier for earlier, later in pairwise(begun_s)]
     report.path_flaps = sum(result["path_flaps"] for result in results)
     report.pauses = sum(result["pauses"] for result in results)
     report.plans = [result["plans"] for result in results if result["plans"]]

@@ -130,6 +130,9 @@ class Trainer:
                 self._evaluate()
             if args.save and args.save_interval and self.iteration % args.save_interval == 0:
                 self._save()
+        if self._runtime is not None:
+            self._runtime.settle()
+        self.result.grad_norms = [float(norm) for norm in self.result.grad_norms]
         with self._parameters_gathered():
             self.result.parameters = model_tensors(self.model)
         self.result.optimizer_state = optimizer_tensors(self.optimizer)
@@ -148,8 +151,8 @@ class Trainer:
         if (progress := self._runtime.take_place()) is not None:
             self.iteration = progress["iteration"]
 
-    def _train_step(self, iterators: Any) -> float:
-        """One iteration, as Megatron's train_step. Returns the norm of the gradient."""
+    def _train_step(self, iterators: Any) -> Any:
+        """One iteration, as Megatron's train_step. Returns the norm of the gradient; float() may wait for it."""
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -159,7 +162,7 @@ class Trainer:
         self._record_losses(losses)
         _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=self.args.global_batch_size)
-        return float(grad_norm)
+        return grad_norm
 
     def _forward_backward(self, iterators: Any, *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         args = self.args

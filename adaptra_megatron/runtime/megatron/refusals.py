@@ -100,6 +100,60 @@ SEEN_IN_ARGUMENTS = (
     ),
 )
 
+_NOT_COPIED = "the copies by which a step is taken back would lack its state"
+STAGGERING = (
+    Refusal(
+        "--fp16 (a loss scaler)",
+        lambda config: bool(getattr(config, "fp16", False)) or getattr(config, "loss_scale", None) is not None,
+        "a step that the scaler skips would have to be known of before the next loss is scaled; use --bf16",
+    ),
+    Refusal(
+        "--rerun-mode other than disabled",
+        lambda config: getattr(config, "rerun_mode", "disabled") != "disabled",
+        "Megatron then has all ranks meet before each step, and nothing would be gained; give --rerun-mode disabled",
+    ),
+    Refusal(
+        "embeddings that the first and the last stage share",
+        lambda config: not getattr(config, "untie_embeddings_and_output_weights", True),
+        "the first stage waits for the last one's gradients anyway; give --untie-embeddings-and-output-weights",
+    ),
+    Refusal(
+        "--calculate-per-token-loss",
+        _setting("calculate_per_token_loss"),
+        "all stages wait for the last one's count of tokens anyway",
+    ),
+    Refusal(
+        "experts (--num-experts)",
+        lambda config: bool(getattr(config, "num_experts", None) or getattr(config, "num_moe_experts", None)),
+        "what routers count would be counted twice where an iteration is computed again",
+    ),
+    Refusal(
+        "--fp8-format",
+        lambda config: bool(getattr(config, "fp8", None) or getattr(config, "fp4", None)),
+        "the history of scales of an iteration that is computed again would stay",
+    ),
+    Refusal(
+        "optimizers other than Adam (--optimizer)",
+        lambda config: getattr(config, "optimizer", "adam") != "adam",
+        "a step by a gradient that should have been clipped could overflow before it is taken back",
+    ),
+    Refusal("--log-num-zeros-in-grad", _setting("log_num_zeros_in_grad"), "stages would meet to count them"),
+    Refusal("--use-precision-aware-optimizer", _setting("use_precision_aware_optimizer"), _NOT_COPIED),
+    Refusal("--optimizer-cpu-offload", _setting("optimizer_cpu_offload"), _NOT_COPIED),
+)
+"""What does not go together with --adaptra-staggered-optimizer."""
+
+
+def refuse_for_staggering(settings: Any) -> None:
+    """Raise UnsupportedFeatureError for the first feature in `settings` (Megatron's parsed arguments or one of its
+    configs) with which steps cannot be staggered."""
+    for refusal in STAGGERING:
+        if refusal.is_on(settings):
+            raise UnsupportedFeatureError(
+                f"--adaptra-staggered-optimizer does not run with {refusal.feature}: {refusal.reason}. Or drop "
+                "--adaptra-staggered-optimizer"
+            )
+
 
 def refuse_unsupported(config: Any, model_chunks: Sequence[torch.nn.Module], arguments: Mapping[str, Any]) -> None:
     """Raise UnsupportedFeatureError for the first feature found that the executor cannot run."""

@@ -55,13 +55,24 @@ class TestReplanning:
         healthy = costs()
         now_s = simulate(self.CURRENT, healthy).makespan_s
         best = dataclasses.replace(plan(healthy), makespan_s=(1.0 - gain) * now_s)
-        monkeypatch.setattr("adaptra_megatron.control.order.replanner.plan", lambda costs, **options: best)
+        monkeypatch.setattr("adaptra_megatron.control.order.plans.plan", lambda costs, **options: best)
         assert (Replanner(FOUR).decide(healthy, self.CURRENT)[0] is not None) == switches
 
     def test_a_plan_for_another_number_of_micro_batches_is_replaced(self) -> None:
         chosen, _made = Replanner(FOUR).decide(costs(8), self.CURRENT)
         assert chosen is not None
         assert chosen.micro_batches == 8
+
+    def test_without_a_barrier_a_plan_of_the_same_makespan_is_worth_its_shorter_period(self) -> None:
+        roomy = costs(cap=8.0)
+        current = plan(roomy).schedule
+        assert Replanner(FOUR).decide(roomy, current)[0] is None
+        chosen, made = Replanner(dataclasses.replace(FOUR, staggered=True)).decide(roomy, current)
+        assert chosen is not None
+        assert made is not None
+        assert simulate(chosen, roomy).makespan_s == simulate(current, roomy).makespan_s == made.current_predicted_s
+        assert made.predicted_s == pytest.approx(made.current_predicted_s - 3.0)
+        assert made.predicted_s == pytest.approx(made.lower_bound_s)
 
     def test_without_split_the_new_plan_has_whole_backwards(self) -> None:
         chosen, _made = Replanner(WHOLE).decide(costs(slow_s=2.0, cap=8.0), one_f_one_b(4, 12))

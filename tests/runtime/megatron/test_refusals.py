@@ -19,8 +19,10 @@ from adaptra_megatron.runtime.megatron.megatron_call import pipeline_call
 from adaptra_megatron.runtime.megatron.refusals import (
     REFUSALS,
     SEEN_IN_ARGUMENTS,
+    STAGGERING,
     UnsupportedFeatureError,
     refuse_arguments,
+    refuse_for_staggering,
     refuse_unsupported,
 )
 from adaptra_megatron.runtime.runtime import AdaptraRuntime
@@ -204,3 +206,37 @@ def test_a_distributed_optimizer_has_no_sums_to_make_around_a_straggler(stages: 
         refuse_arguments(parsed)
     parsed.adaptra_gradient_sync = "stock"
     refuse_arguments(parsed)
+
+
+NOT_STAGGERED: dict[str, Any] = {
+    "fp16": True,
+    "loss_scale": 1024.0,
+    "rerun_mode": "validate_results",
+    "untie_embeddings_and_output_weights": False,
+    "calculate_per_token_loss": True,
+    "num_experts": 2,
+    "num_moe_experts": 2,
+    "fp8": "e4m3",
+    "optimizer": "sgd",
+    "log_num_zeros_in_grad": True,
+    "use_precision_aware_optimizer": True,
+    "optimizer_cpu_offload": True,
+}
+STAGGERED = {"rerun_mode": "disabled", "untie_embeddings_and_output_weights": True, "optimizer": "adam", "bf16": True}
+
+
+@pytest.mark.parametrize("name", NOT_STAGGERED)
+def test_optimizer_steps_are_staggered_where_they_can_be_taken_back_and_something_is_gained(name: str) -> None:
+    refuse_for_staggering(SimpleNamespace(**STAGGERED))
+    with pytest.raises(UnsupportedFeatureError, match="--adaptra-staggered-optimizer does not run with"):
+        refuse_for_staggering(SimpleNamespace(**{**STAGGERED, name: NOT_STAGGERED[name]}))
+
+
+def test_every_refusal_of_staggering_is_tried() -> None:
+    fired = {
+        one.feature
+        for one in STAGGERING
+        for name, value in NOT_STAGGERED.items()
+        if one.is_on(SimpleNamespace(**{name: value}))
+    }
+    assert fired == {one.feature for one in STAGGERING}
