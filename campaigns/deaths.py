@@ -12,7 +12,6 @@ replicas to the bit; else all must end, and say why. Exit status: 0 if everythin
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import re
 import shutil
@@ -25,7 +24,7 @@ from statistics import median
 import torch
 
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.launch import BRIEF_LOOKUPS, LaunchError, RankResult
+from adaptra_megatron.emulation.jobs.launch import LaunchError, RankResult
 from adaptra_megatron.emulation.jobs.outlived import run_outlived
 from adaptra_megatron.emulation.results import ResultsDifferError, fingerprint, relative_distances
 
@@ -213,7 +212,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("build/deaths"))
     arguments = parser.parse_args(argv)
     shutil.rmtree(arguments.output, ignore_errors=True)
-    os.environ |= BRIEF_LOOKUPS
     with ForkServer() as server:
         found = campaign(
             arguments.runs, arguments.seed, arguments.output, server, lambda line: sys.stdout.write(f"{line}\n")

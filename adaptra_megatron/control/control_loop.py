@@ -10,6 +10,8 @@ plans.
 
 from __future__ import annotations
 
+import threading
+
 from adaptra_megatron.control.decision_reader import DecisionReader
 from adaptra_megatron.control.decision_writer import DELAY, DecisionWriter
 from adaptra_megatron.control.decisions import Decision
@@ -112,7 +114,8 @@ class PlanExchange:
     def leave(self) -> None:
         """Exchange nothing any more: what was decided last is kept for good."""
         self._lost = True
-        self._role.close()
+        # Not in this thread: the planner's process may need half a second to end.
+        threading.Thread(target=self._role.close, name="adaptra-exchange", daemon=True).start()
 
     def close(self) -> None:
         """End the threads; what is under way is dropped. A planner that hangs is left to itself."""

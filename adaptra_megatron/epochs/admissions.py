@@ -45,7 +45,7 @@ class Admissions:
         self.returns: list[Return] = []
         """Where this rank is the lowest of those that admitted them."""
         self._layout, self._control, self._records, self._timeout_s = layout, control, records, timeout_s
-        self._store = control.client("survival")
+        self._store = control.punctual("survival", timeout_s)
 
     def ready(self, epoch: Epoch, newest: Membership | None) -> int | None:
         """Number of the epoch in which ranks that stand ready can be admitted, for the fate of a call that is committed
@@ -90,7 +90,8 @@ class Admissions:
             try:
                 if leads:
                     hand_tickets(self._store, epoch, call, before.live)
-                interruptible(functools.partial(self.hand_over, epoch, before.live), check)
+                handed = functools.partial(self.hand_over, epoch, before.live)
+                interruptible(handed, check, self._timeout_s, "what newcomers need")
                 admitted = all_meet(store, self._layout.rank, epoch, before.live, self._timeout_s, check)
             except Exception as cause:
                 if not is_communication(cause):

@@ -8,6 +8,7 @@ import re
 import torch.distributed as dist
 
 from adaptra_megatron.control.control_loop import ExchangeError
+from adaptra_megatron.job.punctual_store import SilentStoreError
 from adaptra_megatron.transport.messages import TransportError
 
 _OF_BACKENDS = re.compile(r"gloo|nccl|connection|socket|closed by peer|timed out|broken pipe|store", re.IGNORECASE)
@@ -29,7 +30,7 @@ class OtherRankError(RuntimeError):
 
 def is_communication(error: BaseException) -> bool:
     """Return whether `error` may come of the death of another rank; any other is this rank's own."""
-    if isinstance(error, (UnrecoverableError, OtherRankError)):
+    if isinstance(error, (UnrecoverableError, OtherRankError, SilentStoreError)):
         return False
     if isinstance(error, (EpochEndedError, TransportError, ExchangeError, dist.DistError, ConnectionError)):
         return True

@@ -194,16 +194,18 @@ class LiveGroups:
         Not in this thread, which would wait for gloo's own to end.
         """
         natives, self._natives = self._natives, {}
-        for native in natives.values():
-            if not isinstance(native, dist.ProcessGroupGloo):
-                native.abort()
+        # No name here may be the last to hold one of gloo's.
+        for native in [each for each in natives.values() if not isinstance(each, dist.ProcessGroupGloo)]:
+            native.abort()
         threading.Thread(target=natives.clear, name="adaptra-leave", daemon=True).start()
 
     def native(self, group: LiveGroup, device: torch.device) -> Any:
         """Torch's own group of those that take part, made when first needed, by all of them."""
         key = group, device.type
         if key not in self._natives:
-            self._natives[key] = interruptible(lambda: self._make_native(group, device.type), self.check)
+            self._natives[key] = interruptible(
+                lambda: self._make_native(group, device.type), self.check, self._timeout_s, "a process group"
+            )
         return self._natives[key]
 
     def _make_native(self, group: LiveGroup, device: str) -> Any:
@@ -363,8 +365,9 @@ class LiveGroups:
         return f"{group.description}/{places if joined else list(group.ranks)}"
 
 
-def interruptible(make: Callable[[], Made], check: Callable[[], None]) -> Made:
-    """What `make` makes, in a thread that is left to itself if `check` raises meanwhile. Raises as both."""
+def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s: float, what: str) -> Made:
+    """What `make` makes, in a thread that is left to itself if `check` raises meanwhile, or after `timeout_s`. `what`: it
+    is. Raises as both, and RuntimeError."""
     found: list[Any] = []
     done = threading.Event()
 
@@ -375,9 +378,12 @@ def interruptible(make: Callable[[], Made], check: Callable[[], None]) -> Made:
             found.append(cause)
         done.set()
 
-    threading.Thread(target=work, name="adaptra-group", daemon=True).start()
+    deadline_s = time.monotonic() + timeout_s
+    threading.Thread(target=work, name="adaptra-interruptible", daemon=True).start()
     while not done.wait(SLICE.total_seconds()):
         check()
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"timed out: {what} has not been made within {timeout_s:g} s")
     if isinstance(found[0], Exception):
         raise found[0]
     made: Made = found[0]

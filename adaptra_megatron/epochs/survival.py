@@ -42,6 +42,7 @@ from adaptra_megatron.epochs.roll_call import answer_roll, is_called
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.job.membership import Departure, Membership, MembershipRecords
+from adaptra_megatron.job.punctual_store import SilentStoreError
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.schedule.routing.costs import Cell
 
@@ -87,7 +88,7 @@ class Survival:
         error that may come of it. `joined`: of a process that takes the place of a rank that had left."""
         self._layout, self._control, self._groups = layout, control, groups
         self._timeout_s, self._patience_s = timeout_s, patience_s
-        self._store = control.client("survival")
+        self._store = control.punctual("survival", timeout_s)
         self._callbacks: list[Callable[[], None]] = []
         self._call = 0
         self._attempted: str | None = None
@@ -277,6 +278,7 @@ class Survival:
         while (left_s := deadline_s - time.monotonic()) > 0 and (roll_called or self._called is not self.epoch):
             membership = self._watch.wait_beyond(known, min(left_s, _HEED_S))
             if membership is None:
+                self._heed_last_word()
                 continue
             if self._live(membership) != tried:
                 return membership
@@ -366,7 +368,9 @@ class Survival:
 
     def end_with(self, error: BaseException) -> None:
         """Have the other ranks end with this rank's own error."""
-        if isinstance(error, Exception) and not isinstance(error, (OtherRankError, UnrecoverableError)):
+        if isinstance(error, Exception) and not isinstance(
+            error, (OtherRankError, UnrecoverableError, SilentStoreError)
+        ):
             say_error(self._store, self._layout.name(self._layout.rank), error)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -11,7 +11,7 @@ import socket
 import stat
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from adaptra_megatron.authentication.handshake import SECRET_NBYTES
 from adaptra_megatron.authentication.seal import Seal
 from adaptra_megatron.authentication.sealed_store import SealedStore
+from adaptra_megatron.job.punctual_store import PunctualStore
 
 SECRET_VARIABLE = "ADAPTRA_SECRET_FILE"
 _LONGEST_SECRET = 4096
@@ -64,6 +65,10 @@ class ControlStore:
         """A new client. `place`: the same for all that share the keys."""
         return self._sealed(place, self.unsealed(place))
 
+    def punctual(self, place: str, timeout_s: float) -> SealedStore:
+        """A new client whose requests raise SilentStoreError where they are not answered within `timeout_s`."""
+        return self._sealed(place, PunctualStore(self.unsealed(place), timeout_s))
+
     def _sealed(self, place: str, store: Any) -> SealedStore:
         return SealedStore(store, self.secret, f"{self._prefix}/{place}")
 
@@ -81,8 +86,8 @@ class ControlStore:
 
         One that others have had before, if there is one: the store's server looks each new client's name up, all others
         waiting, and a name server that does not answer costs seconds. One that is given back with an error is not lent
-        again, for its answer may still come. `timeout_s`: of each request. Raises RuntimeError if the store cannot be
-        reached.
+        again, for its answer may still come. `timeout_s`: of each request; one that is sealed raises SilentStoreError
+        then. Raises RuntimeError if the store cannot be reached.
         """
         try:
             client = self._spare.pop()
@@ -91,7 +96,11 @@ class ControlStore:
             client = self._store.clone()
         client.set_timeout(timedelta(seconds=max(_LEAST_S, timeout_s)))
         store = PrefixStore(f"{self._prefix}/{place}", client)
-        yield self._sealed(place, store) if sealed else store
+        if sealed:
+            with closing(PunctualStore(store, timeout_s)) as punctual:
+                yield self._sealed(place, punctual)
+        else:
+            yield store
         self._spare.append(client)
 
     def reach(self, timeout_s: float) -> None:

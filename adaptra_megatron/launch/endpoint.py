@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from adaptra_megatron.job.served_store import serve_store
 from adaptra_megatron.log import logger_of
 
 logger = logger_of(__name__)
@@ -84,14 +85,7 @@ def take_seat(
 
 def _serve(endpoint: Endpoint, timeout_s: float) -> TCPStore:
     try:
-        return TCPStore(
-            endpoint.host,
-            endpoint.port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        return serve_store(*endpoint, timeout_s)
     except (RuntimeError, OSError) as cause:
         why = "another process listens there" if errno.errorcode[errno.EADDRINUSE] in str(cause) else str(cause)
         raise EndpointError(

@@ -34,6 +34,7 @@ from adaptra_megatron.runtime.execution.program import Program, compile_program
 from adaptra_megatron.runtime.execution.timers import make_timer
 from adaptra_megatron.runtime.job import Job, join_job
 from adaptra_megatron.runtime.megatron.computation import StageComputation
+from adaptra_megatron.runtime.megatron.gradient_sync import gather_parameters
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, shared_groups
 from adaptra_megatron.runtime.megatron_timers import add_times
 from adaptra_megatron.runtime.outliving import hold_copies, outlive, refuse_outliving
@@ -249,7 +250,10 @@ class Pipeline:
     ) -> IterationReport:
         """All actions of this rank. `attempt`: number of the try at the iteration. Raises TransportError when a peer
         fails."""
-        work = self._routed(call, schedule) or self._planned(call, schedule)
+        routed = self._routed(call, schedule)
+        if routed is not None and not call.forward_only:
+            gather_parameters(call.model_chunks)
+        work = routed or self._planned(call, schedule)
         program, addresses, account, steps = work._replace(addresses=replace(work.addresses, attempt=attempt))
         self._sent_all = False
         if self._meter is not None and not call.forward_only:
@@ -323,6 +327,7 @@ class Pipeline:
         """Wake all waits of this rank, from another thread: the set of live ranks has changed."""
         if isinstance(self.transport, TwoPathTransport):
             self.transport.abort(cause)
+        self.dispatcher.abort()
         self.exchange.interrupt(cause)
 
     def _follow(self, decision: Decision, chunks: int) -> None:

@@ -238,6 +238,8 @@ def take_place(newcomer: Newcomer, training: Training) -> tuple[Joining, Mapping
     progress, counters = interruptible(
         functools.partial(take_over, training, layout, joined.epoch, joined.before, newcomer.timeout_s),
         functools.partial(newcomer.check, joined),
+        newcomer.timeout_s,
+        "the state of the job",
     )
     logger.info("%s: has the state of the job after %.2f s", layout.name(layout.rank), time.monotonic() - begun_s)
     return Joining(newcomer, joined, counters), progress

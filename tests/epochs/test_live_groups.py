@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.timing import judged_by_the_clock
 
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.outlived import run_outlived
+from adaptra_megatron.emulation.jobs.outlived import Host, run_outlived
 
 RANKS = str(Path(__file__).with_name("group_ranks.py"))
 REPLICAS, STAGES, MOMENTS = 3, 2, 60
 """Moments: more than a rank has in a run without deaths."""
+ENDS_S = 10.0
+"""From the first end to the last, of a job that cannot go on."""
 
 
 def run(directory: Path, server: ForkServer, *deaths: str) -> dict[int, Any]:
@@ -35,6 +39,22 @@ def run(directory: Path, server: ForkServer, *deaths: str) -> dict[int, Any]:
 def peace(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> dict[int, Any]:
     """What ranks come to if none dies."""
     return run(tmp_path_factory.mktemp("peace"), fork_server)
+
+
+class TimedHost(Host):
+    """Knows when ranks have ended."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self.ended_s: list[float] = []
+
+    def ended(self, rank: int, status: int) -> None:
+        super().ended(rank, status)
+        self.ended_s.append(time.monotonic())
+
+    def assert_prompt(self) -> None:
+        """All have ended soon after the first."""
+        assert self.ended_s[-1] - self.ended_s[0] < ENDS_S
 
 
 def check(found: dict[int, Any], peace: dict[int, Any], dead: set[int]) -> None:
@@ -60,23 +80,27 @@ def test_two_ranks_die(deaths: tuple[str, ...], peace: dict[int, Any], tmp_path:
     check(run(tmp_path, fork_server, *deaths), peace, {int(death.split(":")[0]) for death in deaths})
 
 
-@pytest.mark.timeout(60)
+@judged_by_the_clock
+@pytest.mark.timeout(90)
 def test_a_stage_without_a_live_cell_ends_the_job(tmp_path: Path, fork_server: ForkServer) -> None:
-    argv = [RANKS, "2", "2", "0:5", "1:5"]
-    results = run_outlived(4, argv, timeout_s=30, server=fork_server, log_directory=tmp_path)
+    argv, host = [RANKS, "2", "2", "0:5", "1:5"], TimedHost(4)
+    results = run_outlived(4, argv, timeout_s=30, server=fork_server, log_directory=tmp_path, host=host)
     assert [result.returncode for result in results] == [-9, -9, 1, 1]
+    host.assert_prompt()
     for result in results[2:]:
         assert "all 2 cells of stage 0 are dead" in result.output
         assert "restart from the last checkpoint" in result.output
 
 
-@pytest.mark.timeout(60)
+@judged_by_the_clock
+@pytest.mark.timeout(90)
 @pytest.mark.parametrize("moment", [0, 9], ids=["in-a-call", "outside"])
 def test_an_error_of_a_rank_is_no_death(moment: int, tmp_path: Path, fork_server: ForkServer) -> None:
     """The job ends with it, at once, and each rank says whose it was."""
-    argv = [RANKS, "2", "2", f"1:{moment}:error"]
-    results = run_outlived(4, argv, timeout_s=30, server=fork_server, log_directory=tmp_path)
+    argv, host = [RANKS, "2", "2", f"1:{moment}:error"], TimedHost(4)
+    results = run_outlived(4, argv, timeout_s=30, server=fork_server, log_directory=tmp_path, host=host)
     assert [result.returncode for result in results] == [1] * 4
+    host.assert_prompt()
     for result in results:
         assert "ValueError: a matrix is singular" in result.output
         says = "this job ends with an error of rank 1 (stage 0 on host): ValueError: a matrix is singular"

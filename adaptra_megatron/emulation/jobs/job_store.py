@@ -11,12 +11,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer, rank_environment
 from adaptra_megatron.emulation.jobs.launch import POLL_S, free_port
 
 _ENDED_S = 10.0
+_STORE_S = 300.0
 
 
 class JobStore:
@@ -50,9 +50,9 @@ class JobStore:
 
 
 def _serve(port: int) -> None:
-    import torch.distributed as dist
+    from adaptra_megatron.job.served_store import serve_store
 
-    served: Any = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    served = serve_store("127.0.0.1", port, _STORE_S)
     signal.pause()
     del served
 

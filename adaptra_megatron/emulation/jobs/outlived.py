@@ -11,8 +11,8 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
@@ -20,31 +20,30 @@ from torch._C._distributed_c10d import TCPStore
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.launch import RankResult, free_port, run_ranks
 from adaptra_megatron.job.membership import START_VARIABLE, launch_store
+from adaptra_megatron.job.served_store import serve_store
 from adaptra_megatron.launch.coordinator import Coordinator
 from adaptra_megatron.launch.records import Ending, HostReport, host_key, write
 from adaptra_megatron.launch.roster import Policy
 
 RUN_ID = "outlived"
-_STORE_S, _TICK_S = 60.0, 0.05
+_STORE_S, _TICK_S, _CLOSES_S = 60.0, 0.05, 2.0
 
 
 class Host:
     """The one host of the job, in place of its launcher: reports how ranks end, and has the coordinator draw the
     consequences."""
 
-    def __init__(self, world_size: int, restarts: int) -> None:
-        """`restarts`: how often each rank that has died is started again."""
-        port = free_port()
-        self._store = TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S)
-        )
+    def __init__(self, world_size: int, *, restarts: int = 0, store: TCPStore | None = None) -> None:
+        """`restarts`: how often each rank that has died is started again. `store`: a client of one that is served
+        elsewhere; None: this process serves it."""
+        self._store = serve_store("127.0.0.1", free_port(), _STORE_S) if store is None else store
         self._mine, self._restarts = launch_store(self._store, RUN_ID), restarts
         policy = Policy(no_kill=True, min_ranks=1, heartbeat_timeout_s=_STORE_S, join_timeout_s=_STORE_S)
         self._coordinator = Coordinator(self._mine, 1, policy)
         self._report = HostReport(socket.gethostname(), world_size)
         self._lock, self._closed = threading.Lock(), threading.Event()
         self.environment = {
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": RUN_ID,
         }
@@ -65,14 +64,15 @@ class Host:
         return {START_VARIABLE: str(start + 1)} if again else None
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, unless it waits for a store that does not answer."""
         self._closed.set()
-        self._thread.join()
+        self._thread.join(_CLOSES_S)
 
     def _work(self) -> None:
-        while not self._closed.wait(_TICK_S):
-            with self._lock:
-                self._tick()
+        with suppress(RuntimeError):  # of a store that is gone, whose job ends
+            while not self._closed.wait(_TICK_S):
+                with self._lock:
+                    self._tick()
 
     def _tick(self) -> None:
         self._report = replace(self._report, beat=self._report.beat + 1)
@@ -89,13 +89,15 @@ def run_outlived(
     server: ForkServer | None = None,
     env: Mapping[str, str] | None = None,
     restarts: int = 0,
+    host: Host | None = None,
 ) -> list[RankResult]:
     """Run `argv` as `run_ranks` does, until all ranks have ended; whatever happened to each is returned. `restarts`:
     how often each rank that has died is started again, whose place the new process takes.
 
-    Raises LaunchError for a job that runs past `timeout_s`.
+    `host`: of this job, and closed with it; None: one that serves the store. Raises LaunchError for a job that runs
+    past `timeout_s`.
     """
-    host = Host(world_size, restarts)
+    host = Host(world_size, restarts=restarts) if host is None else host
     try:
         return run_ranks(
             world_size,

@@ -100,7 +100,8 @@ def load_checkpoint(args: argparse.Namespace, model: list[Any], optimizer: Any, 
     loaded = dist_checkpointing.load(state, str(directory))
     for name, chunk in _named_chunks(model):
         chunk.load_state_dict(loaded[name])
-    optimizer.load_state_dict(loaded["optimizer"])
+    with torch.no_grad():  # in 32 bits, shards of the optimizer are views of parameters
+        optimizer.load_state_dict(loaded["optimizer"])
     for part in distributed:
         # With torch's Adam, Megatron 0.16.1 restores the dummy step's count, in one tensor that all parameters share
         # and count up. Every iteration is a step: nothing is skipped without a loss scale.

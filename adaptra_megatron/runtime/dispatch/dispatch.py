@@ -110,6 +110,13 @@ class Dispatcher:
         if self._team is not None and self._team.leads:
             self._team.settle()
 
+    def abort(self) -> None:
+        """Wake this rank where it waits for what the leader of its cell decides, from any thread. The plan is what runs
+        from then on."""
+        self._mode = "planned"
+        if self._team is not None:
+            self._team.abort()
+
     def _reason_to_leave_the_plan(self, program: Program) -> str | None:
         """Why the next iteration is dispatched online, in words; None if it is not."""
         peers = _peers(program)

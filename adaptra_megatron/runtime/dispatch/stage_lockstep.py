@@ -8,6 +8,7 @@ gloo group of their own, and does not wait: what it decided is on its way before
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from datetime import timedelta
 from typing import Any
@@ -18,7 +19,8 @@ from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.job.process_groups import epoch_group
 
-_TAG = 1
+_TAG, _LIFELINE_TAG = 1, 2
+_EXPIRED = timedelta(milliseconds=1)
 _AHEAD = 8
 """Receives that a follower has posted: what finds one is there in one way instead of three."""
 _PATIENCE_S = 10.0
@@ -30,7 +32,7 @@ class StageTeamError(RuntimeError):
 
 
 class StageTeam:
-    """One rank's end of what the leader of its cell says. Used by one thread."""
+    """One rank's end of what the leader of its cell says. Used by one thread, but for `abort`."""
 
     def __init__(self, control: ControlStore, layout: JobLayout, timeout_s: float) -> None:
         """Called by all ranks of the cell at the same point. Raises StageTeamError when they do not come within
@@ -43,6 +45,8 @@ class StageTeam:
             self._group = epoch_group(control, name, self._ranks, self._rank, timeout_s)
         except RuntimeError as cause:
             raise self._error(f"did not meet {self._others()}", cause) from cause
+        # Never answered: gloo closes connections, which ends all waits, where one such wait expires.
+        self._lifeline: Any = self._group.recv([torch.empty(1)], int(self.leads), _LIFELINE_TAG)
         self._sent: list[tuple[int, Any, torch.Tensor]] = []
         self._expected: deque[tuple[Any, torch.Tensor]] = deque()
 
@@ -81,6 +85,12 @@ class StageTeam:
                 work.wait(timedelta(seconds=self._timeout_s))
             except RuntimeError as cause:
                 raise self._error(f"rank {self._ranks[follower]} does not follow", cause) from cause
+
+    def abort(self) -> None:
+        """Give the team up: every wait of this rank raises, and of others for it. Safe to call twice, and from any
+        thread."""
+        with contextlib.suppress(RuntimeError):
+            self._lifeline.wait(_EXPIRED)
 
     def _others(self) -> str:
         return "ranks " + ", ".join(str(rank) for rank in self._ranks if rank != self._rank)

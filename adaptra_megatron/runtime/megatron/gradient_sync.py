@@ -108,6 +108,19 @@ class ParameterSync:
             self._started += 1
 
 
+def gather_parameters(model_chunks: Sequence[Any]) -> None:
+    """Have all parameters before the first action, where the first forwards would gather them
+    (distributed_data_parallel.py: _make_forward_pre_hook): such a forward waits for those of the other replicas. Where
+    micro-batches are routed these may come after a backward that waits for the first, or never.
+
+    Collective over each stage's replicas; does nothing for what has been gathered.
+    """
+    for model in model_chunks:
+        if getattr(model, "remove_forward_pre_hook_handles", None):
+            for group in reversed(model.bucket_groups + model.expert_parallel_bucket_groups):  # as modules come
+                group.finish_param_sync()
+
+
 def _per_chunk(function: Any, chunks: int) -> list[Callable[..., Any]] | None:
     if function is None or isinstance(function, list):
         return function

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -67,6 +68,18 @@ def silent_leader(team: StageTeam) -> None:
     dist.barrier()
 
 
+def give_up(team: StageTeam) -> None:
+    """A rank that learns in another thread that the epoch has ended does not wait for the leader any more."""
+    if not team.leads:
+        threading.Timer(0.3, team.abort).start()
+        began_s = time.monotonic()
+        with pytest.raises(StageTeamError):
+            team.follow()
+        assert time.monotonic() - began_s < TIMEOUT_S
+        team.abort()
+    dist.barrier()
+
+
 def lose_a_follower(team: StageTeam) -> None:
     """The leader is told which one, when it lets go of what it said at the latest."""
     if dist.get_rank() == FOLLOWERS[1]:
@@ -96,7 +109,9 @@ def leave(word: str) -> None:
     os._exit(0)
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (follow, lose_the_leader, silent_leader, lose_a_follower)}
+SCENARIOS = {
+    scenario.__name__: scenario for scenario in (follow, lose_the_leader, silent_leader, give_up, lose_a_follower)
+}
 
 
 def main(name: str) -> None:

@@ -18,7 +18,7 @@ from adaptra_megatron.runtime.megatron.megatron_call import shared_groups
 RANKS = str(Path(__file__).with_name("stage_team_ranks.py"))
 
 
-@pytest.mark.parametrize("scenario", ["follow", "silent_leader"])
+@pytest.mark.parametrize("scenario", ["follow", "silent_leader", "give_up"])
 def test_followers_hear_what_the_leader_decides(start_ranks: Callable[..., object], scenario: str) -> None:
     start_ranks(3, [RANKS, scenario], timeout_s=60)
 

@@ -167,6 +167,21 @@ def test_a_checkpoint_of_those_that_live_is_one_of_the_whole_job(
         check_equal(ours, optimizer_state(theirs))
 
 
+@pytest.mark.timeout(150)
+def test_a_training_that_goes_on_from_stocks_checkpoint_outlives_ranks(tmp_path: Path, fork_server: ForkServer) -> None:
+    """Copies of shards are those of what was loaded: the numbers are those of stock, which goes on from there, too."""
+    checkpoints = tmp_path / "checkpoints"
+    first = Layout(3, 2, flags=f"{SHARDED} --save {checkpoints} --train-iters 3", adaptra="")
+    assert not any(result.returncode for result in train(first, tmp_path / "first", fork_server))
+    layout = Layout(3, 2, flags=f"{SHARDED} --load {checkpoints}")
+    peace = train(replace(layout, adaptra=""), tmp_path / "peace", fork_server)
+    assert [result.returncode for result in peace] == [0] * layout.world_size
+    assert dumped(tmp_path / "peace", 5)["losses"].numel() == ITERATIONS - 3, "it has begun anew"
+    results = train(layout, tmp_path / "deaths", fork_server, ("1:5:2",))
+    assert {result.rank for result in results if result.returncode == KILLED} == {1}
+    assert not problems(layout, tmp_path / "peace", tmp_path / "deaths", results)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_shard_that_is_lost_ends_all(tmp_path: Path, fork_server: ForkServer) -> None:
