@@ -4,26 +4,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 
-from adaptra_megatron.cli.garbage import no_cycle_collection
-from adaptra_megatron.cli.planning.inputs import InputError
-from adaptra_megatron.cli.progress import add_progress_option, shown_progress
-from adaptra_megatron.cli.tables import print_table
-from adaptra_megatron.schedule.replay.operations import ReplayError
-from adaptra_megatron.telemetry.analysis.analysis import Analysis, analyse, figures
-from adaptra_megatron.telemetry.analysis.page import analysis_page
-from adaptra_megatron.telemetry.analysis.wording import OPTYPE_NAMES, WORTH_A_ROW, cell_name, headline, sentences, times
-from adaptra_megatron.telemetry.events.event_log import EventLogError
-from adaptra_megatron.telemetry.recordings.reading import read_recording
-from adaptra_megatron.telemetry.recordings.recording import ALL_STEPS, RecordingError
-from adaptra_megatron.telemetry.report.wording import duration, link_name, percent
-from adaptra_megatron.telemetry.tracing.trace import TraceError
-
-MOST_ROWS = 8
-"""Workers, replicas and links that the text shows."""
+from adaptra_megatron.cli.progress import add_progress_option
 
 _DESCRIPTION = """\
 Replay a recorded job: what is slow, since when, what it costs, and what each remedy would bring.
@@ -59,68 +43,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(options: argparse.Namespace) -> None:
-    wanted = ALL_STEPS if options.steps is None else options.steps
-    try:
-        with no_cycle_collection(), shown_progress(options.progress) as progress:
-            recording = read_recording(options.trace, wanted, stages=options.stages)
-            analysis = analyse(recording, activation_gib=options.activation_gib, progress=progress)
-    except (RecordingError, TraceError, EventLogError) as error:
-        raise InputError(str(error)) from error
-    except ReplayError as error:
-        raise InputError(f"{options.trace}: {error}") from error
-    except OSError as error:
-        raise InputError(f"cannot read {error.filename or options.trace}: {error.strerror or error}") from error
-    if options.html is not None:
-        _write(options.html, analysis_page(analysis))
-    if options.json:
-        print(json.dumps(figures(analysis), allow_nan=False))
-    else:
-        _print_text(analysis)
+    from adaptra_megatron.cli.analysis import run  # numpy, which other commands do without
 
-
-def _write(path: Path, page: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}; name another --html") from error
-
-
-def _print_text(analysis: Analysis) -> None:
-    found, remedies = analysis.stragglers, analysis.remedies
-    print(headline(analysis))
-    for sentence in sentences(analysis):
-        print(f"- {sentence}")
-    rows = {
-        "operation": [(OPTYPE_NAMES[optype], each) for optype, each in found.by_optype.items()],
-        "stage": [(str(stage), each) for stage, each in found.by_stage.items()],
-        "replica": [(str(replica), each) for replica, each in found.by_replica.items()],
-        "worker": [(cell_name(cell), each) for cell, each in found.by_worker.items()],
-        "link": [(link_name(link), each) for link, each in found.by_link.items()],
-    }
-    for heading, entries in rows.items():
-        if max((each for _, each in entries), default=1.0) >= WORTH_A_ROW:
-            print_table((heading, "slowdown"), [(name, times(each)) for name, each in entries[:MOST_ROWS]])
-    if remedies.rows:
-        print_table(
-            ("remedy", "a step", "less", "memory"),
-            [
-                (
-                    remedy.title,
-                    duration(remedy.seconds),
-                    percent(remedies.gain(remedy)),
-                    _memory(remedy.extra_activations, analysis.extra_gib(remedy)),
-                )
-                for remedy in remedies.rows
-            ],
-        )
-
-
-def _memory(activations: float, gib: float | None) -> str:
-    if not activations:
-        return ""
-    text = f"{activations:g} activation{'s' if activations != 1 else ''}"
-    return text if gib is None else f"{text}, {gib:.3g} GiB"
+    run(options)
 
 
 def _steps(text: str) -> set[int]:

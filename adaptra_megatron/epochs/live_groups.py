@@ -366,8 +366,8 @@ class LiveGroups:
 
 
 def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s: float, what: str) -> Made:
-    """What `make` makes, in a thread that is left to itself if `check` raises meanwhile, or after `timeout_s`. `what`: it
-    is. Raises as both, and RuntimeError."""
+    """What `make` makes (`what`, in words), in a thread that is left to itself if `check` raises meanwhile, or after
+    `timeout_s`. Raises as both, and RuntimeError."""
     found: list[Any] = []
     done = threading.Event()
 
