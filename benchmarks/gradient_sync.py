@@ -24,7 +24,7 @@ NBYTES = 4 * 8 * 7 * 60
 WIRE = Wire(latency_s=0.006, byte_s=1.2 / NBYTES)
 RANKS, REPEATS = (4, 8), 5
 DELAYS = (0.0, 0.5, 1.0, 2.0)
-"""Of the straggler, in times that a ring takes."""
+"""How late the straggler is, in times that a ring takes."""
 ALGORITHMS = ("ring", "stragglar", "hidden")
 SCRIPT = Path(__file__).with_name("gradient_sync_rank.py")
 

@@ -20,7 +20,7 @@ _COUNTERS = (
     *("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"),
     *("num_floating_point_operations_so_far", "do_train", "do_valid", "do_test"),
 )
-"""Of Megatron's arguments, those that change while it trains, and what ranks that read data say to the others."""
+"""Arguments of Megatron's that change while it trains, and what ranks that read data say to the others."""
 
 
 def _progress() -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from adaptra_megatron.schedule.all_reduce.rings import hidden
 from adaptra_megatron.schedule.all_reduce.stragglar import stragglar
 
 _CHAIN_CHUNK_NBYTES = 1 << 20
-"""Of a hidden all-reduce's chain, where nothing has been measured."""
+"""Chunks of a hidden all-reduce's chain, where nothing has been measured."""
 
 logger = logger_of(__name__)
 

@@ -41,7 +41,7 @@ class Ticket:
     before: tuple[int, ...]
     """Those of them that have taken part before."""
     admitted: Mapping[int, int]
-    """Of the epoch: see `Epoch`."""
+    """Those of the epoch: see `Epoch`."""
 
 
 def newcomers(layout: JobLayout, membership: Membership, epoch: Epoch) -> dict[int, Arrival]:

@@ -49,7 +49,7 @@ def committed_with(epoch: int | None) -> str:
 
 
 def read_fate(fate: str) -> tuple[bool, int | None]:
-    """Whether an attempt is committed, and the epoch that `committed_with` was given."""
+    """Return whether an attempt is committed, and the epoch that `committed_with` was given."""
     word, _, epoch = fate.partition(" ")
     return word == COMMIT, int(epoch) if epoch else None
 

@@ -175,7 +175,7 @@ class Workers:
         return endings
 
     def _file(self, files: Mapping[int, str], local_rank: int) -> str:
-        """That of a rank's latest process; "" where it has none."""
+        """Return the one of `files` that a rank's latest process has; "" where it has none."""
         file, start = files[local_rank], self._starts[local_rank]
         return f"{file}.again-{start}" if file and start else file
 

@@ -43,7 +43,7 @@ class TelemetrySettings:
     """Port of a host's first rank; the next rank's is the next. 0: any free ones; None: no endpoint."""
     prometheus_address: str = LOOPBACK
     goes_on: bool = False
-    """Whether this process takes the place of one that has written there before."""
+    """True where this process takes the place of one that has written there before."""
 
 
 @dataclass(frozen=True, kw_only=True)

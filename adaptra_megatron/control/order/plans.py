@@ -45,7 +45,7 @@ class Layout:
     shared_queue: bool = False
     """Whether a stage's computation and its messages of that path stand in one hardware queue."""
     staggered: bool = False
-    """Whether stages begin an iteration when their own part of the one before is over."""
+    """True where stages begin an iteration when their own part of the one before is over."""
 
     def plan(self, costs: Costs, *, deadline_s: float) -> Plan:
         """The best schedule for its iterations; see `schedule.planner.plan`."""

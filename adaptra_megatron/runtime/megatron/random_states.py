@@ -28,8 +28,8 @@ class MicroBatchRandom:
 
     @classmethod
     def agreed(cls, control: ControlStore, layout: JobLayout, timeout_s: float, *, says: bool) -> MicroBatchRandom:
-        """That of this rank's stage and lane, by the states that one of them has at its first iteration: the one that
-        `says` so; called by all of them.
+        """Agree on the streams of this rank's stage and lane, by the states that one rank has at its first iteration:
+        the one that `says` so. Called by all of them.
 
         Raises RuntimeError when that does not come in time.
         """

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 Send = Callable[[torch.Tensor], None]
-"""Of a tensor on the CPU."""
+"""Sends a tensor on the CPU."""
 Receive = Callable[[torch.Tensor], None]
-"""Into a tensor on the CPU."""
+"""Fills a tensor on the CPU."""
 
 
 class StateError(RuntimeError):

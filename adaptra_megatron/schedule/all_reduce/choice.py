@@ -29,7 +29,7 @@ class Choice(NamedTuple):
     algorithm: Algorithm
     nbytes: int
     exposed_s: float
-    """Of the whole buffer, by the model."""
+    """Time of the whole buffer, by the model."""
 
 
 def choose(ranks: int, nbytes: int, wire: Wire, delay_s: float) -> Choice:

@@ -20,7 +20,7 @@ class Wire(NamedTuple):
     """Each rank's link."""
 
     latency_s: float
-    """Of each message."""
+    """Time that each message takes beside its bytes."""
     byte_s: float
     """Seconds per byte."""
 

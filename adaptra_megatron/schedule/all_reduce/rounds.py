@@ -63,4 +63,4 @@ class AllReduce:
     waiting: Phase
     """Without the straggler, while the others wait for it. Without rounds, if there is nothing to do."""
     together: Phase
-    """Of all, once the straggler is there."""
+    """With all, once the straggler is there."""

@@ -57,7 +57,7 @@ class Event(NamedTuple):
     chunk: int = 0
     micro_batch: int = -1
     source: int = -1
-    """Of a message: the stage that sends it."""
+    """Stage that sends the message; -1 where it is none."""
 
     @property
     def link(self) -> tuple[int, int] | None:
@@ -84,7 +84,7 @@ class StepTimes(NamedTuple):
     delays_s: tuple[float, ...]
     """Launch delay of each taker of each event, in the order of the graph."""
     work_s: tuple[float, ...]
-    """Of each event, from the moment at which the last taker has come."""
+    """Duration of each event, from the moment at which the last taker has come."""
 
 
 _Key = tuple[str, int, int, int, int]

@@ -43,7 +43,7 @@ class OpType(str, enum.Enum):
 
     @property
     def peer(self) -> tuple[int, OpType] | None:
-        """Of a send or receive: the step to the other end's stage, and what that end records."""
+        """Return, for a send or receive, the step to the other end's stage, and what that end records."""
         return _PEERS.get(self)
 
 
@@ -78,7 +78,7 @@ class Operation(NamedTuple):
     """Number among the worker's operations of this type in the step, by start."""
     chunk: int = 0
     micro_batch: int = -1
-    """Of compute; -1 where there is none."""
+    """Number of the micro-batch that is computed; -1 where there is none."""
 
     @property
     def end_s(self) -> float:

@@ -42,7 +42,7 @@ class RecordedPipelines:
     schedule: Schedule
     """The order that ran, of the first replica."""
     numbers: tuple[int, ...]
-    """Of the replicas."""
+    """Numbers of the replicas."""
     replicas: tuple[Costs, ...]
     slowness: Mapping[Cell, float]
     """Over all steps: what the cell takes, over what the cells of its stage usually take."""

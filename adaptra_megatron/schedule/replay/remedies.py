@@ -45,7 +45,7 @@ class Remedy:
     key: str
     title: str
     seconds: float
-    """Of the whole step."""
+    """Time of the whole step."""
     note: str
     """What it takes, and what was assumed."""
     extra_activations: float = 0.0

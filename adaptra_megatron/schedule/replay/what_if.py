@@ -55,7 +55,7 @@ class Stragglers:
     by_replica: Mapping[int, float]
     by_worker: Mapping[Cell, float]
     by_link: Mapping[tuple[int, int], float]
-    """Of messages from stage to stage."""
+    """The same of messages from stage to stage."""
     workers_share: float
     """M_W."""
     last_stage_share: float

@@ -29,7 +29,7 @@ class Analysis:
     """Why other steps could not."""
     stragglers: Stragglers
     slowness: dict[Cell, float]
-    """Of each cell, beside the others of its stage."""
+    """Time of each cell as a multiple of the others' of its stage."""
     stage_shares: dict[int, float]
     """Computation of each stage, over the mean of all stages."""
     steps_changed_at: int | None

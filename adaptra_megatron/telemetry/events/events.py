@@ -239,7 +239,7 @@ class RanksReturned:
     ranks: Sequence[str]
     """In words."""
     dead_cells: Sequence[str] = ()
-    """That are left, as "replica.stage"."""
+    """Cells that are still dead, as "replica.stage"."""
     live: int
     """Number of ranks that go on."""
     seconds: float

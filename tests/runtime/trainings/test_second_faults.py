@@ -98,7 +98,7 @@ def test_a_rank_that_stands_still_for_less_than_the_timeout_is_no_death(
 def test_caps_of_activations_hold_without_ranks_that_have_died(
     peace: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    """Of six micro-batches, a cell of the first stage may hold three."""
+    """A cell of the first stage may hold three of six micro-batches."""
     results = run(tmp_path, fork_server, [STRUCK_RANKS, "cap:0"], "--adaptra-max-in-flight 3")
     assert "struck: held 3 at most, of {3.0}" in results[0].output, results[0].output
     assert "what was under way has been redone" in results[0].output
