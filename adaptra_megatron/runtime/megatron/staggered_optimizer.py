@@ -54,7 +54,8 @@ class StaggeredOptimizer:
         self.steps_taken_back = 0
         """Those of them that had to be clipped after all."""
         self.unvalidated = False
-        """True where stages may have gone on from a step that must be taken back: the same on all ranks, between steps."""
+        """True where stages may have gone on from a step that must be taken back. The same on all ranks between steps.
+        """
         self._taken: _Taken | None = None
         self._mistaken = False
         self._calm: deque[bool] = deque(maxlen=CALM_ITERATIONS)
