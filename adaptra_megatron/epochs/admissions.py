@@ -52,6 +52,9 @@ class Admissions:
         now; None where there are none, or others are about to be."""
         if self.due is not None or self.hand_over is None or newest is None:
             return None
+        # First, for what follows looks at every rank of the job, and this is asked at every commit.
+        if all(each.epoch <= epoch.admitted.get(each.rank, 0) for each in newest.arrived):
+            return None
         if live_ranks(self._layout, newest, epoch.admitted) != epoch.live:
             return None
         return newest.epoch if newcomers(self._layout, newest, epoch) else None
