@@ -100,11 +100,15 @@ def all_meet(
         store.set(f"here/{rank}", b"here")
         if rank == min(before):
             for each in sorted(epoch.live):
-                awaited(functools.partial(store.peek, f"here/{each}"), timeout_s, check)
+                awaited(functools.partial(_here_or_called_off, store, each), timeout_s, check)
             return _decide(store, _YES)
         return awaited(lambda: peek(store, _ADMITTED), timeout_s, check).decode() == _YES
     except (EpochEndedError, TimeoutError):
         return call_off(store)
+
+
+def _here_or_called_off(store: SealedStore, rank: int) -> bytes | None:
+    return store.peek(f"here/{rank}") or peek(store, _ADMITTED)
 
 
 def call_off(store: SealedStore) -> bool:

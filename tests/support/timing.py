@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-judged_by_the_clock = pytest.mark.flaky(reruns=2, only_rerun=["^AssertionError"])
-"""An assertion may fail because the machine was too busy; the test then runs again, as the summary says, with the
-emulated times of its `stretch`, and failing in the third run is a failure. Other exceptions fail at once:
-`ResultsDifferError`, say, as numbers are right every time."""
+judged_by_the_clock = pytest.mark.flaky(reruns=2, rerun_except=["ResultsDifferError"])
+"""Such a test may fail because the machine was too busy; it then runs again, as the summary says, with the emulated
+times of its `stretch`, and failing in the third run is a failure. Numbers that differ fail at once: they are right
+every time."""
 
 
 def stretch_of(run: int) -> float:

@@ -75,7 +75,7 @@ def test_swapped_micro_batches_are_what_they_are_at_home(
     the first cell runs its micro-batches by numbers of the job."""
     drawn: list[tuple[int, ...]] = []
     random = SimpleNamespace(begin=lambda *what: drawn.append(what))
-    monkeypatch.setattr(MicroBatchRandom, "agreed", lambda *_: random)
+    monkeypatch.setattr(MicroBatchRandom, "agreed", lambda *_, **__: random)
     calls = [call(data(replica), dropout=0.1) for replica in range(REPLICAS)]
     cells = [cell_inputs(control, 2 * replica, each) for replica, each in enumerate(calls)]
     for iteration in range(2):

@@ -57,6 +57,8 @@ def test_a_link_whose_device_path_is_slow_takes_the_host_path_until_it_heals(
     assert {(event.source, event.target) for event in away} == {(1, 2), (2, 1)}
     assert {(event.source, event.target) for event in back} == {(1, 2), (2, 1)}
     switched = _switches(events)
+    late = [event.number for event in (*away, *back) if event.number not in switched]
+    assert not late, "decided when the training was nearly over, on a machine that does other things"
     for event in away:
         assert ONSET + DELAY <= switched[event.number] <= ONSET + DELAY + 1
         assert "the device path is slow" in event.reason
