@@ -146,7 +146,9 @@ def copied(tensors: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> di
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize(
+    "sharded", [pytest.param(False, id="whole", marks=pytest.mark.slow), pytest.param(True, id="sharded")]
+)
 def test_a_checkpoint_of_those_that_live_is_one_of_the_whole_job(
     sharded: bool, tmp_path: Path, fork_server: ForkServer
 ) -> None:

@@ -71,7 +71,13 @@ def run(
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    ("fault", "dead"), [("delegate:4", {DYING}), ("path:2", {DYING}), ("idle:0", {DYING}), ("rank:3", {DYING, 3})]
+    ("fault", "dead"),
+    [
+        pytest.param("delegate:4", {DYING}, marks=pytest.mark.slow),
+        pytest.param("path:2", {DYING}, marks=pytest.mark.slow),
+        ("idle:0", {DYING}),
+        ("rank:3", {DYING, 3}),
+    ],
 )
 def test_a_fault_in_a_new_epoch_changes_no_number(
     fault: str, dead: set[int], peace: Path, tmp_path: Path, fork_server: ForkServer
@@ -94,6 +100,7 @@ def test_a_rank_that_stands_still_for_less_than_the_timeout_is_no_death(
     assert not problems(LAYOUT, peace, tmp_path, results)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_caps_of_activations_hold_without_ranks_that_have_died(
     peace: Path, tmp_path: Path, fork_server: ForkServer
@@ -105,6 +112,7 @@ def test_caps_of_activations_hold_without_ranks_that_have_died(
     assert not problems(LAYOUT, peace, tmp_path, results)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_store_that_stands_still_for_less_than_the_timeout_is_waited_for(
     peace: Path, tmp_path: Path, fork_server: ForkServer

@@ -49,7 +49,11 @@ CASES = (
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case.name == "distributed" else ()) for case in CASES],
+    ids=lambda case: case.name,
+)
 def test_equal_to_the_barrier(case: Case, tmp_path: Path, fork_server: ForkServer) -> None:
     arguments = case.arguments
     variants = [Variant("stock", arguments), Variant("staggered", (*arguments, "--adaptra", FLAG), like="stock")]
