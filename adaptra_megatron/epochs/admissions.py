@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.epochs.admission import all_meet, call_off, epoch_with, hand_tickets, newcomers
 from adaptra_megatron.epochs.epoch import Epoch, live_ranks
 from adaptra_megatron.epochs.errors import EpochEndedError, is_communication
@@ -35,8 +36,16 @@ class Return:
 class Admissions:
     """One rank's. For the training thread."""
 
-    def __init__(self, layout: JobLayout, control: ControlStore, records: MembershipRecords, timeout_s: float) -> None:
-        """`records`: for this object alone. `timeout_s`: longest wait for another rank."""
+    def __init__(
+        self,
+        layout: JobLayout,
+        control: ControlStore,
+        store: SealedStore,
+        records: MembershipRecords,
+        timeout_s: float,
+    ) -> None:
+        """`store`: the training thread's, of all epochs. `records`: cloned once they are read. `timeout_s`: longest
+        wait for another rank."""
         self.due: int | None = None
         """The epoch whose newcomers are to be admitted before the next iteration, once that is agreed."""
         self.hand_over: Callable[[Epoch, frozenset[int]], None] | None = None
@@ -45,7 +54,7 @@ class Admissions:
         self.returns: list[Return] = []
         """Where this rank is the lowest of those that admitted them."""
         self._layout, self._control, self._records, self._timeout_s = layout, control, records, timeout_s
-        self._store = control.punctual("survival", timeout_s)
+        self._store = store
 
     def ready(self, epoch: Epoch, newest: Membership | None) -> int | None:
         """Number of the epoch in which ranks that stand ready can be admitted, for the fate of a call that is committed
@@ -71,7 +80,7 @@ class Admissions:
         assert self.due is not None
         assert self.hand_over is not None
         number, self.due, begun_s = self.due, None, time.monotonic()
-        membership = self._records.of_epoch(number)
+        membership = self._records.clone().of_epoch(number)
         arrived = newcomers(self._layout, membership, before)
         epoch = epoch_with(self._layout, self._control, membership, before, arrived)
 

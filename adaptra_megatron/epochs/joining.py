@@ -59,7 +59,6 @@ class Newcomer:
         self.layout = JobLayout.recorded(record, place.rank)
         self.control = ControlStore.of_job(record.token)
         self.timeout_s = self.control.timeout_s if timeout_s is None else timeout_s
-        self._joined: Joined | None = None
 
     def stand_ready(self) -> Joined:
         """Say so, and wait until the others call this process in, before one of their next iterations.

@@ -111,7 +111,7 @@ class Survival:
         """For the watch's thread: the present epoch's roll call."""
         self._called: Epoch | None = None
         """The last epoch whose roll has been called."""
-        self.admissions = Admissions(layout, control, records.clone(), timeout_s)
+        self.admissions = Admissions(layout, control, self._store, records, timeout_s)
         self._watch = MembershipWatch(records, self._changed, self._look_for_roll_call)
         self._hooked, sys.excepthook = sys.excepthook, self._uncaught
         groups.begin(layout, control, self._go_on)

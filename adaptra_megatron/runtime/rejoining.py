@@ -38,7 +38,7 @@ _TAG = 1
 
 
 class Training(NamedTuple):
-    """What a training script trains with, for `Rejoining`."""
+    """What a training script trains with, for `hand_over` and `take_place`."""
 
     model: Sequence[Any]
     """Chunks."""
