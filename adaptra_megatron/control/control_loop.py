@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brings measurements of a replica's ranks to one of them, and its decisions back to all, beside the training.
 
-All goes through the job's own store, in background threads. What was measured in iteration k is decided on during
-k + 1 and takes effect in k + 2. Planning that takes longer holds up no rank: the leader's own training thread, when it
-comes to an iteration that nothing was decided for, writes that what runs is kept, and what is decided later takes
-effect later. There is one writer, and it writes the decision of each iteration once: no two ranks can run different
-plans.
+Measurements go to the leader's planner process, over connections of their own; decisions go into the job's own store,
+and back over these connections, so that few ranks need to look there. All of it is done in background threads. What was
+measured in iteration k is decided on during k + 1 and takes effect in k + 2. Planning that takes longer holds up no
+rank: the leader's own training thread, when it comes to an iteration that nothing was decided for, writes that what
+runs is kept, and what is decided later takes effect later. There is one writer, and it writes each iteration's decision
+once: no two ranks can run different plans.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class PlanExchange:
             self._role = Leading(layout, planner, control, place)
             self._decisions = self._role.decisions
         else:
-            self._role = self._decisions = DecisionReader(control.client(place), timeout_s, str(layout.cell))
+            self._role = self._decisions = DecisionReader(control, place, layout, timeout_s)
 
     def post(self, iteration: int, measurement: StageMeasurement) -> None:
         """Hand in what was measured; returns at once. Every rank must do so for every iteration from 0 on."""
