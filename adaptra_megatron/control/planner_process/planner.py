@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import socket
 import traceback
 from collections.abc import Sequence
@@ -169,6 +170,8 @@ async def _run(channel: socket.socket) -> None:
     logger.setLevel(begin.log_level)
     logger.addHandler(notes)
     logger.propagate = False
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each rank
     await PlannerProcess(channel, listener, begin, Planner(begin, notes)).work()
 
 
