@@ -53,8 +53,8 @@ class Leading:
     training decides while that thread waits for the planner, a second one publishes.
     """
 
-    def __init__(self, layout: JobLayout, planner: Planner, control: ControlStore, place: str) -> None:
-        """`place`: of the exchange in the job's store."""
+    def __init__(self, layout: JobLayout, planner: Planner, control: ControlStore, place: str, first: int = 0) -> None:
+        """`place`: of the exchange in the job's store. `first`: the first iteration that is measured."""
         self._layout, self._planner, self._writing = layout, planner, control.client(place)
         self._closed = threading.Event()
         self._failed = SparingLog(logger)
@@ -73,7 +73,7 @@ class Leading:
         """Keys of the latest routes' orders."""
         self._lost: RuntimeError | None = None
         """What the store answered when a decision could not be published."""
-        self.decisions = DecisionWriter(self._write)
+        self.decisions = DecisionWriter(self._write, first)
         self._threads = [
             threading.Thread(target=work, name=f"adaptra-{work.__name__.strip('_')}", daemon=True)
             for work in (self._lead, self._publish_urgent)

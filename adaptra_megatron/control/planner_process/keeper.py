@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from adaptra_megatron.authentication.socket_io import send_descriptor
 from adaptra_megatron.child_process import ChildProcess
-from adaptra_megatron.control.decisions import Decision
+from adaptra_megatron.control.decisions import Decision, Routing
 from adaptra_megatron.control.planner_process.messages import (
     Begin,
     ChannelEndedError,
@@ -98,10 +98,19 @@ class PlannerKeeper:
         process = self._process
         return None if process is None else process.process.pid
 
+    @property
+    def number(self) -> int:
+        """Number of the latest plan that was decided on."""
+        return self._latest.number
+
     def pin(self, stages: Sequence[int]) -> None:
         """Micro-batches of these stages cannot be routed. To be called before the first decision."""
         if self._begin.routes is not None:
             self._begin = replace(self._begin, routes=replace(self._begin.routes, pinned=tuple(stages)))
+
+    def run(self, routing: Routing) -> None:
+        """These routes run before anything is decided. To be called before the first decision."""
+        self._routing = routing
 
     @property
     def address(self) -> Address:
