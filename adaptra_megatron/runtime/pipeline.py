@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from adaptra_megatron.control.order.plans import Layout, PlanBook
 from adaptra_megatron.control.paths.steering import LinkSteering
 from adaptra_megatron.control.planner_process.keeper import PlannerKeeper
 from adaptra_megatron.epochs.epoch import Epoch
-from adaptra_megatron.epochs.live_groups import LiveGroups
+from adaptra_megatron.epochs.live_groups import LiveGroups, interruptible
 from adaptra_megatron.epochs.survival import Survival
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.device import current_device, has_one_queue, synchronizer_of
@@ -264,7 +265,8 @@ class Pipeline:
         first = self.training_iterations
         self.exchange = PlanExchange(job.control, job.layout, self.planner, job.timeout_s, first=first)
         if not epoch.dead_cells:
-            self.dispatcher.resume(job.control, job.layout)
+            resume = functools.partial(self.dispatcher.resume, job.control, job.layout)
+            interruptible(resume, survival.check, job.timeout_s, "what the ranks of a cell follow one of them by")
         survival.check()  # what interrupted the exchange may have come before this one
         self._steering, self._first = self._make_steering(), FirstIterations(synchronizer_of(current_device()))
         self._first.begin(call)
