@@ -46,6 +46,9 @@ def test_ranks_of_one_stage_of_one_replica_are_a_cell(
     assert (job.leader, job.replicas) == (replica * tensor, replicas), (
         "each replica is planned for by a rank of its own"
     )
+    live = data.draw(st.sets(st.sampled_from(job.reporters), min_size=1))
+    alive = job.alive(live)
+    assert (alive.reporters, alive.leader, alive.cells) == (sorted(live), min(live), job.cells)
 
 
 def test_experts_spread_over_replicas_make_these_one_cell_in_each_stage() -> None:
