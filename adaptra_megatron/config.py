@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
+from adaptra_megatron.transport.setup.ports import PortRange
 from adaptra_megatron.transport.wires.registry import WIRES
 
 POLICIES = ("off", "observe", "adapt")
@@ -40,6 +41,13 @@ def _option(
         accepts, expects = keywords["choices"].__contains__, f"it must be one of {', '.join(keywords['choices'])}"
     argument = {"default": default, "help": help, **keywords}
     return field(default=default, metadata={"argument": argument, "accepts": accepts, "expects": expects, "flag": flag})
+
+
+def _port_range(text: str) -> PortRange:
+    try:
+        return PortRange.parsed(text)
+    except ValueError as cause:
+        raise argparse.ArgumentTypeError(str(cause)) from cause  # argparse drops what other errors say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +144,13 @@ class AdaptraConfig:
         accepts=lambda name: name != "",
         expects="it must be the name of a network interface, such as eth0",
         metavar="NAME",
+    )
+    port_range: PortRange | None = _option(
+        None,
+        "TCP ports that this job's delegates, lines and clocks listen on, for firewalls; a rank needs up to 6, so "
+        "20000-20127 is plenty for a host of 8. Default: any that are free.",
+        type=_port_range,
+        metavar="FIRST-LAST",
     )
     path: str = _option(
         "device",

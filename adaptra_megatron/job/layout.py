@@ -170,6 +170,10 @@ class JobLayout:
         """Return whether all of `ranks` run on one host, whose monotonic clock they share."""
         return len({self.workers[rank].boot for rank in ranks}) == 1
 
+    def share_network(self, ranks: Iterable[int]) -> bool:
+        """Return whether all of `ranks` reach each other by loopback: containers of one host may not."""
+        return len({self.workers[rank].identity for rank in ranks}) == 1
+
     def name(self, rank: int) -> str:
         """A rank in messages."""
         worker = self.workers[rank]

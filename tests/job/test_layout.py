@@ -85,6 +85,13 @@ def test_only_ranks_of_one_host_share_a_clock() -> None:
     assert job.name(2) == "rank 2 (stage 2 on a host)"
 
 
+def test_containers_of_one_host_may_have_networks_of_their_own() -> None:
+    job = layout([[0, 1, 2]], 1, hosts=["here/one", "here/one", "here/other"])
+    assert job.share_clock((0, 1, 2))
+    assert job.share_network((0, 1))
+    assert not job.share_network((0, 1, 2))
+
+
 @pytest.mark.parametrize("first", [0, 5])
 def test_the_first_rank_leads(first: int) -> None:
     assert layout([[first + 1, first]], first).leader == first
