@@ -62,7 +62,7 @@ def make_planner(
         requests = SharedRequests(control.client("requests"), None if replica else telemetry.requests).new
     word = f"replica {replica}: " if layout.decides_apart else ""
     one_host = layout.share_clock(layout.reporters)
-    listener, _address = listen_tcp(listening_host(config.interface, one_host=one_host))
+    listener, _address = listen_tcp(listening_host(config.interface, one_host=one_host), config.port_range)
     return PlannerKeeper(begin, listener, telemetry, lambda: book.number, requests, word=word)
 
 
