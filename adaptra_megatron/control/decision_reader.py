@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank that follows does beside its training, which never asks the job's store for anything itself."""
+"""A following rank's end of the exchange, beside its training, which never asks the job's store for anything itself."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ class DecisionReader:
         """What was decided before is not needed any more."""
         self._looks = Looks()
         self._address: Address | None = None
-        """Of the planner process, once the leading rank has told it."""
+        """Address of the planner process, once the leading rank has told it."""
+        self._measured = False
+        """Set by the first report: from then on the address is looked for."""
         self._failure: RuntimeError | None = None
         self._thread = threading.Thread(target=self._work, name="adaptra-decisions", daemon=True)
         self._thread.start()
@@ -143,6 +145,9 @@ class DecisionReader:
                 self._wait(self._looks.rest_s if self._looking else rest_s)
                 while not self._inbox.empty():
                     iteration, measurement = self._inbox.get()
+                    if not self._measured:
+                        self._measured = True
+                        self._looks.begin()
                     self._link.report(iteration, encoded(measurement))
                 if self._looking and not self._looks.rest_s:
                     self._look()
@@ -154,10 +159,10 @@ class DecisionReader:
     @property
     def _looking(self) -> bool:
         """Return whether there is anything to look for in the store."""
-        return self._address is None or self._wanted is not None
+        return self._wanted is not None or (self._measured and self._address is None)
 
     def _wait(self, rest_s: float | None) -> None:
-        """Until there is something to do, for `rest_s` at most, and take in the decisions that came."""
+        """Sleep until there is something to do, for `rest_s` at most, and take in the decisions that came."""
         connection, waiting = self._link.connection, select.poll()
         waiting.register(self._woken, select.POLLIN)
         if connection is not None:

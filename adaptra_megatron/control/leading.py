@@ -136,10 +136,13 @@ class Leading:
 
     def _lead(self) -> None:
         try:
-            with self._publishing:
-                self._writing.set(PLANNER_KEY, encoded(self._planner.address))
-            while (own := self._take_in()) is not None:
+            if (own := self._take_in()) is not None:
+                # Not earlier: the planner process, which starts with the first decision, greets those that connect.
+                with self._publishing:
+                    self._writing.set(PLANNER_KEY, encoded(self._planner.address))
+            while own is not None:
                 self._decide(own)
+                own = self._take_in()
         except RuntimeError as error:
             say_lost(self._layout.rank, error)
 

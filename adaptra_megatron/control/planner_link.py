@@ -16,23 +16,26 @@ from adaptra_megatron.authentication.socket_io import tune_connection
 from adaptra_megatron.control.decisions import MOST_NBYTES
 from adaptra_megatron.control.rounds import HEAD, Address, framed
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.sparing_log import SparingLog
 
 logger = logger_of(__name__)
 
-CONNECT_S = 30.0
-"""A planner process that has just been started answers within seconds."""
-_REST_S = (0.5, 1.5)
-"""From one attempt to connect to the next: not all ranks at the same moments."""
+CONNECT_S = 10.0
+"""Longest wait for a TCP connection: the leading rank listens before it tells its address."""
+HANDSHAKE_S = 60.0
+"""Longest wait for the handshake: one planner process may have to take over from another, on a busy machine."""
+_PAUSE_S = (0.5, 1.5)
+"""From one attempt to connect to the next: not all ranks at the same moments. Twice as long after each failure."""
+_MOST_DOUBLED = 5
 _SEND_S = 1.0
 """How long a report may take to get into the kernel's buffer, which holds dozens."""
 _PART_NBYTES = 1 << 16
 
 
 class PlannerLink:
-    """For one thread, which it never holds up for long: connections are made in threads of their own.
+    """Connection for one thread, which it never holds up for long: connections are made in threads of their own.
 
-    The latest reports are sent again over each new connection: another planner process may not have seen them.
+    The latest reports are sent again over each new connection: another planner process may not have seen them. Where
+    no connection can be made, one line of the log says so, and what is reported is lost.
     """
 
     def __init__(self, secret: bytes, purpose: Purpose, kept: int, wake: Callable[[], None]) -> None:
@@ -45,8 +48,12 @@ class PlannerLink:
         self._making = False
         self._again_s, self._failures = 0.0, 0
         """When to try again, and how many attempts in a row have failed."""
+        self._failure = ""
+        """What the latest failed attempt says: where it led, and why it failed."""
+        self._failure_logged = False
+        """Set from the line in the log to the next connection."""
         self._received = bytearray()
-        self._warnings = SparingLog(logger)
+        self._closed = False
 
     @property
     def connection(self) -> socket.socket | None:
@@ -59,6 +66,7 @@ class PlannerLink:
             return None
         if self._made is not None:
             self._connection, self._made = self._made, None
+            self._failures, self._failure_logged = 0, False
             for frame in list(self._recent):
                 self._send(frame)
             return None
@@ -73,6 +81,15 @@ class PlannerLink:
         frame = framed(iteration, report)
         self._recent.append(frame)
         self._send(frame)
+        # Not when an attempt fails: at the end of a job, the leading rank may go first.
+        if self._failures > 1 and not self._failure_logged:
+            self._failure_logged = True
+            logger.warning(
+                "rank %d cannot hand in what it measures: no connection to the planner process of rank %d at %s. Its "
+                "replica keeps the plan that runs until there is one: allow TCP connections to that host between the "
+                "job's hosts, or name another network by --adaptra-interface",
+                *(self._purpose.source, self._purpose.target, self._failure),
+            )
 
     def receive(self) -> list[tuple[int, bytes]]:
         """What has come: iterations and their decisions. To be called when the connection is readable."""
@@ -97,8 +114,11 @@ class PlannerLink:
         return found
 
     def close(self) -> None:
-        """End the connection; one that is being made is left to itself."""
+        """End the connection. A thread that is making one ends within CONNECT_S and HANDSHAKE_S."""
+        self._closed = True
         self._lose()
+        if self._made is not None:
+            self._made.close()
 
     def _send(self, frame: bytes) -> None:
         if self._connection is not None:
@@ -114,21 +134,24 @@ class PlannerLink:
         self._received.clear()
 
     def _make(self, address: Address) -> None:
+        doubled = 0
         try:
             connection = socket.create_connection(address, CONNECT_S)
             try:
                 tune_connection(connection)
                 connection.setblocking(False)
-                asyncio.run(connect(connection, self._secret, self._purpose, CONNECT_S))
+                asyncio.run(connect(connection, self._secret, self._purpose, HANDSHAKE_S))
             except BaseException:
                 connection.close()
                 raise
             connection.settimeout(_SEND_S)
-            self._made, self._failures = connection, 0
+            self._made = connection
+            if self._closed:
+                connection.close()
         except (OSError, HandshakeError) as cause:
+            self._failure = f"{address.host}:{address.port} ({cause})"
             self._failures += 1
-            if self._failures > 1:  # at the end of a job, the leading rank may go first
-                self._warnings.warning("what is measured cannot be handed in at %s:%d: %s", *address, cause)
-        self._again_s = time.monotonic() + random.uniform(*_REST_S)
+            doubled = min(self._failures - 1, _MOST_DOUBLED)
+        self._again_s = time.monotonic() + random.uniform(*_PAUSE_S) * 2**doubled
         self._making = False
         self._wake()

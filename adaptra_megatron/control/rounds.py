@@ -17,6 +17,9 @@ HEAD = struct.Struct("<QI")
 PLANNER_KEY = "planner"
 """In the job's store: the address to which ranks that follow connect."""
 
+MOST_AWAITED = 8
+"""Iterations kept open for reports that have not come: ranks of a replica are at most two apart."""
+
 
 class Address(NamedTuple):
     """Where the planner process listens."""
@@ -50,7 +53,9 @@ class Gathering:
     """Reports of all ranks that are planned for together, for the planner process.
 
     An iteration is over once each rank has reported it, or a later one: ranks report in ascending order, so what is
-    missing then was lost, with a connection or with the planner process before this.
+    missing then was lost, with a connection or with the planner process before this. It is over as well, without the
+    reports that are missing, once MOST_AWAITED later ones are awaited: a rank that never reports, because it cannot
+    connect, costs plans and not memory.
     """
 
     def __init__(self, reporters: Collection[int]) -> None:
@@ -81,10 +86,7 @@ class Gathering:
             self._look_for_first()
 
     def add(self, rank: int, iteration: int, report: bytes) -> bool:
-        """Keep a report; twice the same is once. Returns whether an iteration may be taken. Raises ValueError for a
-        rank that others plan for."""
-        if rank not in self._latest:
-            raise ValueError(f"rank {rank} is planned for elsewhere")
+        """Keep a report of one of the reporters; twice the same is once. Returns whether an iteration may be taken."""
         if iteration > self._over:
             self._reports[iteration][rank] = report
         self._latest[rank] = max(iteration, self._latest[rank])
@@ -95,7 +97,7 @@ class Gathering:
     @property
     def over(self) -> bool:
         """Return whether an iteration may be taken."""
-        return bool(self._awaited) and not self._behind
+        return bool(self._awaited) and (not self._behind or len(self._awaited) > MOST_AWAITED)
 
     def take(self) -> list[Reported]:
         """All that are awaited and over."""

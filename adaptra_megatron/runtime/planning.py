@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,14 @@ from adaptra_megatron.control.trace_sharing import SharedRequests
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.epochs.awaiting import said_by_one
 from adaptra_megatron.job.layout import JobLayout
+from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.job import Job
 from adaptra_megatron.schedule.routing.costs import Cell
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
+from adaptra_megatron.transport.messages import TransportError
 from adaptra_megatron.transport.setup.placement import listen_tcp, listening_host
+
+logger = logger_of(__name__)
 
 
 def make_planner(
@@ -36,8 +41,6 @@ def make_planner(
 ) -> PlannerKeeper:
     """It starts with the first decision, and goes on from the plan in `book`. `paths`: None where links have one path
     only. `dead`: cells that take no work. `number`: of the latest plan that was decided on here.
-
-    Raises TransportError if there is no address at which the other ranks could reach it.
     """
     layout, control = job.layout, job.control
     replica = layout.cell.replica
@@ -61,9 +64,18 @@ def make_planner(
     if layout.decides_apart:
         requests = SharedRequests(control.client("requests"), None if replica else telemetry.requests).new
     word = f"replica {replica}: " if layout.decides_apart else ""
-    one_host = layout.share_clock(layout.reporters)
-    listener, _address = listen_tcp(listening_host(config.interface, one_host=one_host), config.port_range)
-    return PlannerKeeper(begin, listener, telemetry, lambda: book.number, requests, word=word)
+    return PlannerKeeper(begin, _listen(layout, config), telemetry, lambda: book.number, requests, word=word)
+
+
+def _listen(layout: JobLayout, config: AdaptraConfig) -> socket.socket:
+    """What the other ranks of the replica connect to; where no address leads there from other hosts, those of this host
+    alone. The address stands in the job's store."""
+    one_host = layout.share_network(layout.reporters)
+    try:
+        return listen_tcp(listening_host(config.interface, one_host=one_host), config.port_range)[0]
+    except TransportError as cause:
+        logger.warning("measurements of ranks on other hosts cannot be handed in, so plans stay: %s", cause)
+        return listen_tcp("127.0.0.1", config.port_range)[0]
 
 
 def agreed_plan(job: Job, mine: Decision | None, check: Callable[[], None]) -> Decision:

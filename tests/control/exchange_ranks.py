@@ -79,7 +79,7 @@ class InProcess:
         self._gathering, self._news = Gathering(layout.reporters), threading.Condition()
         self._loop = asyncio.new_event_loop()
         place = control.seal(exchange_place(layout)).place
-        self._server = ReportServer(control.secret, place, layout.leader, self._add)
+        self._server = ReportServer(control.secret, place, layout.reporters, self._add)
         listener, (host, port) = listen_tcp("127.0.0.1")
         self.address = Address(str(host), int(port))
         self._loop.call_soon(self._server.listen, listener)

@@ -72,6 +72,7 @@ def test_reports_are_handed_in_while_decisions_are_waited_for(reader: DecisionRe
 
 
 def test_a_decision_is_passed_on_in_parts_and_needs_no_store(reader: DecisionReader, listener: socket.socket) -> None:
+    reader.post(0, MEASURED)
     planner, frames = PlannerEnd(listener), b"".join(framed(each, encoded(Decision(each))) for each in (2, 3))
     planner.connection.sendall(frames[:7])
     assert reader.published(2) is None
@@ -104,9 +105,10 @@ def test_decisions_come_by_the_store_where_there_is_no_connection(reader: Decisi
 
 
 def test_a_connection_that_says_what_cannot_be_is_ended(reader: DecisionReader, listener: socket.socket) -> None:
+    reader.post(0, MEASURED)
     planner = PlannerEnd(listener)
+    assert planner.heard() == 0
     planner.connection.sendall(HEAD.pack(DELAY, (1 << 32) - 1))
     with contextlib.suppress(ConnectionResetError):
         assert planner.connection.recv(1) == b""
-    reader.post(0, MEASURED)
     assert PlannerEnd(listener).heard() == 0

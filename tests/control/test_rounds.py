@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.control.rounds import Gathering
+from adaptra_megatron.control.rounds import MOST_AWAITED, Gathering
 
 RANKS = (3, 4, 8)
 
@@ -25,8 +24,19 @@ def test_an_iteration_is_over_when_all_have_reported_it() -> None:
     ((iteration, reports, lost),) = gathering.take()
     assert (iteration, dict(reports), lost) == (5, {3: b"3", 4: b"4", 8: b"8"}, [])
     assert (gathering.awaited, gathering.take()) == (None, [])
-    with pytest.raises(ValueError, match="rank 7 is planned for elsewhere"):
-        gathering.add(7, 6, b"")
+
+
+def test_a_rank_that_never_reports_costs_no_memory() -> None:
+    gathering, taken = Gathering(RANKS), []
+    for iteration in range(3 * MOST_AWAITED):
+        gathering.expect(iteration)
+        gathering.add(3, iteration, b"3")
+        gathering.add(8, iteration, b"8")
+        taken += gathering.take()
+        assert len(gathering._reports) <= MOST_AWAITED
+    assert [(each.iteration, each.lost) for each in taken] == [(each, [4]) for each in range(2 * MOST_AWAITED)]
+    gathering.add(4, 3 * MOST_AWAITED, b"4")
+    assert [each.iteration for each in gathering.take()] == list(range(2 * MOST_AWAITED, 3 * MOST_AWAITED))
 
 
 @given(st.integers(0, 2**32), st.integers(1, 6), st.data())

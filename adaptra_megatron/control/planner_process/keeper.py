@@ -36,7 +36,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 60.0
 PATIENCE_S = 60.0
 """Silence after which one is killed: decisions take less than a second, and starting on a busy machine longer."""
 LATE_S = 30.0
-"""How long a rank may be behind this one with its report before that is said."""
+"""How long a rank may be behind this one with its report before what runs is kept."""
+_MOST_NAMED = 8
+"""Ranks in a line of the log."""
 
 logger = logger_of(__name__)
 
@@ -74,10 +76,11 @@ class PlannerKeeper:
         word: str = "",
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`listener`: listens already for ranks that follow, which connect to whichever process there is; belongs to
-        the keeper from now on. `number`: of the plan that runs. `requests`: for traces, new since the last call.
+        """`listener`: bound to where ranks that follow connect, whichever process there is; belongs to the keeper from
+        now on. `number`: of the plan that runs. `requests`: for traces, new since the last call.
         `word`: before each line of the log that comes from there."""
         self._begin, self._telemetry, self._word, self._patience_s = begin, telemetry, word, patience_s
+        listener.listen(len(begin.reporters))  # all of them connect at once
         self._listener, self._latest = listener, begin.running
         self._order, self._routing = self._latest.order, self._latest.routing
         """The latest ones that were new."""
@@ -122,8 +125,8 @@ class PlannerKeeper:
         """What to run next, and the latest iteration that it follows from. `own`: iterations with this rank's reports,
         new since the last call; they are decided on once all ranks have reported them.
 
-        Raises NoDecisionError; where the process has ended, the next call starts another, which is to be given what
-        comes next.
+        Raises NoDecisionError: after `LATE_S` if reports of other ranks are missing, which a later call goes on to
+        wait for; and where the process has ended: the next call starts another, which is to be given what comes next.
         """
         try:
             channel = self._running().channel
@@ -159,19 +162,18 @@ class PlannerKeeper:
         )
 
     def _answer(self, channel: socket.socket) -> Decided:
-        begun_s, said = time.monotonic(), False
+        begun_s = time.monotonic()
         while True:
             answer = receive(channel)
             if isinstance(answer, Decided):
                 return answer
             assert isinstance(answer, Waits), f"{answer} came instead of a decision"
-            if not said and time.monotonic() - begun_s >= LATE_S:
-                said = True
-                logger.warning(
-                    "%sno measurements of ranks %s for iteration %d within %g s; plan %d stays until they arrive. "
-                    "These ranks are late, hang, or cannot reach %s:%d",
-                    *(self._word, ", ".join(map(str, answer.missing)), answer.iteration, LATE_S),
-                    *(self._latest.number, *self.address),
+            if time.monotonic() - begun_s >= LATE_S:
+                host, port = self.address
+                raise NoDecisionError(
+                    f"{self._word}no measurements of ranks {_listed(answer.missing)} for iteration {answer.iteration} "
+                    f"within {LATE_S:g} s; these ranks are late, hang, or cannot connect to {host}:{port}",
+                    None,
                 )
 
     def close(self) -> None:
@@ -207,3 +209,9 @@ class PlannerKeeper:
         again = f"another one is started in {self._pause_s:g} s, and learns anew what is usual"
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         return f"{self._word}the planner process {how}; {again}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Ranks in a line of the log."""
+    rest = len(ranks) - _MOST_NAMED
+    return ", ".join(map(str, ranks[:_MOST_NAMED])) + (f" and {rest} more" if rest > 0 else "")

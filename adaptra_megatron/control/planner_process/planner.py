@@ -36,6 +36,8 @@ from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 from adaptra_megatron.transport._ring import die_with_parent
 
 _NO_STAMP = Stamp(run="", rank=0, sequence=0, iteration=0, wall_s=0.0, monotonic_s=0.0)
+_OTHER_FILES = 32
+"""Descriptors of the process itself, and of connections that have not proven themselves."""
 
 
 class Notes(logging.Handler):
@@ -110,7 +112,9 @@ def _whole(over: Sequence[Reported]) -> Sequence[Reported]:
     if whole := [reported for reported in over if not reported.lost]:
         return whole
     ranks = ", ".join(map(str, over[-1].lost))
-    raise ValueError(f"reports of ranks {ranks} were lost with their connections, or with a planner process before")
+    raise ValueError(
+        f"reports of ranks {ranks} have not come, or were lost with their connections or with a planner process before"
+    )
 
 
 class PlannerProcess:
@@ -121,7 +125,7 @@ class PlannerProcess:
         self._leader, self._waits_s = min(begin.reporters), begin.waits_s
         self._over = asyncio.Event()
         """Set where an iteration can be decided on."""
-        self._server = ReportServer(bytes.fromhex(begin.secret), begin.place, self._leader, self._add)
+        self._server = ReportServer(bytes.fromhex(begin.secret), begin.place, begin.reporters, self._add)
         self._server.listen(listener)
 
     async def work(self) -> None:
@@ -172,6 +176,11 @@ async def _run(channel: socket.socket) -> None:
     logger.propagate = False
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each rank
+    if most < len(begin.reporters) + _OTHER_FILES:
+        logger.warning(
+            "%d ranks connect to this planner process, which may open %d files: raise the hard limit (ulimit -Hn)",
+            *(len(begin.reporters), most),
+        )
     await PlannerProcess(channel, listener, begin, Planner(begin, notes)).work()
 
 

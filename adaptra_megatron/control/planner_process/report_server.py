@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import hashlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from adaptra_megatron.authentication.acceptor import Acceptor
+from adaptra_megatron.authentication.acceptor import MOST_UNPROVEN, Acceptor
 from adaptra_megatron.authentication.handshake import (
     JOB_NBYTES,
     SESSION_NBYTES,
@@ -25,6 +25,7 @@ from adaptra_megatron.control.measurements import MOST_NBYTES
 from adaptra_megatron.control.rounds import HEAD, framed
 
 HANDSHAKE_S = 10.0
+"""Longest wait for the next word of a peer that has not proven itself."""
 _MOST_UNSENT_NBYTES = 1 << 20
 """To a rank that does not read: more of it is not kept for it."""
 
@@ -36,12 +37,21 @@ def purpose_of(place: str, rank: int, leader: int) -> Purpose:
 
 
 class ReportServer:
-    """Takes reports in from every rank that knows the job's secret, and passes decisions on to all that are there."""
+    """Takes reports in from the ranks of a replica, which prove the job's secret, and passes decisions on to all of
+    them that are connected.
 
-    def __init__(self, secret: bytes, place: str, leader: int, reported: Callable[[int, int, bytes], object]) -> None:
-        """`reported(rank, iteration, report)` may raise ValueError, which ends the connection."""
-        self._place, self._leader, self._reported = place, leader, reported
-        self._acceptor = Acceptor(secret, HANDSHAKE_S, self._serve)
+    A connection that is lost is the rank's to make again; of two, decisions go by the later one.
+    """
+
+    def __init__(
+        self, secret: bytes, place: str, reporters: Collection[int], reported: Callable[[int, int, bytes], object]
+    ) -> None:
+        """`reporters`: the ranks that are decided for, the leading one among them, which is the first.
+        `reported(rank, iteration, report)` takes a report in."""
+        self._place, self._reporters, self._leader = place, frozenset(reporters), min(reporters)
+        self._reported = reported
+        # After the leading rank's first word in the job's store, all ranks connect at once.
+        self._acceptor = Acceptor(secret, HANDSHAKE_S, self._serve, max(MOST_UNPROVEN, len(reporters)))
         self._writers: dict[int, asyncio.StreamWriter] = {}
 
     def listen(self, listener: socket.socket) -> None:
@@ -58,13 +68,13 @@ class ReportServer:
     async def _serve(self, purpose: Purpose, connection: socket.socket) -> None:
         """Until the connection ends. Raises HandshakeError for one that is meant for something else."""
         rank = purpose.source
-        if purpose != purpose_of(self._place, rank, self._leader):
+        if rank not in self._reporters or purpose != purpose_of(self._place, rank, self._leader):
             raise HandshakeError(Refusal.MISDIRECTED, "this takes in reports of another replica")
         tune_connection(connection)
         reader, writer = await asyncio.open_connection(sock=connection)
         self._writers[rank] = writer
         try:
-            with contextlib.suppress(asyncio.IncompleteReadError, OSError, ValueError):
+            with contextlib.suppress(asyncio.IncompleteReadError, OSError):
                 while True:
                     iteration, nbytes = HEAD.unpack(await reader.readexactly(HEAD.size))
                     if nbytes > MOST_NBYTES:
