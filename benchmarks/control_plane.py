@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What deciding costs as jobs grow: CPU of training processes and of the job's store, time to a decision, memory.
 
-    python benchmarks/control_plane.py [--ranks 64,1024,4096,16384] [--iterations 50] [--long 1000] [--output FILE]
+    python benchmarks/control_plane.py [--ranks 64,1024,4096,16384] [--iterations 50] [--long 1000] [--together]
+                                       [--output FILE]
 
 Of one replica everything is real: a TCPStore served by a process of its own, the messages of all its ranks, the
 leading rank and one that follows as processes of their own with the package's exchange, and the planner process. All
@@ -110,8 +111,10 @@ class Resident(NamedTuple):
 class Job:
     """The processes of one size, which run iteration after iteration."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, together: bool = False) -> None:
         self.lanes, self.stages, replicas = SHAPES[ranks]
+        if together:
+            self.lanes, replicas = self.lanes * replicas, 1
         self.server = Child("serve")
         port, together = int(self.server.hear()), self.lanes * self.stages
         self.trained = [Child("rank", port, self.lanes, self.stages, number) for number in (0, together - 1, together)]
@@ -233,9 +236,9 @@ class Row:
     iterations: int
 
 
-def run(ranks: int, iterations: int) -> Row:
+def run(ranks: int, iterations: int, together: bool) -> Row:
     """A job of one size: as many quiet iterations as busy ones, and then a link turns slow."""
-    job, turns = Job(ranks), iterations // 2
+    job, turns = Job(ranks, together), iterations // 2
     for _ in range(WARM_UP):
         job.quiet()
     quiet = each_ms(job, turns, job.quiet)
@@ -299,11 +302,14 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--ranks", default="64,1024,4096,16384")
     parser.add_argument("--iterations", type=int, default=50, help="of each size, half of them quiet")
     parser.add_argument("--long", type=int, default=1000, help="iterations in which memory is looked at; 0: none")
+    parser.add_argument(
+        "--together", action="store_true", help="one planner process for all ranks, as with --adaptra-reroute"
+    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
     rows = []
     for ranks in map(int, filter(None, args.ranks.split(","))):
-        rows.append(run(ranks, args.iterations))
+        rows.append(run(ranks, args.iterations, args.together))
         say(table(rows[-1:]))
     found = table(rows)
     if args.long:
