@@ -28,6 +28,7 @@ from campaigns.deaths import BACK, ITERATIONS, KILLED, MICRO_BATCHES, Layout, ca
 PER_TOKEN = "--calculate-per-token-loss --mock-data-padded"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+UNREACHED = "cannot hand in what it measures"
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
@@ -67,6 +68,7 @@ def test_training_goes_on_without_ranks_that_have_died(case: Case, tmp_path: Pat
     dead = {int(death.split(":")[0]) for death in case.deaths}
     assert {result.rank for result in results if result.returncode == KILLED} == dead
     assert not problems(case.layout, tmp_path / "peace", tmp_path / "deaths", results)
+    assert not any(UNREACHED in result.output for result in results), "the planner process has gone with its rank"
 
 
 RETURNS = (
@@ -96,6 +98,7 @@ def test_ranks_that_are_started_again_train_with_the_others(
         assert results[rank].output.count(BACK) == times
         assert len(dumped(tmp_path / "deaths", rank)["grad norms"]) < ITERATIONS
     assert not problems(case.layout, tmp_path / "peace", tmp_path / "deaths", results)
+    assert not any(UNREACHED in result.output for result in results), "the planner process has gone with its rank"
 
 
 @pytest.mark.slow
