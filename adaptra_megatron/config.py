@@ -10,8 +10,8 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from adaptra_megatron.ports import PortRange
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
+from adaptra_megatron.transport.ports import PortRange
 from adaptra_megatron.transport.wires.registry import WIRES
 
 POLICIES = ("off", "observe", "adapt")

@@ -11,8 +11,8 @@ import socket
 from collections.abc import Mapping
 
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.ports import BACKLOG, PortRange, bound_within
 from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.ports import BACKLOG, PortRange, bound_within
 from adaptra_megatron.transport.setup.interfaces import InterfaceError, interface_address
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"

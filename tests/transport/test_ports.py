@@ -16,9 +16,9 @@ from support.namespaces import ADDRESSES, Host, two_hosts
 from adaptra_megatron.control.clocks.clocks import ClockSettings, _Relating
 from adaptra_megatron.emulation.jobs.launch import free_port
 from adaptra_megatron.job.control_store import ControlStore
-from adaptra_megatron.ports import PortRange, bound_within
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.ports import PortRange, bound_within
 from adaptra_megatron.transport.setup.host_setup import HostSetup
 from adaptra_megatron.transport.setup.placement import listen_tcp
 
