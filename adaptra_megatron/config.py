@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
-from adaptra_megatron.transport.setup.ports import PortRange
+from adaptra_megatron.transport.ports import PortRange
 from adaptra_megatron.transport.wires.registry import WIRES
 
 POLICIES = ("off", "observe", "adapt")

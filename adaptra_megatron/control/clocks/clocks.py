@@ -23,8 +23,8 @@ from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.job.process_groups import epoch_group
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.ports import PortRange
 from adaptra_megatron.transport.setup.placement import listen_tcp, listening_host
-from adaptra_megatron.transport.setup.ports import PortRange
 
 logger = logger_of(__name__)
 

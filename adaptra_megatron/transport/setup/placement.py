@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.ports import BACKLOG, PortRange, bound_within
 from adaptra_megatron.transport.setup.interfaces import InterfaceError, interface_address
-from adaptra_megatron.transport.setup.ports import BACKLOG, PortRange, bound_within
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 logger = logger_of(__name__)

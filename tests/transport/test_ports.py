@@ -18,9 +18,9 @@ from adaptra_megatron.emulation.jobs.launch import free_port
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.ports import PortRange, bound_within
 from adaptra_megatron.transport.setup.host_setup import HostSetup
 from adaptra_megatron.transport.setup.placement import listen_tcp
-from adaptra_megatron.transport.setup.ports import PortRange, bound_within
 
 HERE = "127.0.0.1"
 
