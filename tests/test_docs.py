@@ -14,7 +14,8 @@ import pytest
 from support.processes import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(DOCS.glob("*.md"))]
+OTHERS = [*DOCS.glob("upstream/*.md"), *(REPOSITORY / "benchmarks" / "results").glob("*.md")]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 
 
@@ -39,7 +40,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@each_page
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
     found = list(links(page))
     assert not [path for path, _ in found if not path.exists()]
@@ -64,7 +65,7 @@ def words_of_code(page: Path) -> list[str]:
 
 @each_page
 def test_files_that_are_named_are_there(page: Path) -> None:
-    folders = "adaptra_megatron|csrc|patches|scripts|tests|benchmarks|requirements"
+    folders = "adaptra_megatron|csrc|patches|scripts|tests|benchmarks|requirements|examples|extras"
     named = [name for word in words_of_code(page) for name in re.findall(rf"(?<![\w/.])(?:{folders})/[\w./-]*", word)]
     assert not [name for name in named if not (REPOSITORY / name).exists()]
 
