@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from build_site import menu
 from support.processes import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -51,6 +52,15 @@ def test_the_index_has_every_page_and_readme_has_the_index() -> None:
     listed = {path for path, _ in links(DOCS / "README.md")}
     assert listed >= {page for page in PAGES if page != DOCS / "README.md"}
     assert DOCS / "README.md" in {path for path, _ in links(REPOSITORY / "README.md")}
+
+
+def test_the_menu_of_the_site_has_every_page_of_the_index() -> None:
+    found = menu((DOCS / "README.md").read_text())
+    listed = {REPOSITORY / name for name in re.findall(r"- (\S+\.md)$", found, re.MULTILINE)}
+    assert listed >= set(PAGES) - {DOCS / "README.md"}
+    assert [line.strip() for line in found.splitlines() if line.endswith(":")] == [
+        "- To begin:", "- To use it well:", "- To know it exactly:", "- Measurements:",
+    ]  # fmt: skip
 
 
 def test_every_picture_is_on_a_page() -> None:
