@@ -62,7 +62,7 @@ class LinkFit(NamedTuple):
     """One per telling message; of a link whose bandwidth is not known, with the time the bytes take."""
     seconds_per_byte: float
     identified: bool
-    """Whether this iteration told `seconds_per_byte`; otherwise it is the known one, or 0."""
+    """Set if `seconds_per_byte` is from this iteration; otherwise it is the known one, or 0."""
 
 
 def fit_link(messages: Messages, known_seconds_per_byte: float | None) -> LinkFit:

@@ -52,7 +52,7 @@ class Series:
         self._healthy_window = self.window
         """Values at the latest healthy level, to which a recovery comes back."""
         self.settled = False
-        """Whether there is a level to compare with."""
+        """Set once there is a level to compare with."""
         self._baseline: Level | None = None
         """What was healthy, while the present level is slow."""
         self._lowest: Level | None = None

@@ -24,7 +24,7 @@ class ChangeSettings:
     sigmas: float = 4.0
     """Smallest shift that counts, in standard deviations of an iteration's median."""
     single_iteration: bool
-    """Whether overwhelming evidence of one iteration is enough."""
+    """Lets overwhelming evidence of one iteration be enough."""
     replica_factor: float
     """Slower than the same position of the other pipelines by more than this, from the start on, is slow."""
     peer_factor: float

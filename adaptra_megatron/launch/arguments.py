@@ -59,10 +59,10 @@ class LaunchSettings:
     config: LaunchConfig
     """torchrun's, of the same flags: run id, role, ranks of this host, logs."""
     name: str
-    """Of the script or program, as given."""
+    """Name of the script or program, as given."""
     command: str
     arguments: tuple[str, ...]
-    """Of the command; `${local_rank}` in them is replaced."""
+    """Arguments of the command; `${local_rank}` in them is replaced."""
 
     @property
     def shutdown_timeout_s(self) -> float:

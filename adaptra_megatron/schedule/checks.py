@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a schedule can run: complete, ordered, within the cap, free of deadlock."""
+"""Checks that a schedule can run: complete, ordered, within the cap, free of deadlock."""
 
 from __future__ import annotations
 

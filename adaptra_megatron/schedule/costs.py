@@ -35,7 +35,7 @@ class LinkCost(NamedTuple):
     occupancy_s: float = 0.0
     """Seconds one message keeps the link busy (message bytes / bandwidth); the next one waits."""
     rendezvous: bool = False
-    """Whether a message starts only once its receive has been posted, and keeps the link busy until it has arrived, as
+    """Set if a message starts only once its receive has been posted, and keeps the link busy until it has arrived, as
     one of NCCL that is larger than its buffers: then latencies do not overlap. See `simulator`."""
 
     @property

@@ -52,6 +52,6 @@ class HostSettings:
     handshake_s: float = 5.0
     """Longest time for a connection and the proof of each side."""
     outlives_ranks: bool = False
-    """Whether a rank that is gone ends its own links alone, for others go on without it."""
+    """Lets a rank that is gone end its own links alone, since others go on without it."""
     stall_s: float = 30.0
     """Longest pause in the middle of a frame before its connection is given up."""

@@ -31,7 +31,7 @@ class Finding:
     remedy: str = ""
     """One line; empty where nothing is to be done."""
     fatal: bool = False
-    """Whether --adaptra cannot work at all before this is remedied."""
+    """Set if --adaptra cannot work at all before this is remedied."""
     details: Mapping[str, object] = field(default_factory=dict)
     """The same for programs: numbers and names that JSON can carry."""
 

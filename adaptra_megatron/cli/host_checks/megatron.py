@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the installed Megatron is the one that the patches are written for, and what --adaptra refuses in it."""
+"""Checks that the patches are written for the installed Megatron, and names what --adaptra refuses in it."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Setting:
     period_s: float
     """What the slowest stage computes per micro-batch: a link that is busy for longer holds all stages up."""
     device_blocks: bool = False
-    """Whether messages of the device path stand in front of computation in the device's queues: then a slow message
+    """Set if messages of the device path stand in front of computation in the device's queues: then a slow message
     keeps more than its link busy."""
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a neighbour's messages keep coming at the same moments, iteration by iteration. No clock, no torch.
+"""Judges if a neighbour's messages keep coming at the same moments, iteration by iteration. No clock, no torch.
 
 A plan is best while they do: it was searched for, while a stage that decides as messages come sees one action ahead.
 What is compared are the gaps between messages, which neither a late start nor one late message shifts for long.

@@ -42,7 +42,7 @@ class IterationReport:
     received_nbytes: int
     """The size of the largest activation that came from another stage; 0 if there is none."""
     over: Callable[[], bool]
-    """Whether all of it has happened; never waits."""
+    """Returns True once all of it has happened; never waits."""
     resolve: Callable[[], list[ActionRecord]]
     """To be called once: see `records`."""
 

@@ -23,7 +23,7 @@ class FirstIterations:
     def __init__(self, synchronize: Callable[[], None] | None) -> None:
         """`synchronize`: waits for the device; None: there is none, and no iteration is cold."""
         self.cold = False
-        """Whether the iteration under way is one."""
+        """Set while the iteration under way is one."""
         self._synchronize = synchronize
         self._seen: set[tuple[bool, tuple[int, ...] | None, int]] = set()
 

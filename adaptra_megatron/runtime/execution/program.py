@@ -25,7 +25,7 @@ class Step:
     """How many of the program's receives are posted before it is launched, and before its message is sent."""
     receives_before_send: int
     completes_chunk: bool
-    """Whether it computes the last gradient of its chunk in this iteration."""
+    """Set if it computes the last gradient of its chunk in this iteration."""
 
 
 @dataclass(frozen=True)

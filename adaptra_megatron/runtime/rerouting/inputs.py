@@ -51,7 +51,7 @@ class RoutableInputs:
         self._layout, self._control, self._timeout_s = layout, control, timeout_s
         replica = layout.cell.replica
         self._all_feeds: dict[bool, list[MicroBatchFeed | None]] = {}
-        """Of training (False), and of the latest evaluation's iterators (True)."""
+        """Entries for training (False), and for the latest evaluation's iterators (True)."""
         self._feeds = self._feeds_of(call)
         self._random: MicroBatchRandom | None = None
         if any(draw.is_on(call.config) for draw in DRAWS):

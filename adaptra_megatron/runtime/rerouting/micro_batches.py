@@ -42,7 +42,7 @@ class MicroBatchFeed(Iterator[Any]):
         self._read: list[Any] = []
         """What `own` has yielded in this iteration."""
         self._reads = False
-        """Whether this stage has ever asked for one: stages in the middle do not."""
+        """Set once this stage has asked for one: stages in the middle do not."""
         self._home = Home(replica, 0)
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a routed schedule can run: complete, in order, within the caps, free of deadlock."""
+"""Checks that a routed schedule can run: complete, in order, within the caps, free of deadlock."""
 
 from __future__ import annotations
 

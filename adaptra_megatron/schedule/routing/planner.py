@@ -40,7 +40,7 @@ class RoutedPlan:
     present_s: float | None
     """Period of the present routing, planned as the others at first; None where that has a dead cell."""
     kept: bool
-    """Whether the routing is the present one, since no other saves enough."""
+    """Set if the routing is the present one, since no other saves enough."""
 
     @property
     def schedule(self) -> RoutedSchedule:

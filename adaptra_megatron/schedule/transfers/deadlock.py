@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the stages' orders wait on each other for ever, and who waits for whom."""
+"""Finds orders of stages that wait on each other for ever, and says which waits for which."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Open:
     transport: str
     """shm, tcp, or verbs, which falls to tcp for good if no session over verbs begins."""
     connects: bool
-    """Whether this side connects (to `address`) or waits for the peer to."""
+    """Set if this side connects (to `address`); otherwise it waits for the peer to."""
     address: list[str | int]
     """shm: name of the abstract unix socket. tcp, verbs: host and port."""
     source: str

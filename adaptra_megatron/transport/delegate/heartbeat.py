@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the delegate still answers: a process that is stopped or hangs keeps its sockets open and says nothing.
+"""Watches that the delegate answers: a process that is stopped or hangs keeps its sockets open and says nothing.
 
 Silence is counted only while the asking process itself ran: one that was stopped, or kept from running by a busy
 machine or a long garbage collection, comes back late for its own tick, and that tick proves nothing about others.

@@ -43,7 +43,7 @@ class LinkGroup(Protocol):
 
     ends: PairEnds
     tagged: bool
-    """Whether messages are matched by tags: then none is held up by one that was asked for before it."""
+    """Set if messages are matched by tags: then none is held up by one that was asked for before it."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory to receive into, which nothing else uses."""

@@ -35,7 +35,7 @@ class DeviceWork:
     """With or without a header."""
     receives: list[DeviceReceive[TensorSpecification]] = field(default_factory=list)
     begin: list[tuple[bool, int]] = field(default_factory=list)
-    """Whether as the sender, and the session."""
+    """Flag of the sending side, and the session."""
     end: list[tuple[bool, int]] = field(default_factory=list)
 
     def __bool__(self) -> bool:

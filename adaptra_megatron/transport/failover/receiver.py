@@ -123,7 +123,7 @@ class Receiver(Generic[Specification]):
         self.died: str | None = None
         """Cause of death of the last session that had let its probes through."""
         self.was_healthy = False
-        """Whether the session that ended last had carried messages."""
+        """Set if the session that ended last had carried messages."""
         self._settings = settings
         self._transfers = TransferTimes(settings)
         self._asked: dict[int, tuple[MessageKey, Specification]] = {}

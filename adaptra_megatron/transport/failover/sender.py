@@ -110,7 +110,7 @@ class _Session(Generic[Payload]):
     since_s: float
     phase: Phase = Phase.PROPOSED
     carried: bool = False
-    """Whether messages took it when it failed."""
+    """Set if messages took it when it failed."""
     proven_s: float = math.inf
     """When all probes had arrived."""
     probed: int = 0
@@ -126,7 +126,7 @@ class _Session(Generic[Payload]):
     probe_nbytes: int = PROBE_NBYTES
     """The size of the probe that was sent last."""
     awaited: bool = False
-    """Whether it does by now."""
+    """Set once the receiver expects that burst."""
 
 
 class Sender(Generic[Payload]):
@@ -153,7 +153,7 @@ class Sender(Generic[Payload]):
         self.died: str | None = None
         """Cause of death of the last healthy session."""
         self.was_healthy = False
-        """Whether the session that failed last had been."""
+        """Set if the session that failed last had been."""
         self._settings, self._nbytes_of, self._is_computed = settings, nbytes_of, is_computed
         self._transfers = TransferTimes(settings)
         self._preferred = settings.preferred

@@ -75,7 +75,7 @@ class _UnderWay(NamedTuple):
     part: tuple[Ring, int, int] | None
     """The slots that it reads, and first of all their ring; None for a whole message."""
     last: bool
-    """Whether the message is complete with it: what takes that looks at the event."""
+    """Set if the message is complete with it: what takes that looks at the event."""
 
 
 class IncomingCopies:

@@ -23,7 +23,7 @@ class LinkHealth:
         where the line goes, and breaks with it.
         """
         self.over = False
-        """Whether a rank is gone for good, or the link was ended: no path brings anything any more."""
+        """Set if a rank is gone for good, or the link was ended: no path brings anything any more."""
         self._ends, self._grace_s = ends, grace_s
         self._one_network = one_network
         self._down_since_s: float | None = now_s

@@ -22,9 +22,9 @@ class Outgoing:
     payload: Payload
     posted_s: float
     written: bool = False
-    """Whether it is in the ring of the present session, wholly or in part."""
+    """Set while it is in the ring of the present session, wholly or in part."""
     elsewhere: bool = False
-    """Whether it was also sent by another path: the receiver does not wait for this one any more."""
+    """Set if it was also sent by another path: the receiver does not wait for this one any more."""
     probe: bool = False
     """Without a key: whether it is only there to be measured."""
 

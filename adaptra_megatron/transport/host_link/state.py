@@ -48,16 +48,16 @@ class HostLinkState:
         self.health = LinkHealth(ends, grace_s, time.monotonic(), one_network=one_network, opens_s=opens_s)
         self.closing = False
         self.heard_bye = False
-        """Whether the peer has said that it closes its end; what it had sent before may still have to be read."""
+        """Set once the peer has said that it closes its end; what it had sent before may still have to be read."""
         self.read_out = False
-        """Whether the reader has come to the end of the latest session that it has begun."""
+        """Set once the reader has come to the end of the latest session that it has begun."""
         self.spoilt_in_a_row = 0
         """Sessions that bad data ended since the latest message arrived."""
         self._ended_by: str | None = None
         """Why a session ended, until the log says it."""
         self._ends = SparingLog(logger)
         self._may_end = False
-        """Whether there is a session whose end has not been told yet."""
+        """Set while there is a session whose end has not been reported."""
         self.waiting: int | None = None
         """The thread that waits for messages, or for their being sent."""
 

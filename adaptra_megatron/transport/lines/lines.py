@@ -107,7 +107,7 @@ class _Line:
         self.runs = True
         self.reachable = True
         self.over = False
-        """Whether the peer has said good-bye, or is gone."""
+        """Set once the peer has said good-bye, or is gone."""
         self.told_lost = False
         self.parting: Bye | None = None
         """All that is still to be said, once the line is up."""

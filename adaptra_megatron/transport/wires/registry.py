@@ -19,7 +19,7 @@ class WireRequest(NamedTuple):
     rings: Sequence[Ring]
     """The training process's: the outbound one, and the inbound one unless the peer's is shared."""
     connects: bool
-    """Whether this end has made the connections."""
+    """Set if this end has made the connections."""
     devices: list[str]
     """RDMA devices to use; none for all with a link."""
     handshake_s: float
@@ -37,11 +37,11 @@ class WireKind:
     lanes: int | None = None
     """Connections of a session; None: as many as are asked for."""
     shares_rings: bool = False
-    """Whether each training process reads the other's outbound ring."""
+    """Set if each training process reads the other's outbound ring."""
     slot_nbytes: int = 0
     """Least size of a ring's slot."""
     one_network: bool = True
-    """Whether it goes where the connections between training processes go, and breaks with these."""
+    """Set if it goes where the connections between training processes go, and breaks with these."""
     falls_back_to: str | None = None
     """Wire of the next session, once several in a row have not begun."""
 
