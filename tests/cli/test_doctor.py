@@ -271,11 +271,22 @@ class TestSoftware:
             software.metadata, "version", lambda name: "0.17.0" if name == "megatron-core" else real(name)
         )
         monkeypatch.setattr(
-            software.metadata, "requires", lambda name: ["megatron-core<0.17,>=0.16.1", "x; extra=='y'"]
+            software.metadata,
+            "requires",
+            lambda name: ["megatron-core<0.17,>=0.16.1; extra == 'megatron'", "x; extra=='y'"],
         )
         found = one(software.check_versions(host.roots, importer()), "megatron-core")
         assert (found.level, found.fatal) == (Level.PROBLEM, True)
         assert found.text == "0.17.0 is installed, <0.17,>=0.16.1 is needed"
+
+    def test_a_checkout_on_the_path_counts_and_not_what_is_installed(self, host: MadeUpHost) -> None:
+        def import_module(name: str) -> Any:
+            checkout = SimpleNamespace(__version__="0.13.0")
+            return checkout if name == "megatron.core" else software.import_quietly(name)
+
+        found = one(software.check_versions(host.roots, import_module), "megatron-core")
+        assert (found.level, found.fatal) == (Level.PROBLEM, True)
+        assert found.text.startswith("0.13.0 is installed, ")
 
     def test_a_driver_that_torch_does_not_use(self, host: MadeUpHost, monkeypatch: pytest.MonkeyPatch) -> None:
         import torch

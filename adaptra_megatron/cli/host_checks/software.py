@@ -70,12 +70,12 @@ def check_native_modules(import_module: Import = import_quietly) -> list[Finding
 
 
 def _requirements() -> list[tuple[str, str]]:
-    """Names and specifiers of what this package cannot do without, from its own metadata."""
+    """Names and specifiers of what training needs, from this package's metadata: its extra `megatron` is part of it."""
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # run from its source tree
         lines = ["torch", "megatron-core", "numpy", "packaging"]
-    needed = [line for line in lines if ";" not in line]
+    needed = [text for text, _, extra in (line.partition(";") for line in lines) if not extra or "megatron" in extra]
     return [(found[0], found[1]) for line in needed if (found := re.findall(r"^([\w.-]+)\s*(.*)$", line)[0])]
 
 
@@ -83,11 +83,13 @@ def _requirement(name: str, specifier: str, import_module: Import) -> Finding:
     """Installed, in the right version, and importable: a library built for another machine fails only then."""
     remedy = f"pip install '{name}{specifier}'"
     try:
-        import_module(_IMPORTED.get(name, name))
-        version = metadata.version(name)
+        module = import_module(_IMPORTED.get(name, name))
+        # A checkout on PYTHONPATH hides what is installed.
+        imported = getattr(module, "__version__", None) if name in _IMPORTED else None
+        version = imported or metadata.version(name)
         fits = _fits(version, specifier)
     except metadata.PackageNotFoundError:
-        version, fits = "unknown", True  # on PYTHONPATH: it can be imported, its version is unknown
+        version, fits = "unknown", True  # on PYTHONPATH, and it does not say
     except Exception as cause:
         text = f"cannot be imported: {_first_line(cause)}"
         return Finding(subject=name, level=Level.PROBLEM, text=text, remedy=remedy, fatal=True)
