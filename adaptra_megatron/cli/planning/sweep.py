@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -45,7 +46,7 @@ class Point:
     lower_bound_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sweep:
     """Time of each schedule at each value of one axis, or each pair of values of two."""
 
@@ -65,6 +66,16 @@ class Sweep:
         for name in self.over_cap:
             print(f"warning: {name} holds more activations than a cap allows: it would not fit")
 
+    def __repr__(self) -> str:
+        return f"<sweep over {' and '.join(axis.name for axis in self.axes)}: {len(self.points)} points>"
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        headings, rows = self._columns() if len(self.axes) > 1 else self._rows()
+        lines = [("th", headings), *(("td", row) for row in rows)]
+        cells = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line) for tag, line in lines)
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
     def document(self) -> dict[str, Any]:
         """For JSON."""
         rows, *columns = self.axes
@@ -83,26 +94,35 @@ class Sweep:
     def _print_rows(self) -> None:
         (axis,) = self.axes
         print("seconds of one iteration")
-        rows = [
-            (label, *(_shown(point.makespan_s[name]) for name in self.names), _shown(point.lower_bound_s))
-            for label, point in zip(axis.labels, self.points, strict=True)
-        ]
-        print_table((axis.heading, *self.names, "lower bound"), rows)
+        print_table(*self._rows())
         if axis.name == "link":
             last = self.names[-2 if "online" in self.names else -1]
             worst = max(zip(axis.labels, self.points, strict=True), key=lambda pair: pair[1].makespan_s[last] or 0.0)
             print(f"  the link that matters most: {worst[0]}")
 
+    def _rows(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Headings and cells over one axis."""
+        (axis,) = self.axes
+        rows = [
+            (label, *(_shown(point.makespan_s[name]) for name in self.names), _shown(point.lower_bound_s))
+            for label, point in zip(axis.labels, self.points, strict=True)
+        ]
+        return (axis.heading, *self.names, "lower bound"), rows
+
     def _print_columns(self) -> None:
+        print(f"seconds of one iteration, {self.names[0]}; columns: {self.axes[1].heading}")
+        print_table(*self._columns())
+
+    def _columns(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """The same over two, of one schedule."""
         rows, columns = self.axes
         (name,) = self.names
-        print(f"seconds of one iteration, {name}; columns: {columns.heading}")
         width = len(columns.labels)
         table = [
             (label, *(_shown(point.makespan_s[name]) for point in self.points[width * index : width * (index + 1)]))
             for index, label in enumerate(rows.labels)
         ]
-        print_table((rows.heading, *columns.labels), table)
+        return (rows.heading, *columns.labels), table
 
 
 def sweep(

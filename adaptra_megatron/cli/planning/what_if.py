@@ -215,13 +215,13 @@ def add_what_if_options(parser: argparse.ArgumentParser) -> None:
         dest="changes",
         action="append",
         default=[],
-        type=argument_type(_slow_link),
+        type=argument_type(slow_link),
         metavar="A-B:latency=VALUE,occupancy=VALUE,bandwidth=VALUE[@REPLICAS]",
         help="change costs of the link between two stages, both ways (AtoB: one way); costs that are not named stay",
     )
     group.add_argument(
         "--each-link",
-        type=argument_type(_link_values),
+        type=argument_type(link_values),
         metavar="latency=VALUE,occupancy=VALUE,bandwidth=VALUE",
         help="the same of each link in turn: which one matters most",
     )
@@ -230,7 +230,7 @@ def add_what_if_options(parser: argparse.ArgumentParser) -> None:
         dest="changes",
         action="append",
         default=[],
-        type=argument_type(_slow_stage),
+        type=argument_type(slow_stage),
         metavar="STAGE:FACTOR[@REPLICAS]",
         help="multiply the times of all actions of a stage by FACTOR",
     )
@@ -253,16 +253,18 @@ def _at(value: Value, name: str, at: At) -> float:
     return at[name] if isinstance(value, Range) else value
 
 
-def _slow_link(text: str) -> SlowLink:
+def slow_link(text: str) -> SlowLink:
+    """The value of `--slow-link`. Raises ValueError, as the following."""
     found = re.fullmatch(r"(\d{1,9})(-|to)(\d{1,9}):([^@]+)(?:@(.+))?", text)
     if found is None:
         raise ValueError("is not like 3-4:latency=60ms, or 3to4:occupancy=5ms@0,8-15 for one way in some replicas")
     source, target = int(found[1]), int(found[3])
     links = ((source, target),) if found[2] == "to" else ((source, target), (target, source))
-    return SlowLink(links, _link_values(found[4]), _replicas(found[5]))
+    return SlowLink(links, link_values(found[4]), _replicas(found[5]))
 
 
-def _link_values(text: str) -> dict[str, Value]:
+def link_values(text: str) -> dict[str, Value]:
+    """The value of `--each-link`."""
     units = {"latency": SECONDS, "occupancy": SECONDS, "bandwidth": PER_SECOND}
     values: dict[str, Value] = {}
     for part in text.split(","):
@@ -275,7 +277,8 @@ def _link_values(text: str) -> dict[str, Value]:
     return values
 
 
-def _slow_stage(text: str) -> SlowStage:
+def slow_stage(text: str) -> SlowStage:
+    """The value of `--slow-stage`."""
     found = re.fullmatch(r"(\d{1,9}):([^@]+)(?:@(.+))?", text)
     if found is None:
         raise ValueError("is not like 5:1.3, or 5:1.3@0,8-15 for some replicas")
