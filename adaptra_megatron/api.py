@@ -17,7 +17,7 @@ from adaptra_megatron.cli.planning.inputs import InputError, fixed_schedule, pla
 from adaptra_megatron.cli.planning.sweep import STOCK, Sweep, stock_of
 from adaptra_megatron.cli.planning.sweep import sweep as sweep_over
 from adaptra_megatron.cli.planning.values import Value, whole_value
-from adaptra_megatron.cli.planning.what_if import WhatIf, link_values, slow_link, slow_stage
+from adaptra_megatron.cli.planning.what_if import Change, WhatIf, link_values, slow_link, slow_stage
 from adaptra_megatron.schedule import simulator
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import LowerBound
@@ -172,7 +172,7 @@ def what_if(
 
     Raises ValueError for what is spelt otherwise.
     """
-    changes = [*map(_parse_link, _strings(slow_link)), *map(_parse_stage, _strings(slow_stage))]
+    changes: list[Change] = [*map(_parse_link, _strings(slow_link)), *map(_parse_stage, _strings(slow_stage))]
     return WhatIf(
         changes=tuple(changes),
         replicas=replicas,
