@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status: its own, or 0; 2 with one line on stderr for bad input.
 
     With `--json` that line is a JSON object on stdout, {"error": ...}. Without a command: its help, and 0. 1 if stdout
-    was closed.
+    was closed. Raises SystemExit for arguments that cannot be parsed, as argparse does.
     """
     parser: argparse.ArgumentParser = _Parser(
         prog="adaptra",
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except _UsageError as error:
-        return _refuse(str(error), as_json="--json" in given)
+        raise SystemExit(_refuse(str(error), as_json="--json" in given)) from error
     except (InputError, CostError, ScheduleError) as error:
         return _refuse(f"{parser.prog}: {error}", as_json="--json" in given)
     return exit_status or 0

@@ -48,7 +48,11 @@ def costs(tmp_path: Path) -> str:
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict[str, Any]:
-    assert main([*arguments, "--json"]) == status
+    try:
+        ended: object = main([*arguments, "--json"])
+    except SystemExit as stopped:
+        ended = stopped.code
+    assert ended == status
     captured = capsys.readouterr()
     assert captured.err == ""
     found = json.loads(captured.out)
