@@ -25,7 +25,7 @@ FLOORS = (
     {"runtime"},
     {"patches"},
     {"bootstrap", "enabling", "auto", "emulation"},
-    {"cli", "__main__"},
+    {"cli", "api", "__main__"},
 )
 """From the ground up: what is on a floor imports from its own and from those below."""
 MEGATRON = {"patches", f"{PACKAGE}.runtime.megatron", f"{PACKAGE}.emulation"}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -17,11 +18,15 @@ from adaptra_megatron.schedule.costs import CostError
 from adaptra_megatron.schedule.errors import ScheduleError
 
 
+class _UsageError(Exception):
+    """Arguments that cannot be parsed."""
+
+
 class _Parser(argparse.ArgumentParser):
     """argparse prints its usage in front of an error; one line is what scripts can show."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        raise _UsageError(f"{self.prog}: {message} (see {self.prog} --help)")
 
 
 class _PrintCompletion(argparse.Action):
@@ -41,7 +46,8 @@ class _PrintCompletion(argparse.Action):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status: its own, or 0; 2 with one line on stderr for bad input.
 
-    1 if stdout was closed.
+    With `--json` that line is a JSON object on stdout, {"error": ...}. Without a command: its help, and 0. 1 if stdout
+    was closed. Raises SystemExit for arguments that cannot be parsed, as argparse does.
     """
     parser: argparse.ArgumentParser = _Parser(
         prog="adaptra",
@@ -54,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=("bash", "zsh", "tcsh"),
         help="print a script that completes this command line, for the shell's start-up file",
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     plan.add_command(commands)
     simulate.add_command(commands)
     simulate_sync.add_command(commands)
@@ -65,16 +71,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.add_command(commands)
     trace.add_command(commands)
     status.add_command(commands)
-    options = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        options = parser.parse_args(given)
+        if "run" not in options:
+            parser.print_help()
+            return 0
         exit_status: int | None = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader, such as `head`, has seen enough; without this Python complains once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except _UsageError as error:
+        raise SystemExit(_refuse(str(error), as_json="--json" in given)) from error
     except (InputError, CostError, ScheduleError) as error:
-        message = " ".join(str(error).split())
-        print(f"{parser.prog}: {message}", file=sys.stderr)
-        return 2
+        return _refuse(f"{parser.prog}: {error}", as_json="--json" in given)
     return exit_status or 0
+
+
+def _refuse(message: str, *, as_json: bool) -> int:
+    line = " ".join(message.split())
+    if as_json:
+        print(json.dumps({"error": line.partition(": ")[2]}))
+    else:
+        print(line, file=sys.stderr)
+    return 2

@@ -50,7 +50,7 @@ class Action(NamedTuple):
 Order = tuple[Action, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Schedule:
     """One ordered tuple of actions per stage. Nothing is checked here: `checks.check_schedule` does that."""
 
@@ -64,6 +64,9 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.custom_placement is not None and self.custom_placement == interleaved(self.stages, self.chunks):
             object.__setattr__(self, "custom_placement", None)
+
+    def __repr__(self) -> str:
+        return f"<Schedule: {self.stages} stages x {self.chunks} chunks, {self.micro_batches} micro-batches>"
 
     @property
     def placement(self) -> Placement:

@@ -47,13 +47,15 @@ def repeated(schedule: Schedule, times: int) -> Schedule:
     )
 
 
-def plan_for_period(costs: Costs, *, deadline_s: float | None = None, split: bool = True) -> Plan:
+def plan_for_period(
+    costs: Costs, *, deadline_s: float | None = None, patience_s: float | None = None, split: bool = True
+) -> Plan:
     """The schedule of the least period known: that of `plan`, what dispatching online leads to, or ZB-H2 where the caps
     have room for it; among equals the one that holds the fewest activations.
 
     Of the result `makespan_s` is the period, and the bound is of periods. Arguments and errors are those of `plan`.
     """
-    best = plan(costs, deadline_s=deadline_s, split=split)
+    best = plan(costs, deadline_s=deadline_s, patience_s=patience_s, split=split)
     known = [best.schedule]
     if split and not costs.shared_queue:
         known.append(simulate_online(costs).schedule)

@@ -30,6 +30,12 @@ _LATENCY_STRETCHES = (1.1, 1.2, 1.3, 1.0)
 _NOISE = 0.06
 """Relative change of compute times once the stretches alone have been tried."""
 _NO_GAP = 1e-9
+ENOUGH = 0.01
+"""Gap to the bound up to which no time is spent beyond the deadline."""
+PATIENCE_S = 0.1
+"""Default of `plan`, where no deadline is given: what a search may take in all while its gap is larger."""
+_MOST_FURTHER = 48
+"""Searches of slightly different costs beyond the deadline: small pipelines would have hundreds."""
 
 
 class PlanError(CostError):
@@ -60,6 +66,7 @@ def plan(
     costs: Costs,
     *,
     deadline_s: float | None = None,
+    patience_s: float | None = None,
     split: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Plan:
@@ -67,7 +74,9 @@ def plan(
 
     Deterministic: the work is limited by a number of simulated actions, never by a clock. `deadline_s` sets that
     number to `deadline_s * ACTIONS_PER_SECOND`; at least one schedule is always made. What a first search leaves of it
-    is spent on the schedules of slightly different costs; `progress` gets how many of these searches are over. Where
+    is spent on the schedules of slightly different costs; `progress` gets how many of these searches are over. While
+    the plan is more than `ENOUGH` above its bound, shorter searches that begin with it follow until `patience_s` are
+    spent in all (counted alike; None: `PATIENCE_S` where there is no deadline, else nothing beyond that). Where
     whole backwards take less than split ones, or hold less, stages are found that had better not split theirs. With
     `split` False each backward is whole, for models whose backward cannot be split. In a shared queue a plan is never
     slower than stock's order, where that fits the caps; with a V placement, never slower than an order of `v_shaped`
@@ -78,14 +87,14 @@ def plan(
     except CostError as error:
         raise PlanError(f"no schedule fits the cap: {error}") from error
     one_search = _one_search(costs, split)
-    if deadline_s is None:
-        budget = one_search
-    else:
-        if not 0.0 <= deadline_s < math.inf:
-            raise CostError(f"deadline_s must be seconds >= 0, got {deadline_s!r}")
-        budget = int(deadline_s * ACTIONS_PER_SECOND)
+    budget = one_search if deadline_s is None else _actions("deadline_s", deadline_s)
+    if patience_s is None:
+        patience_s = PATIENCE_S if deadline_s is None else 0.0
     first_search = min(budget, max(one_search, budget // 3))
-    searches = (budget - first_search) // one_search
+    due = (budget - first_search) // one_search
+    left = _actions("patience_s", patience_s) - first_search - due * one_search
+    short_search = one_search // 2
+    searches = due + max(0, min(_MOST_FURTHER, left // short_search))
     tell = progress or (lambda doing, done, total: None)
     tell("planning", 0, 1 + searches)
     known = v_orders(costs.micro_batches, costs.placement)
@@ -100,11 +109,14 @@ def plan(
         peak_in_flight=(),
     )
     for number in range(searches):
-        if best.gap <= _NO_GAP:
+        if best.gap <= (_NO_GAP if number < due else ENOUGH):
             break
         tell("planning", 1 + number, 1 + searches)
         nearby = problem_from_costs(nearby_costs(costs, number))
-        orders = _native.plan(nearby, split, one_search, codes)["orders"]
+        if number < due:
+            orders = _native.plan(nearby, split, one_search, codes)["orders"]
+        else:
+            orders = _native.plan(nearby, split, short_search, [*codes, encode_schedule(best.schedule)])["orders"]
         best = _faster(best, decode_orders(orders, costs), costs)
     # As they are: the search splits all backwards of a stage or none.
     for schedule in known if split else ():
@@ -112,6 +124,13 @@ def plan(
             best = _faster(best, schedule, costs)
     peaks = peak_in_flight(best.schedule, costs.released_at_backward_input)
     return dataclasses.replace(best, peak_in_flight=peaks)
+
+
+def _actions(name: str, seconds: float) -> int:
+    """Simulated actions that `seconds` are converted to."""
+    if not 0.0 <= seconds < math.inf:
+        raise CostError(f"{name} must be seconds >= 0, got {seconds!r}")
+    return int(seconds * ACTIONS_PER_SECOND)
 
 
 def _one_search(costs: Costs, split: bool) -> int:

@@ -34,7 +34,7 @@ class SimulationError(ScheduleError):
     """A schedule that cannot be simulated: it does not fit the costs, or its orders wait on each other for ever."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Simulation:
     """What one iteration does. `start_s[stage][k]` and `end_s[stage][k]` are seconds of `schedule.orders[stage][k]`."""
 
@@ -45,6 +45,9 @@ class Simulation:
     end_s: Times
     peak_in_flight: tuple[float, ...]
     """Most activations each stage holds at once."""
+
+    def __repr__(self) -> str:
+        return f"<Simulation: {self.makespan_s:.6g} s of {self.schedule!r}>"
 
     @property
     def bubble_fraction(self) -> tuple[float, ...]:

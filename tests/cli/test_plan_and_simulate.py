@@ -68,12 +68,18 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
+def figures_of(result: dict[str, Any]) -> dict[str, Any]:
+    """Those of the schedule itself."""
+    return {key: value for key, value in result.items() if key not in ("planning_s", "comparison")}
+
+
 @pytest.mark.parametrize("document", [DOCUMENT, TWO_CHUNKS], ids=["one-chunk", "two-chunks"])
 def test_plan_prints_a_schedule_that_takes_what_it_says(
     document: dict[str, Any], write: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = json.loads(printed(capsys, "plan", write(document), "--json"))
-    assert set(result) == {"makespan_s", "lower_bound_s", "gap", "peak_in_flight", "planning_s", "schedule_csv"}
+    figures = {"makespan_s", "lower_bound_s", "gap", "peak_in_flight", "planning_s", "schedule_csv", "comparison"}
+    assert set(result) == figures
     costs = costs_from_json(document)
     schedule = schedule_from_csv(result["schedule_csv"], chunks=costs.chunks)
     check_schedule(schedule, max_in_flight=costs.max_in_flight, released_at_backward_input=0.5)
@@ -118,6 +124,9 @@ def test_simulate_times_classic_schedules_even_over_the_cap(
     result = json.loads(printed(capsys, "simulate", write(document), "--schedule", name, "--json"))
     costs = costs_from_json(document).placed(schedule.placement)
     simulation = simulate(schedule, costs)
+    compared = {row["name"]: row["makespan_s"] for row in result.pop("comparison")}
+    assert compared[name] == simulation.makespan_s
+    assert compared["bound"] <= compared["planned"] * (1 + 1e-12)
     assert result == {
         "makespan_s": simulation.makespan_s,
         "lower_bound_s": lower_bound(costs).seconds,
@@ -138,7 +147,7 @@ def test_a_v_placement_is_planned_and_its_csv_is_simulated(
     file.write_text(plan["schedule_csv"])
     for given in (costs, write({**TWO_CHUNKS, "max_in_flight": 8})):  # costs of no placement take that of the file
         simulated = json.loads(printed(capsys, "simulate", given, "--schedule", str(file), "--json"))
-        assert simulated == {key: value for key, value in plan.items() if key != "planning_s"}
+        assert figures_of(simulated) == figures_of(plan)
     swept = json.loads(printed(capsys, "simulate", costs, "--slow-link", "0-1:latency=0..50ms/1", "--json"))
     assert swept
 
@@ -157,9 +166,9 @@ def test_simulate_times_planned_and_online(write: Any, capsys: pytest.CaptureFix
     costs = write(DOCUMENT)
     plan = json.loads(printed(capsys, "plan", costs, "--json"))
     planned = json.loads(printed(capsys, "simulate", costs, "--schedule", "planned", "--json"))
-    assert planned == {key: value for key, value in plan.items() if key != "planning_s"}
+    assert figures_of(planned) == figures_of(plan)
     online = json.loads(printed(capsys, "simulate", costs, "--schedule", "online", "--json"))
-    assert set(online) == {"makespan_s", "lower_bound_s", "gap", "peak_in_flight"}
+    assert set(figures_of(online)) == {"makespan_s", "lower_bound_s", "gap", "peak_in_flight"}
     assert online["makespan_s"] == simulate_online(costs_from_json(DOCUMENT)).makespan_s
 
 
@@ -184,7 +193,7 @@ def test_text_shows_the_figures_and_warns_of_a_passed_cap(
     assert "gpipe: 4 stages x 1 chunks, 12 micro-batches" in out
     assert f"makespan     {simulate(classic.gpipe(4, 12), costs_from_json(DOCUMENT)).makespan_s:.6g} s" in out
     assert ("┃" in out) == with_rich
-    assert "warning: stage 3 holds 12 activations, its cap is 6" in out
+    assert "warning: stages 0-3 hold up to 12 activations, their cap is 6" in out
     fits = printed(capsys, "plan", write(DOCUMENT))
     assert "planned in" in fits
     assert "warning" not in fits
@@ -215,7 +224,8 @@ def test_what_cannot_be_read_or_chosen_is_refused(
 ) -> None:
     costs, missing = write(DOCUMENT), str(tmp_path / "none.json")
     assert f"cannot read {missing}: No such file" in refused(capsys, "plan", missing)
-    assert f"cannot read {tmp_path}: Is a directory" in refused(capsys, "plan", str(tmp_path))
+    (empty := tmp_path / "empty").mkdir()
+    assert f"{empty} has no plan whose costs could be taken" in refused(capsys, "plan", str(empty))
     (tmp_path / "binary.json").write_bytes(b'{"\xff\xfe"}')
     assert "not UTF-8 text" in refused(capsys, "plan", str(tmp_path / "binary.json"))
     assert "unknown schedule 'fastest': take one of gpipe, 1f1b" in refused(
@@ -224,8 +234,7 @@ def test_what_cannot_be_read_or_chosen_is_refused(
     assert "cannot read none.csv" in refused(capsys, "simulate", costs, "--schedule", "none.csv")
     assert "cannot write" in refused(capsys, "plan", costs, "--csv", str(tmp_path))
     assert "'-1' is not a number of seconds above 0" in refused(capsys, "plan", costs, "--deadline-s=-1")
-    assert "required: --schedule" in refused(capsys, "simulate", costs)
-    assert "required: COMMAND" in refused(capsys)
+    assert "required: --schedule, one of gpipe, 1f1b" in refused(capsys, "simulate", costs)
     assert "interleaved runs 2 chunks or more per stage, not 1: take gpipe, 1f1b" in refused(
         capsys, "simulate", costs, "--schedule", "interleaved"
     )

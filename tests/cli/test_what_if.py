@@ -148,7 +148,7 @@ def test_options_change_the_costs(write: Any, capsys: pytest.CaptureFixture[str]
 
     both = {(1, 2): LinkCost(0.06, 0.001), (2, 1): LinkCost(0.06)}
     assert makespan_s("--slow-link", "1-2:latency=60ms") == expected_s(both)
-    assert makespan_s("--slow-link", "2-1:latency=0.06") == expected_s(both)
+    assert makespan_s("--slow-link", "2-1:latency=0.06s") == expected_s(both)
     assert makespan_s("--slow-link", "2to1:latency=60000us,occupancy=5ms") == expected_s(
         {(2, 1): LinkCost(0.06, 0.005)}
     )
@@ -209,6 +209,13 @@ def test_a_table_of_a_pipeline_that_stock_refuses(write: Any, capsys: pytest.Cap
         (["--slow-link", "3:latency=60ms"], "'3:latency=60ms' is not like 3-4:latency=60ms"),
         (["--slow-link", "1-2:delay=60ms"], "has 'delay=60ms' where one each of latency="),
         (["--slow-link", "1-2:latency=60m"], "has the unit 'm', known are s, ms, us"),
+        (["--slow-link", "1-2:latency=60"], "has '60' without a unit, known are s, ms, us"),
+        (["--slow-link", "1-2:latency=0..9ms/3:log"], "a range in even ratios, which cannot begin or end at 0"),
+        (["--max-in-flight", "1.5"], "has 1.5, which is no whole number of at least 1"),
+        (
+            ["--each-link", "latency=0..1ms", "--slow-stage", "1:1..2", "--micro-batches", "4..8"],
+            "4 ranges (link, factor of stage 1, latency of each link, micro-batches): a table is over two",
+        ),
         (["--slow-link", "1-2:latency=-1"], "has '-1', which is no number and no range"),
         (["--slow-link", "1-2:bandwidth=10"], "has '10' without a unit, known are B/s"),
         (["--slow-link", "1-2:bandwidth=1GB/s"], "a bandwidth needs the size of the messages: add message_bytes"),
@@ -220,7 +227,6 @@ def test_a_table_of_a_pipeline_that_stock_refuses(write: Any, capsys: pytest.Cap
         (["--slow-stage", "4:2"], "slow stage 4 is none of the stages 0..3"),
         (["--slow-stage", "1"], "'1' is not like 5:1.3"),
         (["--slow-stage", "1:0"], "factor of slow stage 1 must be a number above 0, got 0.0"),
-        (["--slow-stage", "1:1..2", "--slow-link", "1-2:latency=0..1ms"], "2 ranges (factor of stage 1, latency of"),
         (["--replicas", "0"], "replicas must be a whole number of at least 1, got 0"),
         (["--replicas", "many"], "invalid int value: 'many'"),
     ],

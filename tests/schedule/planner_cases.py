@@ -17,6 +17,35 @@ def roomy_case(number: int) -> Costs:
     return _case(rng, stages, micro_batches, (cap,) * stages)
 
 
+def capped_case(number: int) -> Costs:
+    """A cap of 1.0 to 2.0 activations per stage of the pipeline: 2..16 stages, 1..4 micro-batches per stage.
+
+    Stages are alike, or differ by up to a tenth: then no single one hides what links and the cap cost. One or two
+    links are slow both ways, by up to six forwards.
+    """
+    rng = random.Random(number)
+    stages = rng.randint(2, 16)
+    spread = rng.choice([0.0, 0.1])
+
+    def table(seconds: float) -> tuple[tuple[float, ...], ...]:
+        return tuple((seconds * (1.0 + rng.uniform(-spread, spread)),) for _ in range(stages))
+
+    forward_s, backward_input_s, backward_weight_s = 0.02, 0.02 * rng.uniform(0.9, 1.3), 0.02 * rng.uniform(0.5, 1.0)
+    slow = rng.sample(range(stages - 1), min(rng.randint(1, 2), stages - 1))
+    costs = {stage: LinkCost(rng.uniform(0.0, 0.12), rng.uniform(0.0, 0.01)) for stage in slow}
+    return Costs(
+        stages=stages,
+        chunks=1,
+        micro_batches=rng.randint(stages, 4 * stages),
+        forward_s=table(forward_s),
+        backward_input_s=table(backward_input_s),
+        backward_weight_s=table(backward_weight_s),
+        links={ends: cost for stage, cost in costs.items() for ends in ((stage, stage + 1), (stage + 1, stage))},
+        max_in_flight=(float(rng.randint(stages, 2 * stages)),) * stages,
+        released_at_backward_input=(rng.choice([0.0, 0.5]),) * stages,
+    )
+
+
 def tight_case(number: int) -> Costs:
     """Caps of 1.0 to 1.5 activations per stage of the pipeline, small enough for CP-SAT: 2..5 stages, up to 12
     micro-batches. Seconds are whole milliseconds, so that integer programming is exact."""

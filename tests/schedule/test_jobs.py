@@ -208,7 +208,7 @@ def test_another_plan_can_beat_the_one_for_the_slowest_of_everything() -> None:
     job = job_costs(base, replicas=len(overrides), overrides=overrides)
     found = plan_job(job)
     worst = simulate_job(plan(worst_costs(job.groups)).schedule, job).makespan_s
-    assert found.simulation.makespan_s < 0.99 * worst
+    assert found.simulation.makespan_s < 0.995 * worst
 
 
 def both_ways(link: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what the user names on the command line: costs, schedules, numbers."""
+"""Reads what the user names on the command line: schedules, numbers."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.checks import check_schedule
-from adaptra_megatron.schedule.costs import CostError, Costs
+from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.jobs.costs import JobCosts
-from adaptra_megatron.schedule.jobs.json_format import job_costs_from_json
 from adaptra_megatron.schedule.registry import SCHEDULES, make_schedule
 
 
@@ -24,18 +22,6 @@ class InputError(Exception):
 
 
 SCHEDULE_NAMES = (*SCHEDULES, "planned", "online")
-
-
-def read_job(path: Path) -> JobCosts:
-    """Costs from a JSON file. Raises InputError if it cannot be read, CostError if it says something impossible."""
-    try:
-        document = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from error
-    try:
-        return job_costs_from_json(document)
-    except CostError as error:
-        raise CostError(f"{path}: {error}") from error
 
 
 def fixed_schedule(name: str, costs: Costs) -> Schedule:
@@ -60,7 +46,7 @@ def read_schedule(path: Path, costs: Costs) -> Schedule:
 
     Raises InputError if the file cannot be read, ScheduleError if the schedule cannot run.
     """
-    text = _read_text(path)
+    text = read_text(path)
     try:
         schedule = schedule_from_csv(text, chunks=costs.chunks)
         if schedule.stages != costs.stages:
@@ -87,8 +73,8 @@ def seconds(text: str) -> float:
     return value
 
 
-def _read_text(path: Path) -> str:
-    """Text of a UTF-8 file; a byte order mark, which spreadsheets write, is no text."""
+def read_text(path: Path) -> str:
+    """Text of a UTF-8 file; a byte order mark, which spreadsheets write, is no text. Raises InputError."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:

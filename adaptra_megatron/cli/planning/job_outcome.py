@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import dataclass
 
+from adaptra_megatron.cli.planning.comparison import Comparison
 from adaptra_megatron.cli.planning.outcome import main_figures, print_cap_warnings
 from adaptra_megatron.cli.tables import print_table
 from adaptra_megatron.schedule.actions import Schedule
@@ -39,13 +39,16 @@ class JobOutcome:
         """Excess over the lower bound: 0.02 is 2%. Below 0 only if a cap is passed."""
         return self.lower_bound.gap_of(self.simulation.makespan_s)
 
-    def show(self, *, as_json: bool) -> None:
-        """Print it."""
-        (_print_json if as_json else _print_text)(self)
+    def document(self) -> dict[str, object]:
+        """For JSON: the keys of a single pipeline, and what is known of the replicas."""
+        return _document(self)
+
+    def print_text(self, comparison: Comparison, *, per_stage: bool) -> None:
+        """The figures in words, what they compare with, and one line for each of the slowest groups of replicas."""
+        _print_text(self, comparison, per_stage)
 
 
-def _print_json(outcome: JobOutcome) -> None:
-    """One JSON object on one line: the keys of a single pipeline, and what is known of the replicas."""
+def _document(outcome: JobOutcome) -> dict[str, object]:
     simulation, job = outcome.simulation, outcome.simulation.job
     fastest_s, median_s, slowest_s = _spread(simulation)
     document = main_figures(simulation, outcome.lower_bound)
@@ -68,11 +71,10 @@ def _print_json(outcome: JobOutcome) -> None:
     }
     if outcome.schedule is not None:
         document["schedule_csv"] = schedule_to_csv(outcome.schedule)
-    print(json.dumps(document, allow_nan=False))
+    return document
 
 
-def _print_text(outcome: JobOutcome) -> None:
-    """The figures in words, and one line for each of the slowest groups of replicas."""
+def _print_text(outcome: JobOutcome, comparison: Comparison, per_stage: bool) -> None:
     simulation, job, bound = outcome.simulation, outcome.simulation.job, outcome.lower_bound
     costs = job.base
     fastest_s, median_s, slowest_s = _spread(simulation)
@@ -91,6 +93,11 @@ def _print_text(outcome: JobOutcome) -> None:
         print(f"  planned in   {outcome.planning_s:.3g} s")
     if outcome.online_makespan_s is not None:
         print(f"  online       {outcome.online_makespan_s:.6g} s if each replica dispatches for itself")
+    comparison.print_text()
+    if per_stage:
+        caps = ("none" if cap is None else f"{cap:g}" for cap in costs.max_in_flight)
+        peaks = (f"{peak:g}" for peak in simulation.peak_in_flight)
+        print_table(("stage", "in flight", "cap"), list(zip(map(str, range(costs.stages)), peaks, caps, strict=True)))
     order = sorted(range(len(job.groups)), key=lambda index: -simulation.pipelines_s[index])
     rows = [
         (ranges(job.groups[index].replicas), f"{simulation.pipelines_s[index]:.6g} s") for index in order[:_MOST_ROWS]

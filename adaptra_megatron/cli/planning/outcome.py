@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from adaptra_megatron.cli.planning.comparison import Comparison
 from adaptra_megatron.cli.tables import print_table
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import LowerBound
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.schedule.jobs.costs import ranges
 from adaptra_megatron.schedule.jobs.simulation import JobSimulation
 from adaptra_megatron.schedule.simulator import Simulation
 
@@ -35,18 +36,44 @@ class Outcome:
         """Excess over the lower bound: 0.02 is 2%. Below 0 only if a cap is passed."""
         return self.lower_bound.gap_of(self.simulation.makespan_s)
 
-    def show(self, *, as_json: bool) -> None:
-        """Print it."""
-        (_print_json if as_json else _print_text)(self)
+    def document(self) -> dict[str, object]:
+        """For JSON."""
+        document = main_figures(self.simulation, self.lower_bound)
+        if self.planning_s is not None:
+            document["planning_s"] = self.planning_s
+        if self.schedule is not None:
+            document["schedule_csv"] = schedule_to_csv(self.schedule)
+        return document
+
+    def print_text(self, comparison: Comparison, *, per_stage: bool) -> None:
+        """The figures in words, what they compare with, and a warning if caps are passed; a line per stage if asked."""
+        costs, bound = self.costs, self.lower_bound
+        print(f"{self.name}: {costs.stages} stages x {costs.chunks} chunks, {costs.micro_batches} micro-batches")
+        print(f"  makespan     {self.simulation.makespan_s:.6g} s")
+        print(f"  lower bound  {bound.seconds:.6g} s ({bound.kind})")
+        print(f"  gap          {self.gap:.2%}")
+        if self.planning_s is not None:
+            print(f"  planned in   {self.planning_s:.3g} s")
+        comparison.print_text()
+        if per_stage:
+            print_table(_HEADINGS, _stage_rows(self))
+        print_cap_warnings(costs, self.simulation.peak_in_flight)
 
 
 def print_cap_warnings(costs: Costs, peaks: Sequence[float]) -> None:
-    """A line for each cap that is passed."""
-    for stage in costs.stages_over_cap(peaks):
-        print(
-            f"warning: stage {stage} holds {peaks[stage]:g} activations, its cap is {costs.max_in_flight[stage]:g}: "
-            "this schedule would not fit; `adaptra plan` finds one that does"
-        )
+    """A line if caps are passed."""
+    over = costs.stages_over_cap(peaks)
+    if not over:
+        return
+    caps = {costs.max_in_flight[stage] for stage in over}
+    cap = f"{caps.pop():g}" if len(caps) == 1 else "lower"
+    one = f"stage {over[0]}", "holds", "its"
+    what, verb, their = one if len(over) == 1 else (f"stages {ranges(over)}", "hold", "their")
+    most = max(peaks[stage] for stage in over)
+    print(
+        f"warning: {what} {verb} {'up to ' if len(over) > 1 else ''}{most:g} activations, {their} cap is {cap}: this "
+        "schedule would not fit; `adaptra plan` finds one that does"
+    )
 
 
 def main_figures(simulation: Simulation | JobSimulation, bound: LowerBound) -> dict[str, object]:
@@ -57,29 +84,6 @@ def main_figures(simulation: Simulation | JobSimulation, bound: LowerBound) -> d
         "gap": bound.gap_of(simulation.makespan_s),
         "peak_in_flight": list(simulation.peak_in_flight),
     }
-
-
-def _print_json(outcome: Outcome) -> None:
-    """One JSON object on one line."""
-    document = main_figures(outcome.simulation, outcome.lower_bound)
-    if outcome.planning_s is not None:
-        document["planning_s"] = outcome.planning_s
-    if outcome.schedule is not None:
-        document["schedule_csv"] = schedule_to_csv(outcome.schedule)
-    print(json.dumps(document, allow_nan=False))
-
-
-def _print_text(outcome: Outcome) -> None:
-    """The figures in words, and one line per stage; a warning for each cap that is passed."""
-    costs, bound = outcome.costs, outcome.lower_bound
-    print(f"{outcome.name}: {costs.stages} stages x {costs.chunks} chunks, {costs.micro_batches} micro-batches")
-    print(f"  makespan     {outcome.simulation.makespan_s:.6g} s")
-    print(f"  lower bound  {bound.seconds:.6g} s ({bound.kind})")
-    print(f"  gap          {outcome.gap:.2%}")
-    if outcome.planning_s is not None:
-        print(f"  planned in   {outcome.planning_s:.3g} s")
-    print_table(_HEADINGS, _stage_rows(outcome))
-    print_cap_warnings(costs, outcome.simulation.peak_in_flight)
 
 
 def _stage_rows(outcome: Outcome) -> list[tuple[str, ...]]:

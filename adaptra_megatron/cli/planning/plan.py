@@ -4,23 +4,34 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from adaptra_megatron.cli.garbage import no_cycle_collection
-from adaptra_megatron.cli.planning.cells import add_cell_options, asks_for_routing, routed_outcome
-from adaptra_megatron.cli.planning.inputs import InputError, read_job, seconds
+from adaptra_megatron.cli.planning.cells import asks_for_routing, routed_outcome
+from adaptra_megatron.cli.planning.comparison import compare
+from adaptra_megatron.cli.planning.given import read_given
+from adaptra_megatron.cli.planning.inputs import InputError, seconds
 from adaptra_megatron.cli.planning.job_outcome import JobOutcome
 from adaptra_megatron.cli.planning.outcome import Outcome
-from adaptra_megatron.cli.planning.routed_outcome import RoutedOutcome
-from adaptra_megatron.cli.planning.sweep import Sweep, sweep
-from adaptra_megatron.cli.planning.what_if import add_what_if_options, changed_job, swept_value
-from adaptra_megatron.cli.progress import add_progress_option, shown_progress
+from adaptra_megatron.cli.planning.presenting import WHERE_COSTS_ARE, Answer, add_shared_options, present
+from adaptra_megatron.cli.planning.questions import Exchange, Loss, WonBack, add_question_options
+from adaptra_megatron.cli.planning.sweep import sweep
+from adaptra_megatron.cli.planning.what_if import Axis, what_if
+from adaptra_megatron.cli.progress import shown_progress
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.jobs.costs import JobCosts
 from adaptra_megatron.schedule.jobs.planner import plan_job
-from adaptra_megatron.schedule.jobs.simulation import Progress, find_cause, fixed_order, simulate_job_online
+from adaptra_megatron.schedule.jobs.simulation import (
+    Progress,
+    find_cause,
+    fixed_order,
+    simulate_job,
+    simulate_job_online,
+)
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import simulate
 
@@ -29,41 +40,64 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add `plan` to the commands of `adaptra`."""
     parser = commands.add_parser(
         "plan",
-        help="find the fastest schedule within the memory cap",
-        description="Find the fastest schedule within the memory cap; with replicas, one for all of them.",
+        help="find the fastest schedule within the memory cap, and what is lost and could be won",
+        description="Find the fastest schedule within the memory cap; with replicas, one for all of them. Say what it\n"
+        "takes beside a healthy job, stock's order and the order that a healthy job would run.\n\n" + WHERE_COSTS_ARE,
     )
-    parser.add_argument("costs", type=Path, metavar="COSTS.json", help="seconds of stages and links, caps, replicas")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--deadline-s", type=seconds, metavar="SECONDS", help="approximate planning time")
     parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="also write the schedule to this file")
-    add_progress_option(parser)
-    add_what_if_options(parser)
-    add_cell_options(parser)
+    add_shared_options(parser)
+    add_question_options(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> None:
-    job, swept = read_job(options.costs), swept_value(options.changes)
-    if swept is not None and options.csv is not None:
-        raise InputError("--csv is for one plan: leave it out, or give a value instead of the range")
-    if asks_for_routing(options) and (swept is not None or options.csv is not None):
-        raise InputError("--slow-cell and --dead make one routed plan: leave out --csv, and ranges of other options")
+    given, asked = read_given(options.costs, options.plan), what_if(options)
+    axes = asked.axes(given.job)
+    _refuse_what_a_table_cannot_do(options, axes)
     deadline_s = options.deadline_s
     with no_cycle_collection():
         with shown_progress(options.progress) as progress:
-            if swept is not None:
-                outcome: Outcome | JobOutcome | RoutedOutcome | Sweep = sweep(
-                    job, options.changes, swept, replicas=options.replicas, deadline_s=deadline_s, progress=progress
-                )
+            if options.lose is not None:
+                loss = Loss(given, asked, options.lose, deadline_s)
+            elif axes:
+                table = sweep(given.job, asked, axes, deadline_s=deadline_s, progress=progress)
             elif asks_for_routing(options):
-                job = changed_job(job, options.changes, replicas=options.replicas)
-                outcome = routed_outcome(job, options, deadline_s=deadline_s)
+                routed = routed_outcome(asked.applied_to(given.job), options, deadline_s=deadline_s)
             else:
-                job = changed_job(job, options.changes, replicas=options.replicas)
+                job = asked.applied_to(given.job)
                 outcome = (_one if job.is_one_pipeline else _many)(job, deadline_s, progress)
+                assert outcome.schedule is not None
+                planned = outcome.schedule, simulate_job(outcome.schedule, job)
+                comparison = compare(given, asked, planned=planned, deadline_s=deadline_s, progress=progress)
+                answers: list[Answer] = []
+                if options.win_back:
+                    answers.append(WonBack(comparison, options.activation_gib, deadline_s))
+                if options.exchange is not None:
+                    answers.append(Exchange(comparison, options.exchange))
                 if options.csv is not None:
                     _write(options.csv, outcome.schedule)
-        outcome.show(as_json=options.json)
+        if options.lose is not None:
+            print(json.dumps(loss.document(), allow_nan=False)) if options.json else loss.print_text()
+        elif axes:
+            table.show(as_json=options.json)
+        elif asks_for_routing(options):
+            routed.show(as_json=options.json)
+        else:
+            present(outcome, comparison, given, options, answers)
+
+
+def _refuse_what_a_table_cannot_do(options: argparse.Namespace, axes: Sequence[Axis]) -> None:
+    single = [name for name in ("csv", "html", "trace", "exchange") if getattr(options, name) is not None]
+    single += [name for name in ("timeline", "win_back") if getattr(options, name)]
+    routed = asks_for_routing(options)
+    if (axes or options.lose is not None) and single:
+        name = single[0].replace("_", "-")
+        raise InputError(f"--{name} is for one plan: leave it out, or give a value instead of the range")
+    if routed and (axes or single or options.lose is not None):
+        raise InputError(
+            "--slow-cell and --dead make one routed plan: leave out --csv, pictures, questions, and ranges"
+        )
 
 
 def _one(job: JobCosts, deadline_s: float | None, progress: Progress | None) -> Outcome:

@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from adaptra_megatron.cli.garbage import no_cycle_collection
-from adaptra_megatron.cli.planning.cells import add_cell_options, asks_for_routing, routed_outcome
-from adaptra_megatron.cli.planning.inputs import SCHEDULE_NAMES, InputError, fixed_schedule, placed_for, read_job
+from adaptra_megatron.cli.planning.cells import asks_for_routing, routed_outcome
+from adaptra_megatron.cli.planning.comparison import Row, compare, timed_row
+from adaptra_megatron.cli.planning.drawings import asks_for_drawings
+from adaptra_megatron.cli.planning.given import read_given
+from adaptra_megatron.cli.planning.inputs import SCHEDULE_NAMES, InputError, fixed_schedule, placed_for
 from adaptra_megatron.cli.planning.job_outcome import JobOutcome
 from adaptra_megatron.cli.planning.outcome import Outcome
-from adaptra_megatron.cli.planning.routed_outcome import RoutedOutcome
-from adaptra_megatron.cli.planning.sweep import Sweep, sweep
-from adaptra_megatron.cli.planning.what_if import add_what_if_options, changed_job, swept_value
-from adaptra_megatron.cli.progress import add_progress_option, shown_progress
+from adaptra_megatron.cli.planning.presenting import WHERE_COSTS_ARE, add_shared_options, present
+from adaptra_megatron.cli.planning.sweep import sweep
+from adaptra_megatron.cli.planning.what_if import Axis, what_if
+from adaptra_megatron.cli.progress import shown_progress
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.jobs.costs import JobCosts
@@ -38,57 +41,74 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add `simulate` to the commands of `adaptra`."""
     parser = commands.add_parser(
         "simulate",
-        help="time a schedule",
-        description="Time a schedule, in all replicas if there are some; classic ones may pass the memory cap.",
+        help="time a given schedule beside a healthy job, stock's order and a plan",
+        description="Time a schedule, in all replicas if there are some; classic ones may pass the memory cap.\n\n"
+        + WHERE_COSTS_ARE,
     )
-    parser.add_argument("costs", type=Path, metavar="COSTS.json", help="seconds of stages and links, caps, replicas")
     parser.add_argument(
         "--schedule",
         metavar="SCHEDULE",
         help=f"{', '.join(SCHEDULE_NAMES)}, or a CSV file in torch.distributed.pipelining's format; "
         "may be left out where a what-if option has a range, and with --slow-cell and --dead",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--blocking",
         action="store_true",
         help="time sends and receives as stock Megatron-core makes them: blocking (1f1b and interleaved only)",
     )
-    add_progress_option(parser)
-    add_what_if_options(parser)
-    add_cell_options(parser)
+    add_shared_options(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> None:
-    job, swept = placed_for(options.schedule, read_job(options.costs)), swept_value(options.changes)
-    routed = asks_for_routing(options)
-    if routed and (swept is not None or options.blocking or options.schedule in ("planned", "online")):
-        raise InputError(
-            "--slow-cell and --dead are timed beside a fixed schedule: leave out --blocking (stock's order, the "
-            "default, blocks), ranges, planned and online"
-        )
-    if options.schedule is None and swept is None and not routed:
-        raise InputError("the following arguments are required: --schedule")
-    if options.blocking and (swept is not None or options.schedule == "online"):
-        raise InputError(
-            "--blocking needs a fixed order, online dispatch has none"
-            if swept is None
-            else "--blocking is for one schedule and no range: the table's stock column blocks anyway"
-        )
+    given, asked = read_given(options.costs, options.plan), what_if(options)
+    given = replace(given, job=placed_for(options.schedule, given.job))
+    axes, routed = asked.axes(given.job), asks_for_routing(options)
+    _refuse_contradictions(options, axes)
     with no_cycle_collection():
         with shown_progress(options.progress) as progress:
-            if swept is not None:
-                outcome: Outcome | JobOutcome | RoutedOutcome | Sweep = sweep(
-                    job, options.changes, swept, replicas=options.replicas, schedule=options.schedule, progress=progress
-                )
+            if axes:
+                table = sweep(given.job, asked, axes, schedule=options.schedule, progress=progress)
             elif routed:
-                job = changed_job(job, options.changes, replicas=options.replicas)
-                outcome = routed_outcome(job, options, schedule=options.schedule)
+                alternative = routed_outcome(asked.applied_to(given.job), options, schedule=options.schedule)
             else:
-                job = changed_job(job, options.changes, replicas=options.replicas)
+                job = asked.applied_to(given.job)
                 outcome = (_one if job.is_one_pipeline else _many)(job, options.schedule, options.blocking, progress)
-        outcome.show(as_json=options.json)
+                comparison = compare(given, asked, timed=_row(outcome, job, options.blocking), progress=progress)
+        if axes:
+            table.show(as_json=options.json)
+        elif routed:
+            alternative.show(as_json=options.json)
+        else:
+            present(outcome, comparison, given, options)
+
+
+def _refuse_contradictions(options: argparse.Namespace, axes: Sequence[Axis]) -> None:
+    routed = asks_for_routing(options)
+    if routed and (axes or options.blocking or asks_for_drawings(options) or options.schedule in ("planned", "online")):
+        raise InputError(
+            "--slow-cell and --dead are timed beside a fixed schedule: leave out --blocking (stock's order, the "
+            "default, blocks), ranges, pictures, planned and online"
+        )
+    if options.schedule is None and not axes and not routed:
+        raise InputError(f"the following arguments are required: --schedule, one of {', '.join(SCHEDULE_NAMES)}")
+    if options.blocking and (axes or options.schedule == "online"):
+        raise InputError(
+            "--blocking is for one schedule and no range: the table's stock column blocks anyway"
+            if axes
+            else "--blocking needs a fixed order, online dispatch has none"
+        )
+    if axes and asks_for_drawings(options):
+        raise InputError("--html, --trace and --timeline are for one schedule: give a value instead of the range")
+
+
+def _row(outcome: Outcome | JobOutcome, job: JobCosts, blocking: bool) -> Row:
+    """The schedule that was asked for, in the comparison."""
+    if outcome.schedule is None:
+        found = simulate_job_online(job)
+        return Row(name=outcome.name, makespan_s=found.makespan_s, binds="decided as messages come", simulation=found)
+    simulation = simulate_job(outcome.schedule, job, blocking=blocking)
+    return timed_row(outcome.name, outcome.schedule, simulation, blocking=blocking)
 
 
 def _one(job: JobCosts, name: str, blocking: bool, progress: Progress | None) -> Outcome:

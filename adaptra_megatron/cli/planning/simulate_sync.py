@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from adaptra_megatron.cli.planning.inputs import InputError
-from adaptra_megatron.cli.planning.what_if import PER_SECOND, SECONDS, Range, Value, argument_type, parsed_value
+from adaptra_megatron.cli.planning.values import PER_SECOND, SECONDS, Range, Value, argument_type, parsed_value
 from adaptra_megatron.cli.tables import print_table
 from adaptra_megatron.schedule.all_reduce.choice import Algorithm, choose
 from adaptra_megatron.schedule.all_reduce.costs import Wire, critical_delay_s, hidden_s, ring_s, stock_s, stragglar_s

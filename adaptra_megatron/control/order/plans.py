@@ -51,10 +51,10 @@ class Layout:
     staggered: bool = False
     """True where stages begin an iteration when their own part of the one before is over."""
 
-    def plan(self, costs: Costs, *, deadline_s: float) -> Plan:
+    def plan(self, costs: Costs, *, deadline_s: float, patience_s: float = 0.0) -> Plan:
         """The best schedule for its iterations; see `schedule.planner.plan`."""
         planner = plan_for_period if self.staggered else plan
-        return planner(costs, deadline_s=deadline_s, split=self.can_split)
+        return planner(costs, deadline_s=deadline_s, patience_s=patience_s, split=self.can_split)
 
     def iteration_s(self, schedule: Schedule, costs: Costs) -> float:
         """Seconds that an iteration of `schedule` takes."""

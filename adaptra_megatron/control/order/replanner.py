@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from adaptra_megatron.control.order.plans import PLANNING_S, Layout
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.schedule.actions import Schedule
-from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.costs import NO_COST, Costs
 from adaptra_megatron.schedule.costs_json import costs_to_json
+from adaptra_megatron.schedule.more_memory import Bought, more_memory
+from adaptra_megatron.schedule.planner import Plan
 from adaptra_megatron.schedule.simulator import peak_in_flight
 from adaptra_megatron.telemetry.events.events import PlanMade
 
@@ -18,6 +20,10 @@ logger = logger_of(__name__)
 
 PLANNING_SHARE = 0.1
 """Share of an iteration that planning may take, where that is less than `PLANNING_S`."""
+PATIENCE_SHARE, PATIENCE_S = 0.5, 2.0
+"""The same, while the plan may be more than 1% above the best one: then it is there before the iteration is over."""
+MOST_CAPS_NAMED = 3
+"""In the line on what more memory would buy."""
 WORTH_A_SWITCH = 0.02
 """Predicted gain below which a running plan is kept."""
 AS_FAST = 0.002
@@ -34,6 +40,8 @@ class Replanner:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._planned: Costs | None = None
+        self._bound_by_memory: Plan | None = None
+        """The plan for `_planned`, until it has been said what more memory would buy."""
 
     def decide(
         self, costs: Costs, current: Schedule, found: Sequence[str] = ()
@@ -46,6 +54,7 @@ class Replanner:
         if not reason and self._planned is not None:
             change = material_change(self._planned, costs)
             if change is None:
+                self._say_what_memory_would_buy()
                 return None, None
             reason = change
         reason, self._planned = reason or "first costs", costs
@@ -53,8 +62,10 @@ class Replanner:
         now_s = self._layout.iteration_s(current, costs) if comparable else float("inf")
         # What is there before an iteration is over takes effect in the next but one; what is late, later.
         deadline_s = min(PLANNING_S, PLANNING_SHARE * now_s)
+        patience_s = min(PATIENCE_S, PATIENCE_SHARE * now_s) if comparable else 0.0
         begun_s = time.perf_counter()
-        candidate = self._layout.plan(costs, deadline_s=deadline_s)
+        candidate = self._layout.plan(costs, deadline_s=deadline_s, patience_s=patience_s)
+        self._bound_by_memory = candidate if candidate.lower_bound.kind == "memory" else None
         held = peak_in_flight(current, costs.released_at_backward_input)
         over = _over_cap(held, costs)
         saved = None
@@ -84,6 +95,30 @@ class Replanner:
             describe(costs),
         )
         return candidate.schedule, made
+
+    def _say_what_memory_would_buy(self) -> None:
+        """Log it once per plan that a cap binds; in an iteration that has nothing to decide, so nothing is late."""
+        plan, costs = self._bound_by_memory, self._planned
+        if plan is None or costs is None:
+            return
+        self._bound_by_memory = None
+        bought = more_memory(costs, lambda other: self._layout.plan(other, deadline_s=0.0).makespan_s)
+        if bought:
+            logger.info("%s", worth_of_memory(costs, plan.makespan_s, bought[:MOST_CAPS_NAMED]))
+
+
+def worth_of_memory(costs: Costs, makespan_s: float, bought: Sequence[Bought]) -> str:
+    """What a plan within the caps takes, and what higher caps would give, for the log."""
+    (source, target), cost = max(costs.links.items(), key=lambda item: item[1].transfer_s, default=((0, 0), NO_COST))
+    slow = cost.transfer_s > MATERIAL_CHANGE * costs.forward_s[source][0]
+    what = f"link {min(source, target)}<->{max(source, target)}" if slow else "the way through the pipeline"
+    held = max(cap for cap in costs.max_in_flight if cap is not None)
+    (first, first_s), *others = bought
+    more = "".join(f", {cap} would give {seconds * 1e3:.0f} ms" for cap, seconds in others)
+    return (
+        f"{what} cannot be hidden within {held:g} activations per stage: {makespan_s * 1e3:.0f} ms; {first} would give "
+        f"{first_s * 1e3:.0f} ms{more} (--adaptra-max-in-flight)"
+    )
 
 
 def describe(costs: Costs) -> str:

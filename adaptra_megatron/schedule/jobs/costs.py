@@ -79,7 +79,7 @@ class ReplicaGroup:
         return f"replica{'s' if len(self.replicas) > 1 else ''} {ranges(self.replicas)}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class JobCosts:
     """Costs of one iteration of a job; make it with `job_costs` or `job_json.job_costs_from_json`."""
 
@@ -94,6 +94,13 @@ class JobCosts:
     """Per stage: seconds of the collective over all replicas at the end of the iteration."""
     message_bytes: int | None
     """Bytes of one activation or gradient on a link, where known: what turns a bandwidth into an occupancy."""
+
+    def __repr__(self) -> str:
+        base = self.base
+        return (
+            f"<JobCosts: {base.stages} stages x {base.chunks} chunks, {base.micro_batches} micro-batches, "
+            f"{self.replicas} replicas of {len(self.groups)} kinds>"
+        )
 
     @property
     def replicas(self) -> int:

@@ -23,7 +23,7 @@ from adaptra_megatron.schedule.jobs.simulation import (
     job_bound,
     simulate_job,
 )
-from adaptra_megatron.schedule.planner import default_deadline_s, nearby_costs, plan
+from adaptra_megatron.schedule.planner import ENOUGH, PATIENCE_S, default_deadline_s, nearby_costs, plan
 
 _OTHERS = 8
 """Plans after the one for all replicas."""
@@ -52,12 +52,14 @@ def plan_job(
     """The best schedule found for all replicas of `job`.
 
     Deterministic as `plan`, and paid for as there: half of `deadline_s` plans for all replicas at once, the rest for
-    the others; simulating replicas comes on top. None: twice what `plan` takes (of equal replicas: as much). Raises
-    PlanError if no schedule fits the caps.
+    the others; simulating replicas comes on top. None: twice what `plan` takes at most (of equal replicas: as much),
+    until the plan is within `ENOUGH` of its bound. Raises PlanError if no schedule fits the caps.
     """
     if len(job.groups) == 1:
         return _plan_for_equals(job, deadline_s, split, progress)
-    total_s = 2.0 * default_deadline_s(job.base, split=split) if deadline_s is None else deadline_s
+    total_s, enough = deadline_s, _NO_GAP
+    if total_s is None:
+        total_s, enough = 2.0 * max(PATIENCE_S, default_deadline_s(job.base, split=split)), ENOUGH
     bound = job_bound(job, progress=progress)
     schedule = plan(worst_costs(job.groups), deadline_s=0.5 * total_s, split=split).schedule
     simulation = simulate_job(schedule, job, progress=progress)
@@ -67,7 +69,7 @@ def plan_job(
     for number in range(_OTHERS):
         if progress is not None:
             progress("planning", 1 + number, 1 + _OTHERS)
-        if best.gap <= _NO_GAP:
+        if best.gap <= enough:
             break
         costs = worst_costs(chosen)
         if chosen == job.groups:

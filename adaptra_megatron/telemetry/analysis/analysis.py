@@ -53,7 +53,7 @@ def analyse(recording: Recording, *, activation_gib: float | None = None, progre
     """Replay `recording` and ask what would be if. Raises ReplayError if none of its steps can be replayed."""
     tell = progress or (lambda doing, done, total: None)
     tell("analysing", 0, 3)
-    steps, left_out = _replayable(recording.steps)
+    steps, left_out = replayable(recording.steps)
     batches = batches_of(steps)
     tell("analysing", 1, 3)
     stragglers = stragglers_of(steps, batches)
@@ -68,7 +68,7 @@ def analyse(recording: Recording, *, activation_gib: float | None = None, progre
         steps_changed_at=changed_at(dict(zip(stragglers.numbers, stragglers.recorded_s, strict=True))),
         cells_changed_at={cell: changed_at(row) for cell, row in paces.items()},
         stages_changed_at={stage: changed_at(row) for stage, row in stage_paces.items()},
-        remedies=remedies_for(_typical(steps), batches),
+        remedies=remedies_for(typical(steps), batches),
         activation_gib=activation_gib,
     )
 
@@ -117,7 +117,7 @@ def figures(analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def _replayable(steps: tuple[RecordedStep, ...]) -> tuple[list[RecordedStep], list[str]]:
+def replayable(steps: tuple[RecordedStep, ...]) -> tuple[list[RecordedStep], list[str]]:
     """The steps that have a graph and all cells, and why the others have not."""
     most = max(len(step.cells) for step in steps)
     kept, left_out = [], []
@@ -136,6 +136,6 @@ def _replayable(steps: tuple[RecordedStep, ...]) -> tuple[list[RecordedStep], li
     return kept, left_out
 
 
-def _typical(steps: list[RecordedStep]) -> RecordedStep:
+def typical(steps: list[RecordedStep]) -> RecordedStep:
     """The step whose time is the median."""
     return sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]

@@ -187,7 +187,7 @@ def read_events(directory: Path | str) -> list[StampedEvent]:
     """
     found: dict[tuple[str, int, int], StampedEvent] = {}
     for path in sorted(Path(directory).glob(FILE_PATTERN)):
-        for stamped in _read_file(path):
+        for stamped in read_event_file(path):
             stamp = stamped.stamp
             found[stamp.run, stamp.rank, stamp.sequence] = stamped
     starts = [stamped.stamp for stamped in found.values() if isinstance(stamped.event, RunStarted)]
@@ -198,7 +198,8 @@ def read_events(directory: Path | str) -> list[StampedEvent]:
     return sorted(events, key=lambda stamped: (stamped.stamp.monotonic_s, stamped.stamp.rank, stamped.stamp.sequence))
 
 
-def _read_file(path: Path) -> Iterator[StampedEvent]:
+def read_event_file(path: Path) -> Iterator[StampedEvent]:
+    """The events of one file, of all runs in it. Raises as `read_events`."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     for number, line in enumerate(lines, start=1):
         try:

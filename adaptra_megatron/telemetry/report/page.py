@@ -133,6 +133,13 @@ class Panel(NamedTuple):
     drawing: str
     data: dict[str, Any] | None
     """Texts that the page's script looks up under the pointer."""
+    title: str = ""
+    """Empty: the number of the iteration."""
+
+    @property
+    def label(self) -> str:
+        """Its name on the page."""
+        return self.title or f"iteration {self.iteration.number}"
 
 
 def _panels(run: RunRecord, shown: Sequence[PartFinding], iterations: Sequence[int] | None) -> list[Panel]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 
 import pytest
 from support.four_stages import FOUR, WHOLE, costs
@@ -107,6 +108,34 @@ class TestReplanning:
             assert Replanner(FOUR).decide(slow, self.CURRENT)[0] is not None
         assert "slowest link 2->1, 3000.0 ms" in caplog.text
         assert f"instead of {simulate(self.CURRENT, slow).makespan_s * 1e3:.1f} ms" in caplog.text
+
+    def test_the_log_says_once_what_memory_would_buy_when_there_is_time_for_it(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        tight, replanner = costs(slow_s=4.0, cap=2.0), Replanner(FOUR)
+        said: list[list[str]] = []
+        with caplog.at_level(logging.INFO, logger="adaptra_megatron"):
+            for _iteration in range(3):
+                caplog.clear()
+                replanner.decide(tight, self.CURRENT)
+                said.append([record.getMessage() for record in caplog.records])
+        assert "new plan" in said[0][0]
+        assert len(said[0]) == 1
+        (line,) = said[1]
+        now_s = plan(tight, deadline_s=1.0).makespan_s
+        assert f": link 1<->2 cannot be hidden within 2 activations per stage: {now_s * 1e3:.0f} ms; 3 " in line
+        assert line.endswith("(--adaptra-max-in-flight)")
+        for cap, milliseconds in re.findall(r"(\d+) would give (\d+) ms", line):
+            within = costs(slow_s=4.0, cap=float(cap))
+            assert int(milliseconds) == round(1e3 * plan(within, deadline_s=0.0).makespan_s)
+        assert said[2] == []
+
+    def test_nothing_is_said_of_memory_where_work_binds(self, caplog: pytest.LogCaptureFixture) -> None:
+        replanner = Replanner(FOUR)
+        with caplog.at_level(logging.INFO, logger="adaptra_megatron"):
+            for _iteration in range(2):
+                replanner.decide(costs(cap=12.0), self.CURRENT)
+        assert "cannot be hidden" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The costs that `adaptra plan` and `adaptra simulate` are given: a file of costs, a run, its event log, or a trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adaptra_megatron.cli.planning.inputs import InputError, read_text
+from adaptra_megatron.schedule.actions import Schedule
+from adaptra_megatron.schedule.costs import CostError
+from adaptra_megatron.schedule.jobs.costs import JobCosts, Override, job_costs
+from adaptra_megatron.schedule.jobs.json_format import job_costs_from_json
+from adaptra_megatron.schedule.more_memory import capped
+from adaptra_megatron.schedule.simulator import peak_in_flight
+from adaptra_megatron.telemetry.events.event_log import FILE_PATTERN, EventLogError, read_event_file, read_events
+from adaptra_megatron.telemetry.events.events import PlanMade, StampedEvent
+from adaptra_megatron.telemetry.tracing.trace import FILE_PATTERN as TRACES
+from adaptra_megatron.telemetry.tracing.trace import TraceError
+
+STDIN = Path("-")
+_BINARY = (b"PAR1", b"\x1f\x8b")
+"""How Parquet and gzip begin: traces."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Costs, and what is known of the run that they are from."""
+
+    name: str
+    job: JobCosts
+    healthy: JobCosts | None = None
+    """What its first plan was made for; None where that is not known, or it is this one."""
+    now_s: float | None = None
+    """What the running order was predicted to take at these costs."""
+    order: Schedule | None = None
+    """The order that ran, where it was recorded."""
+
+
+def read_given(path: Path, number: int | None = None) -> Given:
+    """What `path` tells: COSTS.json ("-": stdin), the directory of a run, an events-*.jsonl file, or a trace.
+
+    Of a run, `number` picks the plan whose costs are taken; None: the latest. Of a trace, the typical step counts.
+    Raises InputError if nothing can be read, CostError for costs that cannot be.
+    """
+    try:
+        if path.is_dir():
+            events = read_events(path) if any(path.glob(FILE_PATTERN)) else []
+            planned = any(isinstance(found.event, PlanMade) for found in events)
+            traced = any(path.glob(TRACES)) or (not events and any(path.glob("*.json*")))
+            return _recorded(path, number) if traced and not planned else _from_events(str(path), events, number)
+        if path.suffix == ".jsonl":
+            return _from_events(str(path), list(read_event_file(path)), number)
+        if path != STDIN and path.is_file() and _begins_with(path, _BINARY):
+            return _recorded(path, number)
+    except EventLogError as error:
+        raise InputError(str(error)) from error
+    except OSError as error:
+        raise InputError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
+    name = "stdin" if path == STDIN else str(path)
+    document = _document(path, name)
+    if "traceEvents" in document if isinstance(document, dict) else _are_trace_events(document):
+        return _recorded(path, number)
+    _refuse_number(number, name)
+    try:
+        return Given(name=name, job=job_costs_from_json(document))
+    except CostError as error:
+        raise CostError(f"{name}: {error}") from error
+
+
+def _document(path: Path, name: str) -> Any:
+    try:
+        return json.loads(sys.stdin.read() if path == STDIN else read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{name} is not valid JSON: {error}") from error
+
+
+def _from_events(name: str, events: Iterable[StampedEvent], number: int | None) -> Given:
+    """The plan `number` of the replica that is the slowest at the end: each decides for itself."""
+    by_leader: dict[int, list[PlanMade]] = defaultdict(list)
+    for found in events:
+        if isinstance(found.event, PlanMade) and found.event.costs:
+            by_leader[found.stamp.rank].append(found.event)
+    if not by_leader:
+        raise InputError(
+            f"{name} has no plan whose costs could be taken: name the --adaptra-trace-dir of a run that planned, one "
+            "of its events-*.jsonl, a trace, or COSTS.json"
+        )
+    plans = max(by_leader.values(), key=lambda made: made[-1].predicted_s)
+    chosen = plans[-1]
+    if number is not None:
+        adopted = {made.number: made for made in plans if made.adopted}
+        if number not in adopted:
+            raise InputError(f"{name} has no plan {number}: there are {', '.join(map(str, adopted)) or 'none'}")
+        chosen = adopted[number]
+    first = next(made for made in plans if _micro_batches(made) == _micro_batches(chosen))
+    return Given(
+        name=f"{name}, plan {chosen.number}",
+        job=_job(name, chosen),
+        healthy=_job(name, first) if first.costs != chosen.costs else None,
+        now_s=chosen.current_predicted_s,
+    )
+
+
+def _micro_batches(made: PlanMade) -> object:
+    return made.costs.get("micro_batches")
+
+
+def _job(name: str, made: PlanMade) -> JobCosts:
+    try:
+        return job_costs_from_json(dict(made.costs))
+    except CostError as error:
+        raise CostError(f"{name}, plan {made.number}: {error}") from error
+
+
+def _recorded(path: Path, number: int | None) -> Given:
+    """The typical step of a trace; a stage may hold what the fullest one held. Needs numpy."""
+    _refuse_number(number, str(path))
+    try:
+        from adaptra_megatron.schedule.replay.engine import batches_of
+        from adaptra_megatron.schedule.replay.operations import ReplayError
+        from adaptra_megatron.schedule.replay.pipelines import pipelines_of
+        from adaptra_megatron.telemetry.analysis.analysis import replayable, typical
+        from adaptra_megatron.telemetry.recordings.reading import read_recording
+        from adaptra_megatron.telemetry.recordings.recording import RecordingError
+    except ImportError as error:
+        raise InputError(f"reading the trace {path} needs numpy: pip install numpy") from error
+    try:
+        steps, _ = replayable(read_recording(path).steps)
+        found = pipelines_of(typical(steps), batches_of(steps))
+    except (RecordingError, TraceError, EventLogError) as error:
+        raise InputError(str(error)) from error
+    except ReplayError as error:
+        raise InputError(f"{path}: {error}") from error
+    held = max(peak_in_flight(found.schedule, 0.0))
+    base, *others = (capped(costs, held) for costs in found.replicas)
+    overrides = [
+        Override(
+            replicas=(replica,),
+            tables=costs.tables(),
+            micro_batches={
+                name: tuple(
+                    tuple(costs.micro_batch_s(name, stage, chunk) for chunk in range(costs.chunks))
+                    for stage in range(costs.stages)
+                )
+                for name in costs.micro_batch_factors
+            },
+        )
+        for replica, costs in enumerate(others, start=1)
+    ]
+    job = job_costs(base, replicas=len(found.replicas), overrides=overrides)
+    return Given(name=str(path), job=job, order=found.schedule)
+
+
+def _refuse_number(number: int | None, name: str) -> None:
+    if number is not None:
+        raise InputError(f"--plan {number} picks a plan of a run: {name} holds one set of costs")
+
+
+def _are_trace_events(document: object) -> bool:
+    """A Chrome trace may be its list of events alone."""
+    return isinstance(document, list) and any(isinstance(event, dict) and "ph" in event for event in document)
+
+
+def _begins_with(path: Path, beginnings: Sequence[bytes]) -> bool:
+    with path.open("rb") as file:
+        head = file.read(4)
+    return any(head.startswith(each) for each in beginnings)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What more activations per stage would buy: the shorter plans that a higher cap leaves room for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from adaptra_megatron.schedule.costs import Costs
+
+WORTH_NAMING = 0.02
+"""A higher cap is listed if it shortens the iteration by this much more than the caps before it."""
+_ENOUGH = 0.01
+"""The dearest plan is this close to what no cap at all would give."""
+
+
+class Bought(NamedTuple):
+    """One cap for all stages, and what the plan within it takes."""
+
+    max_in_flight: int
+    makespan_s: float
+
+
+def more_memory(
+    costs: Costs, makespan_s: Callable[[Costs], float], *, least_gain: float = WORTH_NAMING
+) -> tuple[Bought, ...]:
+    """Caps above those of `costs`, ascending, each of which shortens the iteration by `least_gain` or more.
+
+    `makespan_s` plans: seconds of an iteration within the caps of its argument. Caps are tried in growing steps up to
+    the number of micro-batches in all chunks, or until no cap is worth 1%. Empty where a stage has no cap.
+    """
+    caps = [cap for cap in costs.max_in_flight if cap is not None]
+    if len(caps) < costs.stages:
+        return ()
+    most = costs.micro_batches * costs.chunks
+    within_s, unlimited_s = makespan_s(costs), makespan_s(capped(costs, most))
+    found: list[Bought] = []
+    for cap in _higher(int(max(caps)), most):
+        if within_s <= (1.0 + _ENOUGH) * unlimited_s:
+            break
+        seconds = makespan_s(capped(costs, cap))
+        if seconds <= (1.0 - least_gain) * within_s:
+            found.append(Bought(cap, seconds))
+            within_s = seconds
+    return tuple(found)
+
+
+def capped(costs: Costs, max_in_flight: float) -> Costs:
+    """`costs` with one cap for all stages. Raises CostError for a cap below 1."""
+    return replace(costs, max_in_flight=(max_in_flight,) * costs.stages)
+
+
+def _higher(cap: int, most: int) -> Iterator[int]:
+    step = 1
+    while cap < most:
+        cap = min(cap + step, most)
+        yield cap
+        step = max(1, cap // 8)
