@@ -186,7 +186,7 @@ def test_a_rank_that_cannot_connect_says_so_once_and_all_train_on(
 def test_ranks_whose_leading_rank_has_died_leave_the_exchange(
     replica: Callable[..., Replica], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What runs is kept, as after any death."""
+    """What runs is kept, until those that live begin another exchange."""
     four = replica()
     while (latest := four.run(0.0)).number == 0:
         assert four.iteration < 10, "nothing is planned"
