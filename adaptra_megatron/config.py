@@ -147,8 +147,8 @@ class AdaptraConfig:
     )
     port_range: PortRange | None = _option(
         None,
-        "TCP ports that this job's delegates, lines, clocks and planners listen on, for firewalls; a rank needs "
-        "up to 6, so 20000-20127 is plenty for a host of 8. Default: any that are free.",
+        "TCP ports that this job's delegates, lines, clocks and planner processes listen on, for firewalls; a rank "
+        "needs up to 6, so 20000-20127 is plenty for a host of 8. Default: any that are free.",
         type=_port_range,
         metavar="FIRST-LAST",
     )

@@ -39,13 +39,13 @@ def order_key(number: int, cell: str) -> str:
 
 
 class Looks:
-    """When to look again for what is not in the store yet."""
+    """Moments at which to look again for what is not in the store yet."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """What is looked for may come soon."""
+        """Look often from now on: what is looked for may come soon."""
         self._pause_s = _FIRST_PAUSE_S
         self._next_s = time.monotonic() + self._pause_s
 
@@ -55,7 +55,7 @@ class Looks:
         return max(0.0, self._next_s - time.monotonic())
 
     def looked(self) -> None:
-        """It was not there."""
+        """Look later: it was not there."""
         self._pause_s = min(1.5 * self._pause_s, _LONGEST_PAUSE_S)
         self._next_s = time.monotonic() + self._pause_s
 
@@ -82,7 +82,7 @@ class DecisionReader:
         self._wanted: int | None = None
         """Iteration whose decision the training waits for."""
         self._earliest = 0
-        """What was decided before is not needed any more."""
+        """First iteration whose decision may still be needed."""
         self._looks = Looks()
         self._address: Address | None = None
         """Address of the planner process, once the leading rank has told it."""
@@ -182,7 +182,7 @@ class DecisionReader:
         self._looks.looked()
 
     def _take(self, iteration: int, packet: bytes) -> None:
-        """A decision has come. Raises RuntimeError if it cannot be read."""
+        """Take in a decision that has come. Raises RuntimeError if it cannot be read."""
         if iteration < self._earliest or iteration in self._decisions:
             return
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the leading rank of a replica does beside its training: has decisions made, and publishes them."""
+"""A leading rank's end of the exchange, beside its training: has decisions made, and publishes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logger_of(__name__)
 
 
 class Planner(Protocol):
-    """What ranks report to, and what makes decisions of it."""
+    """Decides by what ranks report to it."""
 
     @property
     def address(self) -> Address:
@@ -107,7 +107,7 @@ class Leading:
             self._publish()
 
     def _publish(self) -> list[tuple[int, bytes]]:
-        """All that has been decided, by now, as it is in the store."""
+        """Put all that has been decided by now into the store; returns iterations and decisions as they are there."""
         published = []
         with self._publishing:
             while not self._unpublished.empty():

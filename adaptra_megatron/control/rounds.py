@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all ranks of a replica report of an iteration, put together until it is over; and how reports travel."""
+"""Reports of all ranks of a replica, put together until an iteration is over; and how they travel."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Gathering:
         return bool(self._awaited) and (not self._behind or len(self._awaited) > MOST_AWAITED)
 
     def take(self) -> list[Reported]:
-        """All that are awaited and over."""
+        """Take all that are awaited and over."""
         taken = []
         while self.over:
             self._over = self._awaited.popleft()

@@ -68,14 +68,14 @@ def make_planner(
 
 
 def _listen(layout: JobLayout, config: AdaptraConfig) -> socket.socket:
-    """What the other ranks of the replica connect to; where no address leads there from other hosts, those of this host
-    alone. The address stands in the job's store."""
+    """Listen for the other ranks of the replica; where no address leads here from other hosts, for those of this host
+    alone."""
     one_host = layout.share_network(layout.reporters)
     try:
         return listen_tcp(listening_host(config.interface, one_host=one_host), config.port_range)[0]
     except TransportError as cause:
         logger.warning("measurements of ranks on other hosts cannot be handed in, so plans stay: %s", cause)
-        return listen_tcp("127.0.0.1", config.port_range)[0]
+        return listen_tcp("127.0.0.1")[0]  # a firewall between hosts does not matter, and the range may be full
 
 
 def agreed_plan(job: Job, mine: Decision | None, check: Callable[[], None]) -> Decision:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 
 import pytest
 from support.made_up.job import layout
@@ -11,6 +12,7 @@ from support.made_up.job import layout
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.runtime.planning import _listen
+from adaptra_megatron.transport.ports import PortRange
 
 SAID = "measurements of ranks on other hosts cannot be handed in"
 
@@ -43,3 +45,13 @@ def test_where_no_address_leads_there_the_job_begins_all_the_same(
     listener.close()
     assert SAID in caplog.text
     assert "--adaptra-interface NAME" in caplog.text
+
+
+def test_where_no_port_is_free_the_job_begins_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        config = AdaptraConfig(port_range=PortRange(port, port))
+        with _listen(two_ranks("boot/net", "boot/net"), config) as listener:
+            assert listener.getsockname()[1] != port
+    assert SAID in caplog.text
+    assert f"no port of {port}-{port} is free" in caplog.text

@@ -31,7 +31,7 @@ _MOST_UNSENT_NBYTES = 1 << 20
 
 
 def purpose_of(place: str, rank: int, leader: int) -> Purpose:
-    """What `rank` connects for. `place`: in the job's store, where decisions are."""
+    """Purpose of the connection of `rank`. `place`: in the job's store, where decisions are."""
     name = hashlib.sha256(f"adaptra: reports of {place}".encode()).digest()[:JOB_NBYTES]
     return Purpose(name, rank, leader, bytes(SESSION_NBYTES), 0, 1)
 
@@ -66,7 +66,7 @@ class ReportServer:
                 writer.write(frame)
 
     async def _serve(self, purpose: Purpose, connection: socket.socket) -> None:
-        """Until the connection ends. Raises HandshakeError for one that is meant for something else."""
+        """Take reports in until the connection ends. Raises HandshakeError for one that is meant for something else."""
         rank = purpose.source
         if rank not in self._reporters or purpose != purpose_of(self._place, rank, self._leader):
             raise HandshakeError(Refusal.MISDIRECTED, "this takes in reports of another replica")
