@@ -29,6 +29,7 @@ PER_TOKEN = "--calculate-per-token-loss --mock-data-padded"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 UNREACHED = "cannot hand in what it measures"
+CHUNKS = "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
@@ -48,7 +49,13 @@ CASES = (
     Case("last-stage-in-the-first-iteration", Layout(2, 2, flags=DROPOUT), ("3:0:1",)),
     Case("two-in-turn-of-the-same-stage", Layout(3, 2, flags=PER_TOKEN), ("4:2:4", "5:5:1"), slow=False),
     Case("two-at-once-tied-over-4-stages", Layout(2, 4, flags="--overlap-grad-reduce"), ("0:3:5", "7:3:2")),
-    Case("lane-of-a-cell", Layout(2, 2, tensor=2, flags="--sequence-parallel"), ("5:3:2",), slow=False),
+    Case(
+        "lane-of-a-cell-with-chunks",
+        Layout(2, 2, tensor=2, flags=f"{CHUNKS} --sequence-parallel"),
+        ("5:3:2",),
+        slow=False,
+    ),
+    Case("chunks-of-two-stages-in-turn", Layout(3, 2, flags=f"{CHUNKS} {PER_TOKEN} {DROPOUT}"), ("1:3:2", "5:4:7")),
     Case("owners-of-shards-in-two-stages", Layout(3, 2, flags=SHARDED), ("1:3:2", "5:4:1"), slow=False),
     Case("lane-of-a-cell-with-shards", Layout(2, 2, tensor=2, flags=f"{SHARDED} --sequence-parallel"), ("1:3:2",)),
     Case("rank-0", Layout(3, 2, flags=UNTIED), ("0:4:0",)),
@@ -74,6 +81,7 @@ def test_training_goes_on_without_ranks_that_have_died(case: Case, tmp_path: Pat
 RETURNS = (
     Case("lane-of-a-cell-with-shards", Layout(2, 2, tensor=2, flags=f"{SHARDED} --sequence-parallel"), ("5:2:2",)),
     Case("rank-0-twice-and-another-cell", Layout(3, 2, flags=SHARDED), ("0:1:1", "0:5:3", "4:5:1"), slow=False),
+    Case("chunks-of-two-stages-in-turn", Layout(3, 2, flags=f"{CHUNKS} {SHARDED} {DROPOUT}"), ("1:2:3", "5:4:2")),
     Case("two-cells-at-once", Layout(3, 2, flags=f"{PER_TOKEN} {DROPOUT}"), ("0:2:1", "4:2:3")),
 )
 
