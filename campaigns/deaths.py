@@ -87,6 +87,7 @@ LAYOUTS = (
     Layout(3, 2),
     Layout(2, 4, flags="--overlap-grad-reduce"),
     Layout(2, 2, tensor=2, flags="--sequence-parallel"),
+    Layout(3, 2, flags="--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"),
     Layout(4, 2, flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     Layout(3, 2, flags="--calculate-per-token-loss --mock-data-padded --hidden-dropout 0.1 --attention-dropout 0.1"),
 )

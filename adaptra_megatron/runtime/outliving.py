@@ -77,7 +77,7 @@ def refuse_outliving(call: PipelineCall, layout: Layout, optimizers: Sequence[An
         "--optimizer-cpu-offload": (of_optimizer("optimizer_cpu_offload"), no_copy),
         "--num-distributed-optimizer-instances": (
             sharded and getattr(ddp, "num_distributed_optimizer_instances", 1) > 1,
-            no_copy,
+            "gradients of a shard are summed up over the instances by its owners alone, and its copies would lack that",
         ),
         "--ddp-reduce-scatter-with-fp32-accumulation": (
             bool(getattr(ddp, "reduce_scatter_with_fp32_accumulation", False)),
@@ -88,7 +88,6 @@ def refuse_outliving(call: PipelineCall, layout: Layout, optimizers: Sequence[An
             any(bool(getattr(ddp, name, False)) for name in ("use_megatron_fsdp", "use_custom_fsdp")),
             "a rank that dies takes its shard of the parameters with it",
         ),
-        "--num-virtual-stages-per-pipeline-rank": (call.chunks > 1, "routes between replicas are for one chunk"),
         "--fp8-format": (bool(getattr(config, "fp8", None)), "the history of scales of an attempt would stay"),
         "--moe-router-enable-expert-bias": (
             bool(getattr(config, "moe_router_enable_expert_bias", False)),

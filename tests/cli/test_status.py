@@ -95,7 +95,12 @@ def test_dead_ranks_are_named_with_what_they_cost(tmp_path: Path, capsys: pytest
     )
     assert said["routes"] == ["stage 1 of replica 1: 3 at replica 0 and 3 at replica 2, in each iteration"]
     assert said["to do"][0].startswith("nothing at once: restart from the latest checkpoint")
-    assert said["slow"][-1].startswith("(as before the first death")
+    assert said["slow"][-1].startswith("(what was found before ranks died")
+    later = RoutesChosen(number=2, reason="stage 1 of pipeline 0: slow", moved=((1, 1, 2, 6),))
+    write_replicas(tmp_path / "later", 3, [(HEALTHY, 9), (LOST, 10), (SLOW_LINK, 11), (later, 12), (after, 12)])
+    said = status(tmp_path / "later", capsys)
+    assert said["routes"] == ["stage 1 of replica 1: 6 at replica 2, in each iteration"]
+    assert len(said["slow"]) == 1, "it was found since"
 
 
 def test_a_stage_that_has_one_cell_left_is_urgent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,8 @@ class LiveCellDecider:
     """Plans what all live cells run, in place of what is decided on the order of a pipeline by itself.
 
     Costs are those of the slowest pipeline, stage by stage and link by link, as for such orders; where routes are to
-    lead round slow cells as well, each cell has its own seconds.
+    lead round slow cells as well, each cell has its own seconds. Where stages have several chunks, what was planned as
+    the set of live cells began stays.
     """
 
     def __init__(self, policy: RoutePolicy, stages: int, telemetry: Telemetry, running: Routing | None) -> None:
@@ -49,7 +50,7 @@ class LiveCellDecider:
     def decide(self, context: Context) -> Routing | None:
         """New routes and orders, where they are worth a switch."""
         context.routed = True
-        if context.costs is None:
+        if context.costs is None or context.costs.chunks > 1:
             return None
         known = dataclasses.replace(context.costs, backward_s=None)
         tables = [cell_tables(known, context.estimates, lanes) for lanes in self._policy.pipelines]

@@ -17,7 +17,9 @@ from adaptra_megatron.log import logger_of
 from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.routing.costs import Cell, RoutedCosts
+from adaptra_megatron.schedule.routing.interleaved import dispatch_interleaved, routing_around
 from adaptra_megatron.schedule.routing.planner import plan_routed
+from adaptra_megatron.schedule.routing.plans import RoutedAction, RoutedSchedule
 
 logger = logger_of(__name__)
 
@@ -38,7 +40,8 @@ class DegradedRoutes:
         key = costs.micro_batches, forward_only
         if key not in self._orders:
             if forward_only:
-                self._orders[key] = evaluation_order(self._layout, self._epoch.dead_cells, costs.micro_batches)
+                count, chunks = costs.micro_batches, costs.chunks
+                self._orders[key] = evaluation_order(self._layout, self._epoch.dead_cells, count, chunks)
             else:
                 self._orders[key] = CellOrder.unpacked(self._planned(costs, split=split)[str(self._layout.cell)])
         return self._orders[key]
@@ -64,44 +67,42 @@ class DegradedRoutes:
     def _plan(self, costs: Costs, *, split: bool) -> Mapping[str, str]:
         dead = self._epoch.dead_cells
         costs = replace(costs, backward_s=None)
-        plan = plan_routed(RoutedCosts(replicas=(costs,) * self._layout.replicas, dead=dead), split=split)
+        count = self._layout.replicas
+        if costs.chunks > 1:
+            simulation = dispatch_interleaved(costs, routing_around(dead, count, costs.stages, costs.micro_batches))
+        else:
+            simulation = plan_routed(RoutedCosts(replicas=(costs,) * count, dead=dead), split=split).simulation
         if names := ", ".join(f"stage {cell.stage} of replica {cell.replica}" for cell in sorted(dead)):
             text = "%d micro-batches a replica: those of %s are computed by live replicas"
             logger.info(text, costs.micro_batches, names)
-        orders = cell_orders(plan.simulation, costs)
-        self.planned = Routing(1, costs.micro_batches, moved_by(plan.routing), orders)
+        orders = cell_orders(simulation, costs)
+        self.planned = Routing(1, costs.micro_batches, moved_by(simulation.schedule.routing), orders)
         return orders
 
 
-def evaluation_order(layout: JobLayout, dead: frozenset[Cell], micro_batches: int) -> CellOrder:
+def evaluation_order(layout: JobLayout, dead: frozenset[Cell], micro_batches: int, chunks: int = 1) -> CellOrder:
     """Forwards alone, by number and replica at every cell: one order of all, so that no two cells wait for each other.
 
-    Those of a dead cell go round its live peers.
+    Those of a dead cell go round its live peers. Of several chunks each runs as many numbers as there are stages before
+    the next one does, as in Megatron.
     """
-
-    def host(replica: int, stage: int, number: int) -> int:
-        if Cell(replica, stage) not in dead:
-            return replica
-        peers = [cell.replica for cell in layout.cells_of(stage) if cell not in dead]
-        return peers[number % len(peers)]
-
-    own, last = layout.cell, max(cell.stage for cell in layout.cells)
-    mine = [
-        (number, replica)
+    own, stages = layout.cell, 1 + max(cell.stage for cell in layout.cells)
+    routing = routing_around(dead, layout.replicas, stages, micro_batches)
+    schedule = RoutedSchedule(routing=routing, orders=(), chunks=chunks)
+    mine = sorted(
+        (number // stages, chunk, number, replica)
         for number in range(micro_batches)
         for replica in range(layout.replicas)
-        if host(replica, own.stage, number) == own.replica
-    ]
-    actions = tuple(
-        CellAction(
-            Kind.FORWARD.value,
-            0,
-            replica,
-            number,
-            host(replica, own.stage - 1, number) if own.stage else None,
-            host(replica, own.stage + 1, number) if own.stage < last else None,
-            (place + 1) * bool(own.stage),
-        )
-        for place, (number, replica) in enumerate(mine)
+        for chunk in range(chunks)
+        if routing.cell(own.stage, replica, number) == own
     )
-    return CellOrder(actions, tuple(range(len(actions))) if own.stage else (), None, 0.0)
+    actions, receives = [], list[int]()
+    for place, (_, chunk, number, replica) in enumerate(mine):
+        action = RoutedAction(Kind.FORWARD, replica, number, chunk)
+        needed, sent = schedule.needed(own.stage, action), schedule.produced(own.stage, action)
+        if needed is not None:
+            receives.append(place)
+        source = None if needed is None else needed.source.replica
+        target = None if sent is None else sent.target.replica
+        actions.append(CellAction(Kind.FORWARD.value, chunk, replica, number, source, target, len(receives)))
+    return CellOrder(tuple(actions), tuple(receives), None, 0.0)

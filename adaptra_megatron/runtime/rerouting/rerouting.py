@@ -22,6 +22,7 @@ from adaptra_megatron.runtime.rerouting.inputs import RoutableInputs, receives_w
 from adaptra_megatron.runtime.rerouting.program import routed_program
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs import uniform_costs
+from adaptra_megatron.schedule.placement import interleaved
 from adaptra_megatron.schedule.routing.costs import Cell
 from adaptra_megatron.transport.messages import Transport, TransportError, TwoPathTransport
 
@@ -107,9 +108,9 @@ class Rerouting:
             return
         if planner is not None:
             planner.pin(self._pinned)
-        for stage, rank in enumerate(layout.pipeline):
-            if abs(stage - layout.cell.stage) == 1:
-                self._two_paths.open_link(rank)
+        own = interleaved(len(layout.pipeline), self._book.layout.chunks)
+        for stage in own.peers(layout.cell.stage):
+            self._two_paths.open_link(layout.pipeline[stage])
         check()  # what aborted all links as the epoch before ended may have come before these
 
     @property
@@ -151,7 +152,9 @@ class Rerouting:
         count = call.micro_batches
         costs = self._book.planned_for(count)
         if costs is None:
-            costs = uniform_costs(call.stages, count, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
+            costs = uniform_costs(
+                call.stages, count, chunks=call.chunks, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0
+            )
             costs = replace(costs, max_in_flight=self._book.caps(count))
         order = degraded.order(costs, split=self._book.layout.can_split, forward_only=call.forward_only)
         if self._planner is not None and degraded.planned is not None:

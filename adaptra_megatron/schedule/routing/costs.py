@@ -36,9 +36,9 @@ class RoutedCosts:
     A rendezvous link is busy until its message has arrived. `sync_s[stage]` are seconds after the last action of a
     stage (gradient synchronisation and optimizer step).
 
-    Raises RoutingError for a stage without a live cell, and for what is not routed: several chunks (a cell's cap would
-    have to keep room for the later chunks of micro-batches that come back to it from any replica, and no order of
-    dispatch is known to do so without a deadlock), shared queues, placements that are not Megatron's.
+    Raises RoutingError for a stage without a live cell, and for what is not routed: several chunks (a cell's cap has to
+    keep room for the later chunks of micro-batches that come back to it from any replica: `interleaved` does so around
+    dead cells, with little in flight), shared queues, placements that are not Megatron's.
     """
 
     replicas: tuple[Costs, ...]
@@ -64,8 +64,8 @@ class RoutedCosts:
                 )
             if costs.chunks != 1:
                 raise RoutingError(
-                    f"replica {replica} runs {costs.chunks} chunks per stage: micro-batches are routed with one only, "
-                    "for with several a cap on what a cell holds may deadlock; set chunks to 1"
+                    f"replica {replica} runs {costs.chunks} chunks per stage: micro-batches are routed by "
+                    "speed with one only, for with several a cap on what a cell holds may deadlock; set chunks to 1"
                 )
             if costs.shared_queue or costs.custom_placement is not None:
                 what = "a shared queue" if costs.shared_queue else "a placement of its own"

@@ -33,6 +33,8 @@ class RoutedMessage(NamedTuple):
     gradient: bool
     replica: int
     micro_batch: int
+    chunk: int = 0
+    """Chunk of the receiving cell."""
 
 
 class Move(NamedTuple):
@@ -85,6 +87,8 @@ class RoutedSchedule:
 
     routing: Routing
     orders: tuple[tuple[RoutedAction, ...], ...]
+    chunks: int = 1
+    """Chunks of each stage, in Megatron's placement."""
 
     @property
     def stages(self) -> int:
@@ -113,12 +117,14 @@ class RoutedSchedule:
         if action.kind is Kind.BACKWARD_WEIGHT:
             return None
         gradient = action.kind is not Kind.FORWARD
-        other = stage + 1 if gradient != sent else stage - 1
-        if not 0 <= other < self.stages:
+        virtual = action.chunk * self.stages + stage + (1 if gradient != sent else -1)
+        if not 0 <= virtual < self.chunks * self.stages:
             return None
+        chunk, other = divmod(virtual, self.stages)
         place = (action.replica, action.micro_batch)
         here, there = self.routing.cell(stage, *place), self.routing.cell(other, *place)
-        return RoutedMessage(here if sent else there, there if sent else here, gradient, *place)
+        ends = (here, there) if sent else (there, here)
+        return RoutedMessage(*ends, gradient, *place, chunk if sent else action.chunk)
 
     @cached_property
     def splits_backward(self) -> bool:

@@ -43,7 +43,7 @@ def status_lines(events: Sequence[StampedEvent], now_s: float, written_s: float)
     the run wrote last, in seconds since the epoch."""
     seconds = _seconds_by_iteration(events)
     losses = _of(events, RanksLost)
-    slow, links_do = _findings(events, stale=bool(losses))
+    slow, links_do = _findings(events, _changed_at(events))
     moved, moved_do = _paths(events)
     dead, dead_do = _deaths(events, losses, seconds)
     state, state_do = _state(events, now_s - written_s, seconds)
@@ -119,15 +119,16 @@ def _speed(events: Sequence[StampedEvent], seconds: dict[int, float]) -> str:
     return text + plan
 
 
-def _findings(events: Sequence[StampedEvent], *, stale: bool) -> tuple[list[str], list[str]]:
-    """Links and stages that are not healthy, as the detector saw them last, and what to do."""
+def _findings(events: Sequence[StampedEvent], changed: int) -> tuple[list[str], list[str]]:
+    """Links and stages that are not healthy, as the detector saw them last, and what to do. `changed`: iteration in
+    which ranks died or came back last, since when what is usual is learnt anew."""
     latest: dict[object, StampedEvent] = {}
     for found in events:
         if isinstance(event := found.event, LinkDetection):
             latest["link", event.pipeline, event.source, event.target, event.path] = found
         elif isinstance(event, StageDetection):
             latest["stage", event.pipeline, event.stage] = found
-    texts, to_do = [], []
+    texts, to_do, stale = [], [], False
     for found in latest.values():
         event = found.event
         assert isinstance(event, (LinkDetection, StageDetection))
@@ -141,9 +142,10 @@ def _findings(events: Sequence[StampedEvent], *, stale: bool) -> tuple[list[str]
             to_do.append(f"look at the GPUs of {name} (clocks, temperature, other work)")
         if event.pipeline:
             name += f" of the pipeline of rank {event.pipeline}"
+        stale = stale or found.stamp.iteration < changed
         texts.append(f"{name} is {event.after} since iteration {began_at(found)}: {event.reason}")
-    if texts and stale:
-        texts.append("(as before the first death: nothing is measured after it)")
+    if stale:
+        texts.append("(what was found before ranks died or came back last may not be so any more)")
     return texts, list(dict.fromkeys(to_do))
 
 
@@ -197,12 +199,18 @@ def _latest_members(events: Sequence[StampedEvent]) -> RanksLost | RanksReturned
     return max(changes, key=lambda change: (change[1].epoch, change[0].iteration))[1]
 
 
+def _changed_at(events: Sequence[StampedEvent]) -> int:
+    """Iteration in which ranks died or came back last; -1: none did."""
+    return max((stamp.iteration for stamp, _ in (*_of(events, RanksLost), *_of(events, RanksReturned))), default=-1)
+
+
 def _routes(events: Sequence[StampedEvent], losses: Sequence[tuple[Stamp, RanksLost]]) -> list[str]:
     """Micro-batches that pass a stage at another replica, now."""
     if not losses:
         return [chosen.reason for _, chosen in _of(events, RoutesChosen)[-1:] if chosen.moved]
     targets: dict[tuple[int, int], list[str]] = {}
-    for stage, source, target, count in _latest_members(events).moved:
+    later = [chosen.moved for stamp, chosen in _of(events, RoutesChosen) if stamp.iteration > _changed_at(events)]
+    for stage, source, target, count in later[-1] if later else _latest_members(events).moved:
         targets.setdefault((stage, source), []).append(f"{count} at replica {target}")
     return [
         f"stage {stage} of replica {source}: {listed(texts)}, in each iteration"

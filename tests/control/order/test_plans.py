@@ -13,11 +13,13 @@ import pytest
 from support.four_stages import FOUR, WHOLE, costs
 
 from adaptra_megatron.config import AdaptraConfig, ConfigError
+from adaptra_megatron.control.decisions import Decision
 from adaptra_megatron.control.order.plans import Layout, PlanBook, PlanMismatchError
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import forward_only, gpipe, one_f_one_b, stock_order
-from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.schedule.costs_json import costs_from_json
+from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
 from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.planner import PlanError, plan
 from adaptra_megatron.schedule.simulator import peak_in_flight
@@ -197,3 +199,22 @@ class TestInstalling:
             book.install(gpipe(4, 8), 1, book.caps(8))
         assert book.schedule_for(8) is before
         assert (book.number, book.enforced_cap(8, 0)) == (0, 4.0)
+
+
+def test_what_is_in_force_travels_to_ranks_that_know_no_plans() -> None:
+    book, other = PlanBook(AdaptraConfig(), FOUR), PlanBook(AdaptraConfig(), FOUR)
+    book.schedule_for(9)
+    assert book.in_force == Decision(0), "what runs until costs are known is known to all"
+    for number, micro_batches in ((1, 9), (2, 8), (3, 9)):
+        known = costs(micro_batches)
+        book.install(plan(known).schedule, number, known.max_in_flight, known.released_at_backward_input, known)
+    running = book.in_force
+    assert running.number == 3
+    assert running.order is not None
+    schedule = schedule_from_csv(running.order.csv, chunks=1)
+    assert schedule == book.schedule_for(9)
+    again = costs_from_json(json.loads(running.order.costs))
+    other.install(schedule, running.number, running.order.caps, running.order.released_at_backward_input, again)
+    assert other.in_force == running
+    book.forget()
+    assert book.in_force == Decision(0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -35,43 +36,57 @@ def pipelines(replicas: int, stages: int) -> list[tuple[int, ...]]:
     return [tuple(range(replica * stages, (replica + 1) * stages)) for replica in range(replicas)]
 
 
-def check(orders: dict[Cell, CellOrder], replicas: int, stages: int, micro_batches: int, kinds: str) -> None:
+def check(
+    orders: dict[Cell, CellOrder], replicas: int, stages: int, micro_batches: int, kinds: str, chunks: int = 1
+) -> None:
     """Each action of each micro-batch once a stage, and what one cell sends another expects."""
     for stage in range(stages):
         ran = Counter(
-            (action.kind, action.replica, action.micro_batch)
+            (action.kind, action.replica, action.micro_batch, action.chunk)
             for cell, order in orders.items()
             if cell.stage == stage
             for action in order.actions
         )
         for kind in kinds:
-            expected = {(kind, replica, number) for replica in range(replicas) for number in range(micro_batches)}
+            expected = set(itertools.product(kind, range(replicas), range(micro_batches), range(chunks)))
             assert {each for each in ran if each[0] == kind} == expected
         assert set(ran.values()) == {1}
     sent, awaited = Counter[Any](), Counter[Any]()
     for cell, order in orders.items():
         for action in order.actions:
-            there = {"F": 1}.get(action.kind, -1)
+            virtual, there = action.chunk * stages + cell.stage, {"F": 1}.get(action.kind, -1)
             message = action.kind == "F", action.replica, action.micro_batch
             if action.target is not None:
-                sent[cell, Cell(action.target, cell.stage + there), message] += 1
+                sent[cell, Cell(action.target, (virtual + there) % stages), message, virtual + there] += 1
             if action.source is not None:
-                awaited[Cell(action.source, cell.stage - there), cell, message] += 1
+                awaited[Cell(action.source, (virtual - there) % stages), cell, message, virtual] += 1
     assert sent == awaited
 
 
-@given(degraded_jobs())
-def test_evaluation_passes_every_stage_once(job: tuple[int, int, int, frozenset[Cell]]) -> None:
+@given(degraded_jobs(), st.integers(1, 3))
+def test_evaluation_passes_every_stage_once(job: tuple[int, int, int, frozenset[Cell]], chunks: int) -> None:
     replicas, stages, micro_batches, dead = job
     orders = {}
     for rank in range(replicas * stages):
         seen = layout(pipelines(replicas, stages), rank)
         if seen.cell not in dead:
-            orders[seen.cell] = evaluation_order(seen, dead, micro_batches)
-    check(orders, replicas, stages, micro_batches, "F")
+            orders[seen.cell] = evaluation_order(seen, dead, micro_batches, chunks)
+    check(orders, replicas, stages, micro_batches, "F", chunks)
+    here, at, before = set[Any](), dict.fromkeys(orders, 0), -1
+    while sum(at.values()) > before:
+        before = sum(at.values())
+        for cell, order in orders.items():
+            for action in order.actions[at[cell] :]:
+                made = action.replica, action.micro_batch, action.chunk * stages + cell.stage
+                if action.source is not None and (*made[:2], made[2] - 1) not in here:
+                    break
+                here.add(made)
+                at[cell] += 1
+    assert at == {cell: len(order.actions) for cell, order in orders.items()}, "cells wait for each other for ever"
     for order in orders.values():
+        assert list(order.receives) == [place for place, each in enumerate(order.actions) if each.source is not None]
         assert [action.receives_before for action in order.actions] == [
-            (place + 1) * bool(order.receives) for place in range(len(order.actions))
+            sum(receive <= place for receive in order.receives) for place in range(len(order.actions))
         ]
 
 

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Orders of cells that run several model chunks each, while cells are dead: one that keeps caps and cannot deadlock.
+
+Micro-batches of a dead cell go round its live peers. A micro-batch is let in once each of its cells has room for all
+the chunks that it will run there, which it keeps until the backward of the last of these (the banker's algorithm: what
+has been let in always comes to its end). What is in runs as it comes: backwards before forwards, later chunks first,
+then by number. Backwards are whole: a weight gradient that is put off would keep the room.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Collection
+
+from adaptra_megatron.schedule.actions import Kind
+from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.routing.costs import Cell, RoutingError
+from adaptra_megatron.schedule.routing.plans import RoutedAction, RoutedSchedule, Routing
+from adaptra_megatron.schedule.routing.simulator import RoutedSimulation, peak_of
+
+
+def routing_around(dead: Collection[Cell], replicas: int, stages: int, micro_batches: int) -> Routing:
+    """Every micro-batch at its own replica's cells, those of `dead` ones in turn at the live cells of their stage.
+
+    Raises RoutingError for a stage without a live cell.
+    """
+    rows = []
+    for stage in range(stages):
+        live = [replica for replica in range(replicas) if Cell(replica, stage) not in dead]
+        if not live:
+            raise RoutingError(f"all {replicas} cells of stage {stage} take no work: restart from a checkpoint")
+        rows.append(
+            tuple(
+                replica if replica in live else live[number % len(live)]
+                for replica in range(replicas)
+                for number in range(micro_batches)
+            )
+        )
+    return Routing(replicas, micro_batches, tuple(rows))
+
+
+def dispatch_interleaved(costs: Costs, routing: Routing) -> RoutedSimulation:
+    """The orders of all cells of a job whose pipelines cost `costs` each, with Megatron's placement of chunks.
+
+    A message takes what its link takes for one alone: what waits for it waits as long as that. Raises RoutingError for
+    a cap that is below the chunks of one micro-batch.
+    """
+    return _Dispatch(costs, routing).run()
+
+
+class _Dispatch:
+    def __init__(self, costs: Costs, routing: Routing) -> None:
+        self._costs, self._routing = costs, routing
+        self._stages, self._chunks = costs.stages, costs.chunks
+        for stage, cap in enumerate(costs.max_in_flight):
+            if cap is not None and cap < costs.chunks:
+                raise RoutingError(
+                    f"stage {stage} may hold {cap:g} activations, fewer than the {costs.chunks} chunks of one "
+                    "micro-batch: raise --adaptra-max-in-flight"
+                )
+        count = routing.replicas * costs.stages
+        self._orders: list[list[RoutedAction]] = [[] for _ in range(count)]
+        self._start_s: list[list[float]] = [[] for _ in range(count)]
+        self._end_s: list[list[float]] = [[] for _ in range(count)]
+        self._waiting: list[list[tuple[tuple[bool, int, int, int], RoutedAction]]] = [[] for _ in range(count)]
+        """Actions that could begin, by cell, the next one first."""
+        self._free_s = [0.0] * count
+        self._held = [0] * count
+        """Activations that there is room kept for, by cell."""
+        self._let_in_of = [0] * routing.replicas
+        """How many of each replica's micro-batches have been let in: in the order of their numbers."""
+        self._events: dict[float, list[tuple[int, RoutedAction | None]]] = defaultdict(list)
+        """By moment: cells that are free from then on (None), or could begin an action."""
+        self._moments: list[float] = []
+
+    def run(self) -> RoutedSimulation:
+        self._let_in(0.0)
+        while self._moments:
+            now_s = heapq.heappop(self._moments)
+            events = self._events.pop(now_s)
+            for cell, action in events:
+                if action is not None:
+                    heapq.heappush(self._waiting[cell], (_urgency(action), action))
+            for cell in sorted({cell for cell, _ in events}):
+                if self._waiting[cell] and self._free_s[cell] <= now_s:
+                    self._begin(cell, heapq.heappop(self._waiting[cell])[1], now_s)
+        schedule = RoutedSchedule(
+            routing=self._routing, orders=tuple(map(tuple, self._orders)), chunks=self._costs.chunks
+        )
+        makespan_s = max((times[-1] for times in self._end_s if times), default=0.0)
+        return RoutedSimulation(
+            schedule=schedule,
+            makespan_s=makespan_s,
+            period_s=makespan_s,
+            start_s=tuple(map(tuple, self._start_s)),
+            end_s=tuple(map(tuple, self._end_s)),
+            peak_in_flight=tuple(peak_of(order, 0.0) for order in schedule.orders),
+        )
+
+    def _let_in(self, now_s: float) -> None:
+        """All that there is room for, of each replica one in turn."""
+        before = -1
+        while sum(self._let_in_of) > before:
+            before = sum(self._let_in_of)
+            for replica, number in enumerate(self._let_in_of):
+                if number < self._routing.micro_batches and self._keep_room(replica, number):
+                    self._let_in_of[replica] += 1
+                    self._ready(0, RoutedAction(Kind.FORWARD, replica, number, 0), now_s)
+
+    def _keep_room(self, replica: int, number: int) -> bool:
+        cells = [self._cell(stage, replica, number) for stage in range(self._stages)]
+        for cell, cap in zip(cells, self._costs.max_in_flight, strict=True):
+            if cap is not None and self._held[cell] + self._chunks > cap:
+                return False
+        for cell in cells:
+            self._held[cell] += self._chunks
+        return True
+
+    def _begin(self, cell: int, action: RoutedAction, now_s: float) -> None:
+        stage, forward = cell % self._stages, action.kind is Kind.FORWARD
+        table = self._costs.forward_s if forward else self._costs.whole_backward_s
+        end_s = now_s + table[stage][action.chunk]
+        self._orders[cell].append(action)
+        self._start_s[cell].append(now_s)
+        self._end_s[cell].append(end_s)
+        self._free_s[cell] = end_s
+        self._at(end_s, cell, None)
+        self._follow(stage, action, end_s)
+        if not forward and action.chunk == 0:
+            self._held[cell] -= self._chunks
+            self._let_in(now_s)  # what comes here now begins after this action
+
+    def _follow(self, stage: int, action: RoutedAction, end_s: float) -> None:
+        """What `action` makes possible."""
+        forward, place = action.kind is Kind.FORWARD, action.chunk * self._stages + stage
+        if forward and place == self._stages * self._chunks - 1:
+            self._ready(stage, action._replace(kind=Kind.BACKWARD), end_s)
+            return
+        after = place + (1 if forward else -1)
+        if after < 0:
+            return
+        chunk, there = divmod(after, self._stages)
+        arrival_s = end_s + self._costs.link(stage, there).transfer_s
+        self._ready(there, action._replace(chunk=chunk), arrival_s)
+
+    def _ready(self, stage: int, action: RoutedAction, at_s: float) -> None:
+        self._at(at_s, self._cell(stage, action.replica, action.micro_batch), action)
+
+    def _at(self, at_s: float, cell: int, action: RoutedAction | None) -> None:
+        if at_s not in self._events:
+            heapq.heappush(self._moments, at_s)
+        self._events[at_s].append((cell, action))
+
+    def _cell(self, stage: int, replica: int, number: int) -> int:
+        return self._routing.cell(stage, replica, number).replica * self._stages + stage
+
+
+def _urgency(action: RoutedAction) -> tuple[bool, int, int, int]:
+    forward = action.kind is Kind.FORWARD
+    return forward, -action.chunk if forward else action.chunk, action.micro_batch, action.replica
