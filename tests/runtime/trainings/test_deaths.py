@@ -93,19 +93,20 @@ def test_ranks_that_are_started_again_train_with_the_others(
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("who", "said"), [("0", "has died while rank 1 "), ("newcomer", "not admitted after")], ids=["source", "newcomer"]
+    ("death", "said"),
+    [("0:0:sending+0", "has died while rank 1 "), ("1:1:receiving+0", "not admitted after")],
+    ids=["source", "newcomer"],
 )
 def test_a_hand_over_that_is_broken_off_is_done_again(
-    who: str, said: str, tmp_path: Path, fork_server: ForkServer
+    death: str, said: str, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     layout = Layout(3, 2)
     assert not any(result.returncode for result in train(layout, tmp_path / "peace", fork_server))
-    dying = (str(Path(__file__).with_name("dying_in_hand_over.py")), who)
-    results = train(layout, tmp_path / "deaths", fork_server, ("1:1:2",), back=(2, 5), script=dying)
+    results = train(layout, tmp_path / "deaths", fork_server, ("1:1:2", death), back=(2, 5))
     assert [result.returncode for result in results] == [0] * layout.world_size
     assert said in "".join(result.output for result in results)
     assert results[1].output.count(BACK) == 1
-    assert results[0].output.count(BACK) == (who == "0")
+    assert results[0].output.count(BACK) == death.startswith("0")
     assert not problems(layout, tmp_path / "peace", tmp_path / "deaths", results)
 
 
