@@ -114,9 +114,10 @@ class Newcomer:
             refuse_lost_stages(self.layout, newest, admitted)
 
     def check(self, joined: Joined) -> None:
-        """Raise EpochEndedError once a rank has died. Takes a moment."""
-        newest = self._records.newest()
-        if newest is not None and not joined.epoch.live <= set(newest.live):
+        """Raise EpochEndedError once a rank has died, also one that stands ready again. Takes a moment."""
+        newest, epoch = self._records.newest(), joined.epoch
+        left = () if newest is None else newest.left
+        if any(each.rank in epoch.live and each.epoch > epoch.number for each in left):
             raise EpochEndedError(f"a rank has died while {self.layout.name(self.layout.rank)} was to take its place")
         time.sleep(_LOOKS_S)
 

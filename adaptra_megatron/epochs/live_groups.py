@@ -372,9 +372,12 @@ def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s
     `timeout_s`. Raises as both, and RuntimeError."""
     found: list[Any] = []
     done = threading.Event()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def work() -> None:
         try:
+            if device is not None:  # each thread has its own
+                torch.cuda.set_device(device)
             found.append(make())
         except Exception as cause:
             found.append(cause)

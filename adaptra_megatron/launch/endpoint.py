@@ -127,7 +127,9 @@ class _Seats:
         """Take the place of a host that is gone, of this node rank or any; None where there is none. Raises
         EndpointError where that host's ranks cannot be started on this one."""
         state = read(self._records, JOB_KEY, JobState)
-        for node in () if state is None else state.vacant:
+        if state is None:
+            return None
+        for node in state.vacant:
             turn = state.turns.get(node, 0) + 1
             if node_rank not in (None, node) or self._holder(node, turn):
                 continue

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from adaptra_megatron.control.order.plans import Layout, PlanBook
 from adaptra_megatron.control.paths.steering import LinkSteering
 from adaptra_megatron.control.planner_process.keeper import PlannerKeeper
 from adaptra_megatron.epochs.epoch import Epoch
-from adaptra_megatron.epochs.live_groups import LiveGroups
+from adaptra_megatron.epochs.live_groups import LiveGroups, interruptible
 from adaptra_megatron.epochs.survival import Survival
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.device import current_device, has_one_queue, synchronizer_of
@@ -150,7 +151,11 @@ class Pipeline:
                 self._job, self.transport, self.planner, self.book, swap=swap, joins=joining is not None
             )
         self.exchange = PlanExchange(control, job, self.planner, limit_s, fixed_order=not self.book.adapts)
-        self.dispatcher = make_dispatcher(control, job, config, self.transport, limit_s)
+        team = functools.partial(make_dispatcher, control, job, config, self.transport, limit_s)
+        if joining is None:
+            self.dispatcher = team()
+        else:  # other lanes of the cell may die before they come
+            self.dispatcher = interruptible(team, joining.check, limit_s, "what all ranks of the cell share")
         self._prefers_host = self.dispatcher.all_by_host_path = policy is not None and policy.preferred is Path.HOST
         self.iterations = 0
         """How many have run, evaluations among them."""

@@ -94,6 +94,10 @@ class Joining(NamedTuple):
         """As its pipeline sees it."""
         return joined_job(self.joined, self.newcomer.timeout_s)
 
+    def check(self) -> None:
+        """See `Newcomer.check`."""
+        self.newcomer.check(self.joined)
+
     def meet(self) -> None:
         """See `Newcomer.meet`."""
         self.newcomer.meet(self.joined)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from adaptra_megatron.runtime.megatron.computation import StageComputation
 
 ARRIVES_S, _LOOKS_S = 60.0, 0.05
-POINTS = ("ready", "receiving", "meeting", "admitting", "sending")
-"""Of an admission. A process that was started again stands ready, receives the state of the job and meets the others,
-who admit it, and one of whom sends that state."""
+POINTS = ("ready", "receiving", "joining", "meeting", "admitting", "sending")
+"""Of an admission. A process that was started again stands ready, receives the state of the job, joins what it has with
+the other ranks of its cell, and meets the others, who admit it, and one of whom sends that state."""
 FORM = f"RANK:ITERATION:ACTION[:stop]|RANK:ITERATION:+MS[:stop]|RANK:START:{{{','.join(POINTS)}}}+MS"
 
 
@@ -138,6 +138,7 @@ def _functions() -> dict[str, tuple[Any, str]]:
     return {
         "ready": (Newcomer, "stand_ready"),
         "receiving": (rejoining, "_receive_whole"),
+        "joining": (rejoining, "joined_job"),
         "meeting": (Newcomer, "meet"),
         "admitting": (Admissions, "admit"),
         "sending": (rejoining, "_send"),
