@@ -45,7 +45,8 @@ FIRST_DEATH, LAST_DEATH = 1, 3
 LONGEST_S, ITERATION_MS, ADMISSION_MS = 140.0, 250, 60
 RESTARTS = 8
 """Of each rank: of one that is not admitted as another dies, too, and of all lanes of a cell."""
-LEFT_BEHIND_S = 3.0
+LEFT_BEHIND_S = 15.0
+"""A planner ends once it has its plan, and machines that run campaigns are busy."""
 WITHIN = {"losses": 1e-6, "grad norms": 1e-5, "parameters": 1e-5}
 """Largest distances from the training without deaths, as shares of the whole."""
 LOST_LOSSES = 0.05

@@ -372,7 +372,7 @@ def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s
     `timeout_s`. Raises as both, and RuntimeError."""
     found: list[Any] = []
     done = threading.Event()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def work() -> None:
         try:
