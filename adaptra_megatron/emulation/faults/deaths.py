@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from adaptra_megatron.runtime.megatron.computation import StageComputation
 
-ARRIVES_S, _LOOKS_S = 60.0, 0.05
+ARRIVES_S, _LOOKS_S = 150.0, 0.05
 POINTS = ("ready", "receiving", "joining", "meeting", "admitting", "sending")
 """Of an admission. A process that was started again stands ready, receives the state of the job, joins what it has with
 the other ranks of its cell, and meets the others, who admit it, and one of whom sends that state."""
