@@ -27,7 +27,7 @@ class Launched:
     @property
     def output(self) -> str:
         """What it and its ranks have written to the terminal."""
-        return self._log.read_text(errors="replace")
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def wait(self, timeout_s: float = ENDED_S) -> int:
         """Exit status."""
