@@ -32,7 +32,7 @@ INSTALLED := $(VENV)/.adaptra-installed
 NATIVE := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo megatron test test-slow test-native-sanitized test-dropin test-versions test-nccl docs \
+.PHONY: help install lock demo megatron test test-slow test-native-sanitized test-dropin test-versions test-nccl docs site wheel \
 	test-rdma bench-rdma soak campaign-deaths closed-loop postings lint
 .DELETE_ON_ERROR:
 
@@ -53,6 +53,8 @@ help:
 	@echo 'make test-nccl  calls of NCCL against the libraries that torch comes with (fetches 1.5 GB)'
 	@echo 'make test-versions  the same for every supported release (an hour; needs Python 3.11 and 3.12)'
 	@echo 'make docs     the pages and pictures of docs/ that are made from the code'
+	@echo 'make site     the pages as a site with search, in build/site/html (fetches MkDocs)'
+	@echo 'make wheel    wheels for other machines, in dist/, for each of PYTHONS'
 	@echo 'make lint     ruff and mypy'
 	@echo 'make lock     pin what is installed, by version and hash (UPGRADE=upgrade for newer ones)'
 
@@ -126,6 +128,18 @@ test-versions:
 docs: $(INSTALLED)
 	$(BIN)/python scripts/write_docs.py
 	$(BIN)/python scripts/draw_pictures.py
+
+# In an environment of its own: what makes a site is no matter of tests.
+SITE := build/site
+site:
+	test -x $(SITE)/venv/bin/mkdocs || (scripts/make_venv.sh $(SITE)/venv && \
+	  $(SITE)/venv/bin/python -m pip --disable-pip-version-check install --quiet --requirement requirements/site.txt)
+	$(SITE)/venv/bin/python scripts/build_site.py $(SITE)
+
+# A wheel runs where glibc is as old as what it was built with: in the images of manylinux, cibuildwheel does the same.
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+wheel:
+	scripts/build_wheels.sh $(PYTHONS)
 
 test-rdma: $(INSTALLED)
 	$(BIN)/python scripts/softroce_vm.py test

@@ -1,8 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pyproject.toml cannot say: where patches/ is installed, native extensions, and the line run as Python starts."""
+"""What pyproject.toml cannot say: where patches/ is installed, native extensions, the line run as Python starts, and
+where the pages are that the README links to.
+
+With ADAPTRA_REPOSITORY=https://HOST/OWNER/NAME in the environment, links of the README that a package index shows lead
+to the pages of this version there.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from glob import glob
 from pathlib import Path
 
@@ -54,8 +61,27 @@ class build_with_start_up(build):
     sub_commands = [*build.sub_commands, ("build_start_up", None)]
 
 
+def long_description(repository: str) -> str:
+    """The README; its relative links are absolute where the `repository` is known, pictures' to the raw file."""
+    text = Path("README.md").read_text()
+    if not repository:
+        return text
+    (version,) = re.findall(r'^__version__ = "(.+)"$', Path("adaptra_megatron/__init__.py").read_text(), re.MULTILINE)
+    places = {"!": f"{repository}/raw/v{version}/", "": f"{repository}/blob/v{version}/"}
+    link = re.compile(r"(!?)(\[[^\]]*\])\((?!\w+:|#)([^)\s]+)\)")
+    return link.sub(lambda found: f"{found[1]}{found[2]}({places[found[1]]}{found[3]})", text)
+
+
+REPOSITORY = os.environ.get("ADAPTRA_REPOSITORY", "").rstrip("/")
+PAGES = {"Documentation": "docs/README.md", "Changelog": "CHANGELOG.md"}
+
 ParallelCompile().install()  # on all cores
 setup(
+    long_description=long_description(REPOSITORY),
+    long_description_content_type="text/markdown",
+    project_urls={"Source": REPOSITORY, **{name: f"{REPOSITORY}/blob/HEAD/{path}" for name, path in PAGES.items()}}
+    if REPOSITORY
+    else {},
     packages=[*find_packages(include=["adaptra_megatron", "adaptra_megatron.*"]), PATCHES],
     package_dir={PATCHES: "patches"},
     ext_modules=[

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
+from adaptra_megatron.transport.ports import PortRange
 from adaptra_megatron.transport.wires.registry import WIRES
 
 POLICIES = ("off", "observe", "adapt")
@@ -40,6 +41,13 @@ def _option(
         accepts, expects = keywords["choices"].__contains__, f"it must be one of {', '.join(keywords['choices'])}"
     argument = {"default": default, "help": help, **keywords}
     return field(default=default, metadata={"argument": argument, "accepts": accepts, "expects": expects, "flag": flag})
+
+
+def _port_range(text: str) -> PortRange:
+    try:
+        return PortRange.parsed(text)
+    except ValueError as cause:
+        raise argparse.ArgumentTypeError(str(cause)) from cause  # argparse drops what other errors say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +145,13 @@ class AdaptraConfig:
         expects="it must be the name of a network interface, such as eth0",
         metavar="NAME",
     )
+    port_range: PortRange | None = _option(
+        None,
+        "TCP ports that this job's delegates, lines and clocks listen on, for firewalls; a rank needs up to 6, so "
+        "20000-20127 is plenty for a host of 8. Default: any that are free.",
+        type=_port_range,
+        metavar="FIRST-LAST",
+    )
     path: str = _option(
         "device",
         "The path that activations and gradients take while it is healthy: torch.distributed (device), or the "
@@ -215,7 +230,7 @@ class AdaptraConfig:
         check_given(self)
 
 
-_OF_HOSTS = ("rnics", "interface", "prometheus_port", "prometheus_address", "trace_dir")
+_OF_HOSTS = ("rnics", "interface", "port_range", "prometheus_port", "prometheus_address", "trace_dir")
 OPTIONS: tuple[Field[Any], ...] = tuple(option for option in fields(AdaptraConfig) if option.metadata)
 """Those that have flags, in the order of the help."""
 

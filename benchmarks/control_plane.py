@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What deciding costs as jobs grow: CPU of training processes and of the job's store, time to a decision, memory.
 
-    python benchmarks/control_plane.py [--ranks 64,1024,4096,16384] [--iterations 50] [--long 1000] [--output FILE]
+    python benchmarks/control_plane.py [--ranks 64,1024,4096,16384] [--iterations 50] [--long 1000] [--together]
+                                       [--output FILE]
 
 Of one replica everything is real: a TCPStore served by a process of its own, the messages of all its ranks, the
 leading rank and one that follows as processes of their own with the package's exchange, and the planner process. All
@@ -19,11 +20,15 @@ holds what it condenses, packs, sends and reads, in all of its threads.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
+import select
+import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,9 +47,12 @@ from control_plane_rank import (
     say,
 )
 
+from adaptra_megatron.authentication.handshake import connect
 from adaptra_megatron.control.decision_reader import decision_key
 from adaptra_megatron.control.decision_writer import DELAY
-from adaptra_megatron.control.rounds import hand_in
+from adaptra_megatron.control.planner_link import CONNECT_S
+from adaptra_megatron.control.planner_process.report_server import purpose_of
+from adaptra_megatron.control.rounds import PLANNER_KEY, address_of, framed
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.job.control_store import ControlStore
 
@@ -103,20 +111,26 @@ class Resident(NamedTuple):
 class Job:
     """The processes of one size, which run iteration after iteration."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, together: bool = False) -> None:
         self.lanes, self.stages, replicas = SHAPES[ranks]
+        if together:
+            self.lanes, replicas = self.lanes * replicas, 1
         self.server = Child("serve")
         port, together = int(self.server.hear()), self.lanes * self.stages
         self.trained = [Child("rank", port, self.lanes, self.stages, number) for number in (0, together - 1, together)]
         places = [(lane, stage) for stage in range(self.stages) for lane in range(self.lanes)][1:-1]
         self.templates = {place: measured(*place, self.stages) for place in places}
-        nbytes = len(encoded(self.templates[places[len(places) // 2]]))
         self.strangers = [
-            Child("others", port, together, nbytes, *range(1 + first, replicas, CLIENTS))
+            Child("others", port, together, *range(1 + first, replicas, CLIENTS))
             for first in range(min(CLIENTS, replicas - 1))
         ]
         control = ControlStore(connected(port), SECRET, "bench")
-        self.store = control.client(exchange_place(layout_for(self.lanes, self.stages, 0)))
+        layout = layout_for(self.lanes, self.stages, 0)
+        place = exchange_place(layout)
+        self.store = control.client(place)
+        self.seal_place, self.leader = control.seal(place).place, layout.leader
+        self.links: dict[tuple[int, int], socket.socket] = {}
+        """Connections to the planner process, by lane and stage."""
         self.iteration, self.planner_id = 0, 0
         self._used_s = [0.0, 0.0, 0.0]
 
@@ -144,10 +158,27 @@ class Job:
     def _measure(self) -> None:
         for child in self.trained:
             child.say(self.iteration)
-        for template in self.templates.values():
-            hand_in(self.store, self.iteration, of_iteration(template, self.iteration))
+        if not self.links:
+            self.links = asyncio.run(self._connected())
+        for place, template in self.templates.items():
+            report = encoded(of_iteration(template, self.iteration))
+            self.links[place].sendall(framed(self.iteration, report))
         said = [json.loads(child.hear()) for child in self.trained]
         self._used_s, self.planner_id = [one["cpu_s"] for one in said], said[0]["planner"] or 0
+
+    async def _connected(self) -> dict[tuple[int, int], socket.socket]:
+        """One connection for each rank that is no process, which this process takes decisions in by, too."""
+        while (address := self.store.peek(PLANNER_KEY)) is None:
+            await asyncio.sleep(0.1)
+        links = {}
+        for lane, stage in self.templates:
+            connection = links[lane, stage] = socket.create_connection(address_of(address))
+            connection.setblocking(False)
+            purpose = purpose_of(self.seal_place, stage * self.lanes + lane, self.leader)
+            await connect(connection, SECRET, purpose, CONNECT_S)
+            connection.setblocking(True)
+        threading.Thread(target=drain, args=(list(links.values()),), daemon=True).start()
+        return links
 
     def used(self) -> Used:
         """By the end of the latest iteration's measurements."""
@@ -166,6 +197,19 @@ class Job:
     def end(self) -> None:
         for child in (*self.trained, *self.strangers, self.server):
             child.end()
+
+
+def drain(links: Sequence[socket.socket]) -> None:
+    """Take in what comes."""
+    waiting = select.epoll()
+    for link in links:
+        waiting.register(link, select.EPOLLIN)
+    by_descriptor = {link.fileno(): link for link in links}
+    while by_descriptor:
+        for descriptor, _ in waiting.poll():
+            if not by_descriptor[descriptor].recv(1 << 16):
+                waiting.unregister(descriptor)
+                del by_descriptor[descriptor]
 
 
 def cpu_s(process_id: int) -> float:
@@ -192,9 +236,9 @@ class Row:
     iterations: int
 
 
-def run(ranks: int, iterations: int) -> Row:
+def run(ranks: int, iterations: int, together: bool) -> Row:
     """A job of one size: as many quiet iterations as busy ones, and then a link turns slow."""
-    job, turns = Job(ranks), iterations // 2
+    job, turns = Job(ranks, together), iterations // 2
     for _ in range(WARM_UP):
         job.quiet()
     quiet = each_ms(job, turns, job.quiet)
@@ -258,11 +302,14 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--ranks", default="64,1024,4096,16384")
     parser.add_argument("--iterations", type=int, default=50, help="of each size, half of them quiet")
     parser.add_argument("--long", type=int, default=1000, help="iterations in which memory is looked at; 0: none")
+    parser.add_argument(
+        "--together", action="store_true", help="one planner process for all ranks, as with --adaptra-reroute"
+    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
     rows = []
     for ranks in map(int, filter(None, args.ranks.split(","))):
-        rows.append(run(ranks, args.iterations))
+        rows.append(run(ranks, args.iterations, args.together))
         say(table(rows[-1:]))
     found = table(rows)
     if args.long:

@@ -3,7 +3,7 @@
 
 control_plane_rank.py serve
 control_plane_rank.py rank PORT LANES STAGES NUMBER
-control_plane_rank.py others PORT RANKS NBYTES REPLICA...
+control_plane_rank.py others PORT RANKS REPLICA...
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from adaptra_megatron.control.measurements import StageMeasurement, stage_measur
 from adaptra_megatron.control.order.plans import Layout
 from adaptra_megatron.control.planner_process.keeper import PlannerKeeper
 from adaptra_megatron.control.planner_process.messages import Begin
-from adaptra_megatron.control.rounds import count_key, round_key
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import Introduction, JobLayout, layout_of
 from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
 from adaptra_megatron.transport.paths import Path as LinkPath
+from adaptra_megatron.transport.setup.placement import listen_tcp
 
 SECRET = b"s" * 32
 ITERATION_S, MICRO_BATCHES, ACTION_S = 10.0, 32, 0.1
+LOOKS = 8
+"""One rank of so many looks into the store for a decision that its training waits for."""
 SLOW_S = 0.5
 """Delay of a link that turns slow: five actions."""
 
@@ -118,6 +120,7 @@ def rank(port: int, lanes: int, stages: int, number: int) -> None:
         begin = Begin(
             secret=SECRET.hex(),
             place=seal.place,
+            reporters=tuple(job.reporters),
             layout=Layout(stages=stages, chunks=1, group_size=None, can_split=True),
             measures_memory=False,
             policy="adapt",
@@ -127,7 +130,8 @@ def rank(port: int, lanes: int, stages: int, number: int) -> None:
             paths=None,
             log_level=0,
         )
-        planner = PlannerKeeper(begin, Silent(), lambda: 0, tuple)
+        listener, _address = listen_tcp("127.0.0.1")
+        planner = PlannerKeeper(begin, listener, Silent(), lambda: 0, tuple)
     exchange = PlanExchange(control, job, planner, 60.0)
     lane, stage = job.workers[job.rank].lane, job.cell.stage
     records, times = recorded(stage, stages)
@@ -146,26 +150,17 @@ def rank(port: int, lanes: int, stages: int, number: int) -> None:
     exchange.close()
 
 
-def others(port: int, ranks: int, replicas: Sequence[int], nbytes: int) -> None:
+def others(port: int, ranks: int, replicas: Sequence[int]) -> None:
     """All requests of other replicas' ranks; a line of input is an iteration of theirs."""
-    store, entry, decision = connected(port), "m" * nbytes, b"d" * 4096
+    store, decision = connected(port), b"d" * 4096
     for line in sys.stdin:
         iteration = int(line)
         for replica in replicas:
             place = f"other/{replica}/"
-            for number in range(1, ranks):
-                store.append(place + round_key(iteration), entry)
-                store.append(place + count_key(iteration), "+")
-                if number % 2:
-                    store.compare_set(place + decision_key(iteration), "?", "?")
-            for _ in range(3):
-                store.compare_set(place + count_key(iteration), "?", "?")
-            store.compare_set(place + round_key(iteration), "?", "?")
             store.set(place + decision_key(iteration), decision)
-            for _ in range(1, ranks):
+            for _ in range(0, ranks, LOOKS):
                 store.compare_set(place + decision_key(iteration), "?", "?")
-            for key in (round_key(iteration), count_key(iteration), decision_key(iteration)):
-                store.delete_key(place + key)
+            store.delete_key(place + decision_key(iteration))
         say("done")
 
 
@@ -182,8 +177,8 @@ def main(role: str, *numbers: int) -> None:
     elif role == "rank":
         rank(*numbers)
     else:
-        port, ranks, nbytes, *replicas = numbers
-        others(port, ranks, replicas, nbytes)
+        port, ranks, *replicas = numbers
+        others(port, ranks, replicas)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from adaptra_megatron.config import (
     config_from_arguments,
 )
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
+from adaptra_megatron.transport.ports import PortRange
 
 PLAN = "0F0,0B0\n1F0,1B0\n"
 COSTS = '{"stages": 2, "micro_batches": 1, "forward_s": 1, "backward_input_s": 1, "backward_weight_s": 1}'
@@ -91,6 +92,7 @@ ACCEPTED: dict[str, tuple[Any, set[str], str]] = {
     "host_transport": ("shm", EVERY, ""),
     "rnics": (("mlx5_0",), {"host path"}, "host-transport"),
     "interface": ("lo", EVERY, ""),
+    "port_range": (PortRange(20000, 20127), EVERY, ""),
     "path": ("host", {"host path", "tcp", "observed host path"}, "host-transport"),
     "dispatch": ("online", ADAPTED | FIXED, "policy"),
     "reroute": ("stragglers", {"host path", "tcp"}, "policy|plan-csv or --adaptra-costs|host-transport"),
@@ -297,6 +299,7 @@ def test_help_has_a_group_of_its_own_and_names_units(parser: argparse.ArgumentPa
         "--adaptra-staggered-optimizer",
         "--adaptra-rnics",
         "--adaptra-interface",
+        "--adaptra-port-range",
     }
     assert all(action.help for action in flags.values())
     assert flags["--adaptra-timeout-s"].metavar == "SECONDS"
@@ -317,6 +320,15 @@ def test_rnics_are_named_in_order(parser: argparse.ArgumentParser) -> None:
     flags = ["--adaptra-host-transport", "verbs", "--adaptra-rnics", "mlx5_1,mlx5_0"]
     assert config_from_arguments(parser.parse_args(flags)).rnics == ("mlx5_1", "mlx5_0")
     assert config_from_arguments(parser.parse_args([])).rnics == ()
+
+
+def test_a_range_of_ports_is_parsed_once(parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]) -> None:
+    given = config_from_arguments(parser.parse_args(["--adaptra-port-range", "20000-20127"]))
+    assert given.port_range == PortRange(20000, 20127)
+    assert config_from_arguments(parser.parse_args([])).port_range is None
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--adaptra-port-range", "20127-20000"])
+    assert "argument --adaptra-port-range: the ports 20127-20000 are no range" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rnics", [("mlx5_0", "mlx5_0"), ("mlx5_0", ""), ("",)])

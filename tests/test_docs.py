@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from build_site import menu
 from support.processes import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(DOCS.glob("*.md"))]
+OTHERS = [*DOCS.glob("upstream/*.md"), *(REPOSITORY / "benchmarks" / "results").glob("*.md")]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 
 
@@ -39,7 +41,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@each_page
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
     found = list(links(page))
     assert not [path for path, _ in found if not path.exists()]
@@ -50,6 +52,15 @@ def test_the_index_has_every_page_and_readme_has_the_index() -> None:
     listed = {path for path, _ in links(DOCS / "README.md")}
     assert listed >= {page for page in PAGES if page != DOCS / "README.md"}
     assert DOCS / "README.md" in {path for path, _ in links(REPOSITORY / "README.md")}
+
+
+def test_the_menu_of_the_site_has_every_page_of_the_index() -> None:
+    found = menu((DOCS / "README.md").read_text())
+    listed = {REPOSITORY / name for name in re.findall(r"- (\S+\.md)$", found, re.MULTILINE)}
+    assert listed >= set(PAGES) - {DOCS / "README.md"}
+    assert [line.strip() for line in found.splitlines() if line.endswith(":")] == [
+        "- To begin:", "- To use it well:", "- To know it exactly:", "- Measurements:",
+    ]  # fmt: skip
 
 
 def test_every_picture_is_on_a_page() -> None:
@@ -64,7 +75,7 @@ def words_of_code(page: Path) -> list[str]:
 
 @each_page
 def test_files_that_are_named_are_there(page: Path) -> None:
-    folders = "adaptra_megatron|csrc|patches|scripts|tests|benchmarks|requirements"
+    folders = "adaptra_megatron|csrc|patches|scripts|tests|benchmarks|requirements|examples|extras"
     named = [name for word in words_of_code(page) for name in re.findall(rf"(?<![\w/.])(?:{folders})/[\w./-]*", word)]
     assert not [name for name in named if not (REPOSITORY / name).exists()]
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -113,15 +114,15 @@ def check_the_flag_until_uninstalled(interpreter: Path, directory: Path) -> None
 def test_the_source_distribution_is_complete(source: Path, distributions: tuple[Path, Path]) -> None:
     with tarfile.open(distributions[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for folder in ("adaptra_megatron", "csrc", "patches", "tests", "scripts", "requirements"):
+    for folder in ("adaptra_megatron", "csrc", "patches", "tests", "scripts", "requirements", "examples"):
         expected = {
             str(path.relative_to(source))
-            for pattern in ("*.py", "*.pyi", "*.cpp", "*.hpp", "*.sh", "*.txt", "*.in", "templates/*")
+            for pattern in ("*.py", "*.pyi", "*.cpp", "*.hpp", "*.sh", "*.txt", "*.in", "*.yaml", "templates/*")
             for path in (source / folder).rglob(pattern)
         }
         assert expected
         assert expected <= names
-    assert {"LICENSE", "README.md", "SECURITY.md", "Makefile", ".ci/run"} <= names
+    assert {"LICENSE", "README.md", "SECURITY.md", "CHANGELOG.md", "CITATION.cff", "Makefile", ".ci/run"} <= names
     assert {"pyproject.toml", "setup.py", "adaptra_megatron.pth"} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
 
@@ -138,7 +139,36 @@ def test_the_wheel_carries_patches_and_the_extension(source: Path, distributions
     assert all(name.startswith(("adaptra_megatron/", "adaptra_megatron-", "adaptra_megatron.pth")) for name in names)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     required = {line.partition(": ")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist")}
-    assert {"torch>=2.8", "megatron-core<0.20,>=0.14"} <= required
+    assert {"torch>=2.8.0a0", 'megatron-core<0.20,>=0.14; extra == "megatron"'} <= required
+    assert (source / "README.md").read_text().strip() in metadata
+
+
+@pytest.mark.parametrize("torch", ["2.8.0a0+5228986c39.nv25.5", "2.8.0a0+34c6371d24.nv25.8", "2.8.0", "2.13.0+cpu"])
+def test_builds_of_torch_that_images_have_are_accepted(torch: str) -> None:
+    """NVIDIA numbers its builds as pre-releases of the release to come."""
+    (dependencies,) = re.findall(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    (wanted,) = (found for found in map(Requirement, re.findall(r'"([^"]+)"', dependencies)) if found.name == "torch")
+    assert wanted.specifier.contains(torch)
+    assert not wanted.specifier.contains("2.7.1")
+
+
+def test_links_on_a_package_index_lead_to_the_repository() -> None:
+    code = "import runpy, setuptools; setuptools.setup = lambda **given: print(given['long_description']); "
+    environment = {**os.environ, "ADAPTRA_REPOSITORY": "https://example.org/owner/name/"}
+    done = subprocess.run(
+        [sys.executable, "-c", code + "runpy.run_path('setup.py')"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", done.stdout)
+    assert len(links) > 10
+    assert all(target.startswith(("https://", "#")) for _, target in links)
+    at = f"https://example.org/owner/name/{{}}/v{adaptra_version()}/docs/"
+    assert ("!", at.format("raw") + "timeline.png") in links
+    assert ("", at.format("blob") + "README.md") in links
+
+
+def adaptra_version() -> str:
+    return importlib.import_module("adaptra_megatron").__version__
 
 
 def test_an_installed_wheel_works(distributions: tuple[Path, Path], tmp_path: Path) -> None:

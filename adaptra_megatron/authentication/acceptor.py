@@ -34,10 +34,11 @@ Admit = Callable[[Purpose, socket.socket], Awaitable[None]]
 class Acceptor:
     """Accepts connections on any number of listening sockets."""
 
-    def __init__(self, secret: bytes, timeout_s: float, admit: Admit) -> None:
-        """`admit` gets each proven connection (non-blocking) and owns it; it raises HandshakeError to refuse it."""
+    def __init__(self, secret: bytes, timeout_s: float, admit: Admit, most_unproven: int = MOST_UNPROVEN) -> None:
+        """`admit` gets each proven connection (non-blocking) and owns it; it raises HandshakeError to refuse it.
+        `most_unproven`: connections in their handshake at once; more where more peers than that come together."""
         self.refused: Counter[Refusal] = Counter()
-        self._secret, self._timeout_s, self._admit = secret, timeout_s, admit
+        self._secret, self._timeout_s, self._admit, self._most_unproven = secret, timeout_s, admit, most_unproven
         self._unproven: dict[asyncio.Task[None], str] = {}
         """With their sources."""
         self._proven: set[asyncio.Task[None]] = set()
@@ -64,7 +65,7 @@ class Acceptor:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             source = _source(connection, address)
-            if len(self._unproven) >= MOST_UNPROVEN:
+            if len(self._unproven) >= self._most_unproven:
                 self._make_room(source)
             task = asyncio.ensure_future(self._greet(connection))
             self._unproven[task] = source

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import struct
 
 _SEAL_NBYTES = hashlib.sha256().digest_size
-_LENGTH = struct.Struct(">I")
 
 
 class TamperedError(RuntimeError):
@@ -35,22 +33,6 @@ class Seal:
                 "the job's secret: give all ranks the same ADAPTRA_SECRET_FILE or none, and keep MASTER_PORT closed"
             )
         return value
-
-    def entry(self, key: str, value: bytes) -> bytes:
-        """Bytes to append to the value of `key`, where many ranks append."""
-        closed = self.closed(key, value)
-        return _LENGTH.pack(len(closed)) + closed
-
-    def entries(self, key: str, found: bytes) -> list[bytes]:
-        """The values of all that was appended under `key`, as they came. Raises TamperedError."""
-        values, at = [], 0
-        while at < len(found):
-            end = at + _LENGTH.size
-            if end <= len(found):
-                end += _LENGTH.unpack_from(found, at)[0]
-            values.append(self.opened(key, found[at + _LENGTH.size : end]))
-            at = end
-        return values
 
     def _proof(self, key: str, value: bytes) -> bytes:
         return hmac.digest(self._secret, f"{len(self.place)}:{self.place}/{key}\0".encode() + value, "sha256")

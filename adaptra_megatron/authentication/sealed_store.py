@@ -46,14 +46,6 @@ class SealedStore:
         """Store `value` under `key`. This and the other methods raise RuntimeError where the store does."""
         self._store.set(key, self._seal.closed(key, value))
 
-    def append(self, key: str, value: bytes, /) -> None:
-        """One more entry under `key`, for `Seal.entries`: of any rank, in any order."""
-        self._store.append(key, self._seal.entry(key, value))
-
-    def count(self, key: str, /) -> None:
-        """One byte more under `key`, unsealed: unlike `add`, the store's server sends no answer to wait for."""
-        self._store.append(key, "+")
-
     def get(self, key: str, /) -> bytes:
         """Raises TamperedError, too."""
         return self._seal.opened(key, self._store.get(key))

@@ -24,6 +24,20 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
+class _PrintCompletion(argparse.Action):
+    """Prints what has a shell complete our command line, and ends."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None
+    ) -> NoReturn:
+        try:
+            import shtab
+        except ImportError:
+            parser.error(f"{option} needs the package shtab: pip install 'adaptra-megatron[completion]'")
+        print(shtab.complete(parser, str(values)))
+        parser.exit()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status: its own, or 0; 2 with one line on stderr for bad input.
 
@@ -34,6 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Pipeline schedules for Megatron-core: plan, simulate, and check hosts, runs and transports.",
     )
     parser.add_argument("--version", action="version", version=f"adaptra {__version__}")
+    parser.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        choices=("bash", "zsh", "tcsh"),
+        help="print a script that completes this command line, for the shell's start-up file",
+    )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     plan.add_command(commands)
     simulate.add_command(commands)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brings measurements of a replica's ranks to one of them, and its decisions back to all, beside the training.
 
-All goes through the job's own store, in background threads. What was measured in iteration k is decided on during
-k + 1 and takes effect in k + 2. Planning that takes longer holds up no rank: the leader's own training thread, when it
-comes to an iteration that nothing was decided for, writes that what runs is kept, and what is decided later takes
-effect later. There is one writer, and it writes the decision of each iteration once: no two ranks can run different
-plans.
+Measurements go to the leader's planner process, over connections of their own; decisions go into the job's own store,
+and back over these connections, so that few ranks need to look there. All of it is done in background threads. What was
+measured in iteration k is decided on during k + 1 and takes effect in k + 2. Planning that takes longer holds up no
+rank: the leader's own training thread, when it comes to an iteration that nothing was decided for, writes that what
+runs is kept, and what is decided later takes effect later. There is one writer, and it writes each iteration's decision
+once: no two ranks can run different plans.
 """
 
 from __future__ import annotations
@@ -60,31 +61,35 @@ class PlanExchange:
         timeout_s: float,
         *,
         fixed_order: bool = False,
+        first: int = 0,
     ) -> None:
         """`planner`: of the leader, closed with this; None on all other ranks. `fixed_order`: whether the order of
-        actions is given, or stock's, so that all ranks know it without decisions."""
+        actions is given, or stock's, so that all ranks know it without decisions. `first`: the first iteration that is
+        measured."""
         self._layout, self._timeout_s, self._fixed_order = layout, timeout_s, fixed_order
+        self.decides_from = first + DELAY
+        """The first iteration that can be decided on."""
         self._latest, self._lost = Decision(0), False
         place = exchange_place(layout)
         self._role: Leading | DecisionReader
         self._decisions: DecisionWriter | DecisionReader
         if planner is not None:
-            self._role = Leading(layout, planner, control, place)
+            self._role = Leading(layout, planner, control, place, first)
             self._decisions = self._role.decisions
         else:
-            self._role = self._decisions = DecisionReader(control.client(place), timeout_s, str(layout.cell))
+            self._role = self._decisions = DecisionReader(control, place, layout, timeout_s)
 
     def post(self, iteration: int, measurement: StageMeasurement) -> None:
-        """Hand in what was measured; returns at once. Every rank must do so for every iteration from 0 on."""
+        """Hand in what was measured; returns at once. Every rank must do so for every iteration from the first."""
         if not self._lost:
             self._role.post(iteration, measurement)
 
     def decision(self, iteration: int) -> Decision:
-        """What `iteration` (from DELAY on) runs: the same on every rank of the replica.
+        """What `iteration` (`decides_from` or later) runs: the same on every rank of the replica.
 
         To be asked for in ascending order, each after what was measured DELAY iterations before has been handed in.
         """
-        assert iteration >= DELAY, "nothing has been measured that the first iterations could follow from"
+        assert iteration >= self.decides_from, "nothing has been measured that the first iterations could follow from"
         if self._lost:
             return self._latest.kept()
         try:

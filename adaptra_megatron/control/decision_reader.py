@@ -1,34 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank that follows does beside its training, which never asks the job's store for anything itself."""
+"""A following rank's end of the exchange, beside its training, which never asks the job's store for anything itself."""
 
 from __future__ import annotations
 
-import math
+import contextlib
 import queue
+import select
+import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
-from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.control.decision_writer import DELAY
 from adaptra_megatron.control.decisions import Decision, decision_of
 from adaptra_megatron.control.measurements import StageMeasurement
-from adaptra_megatron.control.rounds import hand_in
-
-Found = TypeVar("Found")
+from adaptra_megatron.control.planner_link import PlannerLink
+from adaptra_megatron.control.planner_process.report_server import purpose_of
+from adaptra_megatron.control.rounds import PLANNER_KEY, Address, address_of
+from adaptra_megatron.control.wire_format import encoded
+from adaptra_megatron.job.control_store import ControlStore
+from adaptra_megatron.job.layout import JobLayout
 
 LOOK_UP_S = 1.0
-"""How long a thread that asks the store, and is to end, is waited for, and how often it looks at what else there is."""
+"""How long a thread that asks the store, and is to end, is waited for."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
 """Between two looks into the store, which all ranks share; each is half as long again as the one before."""
-_SOONER = 0.97
-"""Share of the usual time after which to look next time, if it was there at the first look: it may be there sooner."""
-_LATER = 1.25
-"""Multiple of the usual time for what the training, an iteration behind, does not wait for yet."""
-_LONGEST_USUAL_S = 2.0
+_PART_NBYTES = 1 << 12
 
 
 def decision_key(iteration: int) -> str:
@@ -41,63 +38,64 @@ def order_key(number: int, cell: str) -> str:
     return f"routed/{number}/{cell}"
 
 
-class Watch:
-    """Waits for what gets into the store again and again, with few looks: at about the time when it was there before.
+class Looks:
+    """When to look again for what is not in the store yet."""
 
-    A wait of the store's own that expires writes warnings of a broken network into the log.
-    """
+    def __init__(self) -> None:
+        self.begin()
 
-    def __init__(
-        self, closed: threading.Event, pause: Callable[[float], bool] | None = None, later: float = 1.0
-    ) -> None:
-        """`closed`: ends each wait. `pause`: waits for so many seconds at most, or until the next look is urgent, which
-        it says, and pauses begin anew; None: for `closed` alone. `later`: multiple of the time when it was there, for
-        the first look next time: fewer looks where nothing waits for it."""
-        self._closed, self._pause, self._later = closed, pause or closed.wait, later
-        self._usual_s = 0.0
+    def begin(self) -> None:
+        """What is looked for may come soon."""
+        self._pause_s = _FIRST_PAUSE_S
+        self._next_s = time.monotonic() + self._pause_s
 
-    def wait(self, look: Callable[[], Found | None], limit_s: float = math.inf, *, late: bool = False) -> Found | None:
-        """What `look` finds, or None if that is nothing within `limit_s`, or before the end. Raises what it raises.
-        `late`: whether to look at once, for it is to be there already."""
-        begun_s, looks = time.monotonic(), 0
-        pause_s = first_pause_s = max(_FIRST_PAUSE_S, self._usual_s / 8)
-        if not late:
-            self._pause(self._usual_s)
-        while not self._closed.is_set():
-            found = look()
-            looks += 1
-            took_s = time.monotonic() - begun_s
-            if found is not None:
-                usual_s = _SOONER * self._usual_s if looks == 1 else self._later * took_s
-                self._usual_s = min(usual_s, _LONGEST_USUAL_S)
-                return found
-            if took_s >= limit_s:
-                return None
-            pause_s = first_pause_s if self._pause(pause_s) else min(1.5 * pause_s, _LONGEST_PAUSE_S)
-        return None
+    @property
+    def rest_s(self) -> float:
+        """Seconds until the next look."""
+        return max(0.0, self._next_s - time.monotonic())
+
+    def looked(self) -> None:
+        """It was not there."""
+        self._pause_s = min(1.5 * self._pause_s, _LONGEST_PAUSE_S)
+        self._next_s = time.monotonic() + self._pause_s
 
 
 class DecisionReader:
-    """A following rank's thread: hands in what was measured, and reads each decision as soon as there can be one."""
+    """A following rank's thread: hands in what was measured, and takes in decisions.
 
-    def __init__(self, store: SealedStore, timeout_s: float, cell: str) -> None:
-        """`store`: a client of its own, because it answers one request at a time. `timeout_s`: how long a decision may
-        be waited for. `cell`: this rank's, "replica.stage"."""
-        self._store, self._timeout_s, self._cell = store, timeout_s, cell
-        self._inbox: queue.SimpleQueue[tuple[int, StageMeasurement | None] | None] = queue.SimpleQueue()
-        """Iterations with what was measured in them; or, without, whose decision the training waits for; None ends."""
-        self._measured: deque[int] = deque()
-        """Iterations that have been handed in, and whose decisions are to be read."""
+    Both go by a connection to the leading rank's planner process, so that this thread is woken when there is something
+    to do, and looks for nothing. Only what the training waits for, and has not come, is looked for in the job's store,
+    which has all decisions.
+    """
+
+    def __init__(self, control: ControlStore, place: str, layout: JobLayout, timeout_s: float) -> None:
+        """`place`: of the exchange in the job's store. `timeout_s`: how long a decision may be waited for."""
+        self._store, self._timeout_s, self._cell = control.client(place), timeout_s, str(layout.cell)
+        purpose = purpose_of(control.seal(place).place, layout.rank, layout.leader)
+        self._link = PlannerLink(control.secret, purpose, DELAY + 1, self._wake)
+        self._inbox: queue.SimpleQueue[tuple[int, StageMeasurement]] = queue.SimpleQueue()
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
         self._closed = threading.Event()
         self._news = threading.Condition()
         self._decisions: dict[int, Decision] = {}
+        self._wanted: int | None = None
+        """Iteration whose decision the training waits for."""
+        self._earliest = 0
+        """What was decided before is not needed any more."""
+        self._looks = Looks()
+        self._address: Address | None = None
+        """Address of the planner process, once the leading rank has told it."""
+        self._measured = False
+        """Set by the first report: from then on the address is looked for."""
         self._failure: RuntimeError | None = None
         self._thread = threading.Thread(target=self._work, name="adaptra-decisions", daemon=True)
         self._thread.start()
 
     def post(self, iteration: int, measurement: StageMeasurement) -> None:
-        """Hand in what was measured, and read the decision that follows from it next; returns at once."""
+        """Hand in what was measured; returns at once."""
         self._inbox.put((iteration, measurement))
+        self._wake()
 
     def published(self, iteration: int) -> Decision | None:
         """The decision of an expected iteration, if it is here; never waits."""
@@ -111,8 +109,11 @@ class DecisionReader:
         """
         with self._news:
             if iteration not in self._decisions:
-                self._inbox.put((iteration, None))
+                self._wanted = iteration
+                self._looks.begin()
+                self._wake()
             self._news.wait_for(lambda: iteration in self._decisions or self._failure is not None, self._timeout_s)
+            self._wanted, self._earliest = None, iteration
             for earlier in [known for known in self._decisions if known < iteration]:
                 del self._decisions[earlier]
             if iteration in self._decisions:
@@ -128,54 +129,76 @@ class DecisionReader:
             self._news.notify_all()
 
     def close(self) -> None:
-        """End the thread; after a decision that never came, within `LOOK_UP_S`."""
+        """End the thread; one that the store holds up, after twice `LOOK_UP_S`."""
         self._closed.set()
-        self._inbox.put(None)
+        self._wake()
         self._thread.join(timeout=2 * LOOK_UP_S)
 
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it has not woken up to many others yet
+            self._waker.send(b"+")
+
     def _work(self) -> None:
-        watch = Watch(self._closed, self._pause, _LATER)
         try:
             while not self._closed.is_set():
-                if not self._measured:
-                    self._pause(None)
-                elif (decision := self._read(iteration := self._measured[0] + DELAY, watch)) is not None:
-                    self._measured.popleft()
-                    with self._news:
-                        self._decisions[iteration] = decision
-                        self._news.notify_all()
+                rest_s = None if self._address is None else self._link.keep(self._address)
+                self._wait(self._looks.rest_s if self._looking else rest_s)
+                while not self._inbox.empty():
+                    iteration, measurement = self._inbox.get()
+                    if not self._measured:
+                        self._measured = True
+                        self._looks.begin()
+                    self._link.report(iteration, encoded(measurement))
+                if self._looking and not self._looks.rest_s:
+                    self._look()
         except RuntimeError as error:
             self.fail(error)
+        finally:
+            self._link.close()
 
-    def _pause(self, pause_s: float | None) -> bool:
-        """Until something comes, or for `pause_s`; whether the training now waits for the decision that is read."""
-        try:
-            item = self._inbox.get(timeout=pause_s)
-        except queue.Empty:
-            return False
-        if item is None:
-            return False
-        iteration, measurement = item
-        if measurement is None:
-            return bool(self._measured) and iteration == self._measured[0] + DELAY
-        hand_in(self._store, iteration, measurement)
-        self._measured.append(iteration)
-        return False
+    @property
+    def _looking(self) -> bool:
+        """Return whether there is anything to look for in the store."""
+        return self._wanted is not None or (self._measured and self._address is None)
 
-    def _read(self, iteration: int, watch: Watch) -> Decision | None:
-        """None if told to end while there is none."""
-        key = decision_key(iteration)
-        found = watch.wait(lambda: self._store.peek(key))
-        if found is None:
-            return None
+    def _wait(self, rest_s: float | None) -> None:
+        """Sleep until there is something to do, for `rest_s` at most, and take in the decisions that came."""
+        connection, waiting = self._link.connection, select.poll()
+        waiting.register(self._woken, select.POLLIN)
+        if connection is not None:
+            waiting.register(connection, select.POLLIN)
+        ready = {descriptor for descriptor, _ in waiting.poll(None if rest_s is None else 1e3 * rest_s)}
+        if self._woken.fileno() in ready:
+            self._woken.recv(_PART_NBYTES)
+        if connection is not None and connection.fileno() in ready:
+            for iteration, packet in self._link.receive():
+                self._take(iteration, packet)
+
+    def _look(self) -> None:
+        if self._address is None and (found := self._store.peek(PLANNER_KEY)) is not None:
+            self._address = address_of(found)
+        if (wanted := self._wanted) is not None and (found := self._store.peek(decision_key(wanted))) is not None:
+            self._take(wanted, found)
+        self._looks.looked()
+
+    def _take(self, iteration: int, packet: bytes) -> None:
+        """A decision has come. Raises RuntimeError if it cannot be read."""
+        if iteration < self._earliest or iteration in self._decisions:
+            return
         try:
-            decision = decision_of(found)
+            decision = decision_of(packet)
         except ValueError as cause:
             raise RuntimeError(f"the decision of iteration {iteration} cannot be read: {cause}") from cause
         routing = decision.routing
-        if routing is None or not routing.number:
-            return decision
-        order = self._store.peek(order_key(routing.number, self._cell))  # put there before the decision
-        if order is None:
-            raise RuntimeError(f"the decision of iteration {iteration} has routes without an order for {self._cell}")
-        return replace(decision, routing=replace(routing, orders={self._cell: order.decode()}))
+        if routing is not None and routing.number:
+            order = self._store.peek(order_key(routing.number, self._cell))  # put there before the decision
+            if order is None:
+                raise RuntimeError(
+                    f"the decision of iteration {iteration} has routes without an order for {self._cell}"
+                )
+            decision = replace(decision, routing=replace(routing, orders={self._cell: order.decode()}))
+        with self._news:
+            self._decisions[iteration] = decision
+            if self._wanted == iteration:
+                self._wanted = None
+            self._news.notify_all()

@@ -19,11 +19,12 @@ class DecisionWriter:
     is decided on only after it was needed: what has not run is not measured.
     """
 
-    def __init__(self, write: Callable[[int, Decision], None]) -> None:
-        """`write(iteration, decision)` publishes, once per iteration, in ascending order; may raise RuntimeError."""
+    def __init__(self, write: Callable[[int, Decision], None], first: int = 0) -> None:
+        """`write(iteration, decision)` publishes, once per iteration, in ascending order; may raise RuntimeError.
+        `first`: the first iteration that is measured."""
         self._write = write
         self._lock = threading.Lock()
-        self._next = DELAY
+        self._next = first + DELAY
         """The first iteration that nothing has been written for."""
         self._latest = Decision(0)
         self._waiting: Decision | None = None

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adaptra_megatron.authentication.tagged_json import packed, unpacked
 from adaptra_megatron.control.wire_format import Decoder
 from adaptra_megatron.telemetry.figures.scalars import JobFigures
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # typing has none in Python 3.10
 
 MOST_NBYTES, MOST_FIGURES_NBYTES = 1 << 26, 1 << 22
 """Longest decision, and the figures in it."""

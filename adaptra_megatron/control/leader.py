@@ -17,6 +17,7 @@ from adaptra_megatron.control.order.plans import Caps, PlanBook
 from adaptra_megatron.control.order.replanner import describe
 from adaptra_megatron.control.order_decider import OrderDecider
 from adaptra_megatron.control.path_decider import PathDecider, PathPolicy
+from adaptra_megatron.control.routes.live_cells import LiveCellDecider
 from adaptra_megatron.control.routes.route_decider import RouteDecider, RoutePolicy
 from adaptra_megatron.detector.detector import Detector
 from adaptra_megatron.detector.findings import Estimates, Finding, State
@@ -55,9 +56,10 @@ class PlanLeader:
         """By the section of the decision, in the order in which they decide."""
         if paths is not None and not book.observes:
             self._deciders["paths"] = PathDecider(paths, telemetry, running.paths)
-        self._routes: RouteDecider | None = None
+        self._routes: RouteDecider | LiveCellDecider | None = None
         if book.adapts and routes is not None:
-            self._routes = RouteDecider(routes, book.layout.stages, telemetry, running.routing)
+            kind = LiveCellDecider if routes.dead else RouteDecider
+            self._routes = kind(routes, book.layout.stages, telemetry, running.routing)
             self._deciders["routing"] = self._routes
         if book.adapts:
             self._deciders["order"] = OrderDecider(book, telemetry, running.order)

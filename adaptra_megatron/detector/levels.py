@@ -37,7 +37,8 @@ def quantiles(ordered: Sequence[float], *fractions: float) -> list[float]:
 @functools.lru_cache(maxsize=64)
 def _kept(count: int) -> npt.NDArray[np.intp]:
     """Which of so many values are."""
-    return np.linspace(0, count - 1, _KEPT_VALUES).round().astype(np.intp)
+    kept: npt.NDArray[np.intp] = np.linspace(0, count - 1, _KEPT_VALUES).round().astype(np.intp)
+    return kept
 
 
 class Batch:

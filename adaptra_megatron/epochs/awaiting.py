@@ -6,7 +6,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from adaptra_megatron.authentication.sealed_store import SealedStore
+
 _LOOKS_S = 0.002
+
+
+def said_by_one(store: SealedStore, key: str, mine: bytes | None, timeout_s: float, check: Callable[[], None]) -> bytes:
+    """What one rank puts under `key`, for all to read: this one, where it has `mine` to say. `check`: see `awaited`.
+
+    Raises TimeoutError after `timeout_s`, and RuntimeError where the store cannot be reached.
+    """
+    if mine is not None:
+        store.set(key, mine)
+    return awaited(lambda: store.peek(key), timeout_s, check)
 
 
 def awaited(look: Callable[[], bytes | None], timeout_s: float, check: Callable[[], None]) -> bytes:

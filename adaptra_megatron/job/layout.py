@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -67,16 +67,30 @@ class Worker:
 class JobLayout:
     """The whole job as one of its ranks sees it. Nothing changes but the hosts of workers that are started again."""
 
-    def __init__(self, rank: int, workers: Mapping[int, Worker], token: str = "", *, together: bool = False) -> None:
+    def __init__(
+        self,
+        rank: int,
+        workers: Mapping[int, Worker],
+        token: str = "",
+        *,
+        together: bool = False,
+        live: Collection[int] | None = None,
+    ) -> None:
         """`workers`: by global rank. `token`: the same on all ranks, new each time that they gather. `together`:
-        whether one rank decides for all replicas, since micro-batches may be routed between them."""
+        whether one rank decides for all replicas, since micro-batches may be routed between them. `live`: ranks that
+        report and decide; None: all."""
         self.rank, self.workers, self.token, self.together = rank, dict(workers), token, together
+        self._live = frozenset(workers if live is None else live)
 
     @classmethod
     def recorded(cls, record: LayoutRecord, rank: int) -> JobLayout:
         """The layout that `rank` sees, of what has been written down."""
         workers = {each.rank: Worker(Cell(each.replica, each.stage), *each[3:]) for each in record.workers}
         return cls(rank, workers, record.token, together=record.together)
+
+    def alive(self, live: Collection[int]) -> JobLayout:
+        """The same job, in which only `live` ranks report and decide."""
+        return JobLayout(self.rank, self.workers, self.token, together=self.together, live=live)
 
     def record(self) -> LayoutRecord:
         """The layout, to be written down."""
@@ -106,7 +120,8 @@ class JobLayout:
         replica, which has no collective inside F, B and W with any other, or of the job. Each lane has links of its
         own, by NICs of its own, and a slow one would pass for a slow cell if only one lane reported."""
         own = self.cell.replica
-        return [rank for rank, worker in sorted(self.workers.items()) if self.together or worker.cell.replica == own]
+        planned_for = (rank for rank in self._live if self.together or self.workers[rank].cell.replica == own)
+        return sorted(planned_for)
 
     @cached_property
     def replicas(self) -> int:
@@ -154,6 +169,10 @@ class JobLayout:
     def share_clock(self, ranks: Iterable[int]) -> bool:
         """Return whether all of `ranks` run on one host, whose monotonic clock they share."""
         return len({self.workers[rank].boot for rank in ranks}) == 1
+
+    def share_network(self, ranks: Iterable[int]) -> bool:
+        """Return whether all of `ranks` reach each other by loopback: containers of one host may not."""
+        return len({self.workers[rank].identity for rank in ranks}) == 1
 
     def name(self, rank: int) -> str:
         """A rank in messages."""

@@ -50,7 +50,8 @@ def join_job(pipeline: dist.ProcessGroup, shared_groups: Sequence[Sequence[int]]
     control = ControlStore.of_job(layout.token)
     timeout_s = control.timeout_s if config.timeout_s is None else config.timeout_s
     try:
-        clock = relate_clocks(control, layout, timeout_s, ClockSettings(interface=config.interface))
+        clocks = ClockSettings(interface=config.interface, port_range=config.port_range)
+        clock = relate_clocks(control, layout, timeout_s, clocks)
     except RuntimeError as cause:
         raise exchange_error(rank, "join the other ranks for planning", timeout_s, cause) from cause
     return Job(layout, control, clock, timeout_s)

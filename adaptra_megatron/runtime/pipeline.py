@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.control_loop import PlanExchange
-from adaptra_megatron.control.decision_writer import DELAY
 from adaptra_megatron.control.decisions import Decision, Told
 from adaptra_megatron.control.device_memory import memory_of
 from adaptra_megatron.control.measurements import stage_measurement
@@ -39,7 +38,7 @@ from adaptra_megatron.runtime.megatron.gradient_sync import gather_parameters
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, shared_groups
 from adaptra_megatron.runtime.megatron_timers import add_times
 from adaptra_megatron.runtime.outliving import hold_copies, outlive, refuse_outliving
-from adaptra_megatron.runtime.planning import make_planner
+from adaptra_megatron.runtime.planning import agreed_plan, make_planner
 from adaptra_megatron.runtime.rejoining import Counters, Joining
 from adaptra_megatron.runtime.reporting import (
     arrival_records,
@@ -138,11 +137,11 @@ class Pipeline:
         self._failure: BaseException | None = None
         """What an iteration ended with: there can be no other."""
         self.telemetry = make_telemetry(self._job, call.chunks, config, goes_on=joining is not None)
-        policy = path_policy(config, self.transport)
+        self._config, self._policy = config, path_policy(config, self.transport)
         self.planner: PlannerKeeper | None = None
         """None on all ranks but the one that leads its replica."""
         if job.rank == job.leader and joining is None:
-            self.planner = make_planner(self._job, self.book, config, policy, self.telemetry)
+            self.planner = make_planner(self._job, self.book, config, self._policy, self.telemetry)
         self.rerouting: Rerouting | None = None
         """None where micro-batches stay in their replicas."""
         if config.reroute != "off":
@@ -156,7 +155,8 @@ class Pipeline:
             self.dispatcher = team()
         else:  # other lanes of the cell may die before they come
             self.dispatcher = interruptible(team, joining.check, limit_s, "what all ranks of the cell share")
-        self._prefers_host = self.dispatcher.all_by_host_path = policy is not None and policy.preferred is Path.HOST
+        self._prefers_host = self._policy is not None and self._policy.preferred is Path.HOST
+        self.dispatcher.all_by_host_path = self._prefers_host
         self.iterations = 0
         """How many have run, evaluations among them."""
         self.training_iterations = 0
@@ -171,13 +171,12 @@ class Pipeline:
         self._meter: MemoryMeter | None = None
         if memory is not None:
             self._meter = make_meter(memory, config.memory_fraction, fp16=bool(call.config.fp16))
-        self._steering: LinkSteering | None = None
+        self._steering = self._make_steering()
         """None where links have one path, or their paths are not decided on."""
-        if isinstance(self.transport, TwoPathTransport) and policy and not self.book.observes:
-            self._steering = LinkSteering(self.transport, job.pipeline, policy.preferred)
         self._disturbances = DisturbanceWatch()
         self._disturbance: str | None = None
         self._first = FirstIterations(synchronizer_of(device))
+        """Of this set of live ranks."""
         self._programs: dict[int, Program] = {}
         self._begun_s = 0.0
         self._unsettled: _Ended | None = None
@@ -191,6 +190,7 @@ class Pipeline:
             hold_copies(self._job, optimizers)
             if joining is not None:
                 self.iterations, self.training_iterations = joining.counters
+                self._follow(joining.running)
                 joining.meet()
             self.survival = outlive(self._job, groups, self._interrupt, None if joining is None else joining.joined)
 
@@ -198,6 +198,11 @@ class Pipeline:
     def counters(self) -> Counters:
         """What numbers of iterations go by."""
         return Counters(self.iterations, self.training_iterations)
+
+    @property
+    def running(self) -> Decision:
+        """The plan that runs, as it is decided on."""
+        return self.book.in_force
 
     @property
     def job(self) -> Job:
@@ -223,8 +228,8 @@ class Pipeline:
         """What the iteration runs. Raises ExchangeError where that cannot be learnt, or a plan's error."""
         if call.forward_only:
             return self.book.evaluation_schedule(call.micro_batches)
-        if self.training_iterations >= DELAY:
-            self._follow(self.exchange.decision(self.training_iterations), call.chunks)
+        if self.training_iterations >= self.exchange.decides_from:
+            self._follow(self.exchange.decision(self.training_iterations))
         self.telemetry.switch(self.book.number)
         planned = self.book.schedule_for(call.micro_batches)
         return self.book.whole_schedule(call.micro_batches) if self._first.cold else planned
@@ -239,16 +244,37 @@ class Pipeline:
         """Return whether micro-batches of `call` may be computed by other replicas."""
         return self.rerouting is not None and (self.survival is not None or not call.forward_only)
 
-    def enter(self, epoch: Epoch) -> None:
-        """Go on with the ranks that live in `epoch`; does nothing where that was entered before."""
+    def enter(self, call: PipelineCall, epoch: Epoch) -> None:
+        """Go on with the ranks that live in `epoch`, from `call` on; does nothing where that was entered before.
+
+        Links, measuring and planning begin anew, from the plan that the lowest live rank has in force. Raises
+        RuntimeError where that does not say it, EpochEndedError where another rank dies meanwhile.
+        """
         if epoch.number == self._epoch:
             return
-        assert self.rerouting is not None
-        assert self.survival is not None
+        rerouting, survival = self.rerouting, self.survival
+        assert rerouting is not None
+        assert survival is not None
         self._epoch = epoch.number
+        job = self._job._replace(layout=self._job.layout.alive(epoch.live), control=epoch.control)
+        leads = job.layout.rank == job.layout.leader
         self.exchange.leave()
-        self.rerouting.enter(epoch, self.survival.check)
-        self.telemetry.lead(leads=self._job.layout.rank == min(epoch.live))
+        self._go_on_from(agreed_plan(job, self.running if leads else None, survival.check))
+        number = 0 if self.planner is None else self.planner.number
+        self.planner = None
+        if leads:
+            dead = epoch.dead_cells
+            self.planner = make_planner(job, self.book, self._config, self._policy, self.telemetry, dead, number)
+        rerouting.enter(epoch, self.planner, survival.check)
+        first = self.training_iterations
+        self.exchange = PlanExchange(job.control, job.layout, self.planner, job.timeout_s, first=first)
+        if not epoch.dead_cells:
+            resume = functools.partial(self.dispatcher.resume, job.control, job.layout)
+            interruptible(resume, survival.check, job.timeout_s, "what the ranks of a cell follow one of them by")
+        survival.check()  # what interrupted the exchange may have come before this one
+        self._steering, self._first = self._make_steering(), FirstIterations(synchronizer_of(current_device()))
+        self._first.begin(call)
+        self.telemetry.lead(leads=leads)
 
     def run(
         self, call: PipelineCall, schedule: Schedule, computation: StageComputation, attempt: int = 0
@@ -335,11 +361,24 @@ class Pipeline:
         self.dispatcher.abort()
         self.exchange.interrupt(cause)
 
-    def _follow(self, decision: Decision, chunks: int) -> None:
+    def _make_steering(self) -> LinkSteering | None:
+        policy = self._policy
+        if not isinstance(self.transport, TwoPathTransport) or policy is None or self.book.observes:
+            return None
+        return LinkSteering(self.transport, self._job.layout.pipeline, policy.preferred)
+
+    def _go_on_from(self, decision: Decision) -> None:
+        """All of this rank's plans but `decision` are of ranks that may be dead."""
+        self.book.forget()
+        self._programs.clear()
+        self._follow(decision)
+
+    def _follow(self, decision: Decision) -> None:
         told, order, forecast, paths = decision.told or Told(), decision.order, decision.forecast, decision.paths
         self.telemetry.begin(self.iterations, told.requests, told.job)
         if order is not None:
-            planned, costs = schedule_from_csv(order.csv, chunks=chunks), costs_from_json(json.loads(order.costs))
+            planned = schedule_from_csv(order.csv, chunks=self.book.layout.chunks)
+            costs = costs_from_json(json.loads(order.costs))
             self.book.install(planned, decision.number, order.caps, order.released_at_backward_input, costs)
             self._programs.clear()
         self.book.number = max(self.book.number, decision.number)  # a given plan has a number, too

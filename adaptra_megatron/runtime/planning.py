@@ -3,30 +3,52 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.control_loop import exchange_place
+from adaptra_megatron.control.decisions import Decision, decision_of
 from adaptra_megatron.control.order.plans import PlanBook
 from adaptra_megatron.control.path_decider import PathPolicy
 from adaptra_megatron.control.planner_process.keeper import PlannerKeeper
 from adaptra_megatron.control.planner_process.messages import Begin
 from adaptra_megatron.control.routes.route_decider import RoutePolicy
 from adaptra_megatron.control.trace_sharing import SharedRequests
+from adaptra_megatron.control.wire_format import encoded
+from adaptra_megatron.epochs.awaiting import said_by_one
+from adaptra_megatron.job.layout import JobLayout
+from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.job import Job
+from adaptra_megatron.schedule.routing.costs import Cell
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
+from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.setup.placement import listen_tcp, listening_host
+
+logger = logger_of(__name__)
 
 
 def make_planner(
-    job: Job, book: PlanBook, config: AdaptraConfig, paths: PathPolicy | None, telemetry: RunTelemetry
+    job: Job,
+    book: PlanBook,
+    config: AdaptraConfig,
+    paths: PathPolicy | None,
+    telemetry: RunTelemetry,
+    dead: Collection[Cell] = (),
+    number: int = 0,
 ) -> PlannerKeeper:
-    """It starts with the first decision. `paths`: None where links have one path only."""
+    """It starts with the first decision, and goes on from the plan in `book`. `paths`: None where links have one path
+    only. `dead`: cells that take no work. `number`: of the latest plan that was decided on here.
+    """
     layout, control = job.layout, job.control
     replica = layout.cell.replica
     seal = control.seal(exchange_place(layout))
     begin = Begin(
         secret=control.secret.hex(),
         place=seal.place,
+        reporters=tuple(layout.reporters),
         layout=book.layout,
         measures_memory=book.measures_memory,
         policy=config.policy,
@@ -34,14 +56,49 @@ def make_planner(
         plan_csv=_text(config.plan_csv),
         costs_json=_text(config.costs_json),
         paths=paths,
-        routes=RoutePolicy(pipelines=layout.first_ranks) if config.avoids_stragglers else None,
+        routes=_routes(layout, config, dead),
         log_level=0,
+        running=replace(book.in_force, number=max(number, book.number)),
     )
     requests = telemetry.requests
     if layout.decides_apart:
         requests = SharedRequests(control.client("requests"), None if replica else telemetry.requests).new
     word = f"replica {replica}: " if layout.decides_apart else ""
-    return PlannerKeeper(begin, telemetry, lambda: book.number, requests, word=word)
+    return PlannerKeeper(begin, _listen(layout, config), telemetry, lambda: book.number, requests, word=word)
+
+
+def _listen(layout: JobLayout, config: AdaptraConfig) -> socket.socket:
+    """What the other ranks of the replica connect to; where no address leads there from other hosts, those of this host
+    alone. The address stands in the job's store."""
+    one_host = layout.share_network(layout.reporters)
+    try:
+        return listen_tcp(listening_host(config.interface, one_host=one_host), config.port_range)[0]
+    except TransportError as cause:
+        logger.warning("measurements of ranks on other hosts cannot be handed in, so plans stay: %s", cause)
+        return listen_tcp("127.0.0.1", config.port_range)[0]
+
+
+def agreed_plan(job: Job, mine: Decision | None, check: Callable[[], None]) -> Decision:
+    """The plan from which all ranks of `job`, those that live, go on. `mine`: of the leader; None on all other ranks.
+    `check`: raises once another rank has died.
+
+    Raises RuntimeError where the leader does not say it within the timeout.
+    """
+    said, timeout_s = None if mine is None else encoded(mine), job.timeout_s
+    with job.control.lent("plan", timeout_s) as store:
+        try:
+            return decision_of(said_by_one(store, "in force", said, timeout_s, check))
+        except TimeoutError as cause:
+            raise RuntimeError(
+                f"{job.layout.name(job.layout.leader)} has not said which plan is in force within {timeout_s:g} s "
+                "(--adaptra-timeout-s); look at its log"
+            ) from cause
+
+
+def _routes(layout: JobLayout, config: AdaptraConfig, dead: Collection[Cell]) -> RoutePolicy | None:
+    if not (config.avoids_stragglers or dead):
+        return None
+    return RoutePolicy(pipelines=layout.first_ranks, dead=tuple(sorted(dead)), avoids_slow=config.avoids_stragglers)
 
 
 def _text(path: Path | None) -> str | None:

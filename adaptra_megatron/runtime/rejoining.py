@@ -16,6 +16,8 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from adaptra_megatron.control.decisions import Decision, decision_of
+from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.epochs.epoch import Epoch
 from adaptra_megatron.epochs.joining import Joined, Newcomer
 from adaptra_megatron.epochs.live_groups import interruptible
@@ -88,6 +90,8 @@ class Joining(NamedTuple):
     newcomer: Newcomer
     joined: Joined
     counters: Counters
+    running: Decision
+    """The plan that the others run."""
 
     @property
     def job(self) -> Job:
@@ -156,6 +160,10 @@ class Trains(Protocol):
     def counters(self) -> Counters:
         """What numbers of iterations go by."""
 
+    @property
+    def running(self) -> Decision:
+        """The plan that runs."""
+
 
 def hand_over(training: Training, pipeline: Trains, epoch: Epoch, before: frozenset[int]) -> None:
     """Give the newcomers of `epoch` what they are to have of this rank.
@@ -166,38 +174,40 @@ def hand_over(training: Training, pipeline: Trains, epoch: Epoch, before: frozen
     for handing in handings(training, layout, epoch, before):
         with _channel(handing, layout.rank, epoch, timeout_s) as channel:
             sender = StateSender(channel)
-            _send(sender, training, pipeline.counters, handing)
+            _send(sender, training, pipeline, handing)
             sender.finish()
 
 
 def take_over(
     training: Training, layout: JobLayout, epoch: Epoch, before: frozenset[int], timeout_s: float
-) -> tuple[Mapping[str, Any], Counters]:
-    """Fill this process with what the others hand over; the training's progress, and the pipeline's counters.
+) -> tuple[Mapping[str, Any], Counters, Decision]:
+    """Fill this process with what the others hand over; the training's progress, the pipeline's counters, and the plan
+    that runs.
 
     Raises StateError where that does not fit, RuntimeError where a rank does not hand over within the timeout.
     """
     progress: Mapping[str, Any] = {}
-    counters = Counters(0, 0)
+    counters, running = Counters(0, 0), Decision(0)
     for handing in handings(training, layout, epoch, before):
         with _channel(handing, layout.rank, epoch, timeout_s) as channel:
             receiver = StateReceiver(channel)
             if handing.whole:
-                progress, counters = _receive_whole(receiver, training)
+                progress, counters, running = _receive_whole(receiver, training)
             for place, own in handing.shards:
                 optimizer = training.optimizers[place]
                 receive_optimizer(receiver, optimizer.optimizer, optimizer.shard_parameters(own=own))
             receiver.finish()
-    return progress, counters
+    return progress, counters, running
 
 
-def _send(sender: StateSender, training: Training, counters: Counters, handing: Handing) -> None:
+def _send(sender: StateSender, training: Training, pipeline: Trains, handing: Handing) -> None:
     if handing.whole:
         scheduler = None if training.scheduler is None else training.scheduler.num_steps
         sender.values(
             {
                 "progress": dict(training.progress()),
-                "counters": list(counters),
+                "counters": list(pipeline.counters),
+                "plan": encoded(pipeline.running),
                 "scheduler": scheduler,
                 "scalers": [scaler.state_dict() for scaler in _scalers(training)],
             }
@@ -213,7 +223,7 @@ def _send(sender: StateSender, training: Training, counters: Counters, handing: 
         send_optimizer(sender, optimizer.optimizer, optimizer.shard_parameters(own=not own))
 
 
-def _receive_whole(receiver: StateReceiver, training: Training) -> tuple[Mapping[str, Any], Counters]:
+def _receive_whole(receiver: StateReceiver, training: Training) -> tuple[Mapping[str, Any], Counters, Decision]:
     said = receiver.values()
     receive_tensors(receiver, model_tensors(training.model), "parameters")
     for optimizer in training.optimizers:
@@ -225,7 +235,7 @@ def _receive_whole(receiver: StateReceiver, training: Training) -> tuple[Mapping
         training.scheduler.step(0)
     for scaler, state in zip(_scalers(training), said["scalers"], strict=True):
         scaler.load_state_dict(state)
-    return said["progress"], Counters(*said["counters"])
+    return said["progress"], Counters(*said["counters"]), decision_of(said["plan"])
 
 
 def _scalers(training: Training) -> list[Any]:
@@ -258,11 +268,11 @@ def take_place(newcomer: Newcomer, training: Training) -> tuple[Joining, Mapping
             optimizer.hold_copy(layout, fill=False)
     joined = newcomer.stand_ready()
     begun_s = time.monotonic()
-    progress, counters = interruptible(
+    progress, counters, running = interruptible(
         functools.partial(take_over, training, layout, joined.epoch, joined.before, newcomer.timeout_s),
         functools.partial(newcomer.check, joined),
         newcomer.timeout_s,
         "the state of the job",
     )
     logger.info("%s: has the state of the job after %.2f s", layout.name(layout.rank), time.monotonic() - begun_s)
-    return Joining(newcomer, joined, counters), progress
+    return Joining(newcomer, joined, counters, running), progress

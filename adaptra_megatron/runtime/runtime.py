@@ -192,7 +192,7 @@ class AdaptraRuntime:
 
     def _attempt_among(self, pipeline: Pipeline, call: PipelineCall, epoch: Epoch, number: int) -> _Ran:
         """`number`: of tries that did not commit, in which other ranks may have died."""
-        pipeline.enter(epoch)
+        pipeline.enter(call, epoch)
         self._gather_again()
         if number and not call.forward_only:
             forget_gradients(call)

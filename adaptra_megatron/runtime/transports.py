@@ -103,6 +103,7 @@ def _two_paths(
         settings = HostSettings(
             transport=config.host_transport,
             interface=config.interface,
+            port_range=config.port_range,
             timeout_s=timeout_s,
             rnics=rank_rnics(config.rnics, place),
             cpus=cpus_to_bind(place),

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from adaptra_megatron.transport.ports import PortRange
+
 MEBIBYTE = 1 << 20
 
 
@@ -25,6 +27,8 @@ class HostSettings:
     """Longest time any single message may take to get into a ring; also for the links to come up."""
     interface: str | None = None
     """Network interface whose address tcp and verbs listen on and connect from; None: see placement.listening_host."""
+    port_range: PortRange | None = None
+    """TCP ports that tcp, verbs and lines listen on; None: any that are free."""
     bind: str | None = None
     """That address itself, where it is the same for all stages: on one host."""
     lanes: int = 4

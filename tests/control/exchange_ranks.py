@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,17 +17,18 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
-from adaptra_megatron.authentication.seal import Seal
 from adaptra_megatron.control.clocks import clocks
 from adaptra_megatron.control.clocks.clock_service import RelatedClock
 from adaptra_megatron.control.control_loop import DELAY, ExchangeError, PlanExchange, exchange_place
 from adaptra_megatron.control.decisions import Decision, LinkName, Order, Paths
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
-from adaptra_megatron.control.rounds import Round, SealedRound, read_round
+from adaptra_megatron.control.planner_process.report_server import ReportServer
+from adaptra_megatron.control.rounds import Address, Gathering, Round, round_of
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.gathering import gather_layout
 from adaptra_megatron.job.layout import Introduction, JobLayout, layout_of
 from adaptra_megatron.telemetry.records import ActionRecord
+from adaptra_megatron.transport.setup.placement import listen_tcp
 
 SKEWS_S = (10.0, -2000.0, 555.5)
 TIMEOUT_S = 5.0
@@ -69,23 +72,45 @@ def relate_clocks() -> None:
 
 
 class InProcess:
-    """A planner without a process of its own."""
+    """A planner without a process of its own, in a thread of this one."""
 
-    def __init__(self, decide: Callable[[Sequence[Round]], Decision], seal: Seal) -> None:
-        self._decide, self._seal = decide, seal
+    def __init__(self, decide: Callable[[Sequence[Round]], Decision], control: ControlStore, layout: JobLayout) -> None:
+        self._plan, self._rank = decide, layout.rank
+        self._gathering, self._news = Gathering(layout.reporters), threading.Condition()
+        self._loop = asyncio.new_event_loop()
+        place = control.seal(exchange_place(layout)).place
+        self._server = ReportServer(control.secret, place, layout.reporters, self._add)
+        listener, (host, port) = listen_tcp("127.0.0.1")
+        self.address = Address(str(host), int(port))
+        self._loop.call_soon(self._server.listen, listener)
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def decide(self, rounds: Sequence[SealedRound]) -> Decision:
-        return self._decide([read_round(one, self._seal) for one in rounds])
+    def _add(self, rank: int, iteration: int, report: bytes) -> None:
+        with self._news:
+            if self._gathering.add(rank, iteration, report):
+                self._news.notify_all()
+
+    def decide(self, own: Sequence[tuple[int, bytes]]) -> tuple[int, Decision]:
+        with self._news:
+            for iteration, report in own:
+                self._gathering.expect(iteration)
+                self._gathering.add(self._rank, iteration, report)
+            self._news.wait_for(lambda: self._gathering.over)
+            over = self._gathering.take()
+        return over[-1].iteration, self._plan([round_of(reported) for reported in over])
+
+    def pass_on(self, iteration: int, decision: bytes) -> None:
+        self._loop.call_soon_threadsafe(self._server.pass_on, iteration, decision)
 
     def close(self) -> None:
-        pass
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 def exchange_of(decide: Callable[[Sequence[Round]], Decision], **options: bool) -> PlanExchange:
     """This rank's, in a job that is one pipeline."""
     job: JobLayout = gather_layout([0, 1, 2])
     control = ControlStore.of_job(job.token)
-    planner = InProcess(decide, control.seal(exchange_place(job))) if job.rank == job.leader else None
+    planner = InProcess(decide, control, job) if job.rank == job.leader else None
     return PlanExchange(control, job, planner, TIMEOUT_S, **options)
 
 

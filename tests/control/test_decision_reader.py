@@ -1,55 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often a rank asks the job's store for what is not there yet, and what it hands in meanwhile."""
+"""What a following rank hands in, and by which way decisions come to it."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import socket
 import threading
-import time
+from collections.abc import Iterator
 
-from support.made_up.job import SECRET
+import pytest
+from support.made_up.job import SECRET, ControlOver, layout
 from support.made_up.measured_job import MeasuredJob
 from torch.distributed import HashStore
 
-from adaptra_megatron.authentication.sealed_store import SealedStore, peek
-from adaptra_megatron.control.decision_reader import DecisionReader, Watch
-from adaptra_megatron.control.rounds import count_key
+from adaptra_megatron.authentication.handshake import accept
+from adaptra_megatron.control.decision_reader import DecisionReader, decision_key
+from adaptra_megatron.control.decision_writer import DELAY
+from adaptra_megatron.control.decisions import Decision
+from adaptra_megatron.control.rounds import HEAD, PLANNER_KEY, Address, framed
+from adaptra_megatron.control.wire_format import encoded
+from adaptra_megatron.transport.setup.placement import listen_tcp
+
+MEASURED = MeasuredJob().measure(1.0)[1]
 
 
-def test_what_comes_at_about_the_same_time_again_and_again_is_looked_for_then() -> None:
-    watch, looks = Watch(threading.Event()), []
-    for _ in range(12):
-        begun_s, count = time.monotonic(), 0
+class PlannerEnd:
+    """The other end of a reader's connection."""
 
-        def look(begun_s: float = begun_s) -> bool | None:
-            nonlocal count
-            count += 1
-            return time.monotonic() - begun_s > 0.1 or None
+    def __init__(self, listener: socket.socket) -> None:
+        self.connection, _ = listener.accept()
+        self.connection.setblocking(False)
+        asyncio.run(accept(self.connection, SECRET, 10.0))
+        self.connection.settimeout(10.0)
 
-        assert watch.wait(look)
-        looks.append(count)
-    assert looks[0] > 3, "nothing was known of it"
-    assert sum(looks[2:]) <= 4 * len(looks[2:])
-
-
-def test_what_is_late_is_looked_for_at_once() -> None:
-    watch, begun_s = Watch(threading.Event()), time.monotonic()
-    assert watch.wait(lambda: time.monotonic() - begun_s > 1.8 or None)
-    late_s = time.monotonic()
-    assert watch.wait(lambda: True, late=True)
-    assert time.monotonic() - late_s < 1.5, "the usual time was waited for"
+    def heard(self) -> int:
+        """The iteration of the next report, which is as it was posted."""
+        iteration, nbytes = HEAD.unpack(self.connection.recv(HEAD.size, socket.MSG_WAITALL))
+        assert self.connection.recv(nbytes, socket.MSG_WAITALL) == encoded(MEASURED)
+        return int(iteration)
 
 
-def test_a_limit_ends_the_wait() -> None:
-    assert Watch(threading.Event()).wait(lambda: None, limit_s=0.05) is None
+@pytest.fixture
+def control() -> ControlOver:
+    return ControlOver(HashStore())
 
 
-def test_what_is_measured_is_handed_in_while_a_decision_is_waited_for() -> None:
-    store = SealedStore(HashStore(), SECRET, "here")
-    reader, measured = DecisionReader(store, 10.0, "0.0"), MeasuredJob().measure(1.0)[0]
-    until_s = time.monotonic() + 30.0
+@pytest.fixture
+def reader(control: ControlOver) -> Iterator[DecisionReader]:
+    made = DecisionReader(control, "here", layout([[0, 1]], 1), 10.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def listener(control: ControlOver) -> Iterator[socket.socket]:
+    """Where the planner process listens, as the leading rank tells."""
+    made, (host, port) = listen_tcp("127.0.0.1")
+    made.settimeout(10.0)
+    control.client("here").set(PLANNER_KEY, encoded(Address(str(host), int(port))))
+    with made:
+        yield made
+
+
+def test_reports_are_handed_in_while_decisions_are_waited_for(reader: DecisionReader, listener: socket.socket) -> None:
+    reader.post(0, MEASURED)
+    planner = PlannerEnd(listener)
     for iteration in range(3):
-        reader.post(iteration, measured)
-        while peek(store, count_key(iteration)) != b"+":
-            assert time.monotonic() < until_s, f"iteration {iteration} is not handed in: no decision has come"
-            time.sleep(0.01)
-    reader.close()
+        assert planner.heard() == iteration, "no decision has come"
+        reader.post(iteration + 1, MEASURED)
+
+
+def test_a_decision_is_passed_on_in_parts_and_needs_no_store(reader: DecisionReader, listener: socket.socket) -> None:
+    reader.post(0, MEASURED)
+    planner, frames = PlannerEnd(listener), b"".join(framed(each, encoded(Decision(each))) for each in (2, 3))
+    planner.connection.sendall(frames[:7])
+    assert reader.published(2) is None
+    planner.connection.sendall(frames[7:])
+    assert [reader.needed(iteration) for iteration in (2, 3)] == [Decision(2), Decision(3)]
+    planner.connection.sendall(framed(2, b"what is not needed any more is not looked at"))
+    planner.connection.sendall(framed(4, encoded(Decision(4))))
+    assert reader.needed(4) == Decision(4)
+
+
+def test_the_latest_reports_are_handed_in_again_where_another_planner_process_listens(
+    reader: DecisionReader, listener: socket.socket
+) -> None:
+    reader.post(0, MEASURED)
+    reader.post(1, MEASURED)
+    first = PlannerEnd(listener)
+    assert [first.heard(), first.heard()] == [0, 1]
+    first.connection.close()
+    reader.post(2, MEASURED)
+    second = PlannerEnd(listener)
+    assert [second.heard(), second.heard(), second.heard()] == [0, 1, 2]
+
+
+def test_decisions_come_by_the_store_where_there_is_no_connection(reader: DecisionReader, control: ControlOver) -> None:
+    store = control.client("here")
+    for iteration in range(DELAY, DELAY + 3):
+        reader.post(iteration - DELAY, MEASURED)
+        threading.Timer(0.1, store.set, (decision_key(iteration), encoded(Decision(iteration)))).start()
+        assert reader.needed(iteration) == Decision(iteration)
+
+
+def test_a_connection_that_says_what_cannot_be_is_ended(reader: DecisionReader, listener: socket.socket) -> None:
+    reader.post(0, MEASURED)
+    planner = PlannerEnd(listener)
+    assert planner.heard() == 0
+    planner.connection.sendall(HEAD.pack(DELAY, (1 << 32) - 1))
+    with contextlib.suppress(ConnectionResetError):
+        assert planner.connection.recv(1) == b""
+    assert PlannerEnd(listener).heard() == 0

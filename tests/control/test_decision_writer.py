@@ -75,6 +75,14 @@ def test_a_late_decision_carries_what_came_before_it() -> None:
     assert [iteration for iteration, _ in written] == [2, 3, 4, 5, 6]
 
 
+def test_iterations_are_decided_on_from_the_second_after_the_first_that_is_measured() -> None:
+    written: list[int] = []
+    writer = DecisionWriter(lambda iteration, decision: written.append(iteration), first=7)
+    writer.decided(7, Decision(1))
+    assert writer.needed(10) == Decision(1)
+    assert written == [9, 10]
+
+
 def test_a_later_decision_without_a_section_leaves_it() -> None:
     first = Decision(1, plan(1), Forecast(1.0, None), Paths(LINKS), Told())
     assert first.then(Decision(1)) == first

@@ -9,26 +9,29 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from support.made_up.job import SECRET, layout
+from support.made_up.job import ControlOver, layout
 from support.made_up.measured_job import MeasuredJob
 from support.timing import judged_by_the_clock
 from torch.distributed import HashStore
 
-from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.control.control_loop import DELAY
 from adaptra_megatron.control.decision_reader import DecisionReader, decision_key
 from adaptra_megatron.control.decisions import Decision
 from adaptra_megatron.control.leading import Leading
-from adaptra_megatron.control.rounds import SealedRound
+from adaptra_megatron.control.rounds import Address
 from adaptra_megatron.control.wire_format import encoded
-from adaptra_megatron.job.control_store import ControlStore
 
 
 class Idle:
     """A planner that nothing gets to."""
 
-    def decide(self, rounds: Sequence[SealedRound]) -> Decision:
-        return Decision(1)
+    address = Address("127.0.0.1", 1)
+
+    def decide(self, own: Sequence[tuple[int, bytes]]) -> tuple[int, Decision]:
+        return own[-1][0], Decision(1)
+
+    def pass_on(self, iteration: int, decision: bytes) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -53,17 +56,6 @@ class StoppedStore:
         return stopped
 
 
-class StoppedControl(ControlStore):
-    """Whose clients are all stopped."""
-
-    def __init__(self, store: Any, secret: bytes, token: str, stopped: StoppedStore) -> None:
-        super().__init__(store, secret, token)
-        self._stopped = stopped
-
-    def unsealed(self, place: str) -> Any:
-        return self._stopped
-
-
 @pytest.fixture
 def stopped() -> Iterator[StoppedStore]:
     store = StoppedStore(HashStore())
@@ -73,11 +65,11 @@ def stopped() -> Iterator[StoppedStore]:
 
 @judged_by_the_clock
 def test_a_decision_is_read_soon_once_the_training_waits_for_it() -> None:
-    store = SealedStore(HashStore(), SECRET, "here")
-    reader = DecisionReader(store, 10.0, "0.0")
+    control = ControlOver(HashStore())
+    store, reader = control.client("here"), DecisionReader(control, "here", layout([[0, 1]], 1), 10.0)
     (measurement, *_others) = MeasuredJob().measure(1.0)
     reader.post(0, measurement)
-    time.sleep(1.5)  # by now it looks four times per second
+    time.sleep(1.5)  # by now it looks four times per second, for the planner process's address
     took_s = []
     for iteration in range(DELAY, DELAY + 3):
         threading.Timer(0.02, store.set, (decision_key(iteration), encoded(Decision(iteration)))).start()
@@ -91,7 +83,7 @@ def test_a_decision_is_read_soon_once_the_training_waits_for_it() -> None:
 
 
 def test_the_leaders_training_does_not_wait_for_a_stopped_store(stopped: StoppedStore) -> None:
-    leader = Leading(layout([[0, 1]], 0), Idle(), StoppedControl(HashStore(), SECRET, "job", stopped), "exchange")
+    leader = Leading(layout([[0, 1]], 0), Idle(), ControlOver(stopped), "exchange")
     leader.post(0, MeasuredJob().measure(1.0)[0])
     decided: list[Decision] = []
     training = threading.Thread(target=lambda: decided.append(leader.decisions.needed(DELAY)), daemon=True)

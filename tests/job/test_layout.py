@@ -46,6 +46,9 @@ def test_ranks_of_one_stage_of_one_replica_are_a_cell(
     assert (job.leader, job.replicas) == (replica * tensor, replicas), (
         "each replica is planned for by a rank of its own"
     )
+    live = data.draw(st.sets(st.sampled_from(job.reporters), min_size=1))
+    alive = job.alive(live)
+    assert (alive.reporters, alive.leader, alive.cells) == (sorted(live), min(live), job.cells)
 
 
 def test_experts_spread_over_replicas_make_these_one_cell_in_each_stage() -> None:
@@ -80,6 +83,13 @@ def test_only_ranks_of_one_host_share_a_clock() -> None:
     assert job.share_clock((0, 1))
     assert not job.share_clock((0, 1, 2))
     assert job.name(2) == "rank 2 (stage 2 on a host)"
+
+
+def test_containers_of_one_host_may_have_networks_of_their_own() -> None:
+    job = layout([[0, 1, 2]], 1, hosts=["here/one", "here/one", "here/other"])
+    assert job.share_clock((0, 1, 2))
+    assert job.share_network((0, 1))
+    assert not job.share_network((0, 1, 2))
 
 
 @pytest.mark.parametrize("first", [0, 5])

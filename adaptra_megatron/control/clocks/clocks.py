@@ -23,6 +23,7 @@ from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.job.process_groups import epoch_group
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.ports import PortRange
 from adaptra_megatron.transport.setup.placement import listen_tcp, listening_host
 
 logger = logger_of(__name__)
@@ -39,6 +40,8 @@ class ClockSettings:
     """Network interface that the server listens on; None: torch.distributed's, or the one that leads to the master."""
     bind: str | None = None
     """Address that the server listens on; overrides `interface`."""
+    port_range: PortRange | None = None
+    """TCP ports that the server may listen on; None: any that is free."""
     interval_s: float = INTERVAL_S
 
 
@@ -141,7 +144,7 @@ class _Relating:
         """This rank's clock, for those on other hosts; nothing where they could not reach it."""
         try:
             host = self._settings.bind or listening_host(self._settings.interface, one_host=False)
-            listener, (address, port) = listen_tcp(host)
+            listener, (address, port) = listen_tcp(host, self._settings.port_range)
         except TransportError as cause:
             logger.warning("host clock offsets are measured at start-up only and will drift: %s", cause)
             return None, None

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.control.decisions import Decision, Order
 from adaptra_megatron.given import read_costs, read_plan
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import forward_only, stock_order
 from adaptra_megatron.schedule.costs import Costs, Released, released_per_stage, uniform_costs
+from adaptra_megatron.schedule.costs_json import costs_to_json
+from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.periods import period_s, plan_for_period
 from adaptra_megatron.schedule.planner import Plan, plan
 from adaptra_megatron.schedule.simulator import peak_in_flight, simulate
@@ -183,8 +187,28 @@ class PlanBook:
         it was planned for.
         """
         check_schedule(schedule, max_in_flight=caps, released_at_backward_input=released)
+        self._plans.pop(schedule.micro_batches, None)  # the latest is the last
         self._plans[schedule.micro_batches] = _Installed(schedule, caps, released, costs)
         self.number = number
+
+    @property
+    def in_force(self) -> Decision:
+        """What was planned last, as it travels; without an order where none was planned for measured costs."""
+        latest = next((each for each in reversed(self._plans.values()) if each.costs is not None), None)
+        if latest is None or latest.costs is None:
+            return Decision(self.number)
+        order = Order(
+            schedule_to_csv(latest.schedule),
+            json.dumps(costs_to_json(latest.costs)),
+            latest.caps,
+            released_per_stage(latest.released_at_backward_input, self.layout.stages),
+        )
+        return Decision(self.number, order)
+
+    def forget(self) -> None:
+        """Let all plans go that came of measured costs."""
+        self._plans.clear()
+        self.number = 0
 
     def _stock_schedule(self, micro_batches: int) -> Schedule:
         if micro_batches not in self._stock:

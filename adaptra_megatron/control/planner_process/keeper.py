@@ -13,17 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from adaptra_megatron.authentication.socket_io import send_descriptor
 from adaptra_megatron.child_process import ChildProcess
-from adaptra_megatron.control.decisions import Decision
+from adaptra_megatron.control.decisions import Decision, Routing
 from adaptra_megatron.control.planner_process.messages import (
     Begin,
     ChannelEndedError,
     Decided,
     Measured,
+    Published,
+    Waits,
     receive,
     send,
 )
-from adaptra_megatron.control.rounds import SealedRound
+from adaptra_megatron.control.rounds import Address
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.telemetry.events.events import Event, decode
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
@@ -32,10 +35,21 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 60.0
 """From one end of a planner process to the start of the next: twice as long each time, until one has decided."""
 PATIENCE_S = 60.0
 """Silence after which one is killed: decisions take less than a second, and starting on a busy machine longer."""
+LATE_S = 30.0
+"""How long a rank may be behind this one with its report before what runs is kept."""
+_MOST_NAMED = 8
+"""Ranks in a line of the log."""
+
+logger = logger_of(__name__)
 
 
 class NoDecisionError(RuntimeError):
     """The planner process has made no decision; says why, and what becomes of it."""
+
+    def __init__(self, message: str, until: int | None) -> None:
+        """`until`: the latest iteration that all ranks have reported; None where none is known to be."""
+        super().__init__(message)
+        self.until = until
 
 
 class Diary(Protocol):
@@ -54,6 +68,7 @@ class PlannerKeeper:
     def __init__(
         self,
         begin: Begin,
+        listener: socket.socket,
         telemetry: Diary,
         number: Callable[[], int],
         requests: Callable[[], Sequence[Iterations]],
@@ -61,10 +76,12 @@ class PlannerKeeper:
         word: str = "",
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`number`: of the plan that runs. `requests`: for traces, new since the last call. `word`: before each line of
-        the log that comes from there."""
+        """`listener`: bound to where ranks that follow connect, whichever process there is; belongs to the keeper from
+        now on. `number`: of the plan that runs. `requests`: for traces, new since the last call.
+        `word`: before each line of the log that comes from there."""
         self._begin, self._telemetry, self._word, self._patience_s = begin, telemetry, word, patience_s
-        self._latest = begin.running
+        listener.listen(len(begin.reporters))  # all of them connect at once
+        self._listener, self._latest = listener, begin.running
         self._order, self._routing = self._latest.order, self._latest.routing
         """The latest ones that were new."""
         self._number, self._requests = number, requests
@@ -84,26 +101,40 @@ class PlannerKeeper:
         process = self._process
         return None if process is None else process.process.pid
 
+    @property
+    def number(self) -> int:
+        """Number of the latest plan that was decided on."""
+        return self._latest.number
+
     def pin(self, stages: Sequence[int]) -> None:
         """Micro-batches of these stages cannot be routed. To be called before the first decision."""
         if self._begin.routes is not None:
             self._begin = replace(self._begin, routes=replace(self._begin.routes, pinned=tuple(stages)))
 
-    def decide(self, rounds: Sequence[SealedRound]) -> Decision:
-        """What to run next. Raises NoDecisionError, once the process has ended; the next call starts another."""
-        measured = Measured(
-            iterations=tuple(one.iteration for one in rounds),
-            nbytes=tuple(one.nbytes for one in rounds),
-            number=max(self._number(), self._latest.number),
-            requests=tuple(self._requests()),
-        )
+    def run(self, routing: Routing) -> None:
+        """These routes run before anything is decided. To be called before the first decision."""
+        self._routing = routing
+
+    @property
+    def address(self) -> Address:
+        """Address to which ranks that follow connect."""
+        host, port = self._listener.getsockname()[:2]
+        return Address(str(host), int(port))
+
+    def decide(self, own: Sequence[tuple[int, bytes]]) -> tuple[int, Decision]:
+        """What to run next, and the latest iteration that it follows from. `own`: iterations with this rank's reports,
+        new since the last call; they are decided on once all ranks have reported them.
+
+        Raises NoDecisionError: after `LATE_S` if reports of other ranks are missing, which a later call goes on to
+        wait for; and where the process has ended: the next call starts another, which is to be given what comes next.
+        """
         try:
             channel = self._running().channel
-            send(channel, measured, [part for one in rounds for part in (one.entries, one.own)])
-            decided, _ = receive(channel)
-            assert isinstance(decided, Decided), f"{decided} came instead of a decision"
+            if own:
+                send(channel, self._measured(own), [report for _, report in own])
+            decided = self._answer(channel)
         except (OSError, ChannelEndedError) as cause:
-            raise NoDecisionError(self._lost(cause)) from cause
+            raise NoDecisionError(self._lost(cause), None) from cause
         self._pause_s, self._costs = FIRST_PAUSE_S, decided.costs
         for line in decided.lines:
             logger_of(line.module).log(line.level, "%s%s", self._word, line.text)
@@ -111,10 +142,39 @@ class PlannerKeeper:
             self._telemetry.log(decode(event).event)
         decision = decided.decision
         if decision is None:
-            raise NoDecisionError(f"{self._word}{decided.failure}")
+            raise NoDecisionError(f"{self._word}{decided.failure}", decided.until)
         self._latest = decision
         self._order, self._routing = decision.order or self._order, decision.routing or self._routing
-        return decision
+        return decided.until, decision
+
+    def pass_on(self, iteration: int, decision: bytes) -> None:
+        """Send ranks that follow what is in the job's store already, for they need not look there then."""
+        if self._process is not None:
+            with contextlib.suppress(ChannelEndedError):  # the next call of `decide` tells
+                send(self._process.channel, Published(iteration=iteration), [decision])
+
+    def _measured(self, own: Sequence[tuple[int, bytes]]) -> Measured:
+        return Measured(
+            iterations=tuple(iteration for iteration, _ in own),
+            nbytes=tuple(len(report) for _, report in own),
+            number=max(self._number(), self._latest.number),
+            requests=tuple(self._requests()),
+        )
+
+    def _answer(self, channel: socket.socket) -> Decided:
+        begun_s = time.monotonic()
+        while True:
+            answer = receive(channel)
+            if isinstance(answer, Decided):
+                return answer
+            assert isinstance(answer, Waits), f"{answer} came instead of a decision"
+            if time.monotonic() - begun_s >= LATE_S:
+                host, port = self.address
+                raise NoDecisionError(
+                    f"{self._word}no measurements of ranks {_listed(answer.missing)} for iteration {answer.iteration} "
+                    f"within {LATE_S:g} s; these ranks are late, hang, or cannot connect to {host}:{port}",
+                    None,
+                )
 
     def close(self) -> None:
         """End the process. Safe to call twice."""
@@ -123,6 +183,7 @@ class PlannerKeeper:
             with contextlib.suppress(OSError):  # it has ended by itself
                 process.channel.shutdown(socket.SHUT_RDWR)
             process.end(0.5)
+        self._listener.close()
 
     def _running(self) -> ChildProcess:
         """Raises OSError, and ChannelEndedError if it ends at once or is to end."""
@@ -134,6 +195,7 @@ class PlannerKeeper:
             self._process.channel.settimeout(self._patience_s)
             level = logging.getLogger("adaptra_megatron").getEffectiveLevel()
             running = replace(self._latest, order=self._order, routing=self._routing, forecast=None, told=None)
+            send_descriptor(self._process.channel, self._listener.fileno())
             send(self._process.channel, replace(self._begin, log_level=level, running=running))
         return self._process
 
@@ -147,3 +209,9 @@ class PlannerKeeper:
         again = f"another one is started in {self._pause_s:g} s, and learns anew what is usual"
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         return f"{self._word}the planner process {how}; {again}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Ranks in a line of the log."""
+    rest = len(ranks) - _MOST_NAMED
+    return ", ".join(map(str, ranks[:_MOST_NAMED])) + (f" and {rest} more" if rest > 0 else "")

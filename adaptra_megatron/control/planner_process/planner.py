@@ -1,36 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner process itself: takes in measurements, answers with decisions, and ends with its rank."""
+"""The planner process itself: takes in what all ranks report, decides, and ends with its rank."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import os
+import resource
 import socket
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from adaptra_megatron.authentication.seal import Seal, TamperedError
+from adaptra_megatron.authentication.socket_io import receive_descriptor
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.leader import PlanLeader
 from adaptra_megatron.control.order.plans import PlanBook
 from adaptra_megatron.control.planner_process.messages import (
     Begin,
-    ChannelEndedError,
     Decided,
     Line,
     Measured,
-    receive,
-    send,
+    Published,
+    Waits,
+    hear,
+    packed,
 )
-from adaptra_megatron.control.rounds import SealedRound, read_round
+from adaptra_megatron.control.planner_process.report_server import ReportServer
+from adaptra_megatron.control.rounds import Gathering, Reported, round_of
 from adaptra_megatron.schedule.costs_json import costs_to_json
 from adaptra_megatron.telemetry.events.events import Event, Stamp, StampedEvent, encode
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 from adaptra_megatron.transport._ring import die_with_parent
 
 _NO_STAMP = Stamp(run="", rank=0, sequence=0, iteration=0, wall_s=0.0, monotonic_s=0.0)
+_OTHER_FILES = 32
+"""Descriptors of the process itself, and of connections that have not proven themselves."""
 
 
 class Notes(logging.Handler):
@@ -70,22 +77,20 @@ class Planner:
         )
         self._book = PlanBook(config, begin.layout, measures_memory=begin.measures_memory)
         self._leader = PlanLeader(self._book, notes, begin.paths, begin.running, begin.routes)
-        self._seal, self._notes = Seal(bytes.fromhex(begin.secret), begin.place), notes
+        self._notes = notes
 
-    def answer(self, measured: Measured, entries: bytes) -> Decided:
-        """What was measured is joined, judged and decided on; a failure is said, and the next one may do."""
+    def answer(self, over: Sequence[Reported]) -> Decided:
+        """What was reported is joined, judged and decided on; a failure is said, and the next one may do."""
         notes, decision, failure = self._notes, None, ""
-        notes.wanted = measured.requests
-        self._book.number = measured.number
         try:
-            rounds = [read_round(one, self._seal) for one in _rounds(measured, entries)]
-            decision = self._leader.decide(rounds)
-        except (TamperedError, ValueError) as cause:
-            failure = f"what a rank measured in iteration {measured.iterations[-1]} cannot be taken in: {cause}"
+            decision = self._leader.decide([round_of(reported) for reported in _whole(over)])
+        except ValueError as cause:
+            failure = f"what was measured in iteration {over[-1].iteration} cannot be taken in: {cause}"
         except Exception:  # a bug of ours: the training goes on, and the rank's log says what it was
             failure = traceback.format_exc()
         costs = self._leader.costs
         said = Decided(
+            until=over[-1].iteration,
             decision=decision,
             failure=failure,
             lines=tuple(notes.lines),
@@ -96,28 +101,87 @@ class Planner:
         notes.events.clear()
         return said
 
-
-def _rounds(measured: Measured, entries: bytes) -> Sequence[SealedRound]:
-    found, at = [], 0
-    for iteration, nbytes in zip(measured.iterations, measured.nbytes, strict=True):
-        found.append(SealedRound(iteration, entries[at : at + nbytes]))
-        at += nbytes
-    return found
+    def runs(self, number: int, requests: Sequence[Iterations]) -> None:
+        """Plan `number` runs, and `requests` for traces are new."""
+        self._book.number = number
+        self._notes.wanted += tuple(requests)
 
 
-def _run(channel: socket.socket) -> None:
-    begin, _ = receive(channel)
+def _whole(over: Sequence[Reported]) -> Sequence[Reported]:
+    """Iterations that all ranks have reported. Raises ValueError where there is none."""
+    if whole := [reported for reported in over if not reported.lost]:
+        return whole
+    ranks = ", ".join(map(str, over[-1].lost))
+    raise ValueError(
+        f"reports of ranks {ranks} have not come, or were lost with their connections or with a planner process before"
+    )
+
+
+class PlannerProcess:
+    """What the process does, as tasks of one event loop."""
+
+    def __init__(self, channel: socket.socket, listener: socket.socket, begin: Begin, planner: Planner) -> None:
+        self._channel, self._planner, self._gathering = channel, planner, Gathering(begin.reporters)
+        self._leader, self._waits_s = min(begin.reporters), begin.waits_s
+        self._over = asyncio.Event()
+        """Set where an iteration can be decided on."""
+        self._server = ReportServer(bytes.fromhex(begin.secret), begin.place, begin.reporters, self._add)
+        self._server.listen(listener)
+
+    async def work(self) -> None:
+        """Until the channel ends: raises ChannelEndedError."""
+        await asyncio.gather(self._listen(), self._decide())
+
+    def _add(self, rank: int, iteration: int, report: bytes) -> None:
+        if self._gathering.add(rank, iteration, report):
+            self._over.set()
+
+    async def _listen(self) -> None:
+        while True:
+            message, along = await hear(self._channel)
+            if isinstance(message, Published):
+                self._server.pass_on(message.iteration, along)
+                continue
+            assert isinstance(message, Measured), f"{message} came instead of measurements"
+            self._planner.runs(message.number, message.requests)
+            at = 0
+            for iteration, nbytes in zip(message.iterations, message.nbytes, strict=True):
+                self._gathering.expect(iteration)
+                self._add(self._leader, iteration, along[at : at + nbytes])
+                at += nbytes
+
+    async def _decide(self) -> None:
+        """A decision on all that is over, as soon as anything is; meanwhile, now and then, who is waited for."""
+        loop, gathering = asyncio.get_running_loop(), self._gathering
+        while True:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._over.wait(), self._waits_s)
+            self._over.clear()
+            if over := gathering.take():
+                await loop.sock_sendall(self._channel, packed(self._planner.answer(over)))
+            elif gathering.awaited is not None:
+                waits = Waits(iteration=gathering.awaited, missing=tuple(gathering.missing))
+                await loop.sock_sendall(self._channel, packed(waits))
+
+
+async def _run(channel: socket.socket) -> None:
+    channel.setblocking(False)
+    listener = socket.socket(fileno=await receive_descriptor(channel))
+    begin, _ = await hear(channel)
     assert isinstance(begin, Begin), f"{begin} came first"
     notes = Notes()
     logger = logging.getLogger("adaptra_megatron")
     logger.setLevel(begin.log_level)
     logger.addHandler(notes)
     logger.propagate = False
-    planner = Planner(begin, notes)
-    while True:
-        measured, entries = receive(channel)
-        assert isinstance(measured, Measured), f"{measured} came instead of measurements"
-        send(channel, planner.answer(measured, entries))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each rank
+    if most < len(begin.reporters) + _OTHER_FILES:
+        logger.warning(
+            "%d ranks connect to this planner process, which may open %d files: raise the hard limit (ulimit -Hn)",
+            *(len(begin.reporters), most),
+        )
+    await PlannerProcess(channel, listener, begin, Planner(begin, notes)).work()
 
 
 def main(arguments: list[str]) -> None:
@@ -125,8 +189,8 @@ def main(arguments: list[str]) -> None:
     descriptor, parent = map(int, arguments)
     die_with_parent(parent)
     try:
-        _run(socket.socket(fileno=descriptor))
-    except ChannelEndedError:
+        asyncio.run(_run(socket.socket(fileno=descriptor)))
+    except OSError:  # the channel has ended
         os._exit(0)
     except Exception:
         traceback.print_exc()

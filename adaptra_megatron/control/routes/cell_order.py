@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from adaptra_megatron.authentication.tagged_json import packed, unpacked
+from adaptra_megatron.control.decisions import Moved
 from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.routing.costs import Cell
-from adaptra_megatron.schedule.routing.plans import RoutedMessage, Routing
+from adaptra_megatron.schedule.routing.plans import RoutedAction, RoutedMessage, RoutedSchedule, Routing
 from adaptra_megatron.schedule.routing.simulator import RoutedSimulation
 
 MOST_NBYTES = 1 << 24
@@ -98,12 +99,25 @@ def cell_orders(simulation: RoutedSimulation, costs: Costs) -> dict[str, str]:
     return found
 
 
-def hosts_of(orders: Mapping[str, str], replicas: int, stages: int, micro_batches: int) -> Routing:
-    """The routes that packed orders of all cells follow. Raises ValueError for what are none."""
+def moved_by(routing: Routing) -> tuple[Moved, ...]:
+    """What `routing` moves, as it is told."""
+    return tuple(
+        Moved(move.source.stage, move.source.replica, move.target.replica, len(move.micro_batches))
+        for move in routing.moves()
+    )
+
+
+def schedule_of(orders: Mapping[str, str], replicas: int, stages: int, micro_batches: int) -> RoutedSchedule:
+    """The schedule that packed orders of all cells are of. Raises ValueError for what are none."""
     hosts = [[0] * (replicas * micro_batches) for _ in range(stages)]
+    found = [tuple[RoutedAction, ...]() for _ in range(replicas * stages)]
     for name, text in orders.items():
         host, stage = map(int, name.split("."))
-        for action in CellOrder.unpacked(text).actions:
-            if action.kind == Kind.FORWARD.value:
-                hosts[stage][action.replica * micro_batches + action.micro_batch] = host
-    return Routing(replicas, micro_batches, tuple(map(tuple, hosts)))
+        actions = CellOrder.unpacked(text).actions
+        found[host * stages + stage] = tuple(
+            RoutedAction(Kind(each.kind), each.replica, each.micro_batch, each.chunk) for each in actions
+        )
+        for each in actions:
+            if each.kind == Kind.FORWARD.value:
+                hosts[stage][each.replica * micro_batches + each.micro_batch] = host
+    return RoutedSchedule(routing=Routing(replicas, micro_batches, tuple(map(tuple, hosts))), orders=tuple(found))

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from adaptra_megatron.detector.findings import Estimates
+from adaptra_megatron.detector.samples import StageId
+from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.routing.costs import Cell
 from adaptra_megatron.schedule.routing.plans import Move
 from adaptra_megatron.telemetry.figures.scalars import CellFigures
@@ -14,6 +17,42 @@ STRAGGLES = 1.15
 """A cell that takes so many times as long as the fastest of its stage gives micro-batches away."""
 MOST_SHOWN = 256
 """Figures of all cells are for jobs with no more than so many: all ranks get them in every iteration."""
+
+Tables = dict[str, tuple[tuple[float, ...], ...]]
+"""Seconds by table of `Costs`, [stage][chunk]."""
+
+
+def cell_tables(costs: Costs, estimates: Estimates, pipelines: Iterable[int]) -> Tables:
+    """Seconds of one replica's cells, each those of its slowest lane, as the tables of `costs`; what has not been
+    measured takes what it does there. `pipelines`: the replica's, by their first ranks."""
+    lanes, found = tuple(pipelines), Tables()
+    split = any(map(any, costs.backward_weight_s))
+    kinds = {"forward_s": "F", "backward_input_s": "I" if split else "B", "backward_weight_s": "W"}
+    for name, kind in kinds.items():
+        found[name] = tuple(
+            tuple(
+                max(_of_lanes(estimates, lanes, stage, kind, chunk), default=usual_s)
+                for chunk, usual_s in enumerate(row)
+            )
+            for stage, row in enumerate(getattr(costs, name))
+        )
+    return found
+
+
+def _of_lanes(estimates: Estimates, lanes: Iterable[int], stage: int, kind: str, chunk: int) -> list[float]:
+    known = (estimates.stages.get(StageId(first, stage)) for first in lanes)
+    durations = (lane.durations_s.get((kind, chunk)) for lane in known if lane is not None)
+    return [seconds for seconds in durations if seconds is not None]
+
+
+def seconds_of(tables: Sequence[Tables], without: Collection[Cell] = ()) -> dict[Cell, float]:
+    """Seconds of a micro-batch at each cell. `tables`: by replica."""
+    return {
+        Cell(replica, stage): sum(sum(table[stage]) for table in found.values())
+        for replica, found in enumerate(tables)
+        for stage in range(len(found["forward_s"]))
+        if Cell(replica, stage) not in without
+    }
 
 
 def cell_speeds(seconds: Mapping[Cell, float]) -> dict[Cell, float]:

@@ -11,10 +11,17 @@ from dataclasses import dataclass
 from adaptra_megatron.control.deciders import Context, Telemetry
 from adaptra_megatron.control.decisions import Forecast, Moved, Routing
 from adaptra_megatron.control.measurements import StageMeasurement
-from adaptra_megatron.control.routes.cell_order import cell_orders, hosts_of
-from adaptra_megatron.control.routes.cell_speeds import cell_figures, cell_speeds, slowness, stragglers
-from adaptra_megatron.detector.findings import Estimates
-from adaptra_megatron.detector.samples import IterationSample, StageId
+from adaptra_megatron.control.routes.cell_order import cell_orders, moved_by, schedule_of
+from adaptra_megatron.control.routes.cell_speeds import (
+    Tables,
+    cell_figures,
+    cell_speeds,
+    cell_tables,
+    seconds_of,
+    slowness,
+    stragglers,
+)
+from adaptra_megatron.detector.samples import IterationSample
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.routing import plans
@@ -30,9 +37,6 @@ CHANGED = 1.08
 LEAST_GAIN = 0.05
 """Share of an iteration that other routes have to save."""
 
-Tables = dict[str, tuple[tuple[float, ...], ...]]
-"""Seconds by table of `Costs`, [stage][chunk]."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RoutePolicy:
@@ -42,6 +46,10 @@ class RoutePolicy:
     """First ranks of the pipelines of each replica: one for each lane."""
     pinned: tuple[int, ...] = ()
     """Stages whose micro-batches cannot be routed."""
+    dead: tuple[Cell, ...] = ()
+    """Cells that take no work, round which all routes lead."""
+    avoids_slow: bool = True
+    """Whether routes lead round slow cells."""
 
 
 class RouteDecider:
@@ -49,12 +57,13 @@ class RouteDecider:
 
     def __init__(self, policy: RoutePolicy, stages: int, telemetry: Telemetry, running: Routing | None = None) -> None:
         """`running`: what was decided before; None: nothing."""
-        self._policy, self._stages, self._telemetry = policy, stages, telemetry
+        self._policy, self._telemetry = policy, telemetry
         self._count = 0 if running is None else running.number
         self._present: plans.Routing | None = None
         """What runs; None: nothing is routed."""
         if running is not None and running.number:
-            self._present = hosts_of(running.orders, len(policy.pipelines), stages, running.micro_batches)
+            replicas, orders = len(policy.pipelines), running.orders
+            self._present = schedule_of(orders, replicas, stages, running.micro_batches).routing
         self._speeds: Mapping[Cell, float] = {}
         """Latest ones of all cells; empty until all have been measured."""
         self._gain_s: float | None = None
@@ -72,12 +81,8 @@ class RouteDecider:
         context.routed = self._present is not None
         if context.costs is None:
             return None
-        tables = [self._tables(context.costs, context.estimates, replica) for replica in self._replicas]
-        seconds = {
-            Cell(replica, stage): sum(sum(table[stage]) for table in found.values())
-            for replica, found in enumerate(tables)
-            for stage in range(self._stages)
-        }
+        tables = [cell_tables(context.costs, context.estimates, lanes) for lanes in self._policy.pipelines]
+        seconds = seconds_of(tables)
         self._speeds = cell_speeds(seconds)
         routing = self._routes(context, context.costs, tables, seconds)
         if routing is not None:
@@ -120,68 +125,22 @@ class RouteDecider:
         moves = () if self._present is None else self._present.moves()
         return RouteFigures(cells=cell_figures(self._speeds, moves), predicted_gain_s=self._gain_s)
 
-    @property
-    def _replicas(self) -> range:
-        return range(len(self._policy.pipelines))
-
     def _changed(self, seconds: Mapping[Cell, float]) -> bool:
         before = self._planned_for
         return not before or any(_differ(seconds[cell], before[cell]) for cell in seconds)
 
-    def _tables(self, costs: Costs, estimates: Estimates, replica: int) -> Tables:
-        """Seconds of the replica's cells, each those of its slowest lane, as the tables of `costs`."""
-        found: Tables = {}
-        split = any(map(any, costs.backward_weight_s))
-        kinds = {"forward_s": "F", "backward_input_s": "I" if split else "B", "backward_weight_s": "W"}
-        for name, kind in kinds.items():
-            usual = getattr(costs, name)
-            found[name] = tuple(
-                tuple(
-                    max(self._of_lanes(estimates, replica, stage, kind, chunk), default=row[chunk])
-                    for chunk in range(len(row))
-                )
-                for stage, row in enumerate(usual)
-            )
-        return found
-
-    def _of_lanes(self, estimates: Estimates, replica: int, stage: int, kind: str, chunk: int) -> list[float]:
-        lanes = (estimates.stages.get(StageId(first, stage)) for first in self._policy.pipelines[replica])
-        durations = (lane.durations_s.get((kind, chunk)) for lane in lanes if lane is not None)
-        return [seconds for seconds in durations if seconds is not None]
-
     def _adopt(self, context: Context, plan: RoutedPlan, slow: Mapping[Cell, float], costs: Costs) -> Routing | None:
-        moves = plan.routing.moves()
         if plan.kept:
             return None
-        if not moves:
+        moved = moved_by(plan.routing)
+        if not moved:
             return self._go_home(context)
         self._count += 1
         self._present, context.routed = plan.routing, True
-        moved = tuple(Moved(m.source.stage, m.source.replica, m.target.replica, len(m.micro_batches)) for m in moves)
-        reason = in_words(slow, moved, plan.routing.micro_batches)
-        context.change([reason])
-        context.forecast = Forecast(plan.simulation.period_s, plan.present_s)
         self._gain_s = None if plan.present_s is None else plan.present_s - plan.simulation.period_s
-        instead = "" if plan.present_s is None else f" instead of {1e3 * plan.present_s:.1f} ms"
-        logger.info(
-            "%s: %.1f ms an iteration%s, lower bound %.1f ms",
-            *(reason, 1e3 * plan.simulation.period_s, instead, 1e3 * plan.lower_bound.seconds),
-        )
-        self._telemetry.log(
-            RoutesChosen(
-                number=context.number + 1,
-                reason=reason,
-                predicted_s=plan.simulation.period_s,
-                current_predicted_s=plan.present_s,
-                lower_bound_s=plan.lower_bound.seconds,
-                slow={str(cell): factor for cell, factor in slow.items()},
-                speeds={str(cell): round(speed, 4) for cell, speed in self._speeds.items()},
-                micro_batches=plan.routing.micro_batches,
-                moved=tuple((move.stage, move.source, move.target, move.micro_batches) for move in moved),
-            )
-        )
-        orders = cell_orders(plan.simulation, costs)
-        return Routing(self._count, plan.routing.micro_batches, moved, orders)
+        reason = in_words(slow, moved, plan.routing.micro_batches)
+        announce(self._telemetry, context, plan, plan.present_s, reason, slow, self._speeds)
+        return Routing(self._count, plan.routing.micro_batches, moved, cell_orders(plan.simulation, costs))
 
     def _go_home(self, context: Context) -> Routing | None:
         if self._present is None:
@@ -193,6 +152,37 @@ class RouteDecider:
         logger.info("%s", reason)
         self._telemetry.log(RoutesChosen(number=context.number + 1, reason=reason))
         return Routing(0, micro_batches)
+
+
+def announce(
+    telemetry: Telemetry,
+    context: Context,
+    plan: RoutedPlan,
+    present_s: float | None,
+    reason: str,
+    slow: Mapping[Cell, float],
+    speeds: Mapping[Cell, float],
+) -> None:
+    """Say that the next plan has the routes of `plan`. `present_s`: seconds of an iteration by those that run, at the
+    same costs."""
+    planned_s, bound_s = plan.simulation.period_s, plan.lower_bound.seconds
+    context.change([reason])
+    context.forecast = Forecast(planned_s, present_s)
+    instead = "" if present_s is None else f" instead of {1e3 * present_s:.1f} ms"
+    logger.info("%s: %.1f ms an iteration%s, lower bound %.1f ms", reason, 1e3 * planned_s, instead, 1e3 * bound_s)
+    telemetry.log(
+        RoutesChosen(
+            number=context.number + 1,
+            reason=reason,
+            predicted_s=planned_s,
+            current_predicted_s=present_s,
+            lower_bound_s=bound_s,
+            slow={str(cell): factor for cell, factor in slow.items()},
+            speeds={str(cell): round(speed, 4) for cell, speed in speeds.items()},
+            micro_batches=plan.routing.micro_batches,
+            moved=moved_by(plan.routing),
+        )
+    )
 
 
 def _differ(seconds: float, before_s: float) -> bool:

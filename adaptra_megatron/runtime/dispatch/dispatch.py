@@ -70,6 +70,7 @@ class Dispatcher:
         """How many actions ran before one that the plan had before them."""
         self.all_by_host_path = True
         """Whether every link of the job is to go by the host path: ranks of a stage cannot tell of each other's."""
+        self._asked, self._aborted = mode, False
         self._mode, self._transport, self._team = mode, transport, team
         self._timeout_s, self._ranks = timeout_s, ranks
         self._on_gpu = device.type == "cuda"
@@ -113,9 +114,20 @@ class Dispatcher:
     def abort(self) -> None:
         """Wake this rank where it waits for what the leader of its cell decides, from any thread. The plan is what runs
         from then on."""
-        self._mode = "planned"
+        self._mode, self._aborted = "planned", True
         if self._team is not None:
             self._team.abort()
+
+    def resume(self, control: ControlStore, layout: JobLayout) -> None:
+        """Dispatch as before `abort`; nothing where that has not been called. Collective over the ranks of the cell.
+
+        Raises StageTeamError when they do not meet.
+        """
+        if not self._aborted:
+            return
+        if self._team is not None:
+            self._team = StageTeam(control, layout, self._timeout_s)
+        self._mode, self._aborted = self._asked, False
 
     def _reason_to_leave_the_plan(self, program: Program) -> str | None:
         """Why the next iteration is dispatched online, in words; None if it is not."""

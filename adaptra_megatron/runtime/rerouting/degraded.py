@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
-from adaptra_megatron.control.decisions import Moved
-from adaptra_megatron.control.routes.cell_order import CellAction, CellOrder, cell_orders
-from adaptra_megatron.epochs.awaiting import awaited
+from adaptra_megatron.control.decisions import Routing
+from adaptra_megatron.control.routes.cell_order import CellAction, CellOrder, cell_orders, moved_by
+from adaptra_megatron.epochs.awaiting import said_by_one
 from adaptra_megatron.epochs.epoch import Epoch
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.log import logger_of
@@ -28,8 +28,8 @@ class DegradedRoutes:
     def __init__(self, layout: JobLayout, epoch: Epoch, timeout_s: float, check: Callable[[], None]) -> None:
         """`check`: raises once the epoch has ended, which is looked at in every wait."""
         self._layout, self._epoch, self._timeout_s, self._check = layout, epoch, timeout_s, check
-        self.moved: tuple[Moved, ...] = ()
-        """What the latest routes of training move, on the rank that has planned them."""
+        self.planned: Routing | None = None
+        """The latest routes of training, on the rank that has planned them."""
         self._orders: dict[tuple[int, bool], CellOrder] = {}
 
     def order(self, costs: Costs, *, split: bool, forward_only: bool) -> CellOrder:
@@ -48,11 +48,11 @@ class DegradedRoutes:
             return self._planned_by_one(store, costs, split=split)
 
     def _planned_by_one(self, store: SealedStore, costs: Costs, *, split: bool) -> Mapping[str, str]:
-        key = f"orders/{costs.micro_batches}"
+        mine = None
         if self._layout.rank == min(self._epoch.live):
-            store.set(key, json.dumps(self._plan(costs, split=split)).encode())
+            mine = json.dumps(self._plan(costs, split=split)).encode()
         try:
-            found = awaited(lambda: store.peek(key), self._timeout_s, self._check)
+            found = said_by_one(store, f"orders/{costs.micro_batches}", mine, self._timeout_s, self._check)
         except TimeoutError as cause:
             raise RuntimeError(
                 f"{self._layout.name(min(self._epoch.live))} has not planned for the live cells within "
@@ -68,11 +68,9 @@ class DegradedRoutes:
         if names := ", ".join(f"stage {cell.stage} of replica {cell.replica}" for cell in sorted(dead)):
             text = "%d micro-batches a replica: those of %s are computed by live replicas"
             logger.info(text, costs.micro_batches, names)
-        self.moved = tuple(
-            Moved(move.source.stage, move.source.replica, move.target.replica, len(move.micro_batches))
-            for move in plan.routing.moves()
-        )
-        return cell_orders(plan.simulation, costs)
+        orders = cell_orders(plan.simulation, costs)
+        self.planned = Routing(1, costs.micro_batches, moved_by(plan.routing), orders)
+        return orders
 
 
 def evaluation_order(layout: JobLayout, dead: frozenset[Cell], micro_batches: int) -> CellOrder:

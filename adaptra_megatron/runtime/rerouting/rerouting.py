@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,8 +57,10 @@ class Rerouting:
         self._program: Program | None = None
         self._links: set[int] = set()
         """Ranks of other replicas that there are links to."""
-        self._routed = False
-        """Whether the iteration under way is."""
+        self._follows = self._routed = False
+        """Whether the iteration under way is routed as was decided; whether it is routed at all."""
+        self._pinned: Sequence[int] = ()
+        """Stages whose micro-batches cannot be routed round slow cells."""
         self._degraded: DegradedRoutes | None = None
         """Where cells are dead."""
         self._dead: frozenset[Cell] = frozenset()
@@ -76,28 +78,45 @@ class Rerouting:
             self._inputs = RoutableInputs(
                 call, control, layout, self._job.timeout_s, swap=self._swap, joins=self._joins
             )
-            if self._planner is not None:
-                _limit(self._planner, self._inputs, call)
-        routed = self._order is not None and self._routing.micro_batches == call.micro_batches
-        self._routed = self._degraded is not None or (routed and not (cold or call.forward_only))
+            self._pinned = _pinned(self._inputs, call)
+            if self._planner is not None and self._degraded is None:
+                self._planner.pin(self._pinned)
+                _tell_limits(self._inputs, call)
+        self._follows = (
+            self._order is not None
+            and self._routing.micro_batches == call.micro_batches
+            and not (cold or call.forward_only)
+        )
+        self._routed = self._follows or self._degraded is not None
         slowness = self._routing.slowness
         self._inputs.begin(call, iteration, routed=self._routed, slowness=slowness, dead=self._dead)
         return self._inputs
 
-    def enter(self, epoch: Epoch, check: Callable[[], None]) -> None:
-        """Go on with the cells that live in `epoch`; all links begin anew. `check`: raises once it has ended."""
+    def enter(self, epoch: Epoch, planner: PlannerKeeper | None, check: Callable[[], None]) -> None:
+        """Go on with the cells that live in `epoch`; all links begin anew. `planner`: the epoch's, of its leader.
+        `check`: raises once it has ended."""
+        layout = self._job.layout
         self._two_paths.enter(epoch.control)
         for peer in list(self._two_paths.peers):
             self._two_paths.close_link(peer)
         self._links.clear()
-        self._order = self._program = None
-        self._routing, self._dead = Routing(0, 0), epoch.dead_cells
-        self._degraded, self._check = DegradedRoutes(self._job.layout, epoch, self._job.timeout_s, check), check
+        self._order = self._program = self._degraded = None
+        self._routing, self._dead, self._check, self._planner = Routing(0, 0), epoch.dead_cells, check, planner
+        if epoch.dead_cells:
+            self._degraded = DegradedRoutes(layout, epoch, self._job.timeout_s, check)
+            return
+        if planner is not None:
+            planner.pin(self._pinned)
+        for stage, rank in enumerate(layout.pipeline):
+            if abs(stage - layout.cell.stage) == 1:
+                self._two_paths.open_link(rank)
+        check()  # what aborted all links as the epoch before ended may have come before these
 
     @property
     def moved_from_dead(self) -> tuple[Moved, ...]:
         """What training's routes around dead cells move, on the rank that has planned them."""
-        return () if self._degraded is None else self._degraded.moved
+        planned = None if self._degraded is None else self._degraded.planned
+        return () if planned is None else planned.moved
 
     @property
     def swapped_micro_batches(self) -> int:
@@ -116,7 +135,9 @@ class Rerouting:
         """What this rank runs in the iteration under way; None where that is the plan of its pipeline."""
         if not self._routed:
             return None
-        order = self._order if self._degraded is None else self._degraded_order(self._degraded, call)
+        order = self._order
+        if self._degraded is not None and not self._follows:
+            order = self._degraded_order(self._degraded, call)
         assert order is not None, "an iteration is routed without an order"
         if self._program is None or self._program.schedule is not schedule:
             self._program = routed_program(order, self._job.layout, schedule)
@@ -132,7 +153,10 @@ class Rerouting:
         if costs is None:
             costs = uniform_costs(call.stages, count, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
             costs = replace(costs, max_in_flight=self._book.caps(count))
-        return degraded.order(costs, split=self._book.layout.can_split, forward_only=call.forward_only)
+        order = degraded.order(costs, split=self._book.layout.can_split, forward_only=call.forward_only)
+        if self._planner is not None and degraded.planned is not None:
+            self._planner.run(degraded.planned)
+        return order
 
     def end(self, losses: list[Any]) -> list[Any]:
         """What the training script gets of `losses`, those that were computed here."""
@@ -155,15 +179,20 @@ class Rerouting:
         self._links &= needed
 
 
-def _limit(planner: PlannerKeeper, inputs: RoutableInputs, call: PipelineCall) -> None:
-    """What of routing there will be, to `planner` and the log."""
+def _pinned(inputs: RoutableInputs, call: PipelineCall) -> Sequence[int]:
+    """Stages whose micro-batches cannot be routed."""
+    if receives_wait(call):
+        return range(call.stages)
+    return () if inputs.routable else (0, call.stages - 1)
+
+
+def _tell_limits(inputs: RoutableInputs, call: PipelineCall) -> None:
+    """What of routing there will be, to the log."""
     if inputs.swaps:
         logger.info("--adaptra-reroute: whole micro-batches are swapped between replicas, by the lengths of their data")
     if receives_wait(call):
-        planner.pin(range(call.stages))
         logger.warning("--adaptra-reroute: no stage is routed, since receives of unknown size wait for headers")
     elif not inputs.routable:
-        planner.pin((0, call.stages - 1))
         logger.warning(
             "--adaptra-reroute: the data iterator cannot say what other replicas read, so the first and the "
             "last stage keep their micro-batches; hand in an adaptra_megatron.routable_data"

@@ -77,7 +77,7 @@ class HostSetup:
 
         Raises TransportError, OSError; what was made before an error stays.
         """
-        one_host, made = self._layout.share_clock(ranks), []
+        one_host, made = self._layout.share_network(ranks), []
         if "shm" in wanted and "shm" not in self.listeners:
             self._add("shm", None)
             made.append("shm")
@@ -136,10 +136,12 @@ class HostSetup:
             (self.listeners, self.mine.addresses),
             (self.line_listeners, self.mine.line_addresses),
         ):
-            listeners[kind], addresses[kind] = listen_shm() if host is None else listen_tcp(host)
+            listeners[kind], addresses[kind] = (
+                listen_shm() if host is None else listen_tcp(host, self._settings.port_range)
+            )
 
     def _reached(self, peer: int, listener: str, addresses: dict[str, Address]) -> Address:
-        one_host = self._layout.share_clock([self._layout.rank, peer])
+        one_host = self._layout.share_network([self._layout.rank, peer])
         return addresses[listener if one_host or listener != "tcp" or _NETWORK not in addresses else _NETWORK]
 
     def _source(self, peer: int, listener: str) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import secrets
@@ -11,12 +12,11 @@ from collections.abc import Mapping
 
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.ports import BACKLOG, PortRange, bound_within
 from adaptra_megatron.transport.setup.interfaces import InterfaceError, interface_address
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 logger = logger_of(__name__)
-
-_BACKLOG = 128
 
 
 def verbs_or_auto(lacking: Mapping[int, str | None], rank: int, peer: int) -> str:
@@ -69,25 +69,24 @@ def listen_shm() -> tuple[socket.socket, list[str | int]]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind("\0" + name)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise
     return listener, [name]
 
 
-def listen_tcp(host: str) -> tuple[socket.socket, list[str | int]]:
-    """A listening socket on a free port of the address `host` alone, and its address. Raises TransportError."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+def listen_tcp(host: str, ports: PortRange | None = None) -> tuple[socket.socket, list[str | int]]:
+    """A listening socket on the address `host` alone, at a free port of `ports` (None: any), and its address.
+
+    Raises TransportError.
+    """
     try:
-        listener.bind((host, 0))
-        listener.listen(_BACKLOG)
+        listener = bound_within(host, ports)
     except OSError as cause:
-        listener.close()
-        raise TransportError(
-            f"cannot listen on {host}: {cause}; choose a network interface that the other stages can reach by "
-            "--adaptra-interface NAME"
-        ) from cause
+        remedy = "; choose a network interface that the other stages can reach by --adaptra-interface NAME"
+        taken = ports is not None and cause.errno == errno.EADDRINUSE
+        raise TransportError(f"cannot listen on {host}: {cause}{'' if taken else remedy}") from cause
     return listener, [host, listener.getsockname()[1]]
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,18 +17,22 @@ import pytest
 from support.made_up.job import SECRET
 from support.made_up.measured_job import MeasuredJob
 
-from adaptra_megatron.authentication.seal import Seal
+from adaptra_megatron.authentication.socket_io import send_descriptor
 from adaptra_megatron.child_process import ChildProcess
+from adaptra_megatron.control.decisions import Decision
 from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.order.plans import Layout
+from adaptra_megatron.control.planner_link import PlannerLink
+from adaptra_megatron.control.planner_process import keeper
 from adaptra_megatron.control.planner_process.keeper import NoDecisionError, PlannerKeeper
 from adaptra_megatron.control.planner_process.messages import Begin, ChannelEndedError, receive, send
-from adaptra_megatron.control.rounds import SealedRound, round_key
+from adaptra_megatron.control.planner_process.report_server import purpose_of
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.telemetry.events.events import Event, LinkDetection, PlanMade
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
+from adaptra_megatron.transport.setup.placement import listen_tcp
 
-SEAL = Seal(SECRET, "exchange/0")
+PLACE = "exchange/0"
 FOUR = Layout(stages=4, chunks=1, group_size=None, can_split=True)
 
 
@@ -41,41 +48,83 @@ class Diary:
 
 def begin(**changed: Any) -> Begin:
     settings: dict[str, Any] = {"policy": "adapt", "max_in_flight": 8.0, "plan_csv": None, "costs_json": None}
-    settings |= {"secret": SECRET.hex(), "place": SEAL.place, "layout": FOUR, "measures_memory": False, "paths": None}
+    settings |= {"secret": SECRET.hex(), "place": PLACE, "layout": FOUR, "measures_memory": False, "paths": None}
+    settings |= {"reporters": (0, 1, 2, 3), "waits_s": 0.2}
     return Begin(**(settings | {"log_level": logging.INFO} | changed))
 
 
-def sealed(measured: list[StageMeasurement], seal: Seal = SEAL) -> SealedRound:
-    iteration = measured[0].iteration
-    entries = [seal.entry(round_key(iteration), encoded(one)) for one in reversed(measured)]
-    return SealedRound(iteration, b"".join(entries))
+class Replica:
+    """Four ranks: the leading one, and links of those that follow, which are kept before each report."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.diary, self.job = Diary(), MeasuredJob()
+        listener, _address = listen_tcp("127.0.0.1")
+        requests = (Iterations(7, 8),)
+        self.planner = PlannerKeeper(begin(), listener, self.diary, lambda: 0, lambda: requests, **settings)
+        self.woken = threading.Event()
+        self.links = [PlannerLink(SECRET, purpose_of(PLACE, rank, 0), 3, self.woken.set) for rank in (1, 2, 3)]
+
+    def report(self, measured: list[StageMeasurement]) -> list[tuple[int, bytes]]:
+        """All ranks report one iteration but the leading one, whose report this returns."""
+        own, *others = map(encoded, measured)
+        iteration = measured[0].iteration
+        for link, report in zip(self.links, others, strict=True):
+            link.report(iteration, report)
+        return [(iteration, own)]
+
+    def decide(self, delay_s: float, rounds: int = 1) -> Decision:
+        """All ranks report iterations, whose messages of one link take so long, and a decision follows."""
+        own = [report for _ in range(rounds) for report in self.report(self.job.measure(delay_s))]
+        return self.take(own)[1]
+
+    def take(self, own: list[tuple[int, bytes]]) -> tuple[int, Decision]:
+        """The same of iterations that are reported already."""
+        keeping = threading.Thread(target=self.keep)
+        keeping.start()
+        try:
+            return self.planner.decide(own)
+        finally:
+            keeping.join()
+
+    def keep(self) -> None:
+        """Until all links are connected."""
+        until_s = time.monotonic() + 30.0
+        for link in self.links:
+            if link.connection is not None and select.select([link.connection], [], [], 0.0)[0]:
+                link.receive()  # it has ended
+            while link.connection is None:
+                assert time.monotonic() < until_s, "no connection is made"
+                link.keep(self.planner.address)
+                time.sleep(0.01)
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+        self.planner.close()
 
 
 @pytest.fixture
-def keep() -> Iterator[Callable[..., tuple[PlannerKeeper, Diary]]]:
-    kept: list[PlannerKeeper] = []
+def replica() -> Iterator[Callable[..., Replica]]:
+    made: list[Replica] = []
 
-    def make(**settings: Any) -> tuple[PlannerKeeper, Diary]:
-        diary = Diary()
-        kept.append(PlannerKeeper(begin(), diary, lambda: 0, lambda: (Iterations(7, 8),), **settings))
-        return kept[-1], diary
+    def make(**settings: Any) -> Replica:
+        made.append(Replica(**settings))
+        return made[-1]
 
     yield make
-    for each in kept:
+    for each in made:
         each.close()
 
 
-def test_it_decides_and_says_why(
-    keep: Callable[..., tuple[PlannerKeeper, Diary]], caplog: pytest.LogCaptureFixture
-) -> None:
-    planner, diary = keep(word="replica 3: ")
-    job = MeasuredJob()
+def test_it_decides_and_says_why(replica: Callable[..., Replica], caplog: pytest.LogCaptureFixture) -> None:
+    four = replica(word="replica 3: ")
+    planner = four.planner
     with caplog.at_level(logging.INFO, logger="adaptra_megatron"):
-        decisions = [planner.decide([sealed(job.measure(0.0))]) for _ in range(6)]
-        decisions.append(planner.decide([sealed(job.measure(4.0)), sealed(job.measure(4.0))]))
+        decisions = [four.decide(0.0) for _ in range(6)]
+        decisions.append(four.decide(4.0, rounds=2))
     assert [decision.number for decision in decisions] == [0, 1, 1, 1, 1, 1, 2]
     assert {decision.told.requests for decision in decisions if decision.told} == {(Iterations(7, 8),)}
-    assert [type(event) for event in diary.events] == [PlanMade, LinkDetection, PlanMade]
+    assert [type(event) for event in four.diary.events] == [PlanMade, LinkDetection, PlanMade]
     said = [record.getMessage() for record in caplog.records]
     assert all(line.startswith("adaptra: replica 3: ") for line in said)
     assert any("link 0->1 of pipeline 0, device path: slow since iteration 6" in line for line in said)
@@ -87,39 +136,97 @@ def test_it_decides_and_says_why(
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_another_takes_over_what_runs_from_one_that_is_lost(
-    keep: Callable[..., tuple[PlannerKeeper, Diary]], how: signal.Signals
+    replica: Callable[..., Replica], how: signal.Signals
 ) -> None:
-    planner, diary = keep()
-    job = MeasuredJob()
+    four = replica()
+    planner = four.planner
     for _ in range(4):
-        planner.decide([sealed(job.measure(4.0))])
+        four.decide(4.0)
     first = planner.process_id
     assert first is not None
     assert planner._process is not None
     planner._process.channel.settimeout(0.3)
     os.kill(first, how)
-    with pytest.raises(NoDecisionError, match="SIGKILL.*another one is started in 0.05 s"):
-        planner.decide([sealed(job.measure(4.0))])
-    made = len(diary.events)
-    later = [planner.decide([sealed(job.measure(4.0))]) for _ in range(4)]
+    with pytest.raises(NoDecisionError, match="SIGKILL.*another one is started in 0.05 s") as lost:
+        planner.decide(four.report(four.job.measure(4.0)))
+    assert lost.value.until is None
+    made = len(four.diary.events)
+    later = [four.decide(4.0) for _ in range(4)]
     assert planner.process_id not in (None, first)
     assert {decision.number for decision in later} == {1}, "what runs is as good as before"
-    assert not any(event.adopted for event in diary.events[made:] if isinstance(event, PlanMade))
+    assert not any(event.adopted for event in four.diary.events[made:] if isinstance(event, PlanMade))
 
 
-def test_what_a_stranger_measured_is_refused_and_the_next_round_is_taken(
-    keep: Callable[..., tuple[PlannerKeeper, Diary]],
+def test_what_is_no_measurement_is_refused_and_the_next_round_is_taken(replica: Callable[..., Replica]) -> None:
+    four = replica()
+    four.report(four.job.measure(0.0))
+    with pytest.raises(NoDecisionError, match="measured in iteration 0 cannot be taken in: .*invalid field") as refused:
+        four.take([(0, b"no measurement")])
+    assert refused.value.until == 0
+    assert four.decide(0.0).number == 0
+
+
+def test_a_lost_report_is_not_waited_for_once_its_rank_has_reported_a_later_iteration(
+    replica: Callable[..., Replica],
 ) -> None:
-    planner, _ = keep()
-    job = MeasuredJob()
-    with pytest.raises(NoDecisionError, match="measured in iteration 0 cannot be taken in: .*ADAPTRA_SECRET_FILE"):
-        planner.decide([sealed(job.measure(0.0), Seal(b"t" * 32, SEAL.place))])
-    assert planner.decide([sealed(job.measure(0.0))]).number == 0
+    four = replica()
+    link = four.links[-1]
+    four.decide(0.0)
+    link._recent.clear()
+    assert link.connection is not None
+    link.connection.shutdown(socket.SHUT_RDWR)
+    own = four.report(four.job.measure(0.0))
+    link._recent.clear()
+    later = four.report(four.job.measure(0.0))
+    with pytest.raises(NoDecisionError, match="iteration 1 .*reports of ranks 3 have not come"):
+        four.take(own)
+    assert four.take(later)[0] == 2
+
+
+def test_who_is_waited_for_is_named_and_the_process_is_not_taken_for_dead(
+    replica: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "LATE_S", 0.5)
+    four = replica()
+    four.decide(0.0)
+    process_id = four.planner.process_id
+    own, *others = map(encoded, four.job.measure(0.0))
+    for link, report in list(zip(four.links, others, strict=True))[:-1]:
+        link.report(1, report)
+    with pytest.raises(NoDecisionError, match="measurements of ranks 3 for iteration 1 within 0.5 s") as late:
+        four.planner.decide([(1, own)])
+    assert late.value.until is None
+    assert "cannot connect to {}:{}".format(*four.planner.address) in str(late.value)
+    four.links[-1].report(1, others[-1])
+    assert four.planner.decide([])[0] == 1
+    assert four.planner.process_id == process_id
+    assert keeper._listed(range(keeper._MOST_NAMED + 2)).endswith(", 7 and 2 more")
+
+
+def test_a_decision_gets_to_all_that_follow_and_a_stranger_gets_nothing(replica: Callable[..., Replica]) -> None:
+    four = replica()
+    four.decide(0.0)
+    stranger = PlannerLink(b"t" * 32, purpose_of(PLACE, 1, 0), 3, four.woken.set)
+    misdirected = PlannerLink(SECRET, purpose_of("elsewhere", 1, 0), 3, four.woken.set)
+    for link in (stranger, misdirected):
+        four.woken.clear()
+        link.keep(four.planner.address)
+        assert four.woken.wait(30.0)
+        link.keep(four.planner.address)
+    assert stranger.connection is None
+    assert misdirected.connection is not None
+    assert misdirected.receive() == []
+    assert misdirected.connection is None, "it was let in"
+    four.planner.pass_on(2, b"a decision")
+    for link in four.links:
+        assert link.receive() == [(2, b"a decision")]
 
 
 def test_it_ends_with_its_channel() -> None:
     process = ChildProcess("adaptra_megatron.control.planner_process.planner", socket.SOCK_STREAM)
     process.channel.settimeout(30.0)
+    with listen_tcp("127.0.0.1")[0] as listener:
+        send_descriptor(process.channel, listener.fileno())
     send(process.channel, begin())
     process.channel.shutdown(socket.SHUT_WR)
     assert process.end(30.0) == "exit status 0"

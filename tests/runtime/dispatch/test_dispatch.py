@@ -165,6 +165,22 @@ def test_who_is_online(
     assert made.online_iterations == online
 
 
+def test_what_was_aborted_follows_the_plan_until_it_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_teams: list[Any] = []
+    monkeypatch.setattr(dispatch, "StageTeam", lambda *_: made_teams.append(Team(leads=True)) or made_teams[-1])
+    links = links_with(GRADIENTS_LATE)
+    team: Any = Team(leads=True)
+    team.abort = lambda: None
+    made, anywhere = dispatcher("online", links, team), Any
+    made.resume(anywhere, anywhere)
+    assert not made_teams, "nothing had been given up"
+    made.abort()
+    assert names(run(made, links_with(""))) == PLAN
+    made.resume(anywhere, anywhere)
+    assert names(run(made, links)) == "F0 F1 F2 F3 B0 W0 B1 W1 B2 W2 B3 W3"
+    assert made_teams[0].said, "the new team follows"
+
+
 def test_the_log_says_when_a_stage_leaves_its_plan_and_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="adaptra_megatron")
     links = links_with("", came_by={0: HOST, 2: HOST})

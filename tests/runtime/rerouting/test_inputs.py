@@ -169,10 +169,9 @@ def test_replicas_that_cannot_help_each_other_are_refused(replicas: int, why: st
 
 def test_gpus_swap_what_they_cannot_route(control: ControlStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rerouted_inputs, "current_device", lambda: torch.device("cuda", 0))
-    made, pinned = call(data(0), message_shape=None), []
+    made = call(data(0), message_shape=None)
     inputs = cell_inputs(control, 0, made)
     assert inputs.swaps
-    rerouting._limit(SimpleNamespace(pin=lambda stages: pinned.extend(stages)), inputs, made)  # type: ignore[arg-type]
-    assert pinned == [0, 1]
+    assert list(rerouting._pinned(inputs, made)) == [0, 1]
     with pytest.raises(UnsupportedFeatureError, match="by which whole micro-batches are swapped instead"):
         cell_inputs(control.in_epoch(1), 0, call(data(0, None), message_shape=None))

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,14 @@ import torch
 from adaptra_megatron.cli.main import main
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.events import IterationsTimed, RanksLost, RanksReturned
+from adaptra_megatron.telemetry.events.events import (
+    IterationsTimed,
+    PlanMade,
+    PlanSwitched,
+    RanksLost,
+    RanksReturned,
+    RoutesChosen,
+)
 from campaigns.deaths import (
     BACK,
     ITERATIONS,
@@ -33,6 +41,7 @@ from campaigns.deaths import (
 PER_TOKEN = "--calculate-per-token-loss --mock-data-padded"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+UNREACHED = "cannot hand in what it measures"
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
@@ -72,6 +81,7 @@ def test_training_goes_on_without_ranks_that_have_died(case: Case, tmp_path: Pat
     dead = {int(death.split(":")[0]) for death in case.deaths}
     assert {result.rank for result in results if result.returncode == KILLED} == dead
     assert not problems(case.layout, tmp_path / "peace", tmp_path / "deaths", results)
+    assert not any(UNREACHED in result.output for result in results), "the planner process has gone with its rank"
 
 
 RETURNS = (
@@ -101,6 +111,7 @@ def test_ranks_that_are_started_again_train_with_the_others(
         assert results[rank].output.count(BACK) == times
         assert len(dumped(tmp_path / "deaths", rank)["grad norms"]) < ITERATIONS
     assert not problems(case.layout, tmp_path / "peace", tmp_path / "deaths", results)
+    assert not any(UNREACHED in result.output for result in results), "the planner process has gone with its rank"
 
 
 @pytest.mark.slow
@@ -253,6 +264,60 @@ def test_the_log_goes_on_where_the_rank_that_wrote_it_has_died(tmp_path: Path, f
     )
     assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
     assert ">dead<br>" in (tmp_path / "page.html").read_text()
+
+
+BATCH = "--global-batch-size 18"
+SLOWED = f"{BATCH} --adaptra-max-in-flight 8 --emulate-compute-ms 8,8,8 --emulate-exact-times"
+MEASURED = "--adaptra --adaptra-reroute all --adaptra-host-transport shm --emulate-prompt-planner"
+
+
+def of_kind(kind: type, run: Path) -> list[Any]:
+    """Events of a run, with the iterations that they were told in."""
+    return [found for found in read_events(run) if isinstance(found.event, kind)]
+
+
+@pytest.mark.timeout(150)
+def test_live_cells_that_turn_slow_are_routed_round(tmp_path: Path, fork_server: ForkServer) -> None:
+    """The planner gets emulated times, and is waited for. Of three cells of the first stage one is dead, one slow."""
+    slow, run = "--emulate-slow-cell 0.0:3,from=3", tmp_path / "run"
+    layout = Layout(3, 2, flags=f"{SLOWED} {slow} --adaptra-trace-dir {run}", adaptra=MEASURED)
+    peace = train(replace(layout, flags=BATCH, adaptra=""), tmp_path / "peace", fork_server)
+    assert [result.returncode for result in peace] == [0] * layout.world_size
+    results = train(layout, tmp_path / "deaths", fork_server, ("1:1:2",))
+    assert {result.rank for result in results if result.returncode == KILLED} == {1}
+    assert not problems(layout, tmp_path / "peace", tmp_path / "deaths", results)
+    (lost,), chosen = of_kind(RanksLost, run), of_kind(RoutesChosen, run)
+    (around,) = (found.event for found in chosen if found.event.slow)
+    assert list(around.slow) == ["0.0"]
+    assert around.predicted_s < 0.7 * around.current_predicted_s
+    moved = [sum(count for stage, source, _, count in each.event.moved if (stage, source) == (0, 0)) for each in chosen]
+    assert moved[-1] > 0, "the slow cell gives nothing away"
+    assert all(found.stamp.iteration > lost.stamp.iteration for found in chosen)
+    switched = [found.event.number for found in of_kind(PlanSwitched, run)]
+    assert around.number in switched, "the routes were not followed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_links_that_turn_slow_are_planned_for_after_a_death_and_after_a_return(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """By each link's paths of a pipeline, and by the order: without the dead by routes of all, with all by a plan."""
+    flags = f"{SLOWED} --train-iters 20"
+    link = "--emulate-slow-link 0>1:latency_ms=60,from=9,path=both"
+    layout = Layout(3, 2, flags=flags, adaptra=MEASURED)
+    peace = train(replace(layout, flags=f"{BATCH} --train-iters 20", adaptra=""), tmp_path / "peace", fork_server)
+    assert [result.returncode for result in peace] == [0] * layout.world_size
+    for name, back, kind in (("dead", (), RoutesChosen), ("back", (4,), PlanMade)):
+        run = tmp_path / f"run-{name}"
+        struck = replace(layout, flags=f"{flags} {link} --adaptra-trace-dir {run}")
+        results = train(struck, tmp_path / name, fork_server, ("1:1:2",), back=back)
+        assert [result.returncode for result in results] == [0, 0 if back else KILLED, 0, 0, 0, 0]
+        assert not problems(layout, tmp_path / "peace", tmp_path / name, results)
+        assert len(of_kind(RanksReturned, run)) == len(back)
+        planned = [found.event for found in of_kind(kind, run) if "device path: slow since" in found.event.reason]
+        assert planned, "nothing was planned for the slow link"
+        assert {found.event.number for found in of_kind(PlanSwitched, run)} & {event.number for event in planned}
 
 
 @pytest.mark.slow

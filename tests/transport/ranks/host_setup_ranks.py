@@ -90,7 +90,7 @@ def no_such_interface() -> None:
 
 
 def cannot_listen() -> None:
-    def listen_tcp(host: str) -> Any:
+    def listen_tcp(*_: Any) -> Any:
         raise OSError(24, "Too many open files")
 
     with instead("listen_tcp", listen_tcp):
@@ -120,7 +120,7 @@ def half_listening() -> None:
         opened.append((found := listen_shm())[0])
         return found
 
-    def listen_tcp(host: str) -> Any:
+    def listen_tcp(*_: Any) -> Any:
         raise OSError(24, "Too many open files")
 
     with pytest.MonkeyPatch.context() as patch, instead("listen_tcp", listen_tcp):

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A following rank's connection to the planner process of its leading rank: reports go there, decisions come back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from adaptra_megatron.authentication.handshake import HandshakeError, Purpose, connect
+from adaptra_megatron.authentication.socket_io import tune_connection
+from adaptra_megatron.control.decisions import MOST_NBYTES
+from adaptra_megatron.control.rounds import HEAD, Address, framed
+from adaptra_megatron.log import logger_of
+
+logger = logger_of(__name__)
+
+CONNECT_S = 10.0
+"""Longest wait for a TCP connection: the leading rank listens before it tells its address."""
+HANDSHAKE_S = 60.0
+"""Longest wait for the handshake: one planner process may have to take over from another, on a busy machine."""
+_PAUSE_S = (0.5, 1.5)
+"""From one attempt to connect to the next: not all ranks at the same moments. Twice as long after each failure."""
+_MOST_DOUBLED = 5
+_SEND_S = 1.0
+"""How long a report may take to get into the kernel's buffer, which holds dozens."""
+_PART_NBYTES = 1 << 16
+
+
+class PlannerLink:
+    """Connection for one thread, which it never holds up for long: connections are made in threads of their own.
+
+    The latest reports are sent again over each new connection: another planner process may not have seen them. Where
+    no connection can be made, one line of the log says so, and what is reported is lost.
+    """
+
+    def __init__(self, secret: bytes, purpose: Purpose, kept: int, wake: Callable[[], None]) -> None:
+        """`kept`: how many reports are sent again. `wake`: has the thread call `keep`, from any thread."""
+        self._secret, self._purpose, self._wake = secret, purpose, wake
+        self._recent: deque[bytes] = deque(maxlen=kept)
+        self._connection: socket.socket | None = None
+        self._made: socket.socket | None = None
+        """A connection that has been made, and is not in use yet."""
+        self._making = False
+        self._again_s, self._failures = 0.0, 0
+        """When to try again, and how many attempts in a row have failed."""
+        self._failure = ""
+        """What the latest failed attempt says: where it led, and why it failed."""
+        self._failure_logged = False
+        """Set from the line in the log to the next connection."""
+        self._received = bytearray()
+        self._closed = False
+
+    @property
+    def connection(self) -> socket.socket | None:
+        """The socket whose being readable calls for `receive`; None while there is none."""
+        return self._connection
+
+    def keep(self, address: Address) -> float | None:
+        """See to it that there is a connection. Returns seconds until the next call; None: no need."""
+        if self._connection is not None or self._making:
+            return None
+        if self._made is not None:
+            self._connection, self._made = self._made, None
+            self._failures, self._failure_logged = 0, False
+            for frame in list(self._recent):
+                self._send(frame)
+            return None
+        if (rest_s := self._again_s - time.monotonic()) > 0.0:
+            return rest_s
+        self._making = True
+        threading.Thread(target=self._make, args=(address,), name="adaptra-connecting", daemon=True).start()
+        return None
+
+    def report(self, iteration: int, report: bytes) -> None:
+        """Send a report, now or with the next connection."""
+        frame = framed(iteration, report)
+        self._recent.append(frame)
+        self._send(frame)
+        # Not when an attempt fails: at the end of a job, the leading rank may go first.
+        if self._failures > 1 and not self._failure_logged:
+            self._failure_logged = True
+            logger.warning(
+                "rank %d cannot hand in what it measures: no connection to the planner process of rank %d at %s. Its "
+                "replica keeps the plan that runs until there is one: allow TCP connections to that host between the "
+                "job's hosts, or name another network by --adaptra-interface",
+                *(self._purpose.source, self._purpose.target, self._failure),
+            )
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """What has come: iterations and their decisions. To be called when the connection is readable."""
+        assert self._connection is not None, "nothing can be readable"
+        try:
+            part = self._connection.recv(_PART_NBYTES)
+        except OSError:
+            part = b""
+        if not part:
+            self._lose()
+        self._received += part
+        found = []
+        while len(self._received) >= HEAD.size:
+            iteration, nbytes = HEAD.unpack_from(self._received)
+            if nbytes > MOST_NBYTES:
+                self._lose()
+                break
+            if len(self._received) < HEAD.size + nbytes:
+                break
+            found.append((iteration, bytes(self._received[HEAD.size : HEAD.size + nbytes])))
+            del self._received[: HEAD.size + nbytes]
+        return found
+
+    def close(self) -> None:
+        """End the connection. A thread that is making one ends within CONNECT_S and HANDSHAKE_S."""
+        self._closed = True
+        self._lose()
+        if self._made is not None:
+            self._made.close()
+
+    def _send(self, frame: bytes) -> None:
+        if self._connection is not None:
+            try:
+                self._connection.sendall(frame)
+            except OSError:
+                self._lose()
+
+    def _lose(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+        self._received.clear()
+
+    def _make(self, address: Address) -> None:
+        doubled = 0
+        try:
+            connection = socket.create_connection(address, CONNECT_S)
+            try:
+                tune_connection(connection)
+                connection.setblocking(False)
+                asyncio.run(connect(connection, self._secret, self._purpose, HANDSHAKE_S))
+            except BaseException:
+                connection.close()
+                raise
+            connection.settimeout(_SEND_S)
+            self._made = connection
+            if self._closed:
+                connection.close()
+        except (OSError, HandshakeError) as cause:
+            self._failure = f"{address.host}:{address.port} ({cause})"
+            self._failures += 1
+            doubled = min(self._failures - 1, _MOST_DOUBLED)
+        self._again_s = time.monotonic() + random.uniform(*_PAUSE_S) * 2**doubled
+        self._making = False
+        self._wake()
