@@ -241,8 +241,8 @@ def random_deaths(layout: Layout, chosen: random.Random) -> Story:
 
 
 def random_returns(layout: Layout, chosen: random.Random) -> Story:
-    """The same of ranks that are started again, some of which die again, or of others as they are admitted. One in ten
-    may lose something of the model."""
+    """Deaths of ranks that are started again, some of which die again, or of others as they are admitted. One story in
+    ten may lose something of the model."""
     while True:
         ranks = chosen.sample(range(layout.world_size), chosen.choice((1, 1, 2, 3)))
         deaths = [

@@ -79,7 +79,7 @@ def hand_tickets(store: SealedStore, epoch: Epoch, call: int, before: frozenset[
 
 
 def note_admitted(store: SealedStore, ticket: Ticket) -> None:
-    """Those with this ticket take part, by the rank that has handed it out: for `admitted_so_far`."""
+    """Write down that the holders of this ticket take part, by the rank that has handed it out."""
     store.set(_LATEST, packed(ticket))
 
 

@@ -103,7 +103,7 @@ class _Seats:
     """Places of a job's hosts, as the launcher of one sees them that looks for its own."""
 
     def __init__(self, store: TCPStore, run_id: str, job: str) -> None:
-        """`job`: in words."""
+        """`job`: its name in messages."""
         self._store, self._job = store, job
         self._records: SealedStore = launch_store(store, run_id)
         self._seats: Any = PrefixStore(f"adaptra/launch/{run_id}/seats", store)
@@ -150,7 +150,7 @@ class _Seats:
         return None
 
     def taken(self, node_rank: int | None, nodes: int) -> EndpointError:
-        """What is wrong for a launcher that finds no place."""
+        """Error of a launcher that finds no place."""
         if node_rank is None:
             return EndpointError(
                 f"{self._job} has its {nodes} hosts already: see that --nnodes is the number of launchers, and that no "
@@ -165,7 +165,7 @@ class _Seats:
         )
 
     def _holder(self, node_rank: int, turn: int, wanted: str = "") -> str:
-        """Who has a place; `wanted`: who has it if no other does. Empty: none."""
+        """Return the launcher that has a place; where none has, `wanted` takes it. Empty: none."""
         name = f"{node_rank}/{turn}"
         if not wanted and not self._seats.check([name]):
             return ""
