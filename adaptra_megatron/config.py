@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -204,6 +204,12 @@ class AdaptraConfig:
         return self.reroute in ("stragglers", "all")
 
     @property
+    def common(self) -> Mapping[str, str]:
+        """What all ranks of a job have alike, whatever their hosts: flags and values."""
+        options = (option for option in OPTIONS if option.name not in _OF_HOSTS)
+        return {_flag(option): str(_shown(getattr(self, option.name))) for option in options}
+
+    @property
     def outlives_ranks(self) -> bool:
         """Return whether training goes on without ranks that have died."""
         return self.reroute in ("failures", "all")
@@ -224,6 +230,7 @@ class AdaptraConfig:
         check_given(self)
 
 
+_OF_HOSTS = ("rnics", "interface", "port_range", "prometheus_port", "prometheus_address", "trace_dir")
 OPTIONS: tuple[Field[Any], ...] = tuple(option for option in fields(AdaptraConfig) if option.metadata)
 """Those that have flags, in the order of the help."""
 

@@ -35,11 +35,14 @@ def _progress() -> Mapping[str, Any]:
 def _made(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
     @functools.wraps(stock)
     def setup_model_and_optimizer(*given: Any, **keywords: Any) -> Any:
-        from adaptra_megatron.runtime.rejoining import Training
+        from megatron.training import get_args
 
+        from adaptra_megatron.runtime.rejoining import Training, settings_of
+
+        settings = settings_of(get_args())
         made = stock(*given, **keywords)
         model, optimizer, scheduler = made
-        runtime.training = None if optimizer is None else Training(model, optimizer, scheduler, _progress)
+        runtime.training = None if optimizer is None else Training(model, optimizer, scheduler, _progress, settings)
         return made
 
     return setup_model_and_optimizer

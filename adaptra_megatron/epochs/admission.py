@@ -25,6 +25,7 @@ from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.job.membership import Arrival, Membership
 
 _ADMITTED = "admitted"
+_LATEST = "admission/latest"
 _YES, _NO = "yes", "no"
 
 
@@ -68,11 +69,27 @@ def epoch_with(
     return Epoch(number, live, dead, control.in_epoch(number), admitted, number)
 
 
-def hand_tickets(store: SealedStore, epoch: Epoch, call: int, before: frozenset[int]) -> None:
-    """Call the newcomers of `epoch` in, by the lowest of the ranks that have taken part `before`."""
+def hand_tickets(store: SealedStore, epoch: Epoch, call: int, before: frozenset[int]) -> Ticket:
+    """Call the newcomers of `epoch` in, by the lowest of the ranks that have taken part `before`. Returns what they
+    get."""
     ticket = Ticket(epoch.number, call, tuple(sorted(epoch.live)), tuple(sorted(before)), epoch.admitted)
     for rank in sorted(epoch.live - before):
         store.set(f"ticket/{rank}/{epoch.admitted[rank]}", packed(ticket))
+    return ticket
+
+
+def note_admitted(store: SealedStore, ticket: Ticket) -> None:
+    """Write down that the holders of this ticket take part, by the rank that has handed it out."""
+    store.set(_LATEST, packed(ticket))
+
+
+def admitted_so_far(store: SealedStore) -> Mapping[int, int]:
+    """Ranks that had left and take part again: see `Epoch`. Raises RuntimeError where the store does."""
+    found = store.peek(_LATEST)
+    if found is None:
+        return {}
+    ticket: Ticket = unpacked(found, Ticket, MOST_NBYTES)
+    return ticket.admitted
 
 
 def read_ticket(store: SealedStore, arrival: Arrival, timeout_s: float, check: Callable[[], None]) -> Ticket:

@@ -9,7 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
-from adaptra_megatron.epochs.admission import all_meet, call_off, epoch_with, hand_tickets, newcomers
+from adaptra_megatron.epochs.admission import (
+    all_meet,
+    call_off,
+    epoch_with,
+    hand_tickets,
+    newcomers,
+    note_admitted,
+)
 from adaptra_megatron.epochs.epoch import Epoch, live_ranks
 from adaptra_megatron.epochs.errors import EpochEndedError, is_communication
 from adaptra_megatron.epochs.live_groups import interruptible
@@ -100,11 +107,12 @@ class Admissions:
         leads = self._layout.rank == min(before.live)
         with epoch.control.lent("admission", self._timeout_s) as store:
             try:
-                if leads:
-                    hand_tickets(self._store, epoch, call, before.live)
+                ticket = hand_tickets(self._store, epoch, call, before.live) if leads else None
                 handed = functools.partial(self.hand_over, epoch, before.live)
                 interruptible(handed, check, self._timeout_s, "what newcomers need")
                 admitted = all_meet(store, self._layout.rank, epoch, before.live, self._timeout_s, check)
+                if admitted and ticket is not None:
+                    note_admitted(self._store, ticket)
             except Exception as cause:
                 if not is_communication(cause):
                     raise

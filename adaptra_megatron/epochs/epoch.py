@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from adaptra_megatron.epochs.errors import UnrecoverableError
+from adaptra_megatron.epochs.errors import JobLostError, UnrecoverableError
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.job.membership import Membership
@@ -41,20 +41,14 @@ def live_ranks(layout: JobLayout, membership: Membership, admitted: Mapping[int,
 def epoch_of(layout: JobLayout, control: ControlStore, membership: Membership, before: Epoch) -> Epoch:
     """The epoch of those that live in `membership`, which follows `before`.
 
-    Raises UnrecoverableError where a stage has no live cell, or this rank's cell has lost another rank.
+    Raises JobLostError where a stage has no live cell, UnrecoverableError where this rank's cell has lost another rank.
     """
+    refuse_lost_stages(layout, membership, before.admitted)
     dead = dead_cells(layout, membership, before.admitted)
-    stages = {cell.stage for cell in layout.cells}
-    lost = [stage for stage in sorted(stages) if all(cell in dead for cell in layout.cells_of(stage))]
-    whys = "; ".join(f"{layout.name(each.rank)}: {each.why}" for each in membership.left)
-    if lost:
-        raise UnrecoverableError(
-            f"all {layout.replicas} cells of stage {', '.join(map(str, lost))} are dead, and no other holds their "
-            f"parameters ({whys}): {RESTART}"
-        )
     if layout.cell in dead:
         raise UnrecoverableError(
-            f"{layout.name(layout.rank)} has no part in the job any more, for its cell has lost a rank ({whys})"
+            f"{layout.name(layout.rank)} has no part in the job any more, for its cell has lost a rank "
+            f"({_whys(layout, membership)})"
         )
     # The first with these live cells: lanes of a cell die one after another, and ranks look at different times.
     first = dict.fromkeys(dead, membership.epoch)
@@ -65,6 +59,22 @@ def epoch_of(layout: JobLayout, control: ControlStore, membership: Membership, b
     number = max(before.least, *first.values())
     live = live_ranks(layout, membership, before.admitted)
     return Epoch(number, live, dead, control.in_epoch(number), before.admitted, before.least)
+
+
+def refuse_lost_stages(layout: JobLayout, membership: Membership, admitted: Mapping[int, int]) -> None:
+    """Raise JobLostError where a stage has no live cell. `admitted`: see `Epoch`."""
+    dead = dead_cells(layout, membership, admitted)
+    stages = {cell.stage for cell in layout.cells}
+    lost = [stage for stage in sorted(stages) if all(cell in dead for cell in layout.cells_of(stage))]
+    if lost:
+        raise JobLostError(
+            f"all {layout.replicas} cells of stage {', '.join(map(str, lost))} are dead, and no other holds their "
+            f"parameters ({_whys(layout, membership)}): {RESTART}"
+        )
+
+
+def _whys(layout: JobLayout, membership: Membership) -> str:
+    return "; ".join(f"{layout.name(each.rank)}: {each.why}" for each in membership.left)
 
 
 def dead_cells(layout: JobLayout, membership: Membership, admitted: Mapping[int, int]) -> frozenset[Cell]:

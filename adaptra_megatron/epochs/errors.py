@@ -24,6 +24,10 @@ class UnrecoverableError(RuntimeError):
     where to go on."""
 
 
+class JobLostError(UnrecoverableError):
+    """What lives does not hold the whole model any more: no rank can go on, and none that is started again can help."""
+
+
 class OtherRankError(RuntimeError):
     """Another rank has ended with an error of its own, which is no fault of a machine: the job ends with it."""
 

@@ -7,12 +7,14 @@ import functools
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.authentication.tagged_json import unpacked
-from adaptra_megatron.epochs.admission import all_meet, read_ticket
-from adaptra_megatron.epochs.epoch import Epoch
+from adaptra_megatron.epochs.admission import admitted_so_far, all_meet, read_ticket
+from adaptra_megatron.epochs.epoch import Epoch, refuse_lost_stages
 from adaptra_megatron.epochs.errors import EpochEndedError, UnrecoverableError
 from adaptra_megatron.epochs.last_word import heed
 from adaptra_megatron.job.control_store import ControlStore
@@ -24,7 +26,15 @@ from adaptra_megatron.log import logger_of
 logger = logger_of(__name__)
 
 _MOST_NBYTES = 1 << 26
-_SEEN_S, _LOOKS_S = 60.0, 0.05
+_SEEN_S, _LOOKS_S, _LOOKS_AT_ALL_S = 60.0, 0.05, 1.0
+
+
+class JobRecord(NamedTuple):
+    """What a job has written down for processes that are started again."""
+
+    layout: LayoutRecord
+    settings: Mapping[str, str]
+    """Flags that are the same on all ranks, and their values."""
 
 
 @dataclass(frozen=True)
@@ -45,35 +55,46 @@ class Joined:
 class Newcomer:
     """One process, until it trains with the others. For the training thread."""
 
-    def __init__(self, place: Departure, records: MembershipRecords, timeout_s: float | None) -> None:
-        """`place`: that it takes. `timeout_s`: longest wait for others; None: that of torch.distributed.
+    def __init__(
+        self, place: Departure, records: MembershipRecords, timeout_s: float | None, settings: Mapping[str, str]
+    ) -> None:
+        """`place`: that it takes. `timeout_s`: longest wait for others; None: that of torch.distributed. `settings`:
+        see `JobRecord`.
 
-        Raises UnrecoverableError where the job has not begun, RuntimeError where a store cannot be reached."""
+        Raises UnrecoverableError where the job has not begun or has other settings, RuntimeError where a store cannot
+        be reached."""
         self._place, self._records = place, records
         found = records.layout()
         if found is None:
             raise UnrecoverableError(
                 f"rank {place.rank} has been started again, but the job has not begun an iteration that it could join"
             )
-        record: LayoutRecord = unpacked(found, LayoutRecord, _MOST_NBYTES)
-        self.layout = JobLayout.recorded(record, place.rank)
-        self.control = ControlStore.of_job(record.token)
+        record: JobRecord = unpacked(found, JobRecord, _MOST_NBYTES)
+        refuse_other_settings(place.rank, settings, record.settings)
+        self.layout = JobLayout.recorded(record.layout, place.rank)
+        self.control = ControlStore.of_job(record.layout.token)
         self.timeout_s = self.control.timeout_s if timeout_s is None else timeout_s
 
     def stand_ready(self) -> Joined:
         """Say so, and wait until the others call this process in, before one of their next iterations.
 
-        Raises UnrecoverableError where they do not within the timeout, RuntimeError where a store does.
+        Raises UnrecoverableError where they do not within the timeout, JobLostError where they cannot, OtherRankError
+        where the job has ended with an error, RuntimeError where a store does.
         """
-        place, identity = self._place, host_identity()
+        place, identity, store = self._place, host_identity(), self.control.client("survival")
+        heed(store, self.layout.name(place.rank))
         ready = Readiness(place.epoch, int(os.environ[START_VARIABLE]), socket.gethostname(), identity)
         self.layout.move(place.rank, ready.host, identity)
         self._records.say_ready(place.rank, ready)
         arrival = self._arrival(ready)
-        store = self.control.client("survival")
+        looked_s = time.monotonic()
 
         def check() -> None:
+            nonlocal looked_s
             heed(store, self.layout.name(place.rank))
+            if time.monotonic() - looked_s > _LOOKS_AT_ALL_S:
+                self._refuse_lost_stages(store)
+                looked_s = time.monotonic()
             time.sleep(_LOOKS_S)
 
         ticket = read_ticket(store, arrival, self.timeout_s, check)
@@ -86,10 +107,17 @@ class Newcomer:
         epoch = Epoch(ticket.epoch, live, dead, control, ticket.admitted, ticket.epoch)
         return Joined(self.layout, self.control, epoch, frozenset(ticket.before), ticket.call, membership.left)
 
+    def _refuse_lost_stages(self, store: SealedStore) -> None:
+        """Raise JobLostError where all that could have called this process in are dead themselves."""
+        admitted, newest = admitted_so_far(store), self._records.newest()
+        if newest is not None:
+            refuse_lost_stages(self.layout, newest, admitted)
+
     def check(self, joined: Joined) -> None:
-        """Raise EpochEndedError once a rank has died. Takes a moment."""
-        newest = self._records.newest()
-        if newest is not None and not joined.epoch.live <= set(newest.live):
+        """Raise EpochEndedError once a rank has died, also one that stands ready again. Takes a moment."""
+        newest, epoch = self._records.newest(), joined.epoch
+        left = () if newest is None else newest.left
+        if any(each.rank in epoch.live and each.epoch > epoch.number for each in left):
             raise EpochEndedError(f"a rank has died while {self.layout.name(self.layout.rank)} was to take its place")
         time.sleep(_LOOKS_S)
 
@@ -115,4 +143,19 @@ class Newcomer:
         raise UnrecoverableError(
             f"rank {self._place.rank}, started again, stands ready, but its launcher's coordinator has not seen that "
             f"within {_SEEN_S:g} s; look at the launcher of node rank 0"
+        )
+
+
+def refuse_other_settings(rank: int, here: Mapping[str, str], there: Mapping[str, str]) -> None:
+    """Raise UnrecoverableError, with the names of all differences, where a `rank` that is started again has other
+    settings than its job: `there`."""
+    differences = [
+        f"{flag} is {here.get(flag, 'not known')} here and {there.get(flag, 'not known')} there"
+        for flag in sorted({*here, *there})
+        if here.get(flag) != there.get(flag)
+    ]
+    if differences:
+        raise UnrecoverableError(
+            f"rank {rank} has been started again with other settings than the job's: {'; '.join(differences)}; start "
+            "it with the command line of the others"
         )

@@ -32,7 +32,7 @@ from adaptra_megatron.epochs.early_watch import EarlyWatch
 from adaptra_megatron.epochs.errors import EpochEndedError, is_communication
 from adaptra_megatron.epochs.handles import Done, Pending
 from adaptra_megatron.epochs.live_group import LiveGroup
-from adaptra_megatron.epochs.places import place_to_take
+from adaptra_megatron.epochs.places import place_to_take, refuse_newcomer
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.job.membership import Departure
@@ -53,9 +53,11 @@ Results = Mapping[str, Sequence[bytes] | None]
 def live_groups(config: AdaptraConfig) -> LiveGroups | None:
     """Those of this process, in place from now on, where `config` asks for training that outlives ranks.
 
-    Raises RuntimeError where torch.distributed has been initialised already.
+    Raises RuntimeError where torch.distributed has been initialised already, UnrecoverableError where this process has
+    been started again and cannot take part.
     """
     if not config.outlives_ranks:
+        refuse_newcomer(config.reroute)
         return None
     groups = LiveGroups(place := place_to_take())
     groups.install()
@@ -370,9 +372,12 @@ def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s
     `timeout_s`. Raises as both, and RuntimeError."""
     found: list[Any] = []
     done = threading.Event()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def work() -> None:
         try:
+            if device is not None:  # each thread has its own
+                torch.cuda.set_device(device)
             found.append(make())
         except Exception as cause:
             found.append(cause)

@@ -13,6 +13,16 @@ from adaptra_megatron.job.membership import START_VARIABLE, Departure, Membershi
 _CONNECT_S, _SEEN_S, _LOOKS_S = 60.0, 60.0, 0.1
 
 
+def refuse_newcomer(reroute: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise UnrecoverableError in a process that has been started again by itself, where `reroute`
+    (--adaptra-reroute) lets none take part in a job that runs."""
+    if environment.get(START_VARIABLE):
+        raise UnrecoverableError(
+            f"rank {environment['RANK']} has been started again (--max-restarts), but with --adaptra-reroute {reroute} "
+            "it cannot join a job that runs: give all ranks --adaptra-reroute failures or all, or drop --max-restarts"
+        )
+
+
 def place_to_take(environment: Mapping[str, str] = os.environ) -> Departure | None:
     """The departure of this process's rank where it has been started again; None where it is the first of its rank.
 

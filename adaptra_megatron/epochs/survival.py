@@ -21,8 +21,14 @@ from adaptra_megatron.authentication.tagged_json import packed, unpacked
 from adaptra_megatron.epochs.admissions import Admissions, Return
 from adaptra_megatron.epochs.awaiting import awaited
 from adaptra_megatron.epochs.epoch import RESTART, Epoch, epoch_of, live_ranks
-from adaptra_megatron.epochs.errors import EpochEndedError, OtherRankError, UnrecoverableError, is_communication
-from adaptra_megatron.epochs.joining import Joined
+from adaptra_megatron.epochs.errors import (
+    EpochEndedError,
+    JobLostError,
+    OtherRankError,
+    UnrecoverableError,
+    is_communication,
+)
+from adaptra_megatron.epochs.joining import JobRecord, Joined
 from adaptra_megatron.epochs.last_word import heed, say_end, say_error
 from adaptra_megatron.epochs.live_groups import LiveGroups
 from adaptra_megatron.epochs.meeting import (
@@ -86,7 +92,7 @@ class Survival:
     ) -> None:
         """`timeout_s`: longest wait for another rank. `patience_s`: for the launcher to say who has died, after an
         error that may come of it. `joined`: of a process that takes the place of a rank that had left."""
-        self._layout, self._control, self._groups = layout, control, groups
+        self._layout, self._control, self._groups, self._records = layout, control, groups, records
         self._timeout_s, self._patience_s = timeout_s, patience_s
         self._store = control.punctual("survival", timeout_s)
         self._callbacks: list[Callable[[], None]] = []
@@ -118,10 +124,15 @@ class Survival:
         if joined is not None:
             self._told.update(joined.left)
             groups.enter(self.epoch.number, self.epoch.control, self.epoch.live, {})
-        elif layout.rank == min(layout.workers):
-            records.publish_layout(packed(layout.record()))
         if (newest := self._watch.newest) is not None:
             self._changed(newest)
+
+    def let_in(self, hand_over: Callable[[Epoch, frozenset[int]], None], settings: Mapping[str, str]) -> None:
+        """Have ranks that are started again take part, with the same `settings` (see `JobRecord`). `hand_over`: see
+        `Admissions`."""
+        self.admissions.hand_over = hand_over
+        if self.epoch.number == 0 and self._layout.rank == min(self._layout.workers):
+            self._records.clone().publish_layout(packed(JobRecord(self._layout.record(), settings)))
 
     def take_returns(self) -> Sequence[Return]:
         """Ranks that were admitted again since the last call; none but on the lowest of the ranks that did so."""
@@ -250,8 +261,7 @@ class Survival:
                 self.end_with(error)
                 raise error
             self._heed_last_word()
-            epoch = epoch_of(self._layout, self._control, membership, self.epoch)
-            self._refuse_lost_shards(epoch)
+            epoch = self._epoch_of(membership)
             try:
                 agreement = self._meet(epoch)
                 break
@@ -346,14 +356,23 @@ class Survival:
     def _live(self, membership: Membership) -> frozenset[int]:
         return live_ranks(self._layout, membership, self.epoch.admitted)
 
+    def _epoch_of(self, membership: Membership) -> Epoch:
+        """The next epoch. What the job does not outlive is made known to all others: to those that do not see it
+        themselves, and those that are started again. Raises as `epoch_of` and `_refuse_lost_shards`."""
+        try:
+            epoch = epoch_of(self._layout, self._control, membership, self.epoch)
+            self._refuse_lost_shards(epoch)
+        except JobLostError as lost:
+            say_error(self._store, self._layout.name(self._layout.rank), lost)
+            raise
+        return epoch
+
     def _refuse_lost_shards(self, epoch: Epoch) -> None:
-        """Raise UnrecoverableError where a shard of the optimizer's state is gone. The others do not see that."""
+        """Raise JobLostError where a shard of the optimizer's state is gone."""
         if lost := self._groups.lost_shards(epoch.live):
             name = self._layout.name
             pairs = "; ".join(f"{name(owner)} and of its copy at {name(holder)}" for owner, holder in lost)
-            error = UnrecoverableError(f"both are dead that held the optimizer's state of {pairs}: {RESTART}")
-            say_error(self._store, self._layout.name(self._layout.rank), error)
-            raise error
+            raise JobLostError(f"both are dead that held the optimizer's state of {pairs}: {RESTART}")
 
     def _forced(self, attempt: str) -> str:
         return str(self._store.compare_set(f"fate/{attempt}", "", REDO).decode())

@@ -24,6 +24,7 @@ class Coordinator:
         self._roster = Roster(nodes, policy, time.monotonic())
         self._stalled: Stalled | None = None
         """Told last."""
+        self._takes_newcomers = False
 
     @property
     def has_ended(self) -> bool:
@@ -38,10 +39,12 @@ class Coordinator:
     def tick(self) -> None:
         """Read all reports, decide, publish. Raises RuntimeError where the store does, and as `records.read`."""
         roster = self._roster
+        self._look_for_replacements()
         for node_rank in range(self._nodes):
-            report = read(self._store, host_key(node_rank), HostReport)
+            report = read(self._store, host_key(node_rank, roster.turns.get(node_rank, 0)), HostReport)
             if report is not None:
                 roster.observe(node_rank, report, time.monotonic())
+        self._takes_newcomers = self._takes_newcomers or self._records.layout() is not None
         if (stalled := self._records.stalled()) not in (None, self._stalled):
             self._stalled = stalled
             roster.stalled |= dict.fromkeys(stalled.ranks, stalled.why)
@@ -56,8 +59,24 @@ class Coordinator:
             if roster.start is not None and before is None:
                 write(self._store, START_KEY, roster.start)
         self._beat += 1
-        state = JobState(self._beat, roster.outcome, tuple(roster.lost), tuple(sorted(roster.stalled)))
+        state = JobState(
+            self._beat,
+            roster.outcome,
+            tuple(roster.lost),
+            tuple(sorted(roster.stalled)),
+            roster.vacant,
+            roster.turns,
+            self._takes_newcomers,
+        )
         write(self._store, JOB_KEY, state)
+
+    def _look_for_replacements(self) -> None:
+        roster = self._roster
+        for node_rank in roster.vacant:
+            turn, before = roster.turns.get(node_rank, 0) + 1, roster.hosts[node_rank]
+            if (report := read(self._store, host_key(node_rank, turn), HostReport)) is not None:
+                roster.replace(node_rank, report, time.monotonic())
+                logger.warning("host %s takes the place of host %s (node rank %d)", report.host, before.host, node_rank)
 
 
 def _log(membership: Membership) -> None:

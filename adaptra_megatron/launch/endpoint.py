@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job's store: served by the launcher of node rank 0, reached by all others."""
+"""The job's store: served by the launcher of node rank 0, reached by all others; and the seats of hosts in it, each of
+which another host may take once the one before is gone."""
 
 from __future__ import annotations
 
@@ -14,13 +15,22 @@ from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from adaptra_megatron.authentication.sealed_store import SealedStore
+from adaptra_megatron.job.membership import launch_store
 from adaptra_megatron.job.served_store import serve_store
+from adaptra_megatron.launch.records import JOB_KEY, START_KEY, HostReport, JobState, Start, host_key, read
 from adaptra_megatron.log import logger_of
 
 logger = logger_of(__name__)
 
 _RETRY_S = 0.2
 _ATTEMPT_S = 5.0
+_DECLARED = 1.5
+"""Times --heartbeat-timeout within which a host that is gone counts as dead."""
+NO_NEWCOMERS = (
+    "ranks that are started again are let in where all run with --adaptra-reroute failures or all, from the job's "
+    "first iteration on; else start the job again from its last checkpoint"
+)
 
 
 class Endpoint(NamedTuple):
@@ -40,6 +50,8 @@ class Seat(NamedTuple):
     store: Any
     """TCPStore; of node rank 0, with the server."""
     node_rank: int
+    turn: int = 0
+    """How many launchers have had this node rank before, on hosts that are gone."""
 
 
 class EndpointError(RuntimeError):
@@ -47,40 +59,118 @@ class EndpointError(RuntimeError):
 
 
 def take_seat(
-    endpoint: Endpoint, run_id: str, nodes: int, node_rank: int | None, timeout_s: float, given_up: Callable[[], bool]
+    endpoint: Endpoint,
+    run_id: str,
+    nodes: int,
+    node_rank: int | None,
+    nproc: int,
+    *,
+    join_timeout_s: float,
+    heartbeat_timeout_s: float,
+    given_up: Callable[[], bool],
 ) -> Seat:
-    """Serve the store, or connect to it, and take a node rank that no other launcher has.
+    """Serve the store, or connect to it, and take a node rank that no other launcher has, or that of a host that is
+    gone: once it counts as dead, which is waited for.
 
     `node_rank` None: 0 for the launcher that serves the store, which is one on the endpoint's host, and the others in
-    the order in which they come, as torchrun's c10d backend does. `given_up`: asked between attempts to connect.
-    Raises EndpointError.
+    the order in which they come, as torchrun's c10d backend does. `nproc`: ranks of this host. `given_up`: asked
+    between attempts. Raises EndpointError.
     """
     here = not node_rank and _is_here(endpoint.host)
     if node_rank == 0 and not here:  # no error: a name may lead here by way of another address
         logger.warning("%s is no address of this host, which is to serve the job's store there", endpoint.host)
     if node_rank == 0 or here:
         try:
-            return Seat(_serve(endpoint, timeout_s), 0)
+            return Seat(_serve(endpoint, join_timeout_s), 0)
         except EndpointError:
             if node_rank == 0 or nodes == 1:
                 raise  # else it is served by another launcher of this host
-    store = _connect(endpoint, timeout_s, given_up)
-    seats: Any = PrefixStore(f"adaptra/launch/{run_id}/seats", store)
+    store = _connect(endpoint, join_timeout_s, given_up)
+    seats = _Seats(store, run_id, f"the job at {endpoint} (run id {run_id})")
     if node_rank is None:
-        node_rank = int(seats.add("taken", 1))
-        if node_rank >= nodes:
-            raise EndpointError(
-                f"the job {run_id!r} at {endpoint} has its {nodes} hosts already: see that --nnodes is the number of "
-                "launchers, and that no launcher of an earlier attempt runs"
+        node_rank = seats.number(nodes)
+    if node_rank is not None and seats.take(node_rank, 0):
+        return Seat(store, node_rank)
+    deadline_s = time.monotonic() + _DECLARED * heartbeat_timeout_s
+    while (seat := seats.replace(node_rank, nproc)) is None:
+        if time.monotonic() > deadline_s or given_up() or not seats.begun:
+            raise seats.taken(node_rank, nodes)
+        time.sleep(_RETRY_S)
+    return seat
+
+
+class _Seats:
+    """Places of a job's hosts, as the launcher of one sees them that looks for its own."""
+
+    def __init__(self, store: TCPStore, run_id: str, job: str) -> None:
+        """`job`: its name in messages."""
+        self._store, self._job = store, job
+        self._records: SealedStore = launch_store(store, run_id)
+        self._seats: Any = PrefixStore(f"adaptra/launch/{run_id}/seats", store)
+        self._mine = f"{socket.gethostname()} {uuid.uuid4()}"
+
+    @property
+    def begun(self) -> bool:
+        """True once all hosts have come."""
+        return read(self._records, START_KEY, Start) is not None
+
+    def number(self, nodes: int) -> int | None:
+        """A node rank in the order in which launchers come; None where all are taken."""
+        number = int(self._seats.add("taken", 1))
+        return number if number < nodes else None
+
+    def take(self, node_rank: int, turn: int) -> bool:
+        """Take a place, if no other launcher has it; whether this one has it."""
+        return self._holder(node_rank, turn, self._mine) == self._mine
+
+    def replace(self, node_rank: int | None, nproc: int) -> Seat | None:
+        """Take the place of a host that is gone, of this node rank or any; None where there is none. Raises
+        EndpointError where that host's ranks cannot be started on this one."""
+        state = read(self._records, JOB_KEY, JobState)
+        if state is None:
+            return None
+        for node in state.vacant:
+            turn = state.turns.get(node, 0) + 1
+            if node_rank not in (None, node) or self._holder(node, turn):
+                continue
+            before = read(self._records, host_key(node, turn - 1), HostReport)
+            assert before is not None
+            if not state.takes_newcomers:
+                raise EndpointError(
+                    f"host {before.host} (node rank {node} of {self._job}) is gone, and no other can take its place: "
+                    f"{NO_NEWCOMERS}"
+                )
+            if before.nproc != nproc:
+                raise EndpointError(
+                    f"--nproc-per-node is {nproc} here, but host {before.host}, whose place as node rank {node} of "
+                    f"{self._job} this one is to take, had {before.nproc} ranks: give that"
+                )
+            if self.take(node, turn):
+                return Seat(self._store, node, turn)
+        return None
+
+    def taken(self, node_rank: int | None, nodes: int) -> EndpointError:
+        """Error of a launcher that finds no place."""
+        if node_rank is None:
+            return EndpointError(
+                f"{self._job} has its {nodes} hosts already: see that --nnodes is the number of launchers, and that no "
+                "launcher of an earlier attempt runs"
             )
-    mine = f"{socket.gethostname()} {uuid.uuid4()}"
-    first = seats.compare_set(str(node_rank), "", mine).decode()
-    if first != mine:
-        raise EndpointError(
-            f"node rank {node_rank} of the job at {endpoint} is taken by a launcher on host {first.split()[0]}: give "
-            "each launcher a --node-rank of its own"
+        turn = 0
+        while self._holder(node_rank, turn + 1):
+            turn += 1
+        return EndpointError(
+            f"node rank {node_rank} of {self._job} is taken by a launcher on host "
+            f"{self._holder(node_rank, turn).split()[0]}: give each launcher a --node-rank of its own"
         )
-    return Seat(store, node_rank)
+
+    def _holder(self, node_rank: int, turn: int, wanted: str = "") -> str:
+        """Return the launcher that has a place; where none has, `wanted` takes it. Empty: none."""
+        name = f"{node_rank}/{turn}"
+        if not wanted and not self._seats.check([name]):
+            return ""
+        found: str = self._seats.compare_set(name, "", wanted).decode()
+        return found
 
 
 def _serve(endpoint: Endpoint, timeout_s: float) -> TCPStore:

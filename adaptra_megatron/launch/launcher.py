@@ -15,6 +15,7 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from adaptra_megatron.launch.arguments import LaunchSettings
+from adaptra_megatron.launch.endpoint import NO_NEWCOMERS
 from adaptra_megatron.launch.link import Link, View
 from adaptra_megatron.launch.records import Ending, HostReport
 from adaptra_megatron.launch.silence import Silence
@@ -81,7 +82,7 @@ class Launcher:
             if self._workers is not None and (endings := self._workers.poll()):
                 self._report = replace(self._report, endings=self._report.endings + tuple(endings))
                 self._link.say(self._report)
-                self._start_again(endings)
+                self._start_again(endings, view)
             if (verdict := self._signalled() or self._judged(view)) is not None:
                 return verdict
             if self._workers is None and view.start is not None and (verdict := self._start(view)) is not None:
@@ -89,12 +90,19 @@ class Launcher:
             self._kill_stalled(view)
             self._link.changed.wait(POLL_S)
 
-    def _start_again(self, endings: Sequence[Ending]) -> None:
+    def _start_again(self, endings: Sequence[Ending], view: View) -> None:
         """Start ranks that have failed in new processes, which take their places in the job where it goes on."""
         assert self._workers is not None
         policy, most = self._settings.policy, self._settings.config.max_restarts
         for ending in endings:
-            if not policy.no_kill or not ending.failed or ending.start >= most:
+            restarts = self._workers.restarts(ending.local_rank)
+            if not policy.no_kill or not ending.failed or restarts >= most:
+                continue
+            if view.state is None or not view.state.takes_newcomers:
+                logger.error(
+                    "local rank %d %s and is not started again (--max-restarts %d): %s",
+                    *(ending.local_rank, ending.why, most, NO_NEWCOMERS),
+                )
                 continue
             try:
                 self._workers.start_again(ending.local_rank)
@@ -103,7 +111,7 @@ class Launcher:
                 continue
             logger.warning(
                 "local rank %d %s and has been started again (%d of %d times, --max-restarts)",
-                *(ending.local_rank, ending.why, ending.start + 1, most),
+                *(ending.local_rank, ending.why, restarts + 1, most),
             )
 
     def _kill_stalled(self, view: View) -> None:
@@ -119,7 +127,14 @@ class Launcher:
         endpoint = settings.endpoint._replace(port=view.port)
         try:
             self._workers = Workers(
-                settings.config, settings.command, settings.arguments, view.start, view.node_rank, endpoint
+                settings.config,
+                settings.command,
+                settings.arguments,
+                view.start,
+                view.node_rank,
+                endpoint,
+                # Other numbers than those of the hosts before, whatever those were.
+                first_start=view.turn << 16,
             )
         except SignalException as cause:
             self._signals.append(cause.sigval)
@@ -149,12 +164,18 @@ class Launcher:
             return Verdict(1, self._without_coordinator(f"it has been silent for {silent_s:.1f} s"))
         if view.state is None:
             return None
-        if view.node_rank in view.state.lost:
+        if view.node_rank in view.state.lost and view.turn == view.state.turns.get(view.node_rank, 0):
             return Verdict(
                 1,
                 f"the coordinator has had no report of this host (node rank {view.node_rank}) for more than "
                 f"{timeout_s:g} s and counts its ranks as dead, so they have been ended; see whether this host, its "
                 "launcher or the network between them stood still",
+            )
+        if view.state.turns.get(view.node_rank, 0) > view.turn:
+            return Verdict(
+                1,
+                f"this host (node rank {view.node_rank}) counted as dead, and another has taken its place meanwhile, "
+                "so its ranks have been ended; see why this host, its launcher or the network between them stood still",
             )
         outcome = view.state.outcome
         return None if outcome is None else Verdict(int(outcome.failed), outcome.text)

@@ -34,6 +34,8 @@ class View:
 
     node_rank: int | None = None
     """Known once the link is up."""
+    turn: int = 0
+    """How many launchers have had this node rank before."""
     port: int = 0
     """Of the store."""
     start: Start | None = None
@@ -81,13 +83,15 @@ class Link:
                 self._run_id,
                 self._nodes,
                 self._node_rank,
-                policy.join_timeout_s,
-                lambda: self._given_up,
+                self._report.nproc,
+                join_timeout_s=policy.join_timeout_s,
+                heartbeat_timeout_s=policy.heartbeat_timeout_s,
+                given_up=lambda: self._given_up,
             )
             mine = launch_store(seat.store, self._run_id)
             coordinator = None if seat.node_rank else Coordinator(mine, self._nodes, policy)
-            self._show(replace(self.view, node_rank=seat.node_rank, port=seat.store.port))
-            self._keep(mine, host_key(seat.node_rank), coordinator)
+            self._show(replace(self.view, node_rank=seat.node_rank, turn=seat.turn, port=seat.store.port))
+            self._keep(mine, host_key(seat.node_rank, seat.turn), coordinator)
         except Exception as cause:
             self._show(replace(self.view, error=str(cause).partition("\n")[0]))
 

@@ -3,15 +3,18 @@
 
 Keys, below `adaptra/launch/<run id>/`, sealed; each has one writer. Membership has keys of its own (`job.membership`).
 
-    host/<node rank>    HostReport, by the launcher of that host, with every beat
-    start               Start, by the coordinator, once all hosts have reported
-    job                 JobState, by the coordinator, with every beat
+    host/<node rank>/<turn>    HostReport, by the launcher of that host, with every beat
+    start                      Start, by the coordinator, once all hosts have reported
+    job                        JobState, by the coordinator, with every beat
+
+A host that is gone may be replaced: the turn is 0 for the first of a node rank, 1 for the one in its place, and so on.
 """
 
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
@@ -101,6 +104,13 @@ class JobState:
     """Node ranks whose hosts were silent and count as dead: should one of them be alive, it ends its ranks."""
     stalled: tuple[Natural, ...] = ()
     """Ranks that stand still: their launchers kill them."""
+    vacant: tuple[Natural, ...] = ()
+    """Node ranks that other hosts may take: of hosts that are lost or have left, without node rank 0."""
+    turns: Mapping[int, int] = field(default_factory=dict)
+    """Node ranks that other hosts have taken, and the turn of each: should an earlier one be alive, it ends its ranks.
+    """
+    takes_newcomers: bool = False
+    """True where ranks that are started again are let in: the job outlives ranks, and has begun an iteration."""
 
 
 def beat_s(hosts: int) -> float:
@@ -109,9 +119,9 @@ def beat_s(hosts: int) -> float:
     return max(BEAT_S, hosts * _BEAT_PER_HOST_S)
 
 
-def host_key(node_rank: int) -> str:
+def host_key(node_rank: int, turn: int = 0) -> str:
     """Key of a host's report."""
-    return f"host/{node_rank}"
+    return f"host/{node_rank}/{turn}"
 
 
 def write(store: SealedStore, key: str, record: object) -> None:

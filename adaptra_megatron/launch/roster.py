@@ -40,14 +40,35 @@ class Roster:
         self.hosts: dict[int, HostReport] = {}
         """Last reports, by node rank."""
         self.lost: dict[int, str] = {}
-        """Why hosts count as dead, by node rank."""
+        """Why hosts count as dead, by node rank; not those that have been replaced since."""
+        self.turns: dict[int, int] = {}
+        """Node ranks that other hosts have taken, and how often."""
         self.stalled: dict[int, str] = {}
         """What ranks have done that others have waited for in vain, by rank."""
         self._nodes, self._policy, self._begun_s = nodes, policy, now_s
         self._silences: dict[int, Silence] = {}
         self._details: dict[int, str] = {}
+        self._silent: set[str] = set()
+        """Why hosts have ever counted as dead."""
+        self._done_before: set[int] = set()
+        """Ranks that ended with status 0 on hosts that have been replaced."""
         self._ready: dict[int, Readiness] = {}
         """Processes in the places of ranks that had left, by rank, of which no membership tells yet."""
+
+    @property
+    def vacant(self) -> tuple[int, ...]:
+        """Node ranks that other hosts may take: not that of the job's store."""
+        if self.membership is None or self.outcome is not None:
+            return ()
+        return tuple(node for node, report in self.hosts.items() if node and (node in self.lost or report.left))
+
+    def replace(self, node_rank: int, report: HostReport, now_s: float) -> None:
+        """Go on with another host in the place of one that is `vacant`, by its first report."""
+        before = self.hosts[node_rank]
+        self._done_before |= {self._rank(node_rank, each.local_rank) for each in before.endings if not each.failed}
+        self.turns[node_rank] = self.turns.get(node_rank, 0) + 1
+        self.lost.pop(node_rank, None)
+        self.hosts[node_rank], self._silences[node_rank] = report, Silence(now_s)
 
     def observe(self, node_rank: int, report: HostReport, now_s: float) -> None:
         """Look at a host's report, new or not. One that counts as dead stays so."""
@@ -55,7 +76,7 @@ class Roster:
         silent_s = self._silences.setdefault(node_rank, Silence(now_s)).observe(report.beat, now_s)
         if silent_s > self._policy.heartbeat_timeout_s and not report.left:
             text = f"host {report.host} (node rank {node_rank}) has been silent for {silent_s:.1f} s"
-            self.lost.setdefault(node_rank, text)
+            self._silent.add(self.lost.setdefault(node_rank, text))
 
     @property
     def away(self) -> list[Departure]:
@@ -137,7 +158,7 @@ class Roster:
             for local_rank in range(report.nproc):
                 rank = self._rank(node, local_rank)
                 ending = ended.get((local_rank, starts.get(rank, 0)))
-                if rank not in live:
+                if rank not in live or rank in self._done_before:
                     continue
                 if ending is not None and ending.failed:
                     before = f"{self.stalled.pop(rank)}, and " if rank in self.stalled else ""
@@ -150,7 +171,7 @@ class Roster:
                     yield Departure(rank, epoch, report.host, f"its launcher {report.leaving}", time_s)
 
     def _finished(self) -> set[int]:
-        return {
+        return self._done_before | {
             self._rank(node, each.local_rank)
             for node, report in self.hosts.items()
             for each in report.endings
@@ -166,7 +187,7 @@ class Roster:
         first, *others = departed
         also = f"; then ranks {', '.join(str(each.rank) for each in others)}" if others else ""
         what = f"rank {first.rank} on host {first.host} was the first to end: it {first.why}"
-        if first.why in self.lost.values():
+        if first.why in self._silent:
             what = f"{first.why}: its ranks, of which {first.rank} is the first, count as dead"
         return f"{what}{also}{self._details.get(first.rank, '')}"
 

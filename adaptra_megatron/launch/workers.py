@@ -46,12 +46,17 @@ class Workers:
         start: Start,
         node_rank: int,
         endpoint: Endpoint,
+        first_start: int = 0,
     ) -> None:
-        """Start them. `endpoint`: the job's store, as ranks are to reach it. Raises OSError, and torch's
-        SignalException for a signal that comes meanwhile."""
+        """Start them. `endpoint`: the job's store, as ranks are to reach it. `first_start`: how often they count as
+        started before, where they take the places of others'. Raises OSError, and torch's SignalException for a signal
+        that comes meanwhile."""
         prefix = config.log_line_prefix_template
         self._environments = environments = environments_of(config, start, node_rank, endpoint)
         locals_ = range(config.nproc_per_node)
+        if first_start:
+            environments = {local: {**each, START_VARIABLE: str(first_start)} for local, each in environments.items()}
+        self._first_start = first_start
         optional = {
             name: value
             for name in ("numa_options", "duplicate_stdout_filters", "duplicate_stderr_filters")
@@ -73,7 +78,7 @@ class Workers:
         self._context = context
         self._handlers = dict(self._context.subprocess_handlers)
         """By local rank, of its latest process."""
-        self._starts = dict.fromkeys(locals_, 0)
+        self._starts = dict.fromkeys(locals_, first_start)
         """How often each has been started again."""
         self._numa = optional.get("numa_options")
         self._running = self._context.pids()
@@ -100,9 +105,9 @@ class Workers:
             endings.append(Ending(local_rank, process_id, exit_code, time.time(), details, start=start))
         return endings
 
-    def starts(self, local_rank: int) -> int:
-        """How often a rank has been started again."""
-        return self._starts[local_rank]
+    def restarts(self, local_rank: int) -> int:
+        """How often a rank has been started again here."""
+        return self._starts[local_rank] - self._first_start
 
     def start_again(self, local_rank: int) -> None:
         """Start a rank that has ended. Raises OSError.
@@ -177,7 +182,7 @@ class Workers:
     def _file(self, files: Mapping[int, str], local_rank: int) -> str:
         """Return the one of `files` that a rank's latest process has; "" where it has none."""
         file, start = files[local_rank], self._starts[local_rank]
-        return f"{file}.again-{start}" if file and start else file
+        return f"{file}.again-{start}" if file and start > self._first_start else file
 
     def _details(self, local_rank: int, process_id: int, exit_code: int) -> str:
         """Place of a rank's log, and its error: what torch's `record` wrote, or the end of what went to a file."""

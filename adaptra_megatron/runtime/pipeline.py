@@ -150,7 +150,11 @@ class Pipeline:
                 self._job, self.transport, self.planner, self.book, swap=swap, joins=joining is not None
             )
         self.exchange = PlanExchange(control, job, self.planner, limit_s, fixed_order=not self.book.adapts)
-        self.dispatcher = make_dispatcher(control, job, config, self.transport, limit_s)
+        team = functools.partial(make_dispatcher, control, job, config, self.transport, limit_s)
+        if joining is None:
+            self.dispatcher = team()
+        else:  # other lanes of the cell may die before they come
+            self.dispatcher = interruptible(team, joining.check, limit_s, "what all ranks of the cell share")
         self._prefers_host = self._policy is not None and self._policy.preferred is Path.HOST
         self.dispatcher.all_by_host_path = self._prefers_host
         self.iterations = 0

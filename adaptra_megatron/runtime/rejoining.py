@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from adaptra_megatron.control.decisions import Decision, decision_of
@@ -37,6 +38,16 @@ from adaptra_megatron.runtime.megatron.training_state import (
 logger = logger_of(__name__)
 
 _TAG = 1
+_SETTINGS = (
+    *("seed", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters"),
+    *("lr_warmup_samples", "lr_warmup_fraction", "optimizer", "weight_decay", "start_weight_decay", "end_weight_decay"),
+    *("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "clip_grad", "use_distributed_optimizer"),
+    *("micro_batch_size", "global_batch_size", "rampup_batch_size", "seq_length", "train_iters", "train_samples"),
+    *("num_layers", "hidden_size", "num_attention_heads", "hidden_dropout", "attention_dropout", "fp16", "bf16"),
+    *("calculate_per_token_loss", "untie_embeddings_and_output_weights", "sequence_parallel", "data_path", "split"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+)
+"""Arguments of Megatron's that decide over numbers and stay what they are while it trains."""
 
 
 class Training(NamedTuple):
@@ -50,12 +61,20 @@ class Training(NamedTuple):
     """Megatron's OptimizerParamScheduler; None: there is none."""
     progress: Callable[[], Mapping[str, Any]]
     """How far it has come when an iteration begins: names and plain values."""
+    settings: Mapping[str, str] = MappingProxyType({})
+    """Flags that all ranks have alike, and their values: processes that take the places of others have the same."""
 
     @property
     def optimizers(self) -> list[Any]:
         """Those that have parameters."""
         found = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [each for each in found if getattr(each, "optimizer", None) is not None]
+
+
+def settings_of(arguments: Any) -> dict[str, str]:
+    """Flags that decide over numbers, and their values, of Megatron's parsed arguments."""
+    found = vars(arguments)
+    return {f"--{name.replace('_', '-')}": str(found[name]) for name in _SETTINGS if name in found}
 
 
 class Counters(NamedTuple):
@@ -78,6 +97,10 @@ class Joining(NamedTuple):
     def job(self) -> Job:
         """As its pipeline sees it."""
         return joined_job(self.joined, self.newcomer.timeout_s)
+
+    def check(self) -> None:
+        """See `Newcomer.check`."""
+        self.newcomer.check(self.joined)
 
     def meet(self) -> None:
         """See `Newcomer.meet`."""

@@ -133,7 +133,8 @@ class AdaptraRuntime:
         groups = self._groups
         if groups is None or groups.place is None or self.training is None or self._joining is not None:
             return None
-        newcomer = Newcomer(groups.place, MembershipRecords.of_rank(CONNECT_S), self._config.timeout_s)
+        settings = {**self._config.common, **self.training.settings}
+        newcomer = Newcomer(groups.place, MembershipRecords.of_rank(CONNECT_S), self._config.timeout_s, settings)
         self._joining, progress = take_place(newcomer, self.training)
         return progress
 
@@ -303,7 +304,10 @@ class AdaptraRuntime:
             )
             self._joining = None
             if pipeline.survival is not None and self.training is not None:
-                pipeline.survival.admissions.hand_over = functools.partial(hand_over, self.training, pipeline)
+                pipeline.survival.let_in(
+                    functools.partial(hand_over, self.training, pipeline),
+                    {**self._config.common, **self.training.settings},
+                )
             self._engine_layers.split(call.model_chunks, call.config)
             if self.staggered is not None:
                 refuse_for_staggering(call.config)

@@ -11,7 +11,14 @@ import pytest
 from torch.distributed import HashStore
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
-from adaptra_megatron.epochs.admission import all_meet, call_off, newcomers
+from adaptra_megatron.epochs.admission import (
+    admitted_so_far,
+    all_meet,
+    call_off,
+    hand_tickets,
+    newcomers,
+    note_admitted,
+)
 from adaptra_megatron.epochs.epoch import Epoch
 from adaptra_megatron.epochs.errors import EpochEndedError
 from adaptra_megatron.job.layout import JobLayout, Worker
@@ -54,6 +61,14 @@ def test_who_was_admitted_is_no_newcomer() -> None:
 @pytest.fixture
 def store() -> SealedStore:
     return SealedStore(HashStore(), b"0" * 32, "here")
+
+
+def test_who_takes_part_again_is_known_once_that_is_decided(store: SealedStore) -> None:
+    epoch = Epoch(4, frozenset(range(8)), frozenset(), cast(Any, None), {2: 3, 3: 4}, 4)
+    ticket = hand_tickets(store, epoch, 5, DEAD.live)
+    assert admitted_so_far(store) == {}
+    note_admitted(store, ticket)
+    assert admitted_so_far(store) == {2: 3, 3: 4}
 
 
 def meet_all(store: SealedStore, checks: dict[int, Any], timeout_s: float = 20.0) -> dict[int, bool]:

@@ -9,6 +9,7 @@ import textwrap
 import time
 import uuid
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer, rank_environment
@@ -26,7 +27,7 @@ class Launched:
     @property
     def output(self) -> str:
         """What it and its ranks have written to the terminal."""
-        return self._log.read_text(errors="replace")
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def wait(self, timeout_s: float = ENDED_S) -> int:
         """Exit status."""
@@ -44,7 +45,8 @@ class Launches:
 
     def __init__(self, server: ForkServer, directory: Path) -> None:
         self.directory = directory
-        self._server, self._mark, self._number = server, str(uuid.uuid4()), 0
+        self._server, self._mark = server, str(uuid.uuid4())
+        self._started: list[tuple[tuple[object, ...], dict[str, str], str]] = []
 
     def script(self, text: str) -> str:
         """A script for ranks: `rank` is the rank, `mark(name)` leaves a file NAME-RANK, `until(NAME)` waits for one."""
@@ -65,18 +67,24 @@ class Launches:
 
     def launch(self, *arguments: object, environment: dict[str, str] | None = None, before: str = "") -> Launched:
         """Start `adaptra launch ARGUMENTS`. `before`: a script that runs it itself, and gets the same arguments."""
-        self._number += 1
-        log = self.directory / f"launcher{self._number}.log"
+        self._started.append((arguments, environment or {}, before))
+        log = self.directory / f"launcher{len(self._started)}.log"
         program = [before] if before else ["-m", "adaptra_megatron.cli"]
         variables = rank_environment({_MARK: self._mark, **(environment or {})})
         argv = [*program, "launch", *map(str, arguments)]
         (pid,) = self._server.start(argv, [variables], [log])
         return Launched(self._server, pid, log)
 
-    def until(self, name: str, launched: Launched) -> str:
+    def again(self, node_rank: int) -> Launched:
+        """Start the launcher of a `--node-rank` once more."""
+        (found,) = (each for each in self._started if ("--node-rank", node_rank) in pairwise(each[0]))
+        arguments, environment, before = found
+        return self.launch(*arguments, environment=environment, before=before)
+
+    def until(self, name: str, launched: Launched, timeout_s: float = ENDED_S) -> str:
         """What a rank has left."""
         path = self.directory / name
-        until(path.exists, lambda: f"no {name}:\n{launched.output}")
+        until(path.exists, lambda: f"no {name}:\n{launched.output}", timeout_s)
         return path.read_text()
 
     def processes(self) -> dict[int, str]:

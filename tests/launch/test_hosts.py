@@ -73,6 +73,44 @@ def test_a_silent_host_counts_as_dead(launches: Launches, no_kill: bool) -> None
         assert both[1].wait() == 1
 
 
+TAKING_PLACES = """
+    from adaptra_megatron.epochs.places import place_to_take
+    from adaptra_megatron.job.membership import MembershipRecords, Readiness
+    records, place = MembershipRecords.of_rank(10.0), place_to_take()
+    if place is not None:
+        records.say_ready(rank, Readiness(place.epoch, int(os.environ["ADAPTRA_STARTED_AGAIN"]), "spare", "boot/net"))
+        mark("again")
+    elif rank == 0:
+        records.publish_layout(b"layout")
+    mark("pid")
+    until("go-on")
+    """
+IMPORTED_S = 60.0
+"""For ranks that import torch."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_another_launcher_takes_the_place_of_a_host_that_is_gone_and_the_first_is_sent_away(
+    launches: Launches,
+) -> None:
+    both = start(launches, "--no-kill", "--max-restarts", 1, script=TAKING_PLACES)
+    for rank in range(3):
+        launches.until(f"pid-{rank}", both[rank > 0], IMPORTED_S)
+    both[1].signal(signal.SIGSTOP)
+    spare = launches.again(1)
+    for rank in (1, 2):
+        launches.until(f"again-{rank}", spare, IMPORTED_S)
+        launches_says(both[0], f"rank {rank} stands ready again on host spare")
+    assert "takes the place of host" in both[0].output
+    both[1].signal(signal.SIGCONT)
+    assert both[1].wait() == 1
+    assert "counted as dead, and another has taken its place meanwhile" in both[1].output
+    (launches.directory / "go-on").touch()
+    assert [both[0].wait(), spare.wait()] == [0, 0], both[0].output + spare.output
+    assert "without" not in both[0].output
+
+
 def launches_says(launched: Launched, text: str) -> None:
     deadline_s = time.monotonic() + 10.0
     while text not in launched.output:

@@ -47,6 +47,17 @@ def test_the_first_failure_ends_all_and_is_told_with_its_log_and_error(launches:
     assert (launches.directory / "asked-0").exists()
 
 
+def test_a_rank_of_a_job_that_lets_none_in_is_not_started_again(launches: Launches) -> None:
+    script = launches.script("sys.exit(3) if rank else (mark('up'), until('go-on'))")
+    launched = launches.launch("--nproc-per-node", 2, "--no-kill", "--max-restarts", 2, script)
+    launches.until("up-0", launched)
+    said = "local rank 1 ended with exit status 3 and is not started again (--max-restarts 2): ranks that are started "
+    until(lambda: said in launched.output, lambda: launched.output)
+    assert "--adaptra-reroute failures" in launched.output
+    (launches.directory / "go-on").touch()
+    assert launched.wait() == 0
+
+
 def test_the_error_that_torch_records_is_shown(launches: Launches) -> None:
     message = {"message": "no", "extraInfo": {"py_callstack": "Traceback:\n  NoDataError: no data", "timestamp": "1"}}
     text = json.dumps({"message": message})

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 import torch
-from launches import Launches
+from launches import Launches, until
 
+from adaptra_megatron.emulation.jobs.launch import free_port
 from adaptra_megatron.emulation.results import fingerprint, relative_distances
 from campaigns.deaths import BACK, TRAIN_GPT, WITHIN, Layout, dumped
+
+WAITING_FOR_ALL = ("--emulate-wait-for-arrivals", "3")
 
 
 @pytest.mark.slow
@@ -34,14 +38,42 @@ def test_a_killed_rank_is_started_again_and_trains_with_the_others(launches: Lau
     layout, logs = Layout(2, 2), tmp_path / "logs"
     arguments = layout.arguments(tmp_path / "death", ["1:2:1"])
     again = ("--no-kill", "--max-restarts", 1, "--redirects", 3, "--log-dir", logs)
-    waits = ("--emulate-wait-for-arrivals", "3")
-    launched = launches.launch("--nproc-per-node", 4, *again, TRAIN_GPT, *arguments, *waits)
+    launched = launches.launch("--nproc-per-node", 4, *again, TRAIN_GPT, *arguments, *WAITING_FOR_ALL)
     assert launched.wait(200) == 0, launched.output
     assert "local rank 1 was killed by SIGKILL and has been started again (1 of 1 times" in launched.output
     assert "rank 1 stands ready again" in launched.output
     assert "without" not in launched.output
     (log,) = logs.glob("**/1/stdout.log.again-1")
     assert BACK in log.read_text()
+    prints = [fingerprint(parameters(dumped(tmp_path / "death", rank))) for rank in range(4)]
+    assert prints[0] == prints[1]
+    assert prints[2] == prints[3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_host_that_is_gone_is_replaced_and_its_rank_trains_with_the_others(
+    launches: Launches, tmp_path: Path
+) -> None:
+    """The fourth iteration waits until a rank has died and all are back."""
+    layout = Layout(2, 2)
+    arguments = layout.arguments(tmp_path / "death", [])
+    where = ("--nnodes", 2, "--master-port", free_port(), "--heartbeat-timeout", 4)
+    again = ("--no-kill", "--max-restarts", 1)
+    hosts = [
+        launches.launch(
+            *where, *again, "--node-rank", node, "--nproc-per-node", ranks, TRAIN_GPT, *arguments, *WAITING_FOR_ALL
+        )
+        for node, ranks in enumerate((3, 1))
+    ]
+    until(lambda: "iteration        3/" in hosts[1].output, lambda: hosts[1].output, 120)
+    hosts[1].signal(signal.SIGKILL)
+    spare = launches.again(1)
+    assert [hosts[0].wait(200), spare.wait()] == [0, 0], hosts[0].output + spare.output
+    assert "has been silent for" in hosts[0].output
+    assert "rank 3 stands ready again" in hosts[0].output
+    assert BACK in spare.output
+    assert "without" not in hosts[0].output
     prints = [fingerprint(parameters(dumped(tmp_path / "death", rank))) for rank in range(4)]
     assert prints[0] == prints[1]
     assert prints[2] == prints[3]

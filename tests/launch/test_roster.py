@@ -202,3 +202,64 @@ def test_a_job_that_ends_with_all_ranks_back_has_ended_well() -> None:
     job.ends(0, ending(0, 0), ending(1, 0))
     job.ends(1, replace(ending(0, 0), start=1), ending(1, 0))
     assert job.outcome == (False, "")
+
+
+def replaced(job: Job, **report: object) -> None:
+    job.silent.discard(1)
+    job.reports[1] = replace(HostReport("spare", 2), **report)  # type: ignore[arg-type]
+    job.roster.replace(1, job.reports[1], job.now_s)
+    job.second()
+
+
+def test_another_host_takes_the_place_of_one_that_is_lost_and_its_ranks_come_back() -> None:
+    job = Job(POLICY, 2, 2)
+    job.second()
+    job.ends(1, ending(0, 0))
+    assert job.roster.vacant == ()
+    job.silent.add(1)
+    for _ in range(6):
+        job.second()
+    assert (job.roster.vacant, job.live) == ((1,), (0, 1, 2))
+    replaced(job)
+    assert (job.roster.vacant, job.roster.turns, job.epoch, job.live) == ((), {1: 1}, 1, (0, 1, 2))
+    job.roster.ready(job.roster.away[0], ready(left=1, start=65536))
+    job.second()
+    assert (job.epoch, job.live) == (2, (0, 1, 2, 3))
+    job.ends(1, replace(ending(1, -9), start=65536))
+    assert (job.epoch, job.live) == (3, (0, 1, 2))
+    job.ends(0, ending(0, 0), ending(1, 0))
+    assert job.outcome[1].startswith("ended well, but without 1 ranks: rank 3 on host spare"), (
+        "rank 2 had done its work on the host before"
+    )
+
+
+def test_the_host_in_the_place_of_another_may_be_lost_and_replaced_itself() -> None:
+    job = Job(POLICY, 2, 2)
+    for turn in (1, 2):
+        job.silent.add(1)
+        for _ in range(7):
+            job.second()
+        assert job.live == (0, 1)
+        replaced(job)
+        assert job.roster.turns == {1: turn}
+        for departure in job.roster.away:
+            job.roster.ready(departure, ready(left=departure.epoch, start=turn << 16))
+        job.second()
+        assert (job.roster.lost, job.live) == ({}, (0, 1, 2, 3))
+
+
+def test_the_place_of_a_host_whose_launcher_was_sent_away_may_be_taken_and_the_coordinators_not() -> None:
+    job = Job(POLICY, 2, 2)
+    job.second()
+    gone = tuple(replace(ending(local_rank, 0), asked=True) for local_rank in range(2))
+    job.reports[1] = replace(job.reports[1], leaving="received SIGTERM", left=True, endings=gone)
+    job.second()
+    assert job.roster.vacant == (1,)
+    replaced(job)
+    assert (job.roster.vacant, job.roster.outcome) == ((), None)
+    for departure in job.roster.away:
+        job.roster.ready(departure, ready(left=1, start=65536))
+    job.silent.add(0)
+    for _ in range(7):
+        job.second()
+    assert (list(job.roster.lost), job.live, job.roster.vacant) == ([0], (2, 3), ())

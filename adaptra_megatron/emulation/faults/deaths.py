@@ -1,27 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that die at a moment of a training, by SIGKILL, or stand still from then on, by SIGSTOP."""
+"""Ranks that die at a moment of a training, or of an admission of those that were started again, by SIGKILL; or stand
+still from then on, by SIGSTOP."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from adaptra_megatron.emulation.faults.compute import EmulationError
-from adaptra_megatron.job.membership import MembershipRecords
+from adaptra_megatron.job.membership import START_VARIABLE, MembershipRecords
 
 if TYPE_CHECKING:
     import torch
 
     from adaptra_megatron.runtime.megatron.computation import StageComputation
 
-ARRIVES_S, _LOOKS_S = 60.0, 0.05
-FORM = "RANK:ITERATION:ACTION[:stop]|RANK:ITERATION:+MS[:stop]"
+ARRIVES_S, _LOOKS_S = 150.0, 0.05
+POINTS = ("ready", "receiving", "joining", "meeting", "admitting", "sending")
+"""Of an admission. A process that was started again stands ready, receives the state of the job, joins what it has with
+the other ranks of its cell, and meets the others, who admit it, and one of whom sends that state."""
+FORM = f"RANK:ITERATION:ACTION[:stop]|RANK:ITERATION:+MS[:stop]|RANK:START:{{{','.join(POINTS)}}}+MS"
 
 
 @dataclass(frozen=True)
@@ -37,10 +43,23 @@ class Death:
     """It is stopped, not killed."""
 
 
-def parse_death(text: str) -> Death:
+@dataclass(frozen=True)
+class DeathAtAdmission:
+    """Death of the process of `rank` that was started again `start` times, `after_s` seconds after it has first come to
+    `point` (of `POINTS`)."""
+
+    rank: int
+    start: int
+    point: str
+    after_s: float
+
+
+def parse_death(text: str) -> Death | DeathAtAdmission:
     """The one that `--emulate-death` asks for. Raises EmulationError for anything else."""
+    if (found := re.fullmatch(rf"(\d+):(\d+):({'|'.join(POINTS)})\+(\d+)", text)) is not None:
+        return DeathAtAdmission(int(found[1]), int(found[2]), found[3], int(found[4]) / 1e3)
     if (found := re.fullmatch(r"(\d+):(\d+):(\+)?(\d+)(:stop)?", text)) is None:
-        raise EmulationError(f"--emulate-death {text!r} is not {FORM}, as 3:2:5 or 3:2:+120")
+        raise EmulationError(f"--emulate-death {text!r} is not {FORM}, as 3:2:5, 3:2:+120 or 3:1:receiving+0")
     rank, iteration, number = int(found[1]), int(found[2]), int(found[4])
     action, after_s = (None, number / 1e3) if found[3] else (number, 0.0)
     return Death(rank, iteration, action, after_s, stops=bool(found[5]))
@@ -49,27 +68,81 @@ def parse_death(text: str) -> Death:
 class Deaths:
     """Those of one rank. The training tells it each iteration and decorates its computation."""
 
-    def __init__(self, deaths: list[Death], rank: int) -> None:
-        self._ours = [death for death in deaths if death.rank == rank]
+    def __init__(self, deaths: Collection[Death | DeathAtAdmission], rank: int, settled: Collection[int] = ()) -> None:
+        """`settled`: iterations that begin once this rank has died of all that has been set off."""
+        ours = [death for death in deaths if death.rank == rank]
+        self._ours = [death for death in ours if isinstance(death, Death)]
+        start = int(os.environ.get(START_VARIABLE) or 0)
+        self._at_admission = [each for each in ours if isinstance(each, DeathAtAdmission) and each.start == start]
         self._iteration = self._actions = 0
+        self._settled, self._timers = settled, list[threading.Timer]()
 
     def set_iteration(self, iteration: int) -> None:
         """`iteration` (from 0) is about to begin."""
+        if iteration in self._settled:
+            for timer in self._timers:
+                timer.join()
         self._iteration, self._actions = iteration, 0
         for death in self._ours:
             if (death.iteration, death.action) == (iteration, None):
-                threading.Timer(death.after_s, _die, (death,)).start()
+                self._set_off(death.after_s, stops=death.stops)
 
     def action(self) -> None:
         """An action begins: the last thing that a rank does whose time has come."""
         for death in self._ours:
             if (death.iteration, death.action) == (self._iteration, self._actions):
-                _die(death)
+                _die(stops=death.stops)
         self._actions += 1
 
     def decorate(self, computation: StageComputation) -> StageComputation:
         """`computation` during which this rank dies where it is to."""
         return _MortalComputation(computation, self) if self._ours else computation
+
+    @contextmanager
+    def at_admissions(self) -> Iterator[None]:
+        """Have this rank die at admissions, while the context lasts."""
+        undo: list[Callable[[], None]] = []
+        for death in self._at_admission:
+            owner, name = _functions()[death.point]
+            before = getattr(owner, name)
+            setattr(owner, name, self._before(before, death))
+            undo.append(functools.partial(setattr, owner, name, before))
+        try:
+            yield
+        finally:
+            for each in reversed(undo):
+                each()
+
+    def _before(self, function: Callable[..., Any], death: DeathAtAdmission) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def called(*given: Any, **keywords: Any) -> Any:
+            if not death.after_s:
+                _die()
+            self._set_off(death.after_s)
+            return function(*given, **keywords)
+
+        return called
+
+    def _set_off(self, after_s: float, *, stops: bool = False) -> None:
+        timer = threading.Timer(after_s, _die, kwargs={"stops": stops})
+        timer.start()
+        self._timers.append(timer)
+
+
+def _functions() -> dict[str, tuple[Any, str]]:
+    """What runs at each of `POINTS`: its owner, and its name there."""
+    from adaptra_megatron.epochs.admissions import Admissions
+    from adaptra_megatron.epochs.joining import Newcomer
+    from adaptra_megatron.runtime import rejoining
+
+    return {
+        "ready": (Newcomer, "stand_ready"),
+        "receiving": (rejoining, "_receive_whole"),
+        "joining": (rejoining, "joined_job"),
+        "meeting": (Newcomer, "meet"),
+        "admitting": (Admissions, "admit"),
+        "sending": (rejoining, "_send"),
+    }
 
 
 class Arrivals:
@@ -91,8 +164,8 @@ class Arrivals:
             time.sleep(_LOOKS_S)
 
 
-def _die(death: Death) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP if death.stops else signal.SIGKILL)
+def _die(*, stops: bool = False) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP if stops else signal.SIGKILL)
 
 
 class _MortalComputation:

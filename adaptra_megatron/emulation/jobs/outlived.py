@@ -52,6 +52,11 @@ class Host:
         self._thread = threading.Thread(target=self._work, name="adaptra-host", daemon=True)
         self._thread.start()
 
+    @property
+    def endings(self) -> Sequence[Ending]:
+        """How processes have ended so far, those that were started again among them; local ranks are the job's."""
+        return self._report.endings
+
     def ended(self, rank: int, status: int) -> Mapping[str, str] | None:
         """`rank` has ended; with any status but 0 the job has lost it. Returns what a process has in its environment
         that is to take its place."""

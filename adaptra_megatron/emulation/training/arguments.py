@@ -167,7 +167,9 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar=FORM_OF_DEATH,
-        help="kill a rank as it begins an action of an iteration (both from 0); may be repeated",
+        help="kill a rank as it begins an action of an iteration (both from 0), some time after it has begun, or some "
+        "time after its process that was started again START times has come to a point of an admission; may be "
+        "repeated",
     )
     group.add_argument(
         "--emulate-wait-for-arrivals",

@@ -53,8 +53,10 @@ class Conditions:
         faults = [fault for text in args.emulate_slow_link for fault in parse_link_fault(text)]
         self._links = self._emulate_links([*faults, *story.faults], world_size, stack)
         self._pauses = Pauses(story.pauses, self._stage)
-        self._deaths = Deaths([parse_death(text) for text in args.emulate_death], dist.get_rank())
-        arrivals = Arrivals(args.emulate_wait_for_arrivals)
+        waits = args.emulate_wait_for_arrivals
+        self._deaths = Deaths([parse_death(text) for text in args.emulate_death], dist.get_rank(), waits)
+        stack.enter_context(self._deaths.at_admissions())
+        arrivals = Arrivals(waits)
         soak = self._soak(args.emulate_fault_plan, stack)
         seed = args.emulate_path_flaps
         if args.emulate_prompt_planner:

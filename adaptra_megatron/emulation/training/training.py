@@ -143,10 +143,14 @@ class Trainer:
         """Go on from where the others are, if this process is started again."""
         if self._runtime is None:
             return
-        from adaptra_megatron.runtime.rejoining import Training
+        from adaptra_megatron.runtime.rejoining import Training, settings_of
 
         self._runtime.training = Training(
-            self.model, self.optimizer, self.scheduler, lambda: {"iteration": self.iteration}
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            lambda: {"iteration": self.iteration},
+            settings_of(self.args),
         )
         if (progress := self._runtime.take_place()) is not None:
             self.iteration = progress["iteration"]

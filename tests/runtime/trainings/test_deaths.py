@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,19 @@ from adaptra_megatron.telemetry.events.events import (
     RanksReturned,
     RoutesChosen,
 )
-from campaigns.deaths import BACK, ITERATIONS, KILLED, MICRO_BATCHES, Layout, campaign, dumped, problems, train
+from campaigns.deaths import (
+    BACK,
+    ITERATIONS,
+    KILLED,
+    LONGEST_S,
+    LOST,
+    MICRO_BATCHES,
+    Layout,
+    campaign,
+    dumped,
+    problems,
+    train,
+)
 
 PER_TOKEN = "--calculate-per-token-loss --mock-data-padded"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
@@ -112,20 +125,49 @@ def test_ranks_that_are_started_again_train_with_the_others(
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("who", "said"), [("0", "has died while rank 1 "), ("newcomer", "not admitted after")], ids=["source", "newcomer"]
+    ("death", "said"),
+    [("0:0:sending+0", "has died while rank 1 "), ("1:1:receiving+0", "not admitted after")],
+    ids=["source", "newcomer"],
 )
 def test_a_hand_over_that_is_broken_off_is_done_again(
-    who: str, said: str, tmp_path: Path, fork_server: ForkServer
+    death: str, said: str, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     layout = Layout(3, 2)
     assert not any(result.returncode for result in train(layout, tmp_path / "peace", fork_server))
-    dying = (str(Path(__file__).with_name("dying_in_hand_over.py")), who)
-    results = train(layout, tmp_path / "deaths", fork_server, ("1:1:2",), back=(2, 5), script=dying)
+    results = train(layout, tmp_path / "deaths", fork_server, ("1:1:2", death), back=(2, 5))
     assert [result.returncode for result in results] == [0] * layout.world_size
     assert said in "".join(result.output for result in results)
     assert results[1].output.count(BACK) == 1
-    assert results[0].output.count(BACK) == (who == "0")
+    assert results[0].output.count(BACK) == death.startswith("0")
     assert not problems(layout, tmp_path / "peace", tmp_path / "deaths", results)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_newcomer_that_waits_for_another_lane_which_has_died_ends_and_is_started_again(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """Ranks 4 and 5 are one cell. The second process of rank 5 dies when both have the state of the job, and that of
+    rank 4 waits for it."""
+    layout = Layout(2, 2, tensor=2, flags="--sequence-parallel")
+    assert not any(result.returncode for result in train(layout, tmp_path / "peace", fork_server))
+    results = train(layout, tmp_path / "deaths", fork_server, ("5:1:2", "5:1:joining+0"), back=(2, 3, 4, 5))
+    assert [result.returncode for result in results] == [0] * layout.world_size
+    assert "has died while rank 4" in results[4].output
+    assert not problems(layout, tmp_path / "peace", tmp_path / "deaths", results)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("dying", [pytest.param((0, 1), id="a-stage"), pytest.param((0, 1, 2, 3), id="all")])
+def test_what_the_job_does_not_outlive_ends_those_that_are_started_again(
+    dying: tuple[int, ...], tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """They would wait to be admitted by ranks of which none is left."""
+    begun_s = time.monotonic()
+    results = train(Layout(2, 2), tmp_path, fork_server, [f"{rank}:2:1" for rank in dying], back=(7,))
+    assert all(result.returncode == 1 and LOST in result.output for result in results)
+    assert time.monotonic() - begun_s < LONGEST_S
 
 
 @pytest.mark.timeout(150)
