@@ -151,7 +151,8 @@ def test_dead_cells_are_dead_in_the_grid_and_begin_a_part(tmp_path: Path) -> Non
     write_replicas(tmp_path, 3, [(LOST, 4)])
     text = " ".join(Page(report(tmp_path)).text.split())
     grid = "0 – – 3 ← replica 1 – 1 – dead 3 → replica 0 3 → replica 2 – 2 – – 3 ← replica 1 –"
-    assert f"Cells that live, since iteration 4 replica stage 0 stage 1 stage 2 {grid}" in text
+    caption = "Speed of each cell, and what flows from where to where"
+    assert f"Cells that live, since iteration 4 {caption} replica stage 0 stage 1 stage 2 {grid}" in text
     row = "1 of the ranks died, and 8 went on 750 ms later rank 4 (stage 1 on node7): exit status -9; dead cells: 1.1"
     assert re.search(re.escape(row) + r" \S+ s → \S+ s", text), "what an iteration took before and after"
 
@@ -230,7 +231,7 @@ def test_events_name_their_replica_where_there_are_several(tmp_path: Path, repli
     assert any(">replica<" in row for row in rows) is (replicas > 1)
     for rank in range(replicas):
         (row,) = (row for row in rows if f"fault of rank {rank}" in row)
-        assert re.findall(r'<td class="number">(\d*)</td>', row)[:2] == (
+        assert re.findall(r'<td class="number"[^>]*>(\d*)</td>', row)[:2] == (
             [str(rank), "2"] if replicas > 1 else ["2", ""]
         )
 
@@ -238,7 +239,7 @@ def test_events_name_their_replica_where_there_are_several(tmp_path: Path, repli
 def test_a_run_without_events_still_tells_its_story(tmp_path: Path) -> None:
     write_run(tmp_path, [Iteration()] * 4 + [Iteration(delay_s=2.0)] * 4)
     text = Page(report(tmp_path)).text
-    assert "From iteration 4 on messages of links 0→1 and 1→0 took 2.00 s" in text
+    assert "From iteration 5 on messages of links 0→1 and 1→0 took 2.00 s" in text, "as Megatron counts"
     assert "What happened" not in text
 
 
@@ -295,10 +296,27 @@ def test_damage_is_one_line(run_directory: Path, capsys: pytest.CaptureFixture[s
     assert main(["report", str(run_directory / "nothing")]) == 2
     assert "--adaptra-trace-dir" in capsys.readouterr().err
     trace_path(run_directory, 0).write_text("damage\n")
-    assert main(["report", str(run_directory)]) == 2
+    assert main(["report", str(run_directory), "--strict"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(run_directory), "--iterations", "a,b"])
+
+
+def test_a_page_is_made_of_what_is_there_and_says_what_is_not(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace_path(run_directory, 1).write_text("")
+    text = Page(report(run_directory)).text
+    for sentence in ("rank-00001.jsonl is left out: ", "stage 1 left no trace: copy the files of all hosts"):
+        assert sentence in text
+        assert f"missing: {sentence}" in capsys.readouterr().err or sentence.startswith("stage")
+    assert "Made of what is there" in text
+    assert "Link 0→1 is slow (was healthy)" in text
+    for path in run_directory.glob("rank-*"):
+        path.unlink()
+    text = Page(report(run_directory)).text
+    assert "No iteration is known to have ended" in text
+    assert "Link 0→1 is slow (was healthy)" in text
 
 
 def test_a_request_is_left_for_the_job_and_taken_back_if_there_is_none(

@@ -149,7 +149,7 @@ class RouteDecider:
         self._gain_s = None
         reason = "no cell straggles any more: every micro-batch stays in its replica"
         context.change([reason])
-        logger.info("%s", reason)
+        logger.debug("%s", reason)
         self._telemetry.log(RoutesChosen(number=context.number + 1, reason=reason))
         return Routing(0, micro_batches)
 
