@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 from support.made_up.runs import Iteration, write_events, write_replicas, write_run
+from support.played_schedules import played
 
 from adaptra_megatron.cli.main import main
+from adaptra_megatron.schedule.classic import one_f_one_b
+from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.telemetry.events.event_log import EventLog
 from adaptra_megatron.telemetry.events.events import (
     Fault,
@@ -29,8 +32,9 @@ from adaptra_megatron.telemetry.events.events import (
     RunStarted,
     SwitchMeasured,
 )
+from adaptra_megatron.telemetry.records import ArrivalRecord
 from adaptra_megatron.telemetry.report.wording import duration, percent
-from adaptra_megatron.telemetry.tracing.trace import trace_path
+from adaptra_megatron.telemetry.tracing.trace import TraceWriter, trace_path
 from adaptra_megatron.telemetry.tracing.trace_requests import RequestBox
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&"
@@ -300,6 +304,55 @@ def test_damage_is_one_line(run_directory: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(run_directory), "--iterations", "a,b"])
+
+
+def test_what_comes_again_and_again_is_told_once(tmp_path: Path) -> None:
+    write_run(tmp_path, ([Iteration()] * 4 + [Iteration(delay_s=2.0)] * 2) * 6)
+    text = " ".join(Page(report(tmp_path)).text.split())
+    assert (
+        "6 times an iteration went from 24.0 s to 36.0 s, every 6 iterations, first in iteration 5, last in 35." in text
+    )
+    assert (
+        "5 times an iteration went from 36.0 s to 24.0 s, every 6 iterations, first in iteration 7, last in 31." in text
+    )
+    assert "smaller changes" not in text
+    assert "iterations 1–4 and 5 like them" in text
+    assert "iterations 5–6 and 4 like them" in text
+    assert "iterations 35–36 36.0 s" in text, "the last part is shown whatever it is like"
+
+
+def test_a_link_that_is_late_one_way_alone_is_not_called_slow_where_arrivals_are_not_known(tmp_path: Path) -> None:
+    """Stock's receives end with the sends that they are bound to, so the links beside a slow one look slow, too."""
+    page = report(one_way_slow(tmp_path / "stock", arrivals=False))
+    assert "slow link, at the end" not in Page(page).text.replace("0\nslow links", "")
+    assert " slow</td>" not in page
+    page = report(one_way_slow(tmp_path / "ours", arrivals=True))
+    assert page.count(" slow</td>") == 1
+
+
+def one_way_slow(directory: Path, *, arrivals: bool) -> Path:
+    """Messages from stage 0 to 1 take 2 s."""
+    costs = uniform_costs(
+        2,
+        4,
+        forward_s=1.0,
+        backward_input_s=2.0,
+        backward_weight_s=0.0,
+        links={(0, 1): LinkCost(latency_s=2.0)},
+    )
+    writers = [TraceWriter(directory, stage, stage) for stage in range(2)]
+    for number in range(4):
+        records = played(one_f_one_b(2, 4), costs, iteration=number, start_s=100.0 * number)
+        reached = [
+            ArrivalRecord(number, 0, 1, "F", 0, record.micro_batch, record.end_s + 2.0)
+            for record in records
+            if (record.stage, record.kind) == (0, "F") and arrivals
+        ]
+        for stage, writer in enumerate(writers):
+            writer.write(number, [each for each in records if each.stage == stage], reached if stage else [])
+    for writer in writers:
+        writer.close()
+    return directory
 
 
 def test_a_page_is_made_of_what_is_there_and_says_what_is_not(
