@@ -14,7 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from adaptra_megatron.telemetry.events.changes import IterationTimes, PathState, PathWatch, SwitchWatch
+from adaptra_megatron.telemetry.events.changes import (
+    IterationTimes,
+    LeaderWatch,
+    PathState,
+    PathWatch,
+    SwitchWatch,
+)
 from adaptra_megatron.telemetry.events.event_log import EventLog
 from adaptra_megatron.telemetry.events.events import Event, LinkDetection, RunEnded, RunStarted, StageDetection
 from adaptra_megatron.telemetry.events.log_lines import RunLog
@@ -94,6 +100,7 @@ class RunTelemetry:
         self._running = -1
         self._steps: dict[int, int] = {}
         """Megatron's numbers of the latest iterations."""
+        self._leader = LeaderWatch(int(start.layout.get("stages", 1)))
         self._found = False
         """Whether something was found since the last iteration."""
         self._said = RunLog(word=place.word, first=place.replica == 0) if place.leads else None
@@ -102,9 +109,7 @@ class RunTelemetry:
         self._scalars: ScalarWriters | None = None
         self._endpoint: PrometheusEndpoint | None = None
         if settings.prometheus_port is not None:
-            labels = {"rank": str(place.rank), "stage": str(place.stage)}
-            port = settings.prometheus_port and settings.prometheus_port + place.local_rank
-            self._endpoint = PrometheusEndpoint(port, settings.prometheus_address, labels=labels)
+            self._endpoint = _endpoint(settings.prometheus_port, settings.prometheus_address, place, start)
         self._events: EventLog | None = None
         self._traces: TraceWriter | None = None
         self._requested: RequestedTraces | None = None
@@ -131,6 +136,7 @@ class RunTelemetry:
         if self._said is not None:
             self._said.take(event)
         self._found = self._found or isinstance(event, (LinkDetection, StageDetection))
+        self._leader.take(event)
 
     def requests(self) -> tuple[Iterations, ...]:
         """On the rank that takes them: which iterations to trace, new since the last call; to be sent to every rank."""
@@ -195,7 +201,8 @@ class RunTelemetry:
             self.log(change)
         figures = replace(figures, failovers=self._paths.failovers)
         if self._endpoint is not None:
-            self._endpoint.show(self._iterations, figures, self._figures_of_job())
+            leader = self._leader.figures(self._switches.saved_s) if self._place.leads else None
+            self._endpoint.show(self._iterations, figures, self._figures_of_job(), leader)
         if self._scalars is None:
             self._scalars = megatron_writers()  # not before: they are made while Megatron initializes
         if self._scalars.due(step):
@@ -234,3 +241,17 @@ class RunTelemetry:
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
+
+
+def _endpoint(first_port: int, address: str, place: Place, start: RunStarted) -> PrometheusEndpoint:
+    return PrometheusEndpoint(
+        first_port and first_port + place.local_rank,
+        address,
+        labels={"rank": str(place.rank), "stage": str(place.stage)},
+        job_labels={"replica": str(place.replica)},
+        info={
+            "version": start.versions.get("adaptra-megatron", ""),
+            "run": place.run,
+            "policy": str(start.config.get("policy", "")),
+        },
+    )

@@ -8,7 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from adaptra_megatron.telemetry.events.events import Fault, IterationsTimed, PathChanged, PlanSwitched, SwitchMeasured
+from adaptra_megatron.telemetry.events.events import (
+    Event,
+    Fault,
+    IterationsTimed,
+    PathChanged,
+    PlanMade,
+    PlanSwitched,
+    StageDetection,
+    SwitchMeasured,
+)
+from adaptra_megatron.telemetry.figures.scalars import LeaderFigures
 
 MEASURED_OVER = 3
 """Iterations before and after a switch whose medians are compared: one odd iteration among them changes nothing."""
@@ -75,6 +85,36 @@ class SwitchWatch:
             before_measured_s=before_s,
             after_measured_s=after_s,
             iterations=MEASURED_OVER,
+        )
+
+
+class LeaderWatch:
+    """What the leader's events say of the plan in force and of stages. `take` is for any thread."""
+
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
+        self._plan: PlanMade | None = None
+        self._slow: dict[tuple[int, int | None], str] = {}
+        """By stage and pipeline, those that are not healthy."""
+
+    def take(self, event: Event) -> None:
+        """Learn from `event`."""
+        if isinstance(event, PlanMade):
+            self._plan = event
+        elif isinstance(event, StageDetection):
+            slow = {place: state for place, state in self._slow.items() if place != (event.stage, event.pipeline)}
+            if event.after != "healthy":
+                slow[event.stage, event.pipeline] = event.after
+            self._slow = slow  # replaced, not changed: another thread may be reading it
+
+    def figures(self, saved_s: float) -> LeaderFigures:
+        """For Prometheus. `saved_s`: see SwitchWatch."""
+        plan, states = self._plan, {stage: state for (stage, _pipeline), state in self._slow.items()}
+        return LeaderFigures(
+            predicted_s=None if plan is None else plan.predicted_s,
+            lower_bound_s=None if plan is None else plan.lower_bound_s,
+            saved_s=saved_s,
+            stage_states=[states.get(stage, "healthy") for stage in range(self._stages)],
         )
 
 
