@@ -18,9 +18,9 @@ from adaptra_megatron.patches.tensor_parallel_layers import PATCHES as LINEAR_PA
 from adaptra_megatron.patches.timers import PATCHES as TIMER_PATCHES
 
 from adaptra_megatron import __version__
-from adaptra_megatron.bootstrap import OFF_VARIABLE, is_first_rank
+from adaptra_megatron.bootstrap import OFF_VARIABLE
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.log import is_first_rank, logger_of
 
 if TYPE_CHECKING:
     from adaptra_megatron.epochs.live_groups import LiveGroups

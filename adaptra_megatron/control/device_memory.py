@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from adaptra_megatron.bootstrap import is_first_rank
 from adaptra_megatron.control.memory import DeviceBytes, MemorySource
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.log import is_first_rank, logger_of
 
 logger = logger_of(__name__)
 

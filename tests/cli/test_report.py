@@ -405,6 +405,12 @@ def test_the_perfetto_trace_is_made_of_what_there_is(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out == f"{tmp_path / 'out.json'}\n"
     names = {event["name"] for event in json.loads((tmp_path / "out.json").read_text())["traceEvents"]}
     assert {"iteration 0", "iteration 1"} <= names
+    write_events(tmp_path, [(CHOICE, 1), (PlanSwitched(number=1, before=0), 1)])
+    assert main(["trace", str(tmp_path), "-o", str(tmp_path / "out.json")]) == 0
+    document = json.loads((tmp_path / "out.json").read_text())
+    shown = [event["name"] for event in document["traceEvents"] if event["ph"] == "i"]
+    assert "Plan 1 runs instead of the first order" in shown
+    assert document["baseTimeNanoseconds"] == 100 * 10**9, "the clock of made-up logs begins with that of the records"
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from adaptra_megatron.bootstrap import is_first_rank
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.log import is_first_rank, logger_of
 from adaptra_megatron.runtime.megatron.linear_wgrad import WeightGradientQueue
 
 logger = logger_of(__name__)

@@ -176,11 +176,13 @@ class PrometheusEndpoint:
             yield self._metric("adaptra_bubble_ratio", {(): job.bubble_fraction})
         ends = {(str(source), str(target)): link for (source, target), link in job.links.items()}
         yield self._metric("adaptra_link_latency_seconds", {pair: link.latency_s for pair, link in ends.items()})
-        known = {pair: link.bandwidth_bytes_s for pair, link in ends.items() if link.bandwidth_bytes_s is not None}
+        known: _Values = {
+            pair: link.bandwidth_bytes_s for pair, link in ends.items() if link.bandwidth_bytes_s is not None
+        }
         yield self._metric("adaptra_link_bandwidth_bytes_per_second", known)
         yield self._metric("adaptra_link_state", {(*pair, link.state): 1.0 for pair, link in ends.items()})
         for name, field in _MEMORY.items():
-            values = {(str(stage),): getattr(memory, field) for stage, memory in sorted(job.memory.items())}
+            values: _Values = {(str(stage),): getattr(memory, field) for stage, memory in sorted(job.memory.items())}
             yield self._metric(name, values)
         if job.routes is not None:
             for name, field in _CELLS.items():
@@ -196,7 +198,7 @@ class PrometheusEndpoint:
         if leader.lower_bound_s is not None:
             yield self._metric("adaptra_lower_bound_seconds", {(): leader.lower_bound_s})
         yield self._metric("adaptra_saved_seconds", {(): leader.saved_s})
-        states = {(str(stage), state): 1.0 for stage, state in enumerate(leader.stage_states)}
+        states: _Values = {(str(stage), state): 1.0 for stage, state in enumerate(leader.stage_states)}
         yield self._metric("adaptra_stage_state", states)
 
     def _lost(self, lost: LossFigures) -> Iterator[Metric]:
