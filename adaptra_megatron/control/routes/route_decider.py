@@ -169,7 +169,7 @@ def announce(
     context.change([reason])
     context.forecast = Forecast(planned_s, present_s)
     instead = "" if present_s is None else f" instead of {1e3 * present_s:.1f} ms"
-    logger.info("%s: %.1f ms an iteration%s, lower bound %.1f ms", reason, 1e3 * planned_s, instead, 1e3 * bound_s)
+    logger.debug("%s: %.1f ms an iteration%s, lower bound %.1f ms", reason, 1e3 * planned_s, instead, 1e3 * bound_s)
     telemetry.log(
         RoutesChosen(
             number=context.number + 1,
