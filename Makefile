@@ -33,7 +33,7 @@ NATIVE := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock demo megatron test test-slow test-native-sanitized test-dropin test-versions test-nccl docs site wheel \
-	test-rdma bench-rdma soak campaign-deaths closed-loop postings lint
+	test-pages test-rdma bench-rdma soak campaign-deaths closed-loop postings lint
 .DELETE_ON_ERROR:
 
 help:
@@ -42,6 +42,7 @@ help:
 	@echo 'make test     every test but the slow ones'
 	@echo 'make test-slow  the slow ones'
 	@echo 'make test-native-sanitized  fuzzers on native code built with sanitizers (SECONDS=3600 SEED=1000000 for more)'
+	@echo 'make test-pages  pictures of reports in headless Chromium, and axe-core on them (needs node, npm and Chromium)'
 	@echo 'make test-rdma  the verbs transport on Soft-RoCE in a virtual machine (installs QEMU if it is missing)'
 	@echo 'make soak     fault campaign: real training while paths, delegates and ranks fail (SOAK=--rounds=5 for more)'
 	@echo 'make campaign-deaths  300 trainings in which ranks die at random moments (DEATHS=--seed=7 for others)'
@@ -140,6 +141,14 @@ site:
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 wheel:
 	scripts/build_wheels.sh $(PYTHONS)
+
+# Pictures to look at are left in build/pages.
+test-pages: $(INSTALLED)
+	mkdir -p build/pages
+	npm install --silent --no-audit --no-fund --prefix build/pages puppeteer-core axe-core
+	PYTHONPATH=tests $(BIN)/python scripts/write_example_pages.py build/pages
+	node scripts/look_at_pages.mjs build/pages build/pages/report.html build/pages/damaged.html build/pages/long.html \
+		build/pages/analysis.html
 
 test-rdma: $(INSTALLED)
 	$(BIN)/python scripts/softroce_vm.py test

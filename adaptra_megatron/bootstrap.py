@@ -62,12 +62,6 @@ def is_turned_off() -> bool:
     return os.environ.get(OFF_VARIABLE, "0") not in ("", "0")
 
 
-def is_first_rank() -> bool:
-    """Return whether this process speaks for the job, as its launcher's environment says: torch.distributed is not up
-    yet."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
-
-
 class MegatronHooks(PostImportFinder):
     """The finder of this process; there is one at most."""
 

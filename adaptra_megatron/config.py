@@ -109,6 +109,11 @@ class AdaptraConfig:
         metavar="PORT",
     )
     prometheus_address: str = _option("127.0.0.1", "Address that the Prometheus port listens on.", metavar="ADDRESS")
+    profile_ranges: bool = _option(
+        False,
+        "Name every forward, backward and weight gradient in torch.profiler's traces and in Nsight Systems.",
+        action="store_true",
+    )
     timeout_s: float | None = _option(
         None,
         "Longest wait for a message or a decision of another rank before the run stops with an error. Default: "

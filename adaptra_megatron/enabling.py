@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from adaptra_megatron.bootstrap import OFF_VARIABLE, is_first_rank, is_turned_off
+from adaptra_megatron.bootstrap import OFF_VARIABLE, is_turned_off
 from adaptra_megatron.config import ConfigError, add_adaptra_arguments, config_from_arguments
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.log import is_first_rank, logger_of
 
 logger = logger_of(__name__)
 

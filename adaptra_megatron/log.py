@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,3 +25,9 @@ class PackageLogger(_Adapter):
 def logger_of(module: str) -> PackageLogger:
     """The logger of the module with this name (`__name__`), below that of the package."""
     return PackageLogger(logging.getLogger(module))
+
+
+def is_first_rank() -> bool:
+    """Return whether this process speaks for the job, as its launcher's environment says: torch.distributed is not up
+    yet."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"

@@ -17,8 +17,10 @@ from adaptra_megatron.patches.table import Patch, PatchError
 from adaptra_megatron.patches.tensor_parallel_layers import PATCHES as LINEAR_PATCHES
 from adaptra_megatron.patches.timers import PATCHES as TIMER_PATCHES
 
+from adaptra_megatron import __version__
+from adaptra_megatron.bootstrap import OFF_VARIABLE
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.log import is_first_rank, logger_of
 
 if TYPE_CHECKING:
     from adaptra_megatron.epochs.live_groups import LiveGroups
@@ -125,7 +127,10 @@ def enable(
     except Exception:
         applied.undo()
         raise
-    logger.info("policy %s, patched %s", config.policy, ", ".join(applied.identities))
+    if is_first_rank():
+        text = "%s is on, policy %s; to train without it, set %s=1"
+        logger.info(text, __version__, config.policy, OFF_VARIABLE)
+    logger.debug("patched %s", ", ".join(applied.identities))
     return applied
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the pages of docs/ that are made from the code: docs/patches.md, docs/flags.md and docs/schedules.md.
+"""Writes what is made from the code: pages of docs/ (patches, flags, schedules, metrics, events), and a JSON Schema.
 
 scripts/write_docs.py           writes them
 scripts/write_docs.py --check   exit status 1, and the names of those that are out of date
@@ -13,13 +13,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from event_docs import events_page, events_schema
 from markdown_table import markdown_table
 
 from adaptra_megatron.bootstrap import HOOKS
 from adaptra_megatron.config import add_adaptra_arguments
 from adaptra_megatron.schedule.registry import SCHEDULES
+from adaptra_megatron.telemetry.figures.prometheus import METRICS
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 PATCHES_HEAD = """# What is changed in Megatron
 
@@ -116,7 +118,41 @@ def _path(function: Callable[..., object]) -> str:
     return f"{function.__module__}.{function.__name__}"
 
 
-PAGES = {"patches.md": patches_page, "flags.md": flags_page, "schedules.md": schedules_page}
+def metrics_page() -> str:
+    """docs/metrics.md."""
+    rows = [
+        (
+            f"`{name}{'_total' if metric.counter else ''}`",
+            "counter" if metric.counter else "gauge",
+            ", ".join(
+                f"`{label}`" for label in ((("replica",) if metric.of_job else ("rank", "stage")) + metric.labels)
+            ),
+            metric.meaning,
+        )
+        for name, metric in METRICS.items()
+    ]
+    return f"""# Metrics
+
+What `--adaptra-prometheus-port` serves ([how](telemetry.md)), made by `scripts/write_docs.py` from
+`adaptra_megatron.telemetry.figures.prometheus.METRICS`. Names and labels are only ever added. Metrics with the label
+`rank` are each rank's own; those with `replica` are served by the leading rank of that replica alone, whose plans and
+findings they are about. What is not known or not used is not served.
+
+{markdown_table(("metric", "type", "labels", "meaning"), rows)}
+
+`extras/grafana.json` is a dashboard of them (Grafana: Dashboards, New, Import), `extras/alerts.yml` has alerting rules
+(`rule_files` of Prometheus), which `promtool test rules extras/alerts_test.yml` tries out.
+"""
+
+
+FILES = {
+    "docs/patches.md": patches_page,
+    "docs/flags.md": flags_page,
+    "docs/schedules.md": schedules_page,
+    "docs/metrics.md": metrics_page,
+    "docs/events.md": events_page,
+    "extras/events.schema.json": events_schema,
+}
 
 
 def main() -> int:
@@ -124,14 +160,14 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, say which pages are out of date")
     check = parser.parse_args().check
     stale = []
-    for name, page in PAGES.items():
-        path, text = DOCS / name, page()
+    for name, page in FILES.items():
+        path, text = REPOSITORY / name, page()
         if not path.is_file() or path.read_text() != text:
             stale.append(name)
             if not check:
                 path.write_text(text)
     for name in stale:
-        print(f"docs/{name} {'is out of date: run scripts/write_docs.py' if check else 'written'}")
+        print(f"{name} {'is out of date: run scripts/write_docs.py' if check else 'written'}")
     return 1 if check and stale else 0
 
 

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from adaptra_megatron.cli.planning.inputs import InputError
-from adaptra_megatron.telemetry.events.event_log import EventLogError
+from adaptra_megatron.cli.progress import add_progress_option, shown_progress
 from adaptra_megatron.telemetry.report.page import MOST_TIMELINES, MissingIterationError, report_page
 from adaptra_megatron.telemetry.run_record import read_run
 from adaptra_megatron.telemetry.tracing.trace import TraceError
@@ -16,7 +17,8 @@ _DESCRIPTION = """\
 Explain a run on one HTML page: what happened, where the time went, which links were slow, what plans gained.
 
 RUN is the directory that the run was given by --adaptra-trace-dir; of a run on several hosts, a directory with the
-files of all of them. The page needs no network and no other file.
+files of all of them. The page needs no network and no other file. It is made of what is there: what is missing or
+damaged is said on top of it and on stderr.
 """
 
 
@@ -36,16 +38,25 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--iterations",
         type=_iterations,
         metavar="8,12,40",
-        help="iterations whose timelines to draw (default: a typical one of each part of the run)",
+        help="iterations whose timelines to draw, in the page's numbers, which are Megatron's where the log tells them "
+        "(default: a typical one of each part of the run)",
     )
     parser.add_argument("--title", default="", help="name of the run on the page (default: the directory's)")
+    parser.add_argument(
+        "--strict", action="store_true", help="write no page, and exit with 2, if anything is missing or damaged"
+    )
+    add_progress_option(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> None:
     try:
-        page = report_page(read_run(options.directory), iterations=options.iterations, title=options.title)
-    except (TraceError, EventLogError, MissingIterationError) as error:
+        with shown_progress(options.progress) as progress:
+            run = read_run(options.directory, progress)
+            if options.strict and run.missing:
+                raise InputError("; ".join(run.missing))
+            page = report_page(run, iterations=options.iterations, title=options.title, progress=progress)
+    except (TraceError, MissingIterationError) as error:
         raise InputError(str(error)) from error
     except OSError as error:
         raise InputError(f"cannot read {error.filename or options.directory}: {error.strerror or error}") from error
@@ -55,6 +66,8 @@ def _run(options: argparse.Namespace) -> None:
         output.write_text(page, encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot write {output}: {error.strerror or error}; name another --output") from error
+    for sentence in run.missing:
+        print(f"missing: {sentence}", file=sys.stderr)
     print(output)
 
 

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from adaptra_megatron.cli.planning.inputs import InputError
+from adaptra_megatron.cli.planning.inputs import InputError, seconds
 from adaptra_megatron.telemetry.events import event_log
-from adaptra_megatron.telemetry.report.status import status_lines
+from adaptra_megatron.telemetry.report.status import Status, status_of
 from adaptra_megatron.telemetry.tracing import trace
 
 _DESCRIPTION = """\
@@ -29,19 +32,47 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("directory", type=Path, metavar="RUN", help="the run's --adaptra-trace-dir")
+    parser.add_argument(
+        "--follow", action="store_true", help="say it again and again, until the run has ended or is silent"
+    )
+    parser.add_argument("--json", action="store_true", help="one line of JSON (each time) instead of text")
+    parser.add_argument(
+        "--interval-s", type=seconds, default=5.0, metavar="SECONDS", help="from one time to the next (default: 5)"
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> None:
-    directory = options.directory
+    while True:
+        status = _status(options.directory)
+        if options.json:
+            text = json.dumps({**asdict(status), "to_do": status.to_do or ["nothing"]})
+        else:
+            text = "\n".join(status.lines())
+        clear = "\033[H\033[2J" if options.follow and not options.json and sys.stdout.isatty() else ""
+        print(f"{clear}{text}", flush=True)
+        if not options.follow or status.over:
+            return
+        time.sleep(options.interval_s)
+        if not options.json and not clear:
+            print()
+
+
+def _status(directory: Path) -> Status:
+    """What the log says now, as far as it can be read."""
+    damage: list[str] = []
     try:
-        events = event_log.read_events(directory)
+        events = event_log.read_events(directory, damage.append)
         files = (path for pattern in (event_log.FILE_PATTERN, trace.FILE_PATTERN) for path in directory.glob(pattern))
         written_s = max((path.stat().st_mtime for path in files), default=0.0)
-    except event_log.EventLogError as error:
-        raise InputError(str(error)) from error
     except OSError as error:
         raise InputError(f"cannot read {error.filename or directory}: {error.strerror or error}") from error
+    if not events and damage:
+        raise InputError(damage[0])
     if not events:
         raise InputError(f"no {event_log.FILE_PATTERN} in {directory}: name the --adaptra-trace-dir of a job")
-    print("\n".join(status_lines(events, time.time(), written_s)))
+    status = status_of(events, time.time(), written_s)
+    if not damage:
+        return status
+    lines = f"{len(damage)} line{'s' if len(damage) > 1 else ''} of the log cannot be read: {damage[0]}"
+    return replace(status, faults=[*status.faults, lines])

@@ -6,9 +6,13 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from statistics import median
 
 from adaptra_megatron.cli.planning.inputs import InputError, seconds
-from adaptra_megatron.telemetry.tracing.perfetto import merge_traces
+from adaptra_megatron.telemetry.events.event_log import read_events
+from adaptra_megatron.telemetry.report.event_rows import worth_a_row
+from adaptra_megatron.telemetry.report.event_wording import event_text
+from adaptra_megatron.telemetry.tracing.perfetto import Instant, merge_traces
 from adaptra_megatron.telemetry.tracing.trace import TraceError
 from adaptra_megatron.telemetry.tracing.trace_requests import RequestError, parse_request, request_directory
 
@@ -35,7 +39,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--timeout-s", type=seconds, default=60.0, metavar="SECONDS", help="longest wait for the job (default: 60)"
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: trace.json in RUN; .gz compresses")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="default: trace.json.gz in RUN; .gz compresses"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -45,7 +51,11 @@ def _run(options: argparse.Namespace) -> None:
         print("the job has read the request: once the iterations are over, run `adaptra trace` without --request")
         return
     try:
-        print(merge_traces(options.directory, options.output))
+        events = [found for found in read_events(options.directory, lambda _problem: None) if worth_a_row(found)]
+        instants = [Instant(found.stamp.monotonic_s, *event_text(found.event)) for found in events]
+        offsets_s = [found.stamp.wall_s - found.stamp.monotonic_s for found in events]
+        offset_s = median(offsets_s) if offsets_s else None
+        print(merge_traces(options.directory, options.output, instants=instants, wall_clock_offset_s=offset_s))
     except TraceError as error:
         raise InputError(str(error)) from error
     except OSError as error:

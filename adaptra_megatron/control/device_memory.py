@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from adaptra_megatron.control.memory import DeviceBytes, MemorySource
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.log import is_first_rank, logger_of
 
 logger = logger_of(__name__)
 
@@ -59,7 +59,7 @@ def memory_of(device: torch.device) -> MemorySource | None:
     if device.type != "cuda":
         return None
     settings = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    if "expandable_segments:True" not in settings:
+    if "expandable_segments:True" not in settings and is_first_rank():
         logger.info(
             "with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True less of a GPU's memory is lost to "
             "fragments, and fewer allocations wait for the whole GPU"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from adaptra_megatron.control.path_decider import PathDecider, PathPolicy
 from adaptra_megatron.control.routes.live_cells import LiveCellDecider
 from adaptra_megatron.control.routes.route_decider import RouteDecider, RoutePolicy
 from adaptra_megatron.detector.detector import Detector
-from adaptra_megatron.detector.findings import Estimates, Finding, State
+from adaptra_megatron.detector.findings import Estimates, Finding
 from adaptra_megatron.detector.samples import LinkId
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.schedule.costs import Costs
@@ -76,8 +75,7 @@ class PlanLeader:
         findings = [finding for measurements in rounds for finding in self._observe(measurements)]
         estimates, latest = self._detector.estimates(), rounds[-1]
         for finding in findings:
-            level = logging.INFO if finding.state is State.HEALTHY else logging.WARNING
-            logger.log(level, "%s", finding)
+            logger.debug("%s", finding)
             self._telemetry.log(_event(finding, estimates))
         self._caps = self._caps_for(latest[0].micro_batches)
         # A given plan has a number, too.

@@ -80,7 +80,7 @@ class PathDecider:
     def _tell(self, choices: Iterable[Choice], number: int) -> None:
         """Links are to take other paths from plan `number` on."""
         for choice in choices:
-            logger.info("%s", _in_words(choice))
+            logger.debug("%s", _in_words(choice))
             self._telemetry.log(
                 PathChosen(
                     number=number,

@@ -59,6 +59,7 @@ def make_telemetry(job: Job, chunks: int, config: AdaptraConfig, *, goes_on: boo
         stage=layout.cell.stage,
         replica=layout.cell.replica,
         leads=layout.rank == layout.leader,
+        decides_apart=layout.decides_apart,
         clock_offset_s=job.clock.first_offset_s,
     )
     start = RunStarted(

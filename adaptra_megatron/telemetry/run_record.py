@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from adaptra_megatron.telemetry.events.event_log import FILE_PATTERN as EVENT_FILES
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import (
     IterationsTimed,
@@ -19,9 +21,11 @@ from adaptra_megatron.telemetry.events.events import (
     StageDetection,
     StampedEvent,
 )
+from adaptra_megatron.telemetry.events.numbering import Numbering, renumbered
 from adaptra_megatron.telemetry.figures.metrics import iteration_span_s
 from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
-from adaptra_megatron.telemetry.tracing.trace import FILE_PATTERN, RankTrace, TraceError, read_trace, read_trace_header
+from adaptra_megatron.telemetry.run_files import Progress, cut_short, damaged, find_pipelines, read_pipelines
+from adaptra_megatron.telemetry.tracing.trace import FILE_PATTERN, RankTrace, TraceError
 
 MOST_FILES_TO_COMPARE = 256
 """Ranks up to which all traces are read to find the slowest pipeline; above, the first pipeline stands for all."""
@@ -34,7 +38,7 @@ class RunIteration:
     """One training iteration of one pipeline; without records where it was not traced."""
 
     number: int
-    """Number in the trace and in events: evaluations are counted."""
+    """Megatron's, where the log tells it; else that of the trace and of events, which count evaluations, too."""
     start_s: float
     """On the job's common clock; 0 of one that was not traced."""
     seconds: float
@@ -98,10 +102,16 @@ class RunRecord:
     iterations: tuple[RunIteration, ...]
     events: tuple[StampedEvent, ...]
     parts: tuple[Part, ...]
+    stage_count: int = 0
+    """Number of stages, where some of them left no trace."""
+    missing: tuple[str, ...] = ()
+    """What was not found or could not be read, in sentences."""
+    megatron_numbers: bool = False
+    """Whether numbers of iterations are those that Megatron prints."""
 
     @property
     def stages(self) -> int:
-        return len(self.ranks)
+        return self.stage_count or len(self.ranks)
 
     @property
     def traced(self) -> tuple[RunIteration, ...]:
@@ -109,36 +119,69 @@ class RunRecord:
         return tuple(iteration for iteration in self.iterations if iteration.traced)
 
 
-def read_run(directory: Path | str) -> RunRecord:
-    """Read the traces and events of a run.
+def read_run(directory: Path | str, progress: Progress | None = None) -> RunRecord:
+    """Read the traces and events of a run, as far as they are there; what is not is said in the result's `missing`.
 
     Ranks that share a stage are taken in order: the first of each stage are one pipeline, and so on, as Megatron places
-    them. Raises TraceError if nothing tells of a training iteration or a file is damaged, EventLogError for a damaged
-    event log, OSError if a file cannot be read.
+    them. Raises TraceError if there is neither a trace nor an event, OSError if a file cannot be read.
     """
     directory = Path(directory)
-    lanes = _pipelines(directory)
+    missing: list[str] = []
+    as_counted = _read_events(directory, missing)
+    found = find_pipelines(directory, as_counted)
+    lanes, events, numbering = found.lanes, renumbered(as_counted), Numbering(as_counted)
+    if not lanes and not events:
+        raise TraceError(
+            f"no {FILE_PATTERN} and no {EVENT_FILES} that can be read in {directory}: was the run started with "
+            f"--adaptra-trace-dir {directory}?{''.join(f' {each}' for each in found.missing)}"
+        )
     to_read = lanes if sum(map(len, lanes)) <= MOST_FILES_TO_COMPARE else lanes[:1]
-    candidates = [[read_trace(path) for path in lane] for lane in to_read]
-    events = read_events(directory)
-    traces = max(_longest_lived(candidates, events), key=_median_seconds)
-    decided_here = of_replica(traces[0].rank, events)
-    iterations = _with_times(_iterations(traces), decided_here)
-    if not iterations:
-        raise TraceError(f"no iteration that all stages have finished is in the trace of {directory}")
+    candidates, damage = read_pipelines(to_read, progress)
+    missing += [*found.missing, *damage]
+    traces: list[RankTrace] = max(_longest_lived(candidates, events), key=_median_seconds, default=[])
+    numbered = numbering.of if events else _numbered_by_traces(traces)
+    missing += cut_short(traces, numbered)
+    if traces and events and all(found.stamp.rank != traces[0].rank for found in events):
+        missing.append(f"rank {traces[0].rank} left no log: what was found and planned is not known")
+    decided_here = of_replica(traces[0].rank if traces else 0, events)
+    seen = _iterations(traces, found.stages)
+    seen = [replace(each, number=numbered(each.number)) for each in seen]
+    iterations = _with_times(seen, decided_here)
     return RunRecord(
         directory=directory,
         ranks=tuple(trace.rank for trace in traces),
-        pipelines=len(lanes),
+        pipelines=max(1, len(lanes)),
         iterations=tuple(iterations),
         events=tuple(events),
         parts=tuple(find_parts(iterations, decided_here)),
+        stage_count=found.stages,
+        missing=tuple(missing),
+        megatron_numbers=numbering.known or not events,
     )
+
+
+def _numbered_by_traces(traces: Sequence[RankTrace]) -> Callable[[int], int]:
+    """Numbers as if the processes that left `traces` had begun with Megatron's first iteration: no log tells."""
+    kinds: dict[int, set[str]] = defaultdict(set)
+    for trace in traces:
+        for record in trace.records:
+            kinds[record.iteration].add(record.kind)
+    evaluations = sorted(number for number, found in kinds.items() if not found & {"B", "I"})
+    return lambda iteration: iteration + 1 - bisect_left(evaluations, iteration)
+
+
+def _read_events(directory: Path, missing: list[str]) -> list[StampedEvent]:
+    """The log, by Megatron's or the process's numbers; what is wrong with it goes into `missing`."""
+    damage: dict[str, list[str]] = defaultdict(list)
+    events = read_events(directory, lambda problem: damage[problem.partition(", line ")[0]].append(problem))
+    for path, problems in sorted(damage.items()):
+        missing += damaged(Path(path), problems)
+    return events
 
 
 def _longest_lived(pipelines: list[list[RankTrace]], events: Sequence[StampedEvent]) -> list[list[RankTrace]]:
     """Those all of whose ranks took part for longest, where some have died; else all."""
-    if not any(isinstance(found.event, RanksLost) for found in events):
+    if not pipelines or not any(isinstance(found.event, RanksLost) for found in events):
         return pipelines
     lasts = [
         min(max((record.iteration for record in trace.records), default=-1) for trace in pipeline)
@@ -151,6 +194,8 @@ def _longest_lived(pipelines: list[list[RankTrace]], events: Sequence[StampedEve
 def find_parts(iterations: Sequence[RunIteration], events: Sequence[StampedEvent]) -> list[Part]:
     """Where a run changed: at detections, at switches, at another order of actions, at a step in iteration time."""
     changes: dict[int, list[StampedEvent]] = defaultdict(list)
+    if not iterations:
+        return []
     numbers = [iteration.number for iteration in iterations]
     for stamped in events:
         if isinstance(stamped.event, (LinkDetection, StageDetection, PlanSwitched, RanksLost)):
@@ -230,29 +275,14 @@ def _steps(before: Sequence[RunIteration], after: Sequence[RunIteration], alone:
     return min(ratios) > 1.0 + STEP or max(ratios) < 1.0 - STEP
 
 
-def _pipelines(directory: Path) -> list[list[Path]]:
-    """Paths of each pipeline's ranks, by stage."""
-    paths = sorted(directory.glob(FILE_PATTERN))
-    if not paths:
-        raise TraceError(f"no {FILE_PATTERN} in {directory}: was the run started with --adaptra-trace-dir {directory}?")
-    by_stage: dict[int, list[tuple[int, Path]]] = defaultdict(list)
-    for path in paths:
-        header = read_trace_header(path)
-        by_stage[header.stage].append((header.rank, path))
-    missing = set(range(1 + max(by_stage))) - set(by_stage)
-    if missing:
-        raise TraceError(f"{directory} has no trace of stages {sorted(missing)}: copy the files of all hosts into it")
-    in_order = [[path for _rank, path in sorted(by_stage[stage])] for stage in sorted(by_stage)]
-    return [list(lane) for lane in zip(*in_order, strict=False)]
-
-
 def _median_seconds(traces: Sequence[RankTrace]) -> float:
-    seconds = [iteration.seconds for iteration in _iterations(traces)]
+    seconds = [iteration.seconds for iteration in _iterations(traces, len(traces))]
     return median(seconds) if seconds else 0.0
 
 
-def _iterations(traces: Sequence[RankTrace]) -> list[RunIteration]:
-    """The training iterations that every stage has finished."""
+def _iterations(traces: Sequence[RankTrace], stages: int) -> list[RunIteration]:
+    """The training iterations, without records where not all of `stages` left any. One that only some stages have
+    finished, at the end, is left out: it runs, or ran when the job ended."""
     records: dict[int, dict[int, list[ActionRecord]]] = defaultdict(dict)
     arrivals: dict[int, list[ArrivalRecord]] = defaultdict(list)
     for trace in traces:
@@ -261,9 +291,11 @@ def _iterations(traces: Sequence[RankTrace]) -> list[RunIteration]:
         for arrival in trace.arrivals:
             arrivals[arrival.iteration].append(arrival)
     found = []
+    last = max(records, default=-1)
     for number, by_stage in sorted(records.items()):
         everything = tuple(record for stage in sorted(by_stage) for record in by_stage[stage])
-        if len(by_stage) < len(traces) or not any(record.kind in "BI" for record in everything):
+        whole = len(by_stage) == stages
+        if not any(record.kind in "BI" for record in everything) or (number == last and len(by_stage) < len(traces)):
             continue
         start_s, end_s = iteration_span_s(everything)
         found.append(
@@ -271,9 +303,9 @@ def _iterations(traces: Sequence[RankTrace]) -> list[RunIteration]:
                 number=number,
                 start_s=start_s,
                 seconds=end_s - start_s,
-                records=everything,
-                arrivals=tuple(arrivals[number]),
-                order=hash(tuple(record[1:5] for record in everything)),
+                records=everything if whole else (),
+                arrivals=tuple(arrivals[number]) if whole else (),
+                order=hash(tuple(record[1:5] for record in everything)) if whole else None,
             )
         )
     return found

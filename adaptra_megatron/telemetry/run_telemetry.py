@@ -14,9 +14,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from adaptra_megatron.telemetry.events.changes import IterationTimes, PathState, PathWatch, SwitchWatch
+from adaptra_megatron.telemetry.events.changes import (
+    IterationTimes,
+    LeaderWatch,
+    PathState,
+    PathWatch,
+    SwitchWatch,
+)
 from adaptra_megatron.telemetry.events.event_log import EventLog
-from adaptra_megatron.telemetry.events.events import Event, RunEnded, RunStarted
+from adaptra_megatron.telemetry.events.events import Event, LinkDetection, RunEnded, RunStarted, StageDetection
+from adaptra_megatron.telemetry.events.log_lines import RunLog
 from adaptra_megatron.telemetry.figures.prometheus import LOOPBACK, PrometheusEndpoint
 from adaptra_megatron.telemetry.figures.scalars import (
     JobFigures,
@@ -60,7 +67,18 @@ class Place:
     """Whether this rank decides on plans: of its replica, it alone logs switches; that of replica 0 takes requests for
     traces."""
     replica: int = 0
+    decides_apart: bool = False
+    """Whether replicas have plans of their own, each with a leading rank."""
     clock_offset_s: float = 0.0
+
+    @property
+    def word(self) -> str:
+        """What lines of the training's log begin with that are about this replica alone."""
+        return f"replica {self.replica}: " if self.decides_apart else ""
+
+
+REMEMBERED = 256
+"""Iterations whose numbers in Megatron are kept: findings name earlier ones."""
 
 
 class FiguresOfJob(Protocol):
@@ -80,13 +98,18 @@ class RunTelemetry:
         self._times = IterationTimes()
         self._iterations = 0
         self._running = -1
+        self._steps: dict[int, int] = {}
+        """Megatron's numbers of the latest iterations."""
+        self._leader = LeaderWatch(int(start.layout.get("stages", 1)))
+        self._found = False
+        """Whether something was found since the last iteration."""
+        self._said = RunLog(word=place.word, first=place.replica == 0) if place.leads else None
+        self._directory = settings.trace_dir
         self._job: FiguresOfJob | None = None
         self._scalars: ScalarWriters | None = None
         self._endpoint: PrometheusEndpoint | None = None
         if settings.prometheus_port is not None:
-            labels = {"rank": str(place.rank), "stage": str(place.stage)}
-            port = settings.prometheus_port and settings.prometheus_port + place.local_rank
-            self._endpoint = PrometheusEndpoint(port, settings.prometheus_address, labels=labels)
+            self._endpoint = _endpoint(settings.prometheus_port, settings.prometheus_address, place, start)
         self._events: EventLog | None = None
         self._traces: TraceWriter | None = None
         self._requested: RequestedTraces | None = None
@@ -110,6 +133,10 @@ class RunTelemetry:
         """Something happened, in the iteration that runs."""
         if self._events is not None:
             self._events.log(event)
+        if self._said is not None:
+            self._said.take(event)
+        self._found = self._found or isinstance(event, (LinkDetection, StageDetection))
+        self._leader.take(event)
 
     def requests(self) -> tuple[Iterations, ...]:
         """On the rank that takes them: which iterations to trace, new since the last call; to be sent to every rank."""
@@ -118,6 +145,8 @@ class RunTelemetry:
     def begin(self, iteration: int, requests: Sequence[Iterations] = (), job: FiguresOfJob | None = None) -> None:
         """Iteration `iteration` (evaluations count) begins; `requests` and `job` are what the leader sent for it."""
         self._running = iteration
+        self._steps[iteration] = megatron_step(self._iterations + 1)
+        self._steps.pop(iteration - REMEMBERED, None)
         if self._events is not None:
             self._events.iteration = iteration
         if self._requested is not None:
@@ -129,12 +158,15 @@ class RunTelemetry:
         if self._place.leads and not leads:
             self._log_times()
         self._place = replace(self._place, leads=leads)
+        self._said = self._said or RunLog(word=self._place.word) if leads else None
 
     def switch(self, number: int, *, predicted_s: float | None = None, before_predicted_s: float | None = None) -> None:
         """Plan `number` runs from this iteration on; said again, it changes nothing."""
         event = self._switches.switched(number, predicted_s=predicted_s, before_predicted_s=before_predicted_s)
         if event is not None and self._place.leads:
             self.log(event)
+        if self._said is not None:
+            self._said.say(self._running, self._numbered)
 
     def traced(
         self,
@@ -157,20 +189,30 @@ class RunTelemetry:
     ) -> None:
         """A training iteration is over. `links`: by peer, where there are two paths; failovers are counted here."""
         self._iterations += 1
+        if self._found:
+            self._found = False
+            self._switches.found()
         gain = self._switches.iteration(figures.iteration_s)
-        for event in (gain, self._times.add(self._running, figures.iteration_s)):
+        step = megatron_step(self._iterations)
+        for event in (gain, self._times.add(self._running, figures.iteration_s, step)):
             if event is not None and self._place.leads:
                 self.log(event)
         for change in self._paths.look(links or {}, delegate_starts):
             self.log(change)
         figures = replace(figures, failovers=self._paths.failovers)
         if self._endpoint is not None:
-            self._endpoint.show(self._iterations, figures, self._figures_of_job())
+            leader = self._leader.figures(self._switches.saved_s) if self._place.leads else None
+            self._endpoint.show(self._iterations, figures, self._figures_of_job(), leader)
         if self._scalars is None:
             self._scalars = megatron_writers()  # not before: they are made while Megatron initializes
-        step = megatron_step(self._iterations)
         if self._scalars.due(step):
             self._scalars.write(step, scalars(figures, self._figures_of_job()))
+
+    def _numbered(self, iteration: int) -> int:
+        """Megatron's number of one of the latest iterations; of an earlier one as if there had been no evaluation."""
+        first = next(iter(self._steps), 0)
+        known = max(iteration, first)
+        return self._steps.get(known, known + 1) - (known - iteration)
 
     def _log_times(self) -> None:
         if (times := self._times.rest()) is not None:
@@ -189,8 +231,27 @@ class RunTelemetry:
                 self._log_times()
             self.log(RunEnded(reason=reason))
             self._events.close()
+        if self._said is not None:
+            report = "" if self._directory is None else f"adaptra report {self._directory}"
+            self._said.say(self._running, self._numbered)
+            self._said.end(self._iterations, self._switches.saved_s, "" if error is None else reason, report)
+            self._said = None
         if self._traces is not None:
             self._traces.close()
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
+
+
+def _endpoint(first_port: int, address: str, place: Place, start: RunStarted) -> PrometheusEndpoint:
+    return PrometheusEndpoint(
+        first_port and first_port + place.local_rank,
+        address,
+        labels={"rank": str(place.rank), "stage": str(place.stage)},
+        job_labels={"replica": str(place.replica)},
+        info={
+            "version": start.versions.get("adaptra-megatron", ""),
+            "run": place.run,
+            "policy": str(start.config.get("policy", "")),
+        },
+    )

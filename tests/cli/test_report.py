@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 from support.made_up.runs import Iteration, write_events, write_replicas, write_run
+from support.played_schedules import played
 
 from adaptra_megatron.cli.main import main
+from adaptra_megatron.schedule.classic import one_f_one_b
+from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.telemetry.events.event_log import EventLog
 from adaptra_megatron.telemetry.events.events import (
     Fault,
@@ -29,8 +32,9 @@ from adaptra_megatron.telemetry.events.events import (
     RunStarted,
     SwitchMeasured,
 )
+from adaptra_megatron.telemetry.records import ArrivalRecord
 from adaptra_megatron.telemetry.report.wording import duration, percent
-from adaptra_megatron.telemetry.tracing.trace import trace_path
+from adaptra_megatron.telemetry.tracing.trace import TraceWriter, trace_path
 from adaptra_megatron.telemetry.tracing.trace_requests import RequestBox
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&"
@@ -151,7 +155,8 @@ def test_dead_cells_are_dead_in_the_grid_and_begin_a_part(tmp_path: Path) -> Non
     write_replicas(tmp_path, 3, [(LOST, 4)])
     text = " ".join(Page(report(tmp_path)).text.split())
     grid = "0 – – 3 ← replica 1 – 1 – dead 3 → replica 0 3 → replica 2 – 2 – – 3 ← replica 1 –"
-    assert f"Cells that live, since iteration 4 replica stage 0 stage 1 stage 2 {grid}" in text
+    caption = "Speed of each cell, and what flows from where to where"
+    assert f"Cells that live, since iteration 4 {caption} replica stage 0 stage 1 stage 2 {grid}" in text
     row = "1 of the ranks died, and 8 went on 750 ms later rank 4 (stage 1 on node7): exit status -9; dead cells: 1.1"
     assert re.search(re.escape(row) + r" \S+ s → \S+ s", text), "what an iteration took before and after"
 
@@ -230,7 +235,7 @@ def test_events_name_their_replica_where_there_are_several(tmp_path: Path, repli
     assert any(">replica<" in row for row in rows) is (replicas > 1)
     for rank in range(replicas):
         (row,) = (row for row in rows if f"fault of rank {rank}" in row)
-        assert re.findall(r'<td class="number">(\d*)</td>', row)[:2] == (
+        assert re.findall(r'<td class="number"[^>]*>(\d*)</td>', row)[:2] == (
             [str(rank), "2"] if replicas > 1 else ["2", ""]
         )
 
@@ -238,7 +243,7 @@ def test_events_name_their_replica_where_there_are_several(tmp_path: Path, repli
 def test_a_run_without_events_still_tells_its_story(tmp_path: Path) -> None:
     write_run(tmp_path, [Iteration()] * 4 + [Iteration(delay_s=2.0)] * 4)
     text = Page(report(tmp_path)).text
-    assert "From iteration 4 on messages of links 0→1 and 1→0 took 2.00 s" in text
+    assert "From iteration 5 on messages of links 0→1 and 1→0 took 2.00 s" in text, "as Megatron counts"
     assert "What happened" not in text
 
 
@@ -295,10 +300,76 @@ def test_damage_is_one_line(run_directory: Path, capsys: pytest.CaptureFixture[s
     assert main(["report", str(run_directory / "nothing")]) == 2
     assert "--adaptra-trace-dir" in capsys.readouterr().err
     trace_path(run_directory, 0).write_text("damage\n")
-    assert main(["report", str(run_directory)]) == 2
+    assert main(["report", str(run_directory), "--strict"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(run_directory), "--iterations", "a,b"])
+
+
+def test_what_comes_again_and_again_is_told_once(tmp_path: Path) -> None:
+    write_run(tmp_path, ([Iteration()] * 4 + [Iteration(delay_s=2.0)] * 2) * 6)
+    text = " ".join(Page(report(tmp_path)).text.split())
+    assert (
+        "6 times an iteration went from 24.0 s to 36.0 s, every 6 iterations, first in iteration 5, last in 35." in text
+    )
+    assert (
+        "5 times an iteration went from 36.0 s to 24.0 s, every 6 iterations, first in iteration 7, last in 31." in text
+    )
+    assert "smaller changes" not in text
+    assert "iterations 1–4 and 5 like them" in text
+    assert "iterations 5–6 and 4 like them" in text
+    assert "iterations 35–36 36.0 s" in text, "the last part is shown whatever it is like"
+
+
+def test_a_link_that_is_late_one_way_alone_is_not_called_slow_where_arrivals_are_not_known(tmp_path: Path) -> None:
+    """Stock's receives end with the sends that they are bound to, so the links beside a slow one look slow, too."""
+    page = report(one_way_slow(tmp_path / "stock", arrivals=False))
+    assert "slow link, at the end" not in Page(page).text.replace("0\nslow links", "")
+    assert " slow</td>" not in page
+    page = report(one_way_slow(tmp_path / "ours", arrivals=True))
+    assert page.count(" slow</td>") == 1
+
+
+def one_way_slow(directory: Path, *, arrivals: bool) -> Path:
+    """Messages from stage 0 to 1 take 2 s."""
+    costs = uniform_costs(
+        2,
+        4,
+        forward_s=1.0,
+        backward_input_s=2.0,
+        backward_weight_s=0.0,
+        links={(0, 1): LinkCost(latency_s=2.0)},
+    )
+    writers = [TraceWriter(directory, stage, stage) for stage in range(2)]
+    for number in range(4):
+        records = played(one_f_one_b(2, 4), costs, iteration=number, start_s=100.0 * number)
+        reached = [
+            ArrivalRecord(number, 0, 1, "F", 0, record.micro_batch, record.end_s + 2.0)
+            for record in records
+            if (record.stage, record.kind) == (0, "F") and arrivals
+        ]
+        for stage, writer in enumerate(writers):
+            writer.write(number, [each for each in records if each.stage == stage], reached if stage else [])
+    for writer in writers:
+        writer.close()
+    return directory
+
+
+def test_a_page_is_made_of_what_is_there_and_says_what_is_not(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace_path(run_directory, 1).write_text("")
+    text = Page(report(run_directory)).text
+    for sentence in ("rank-00001.jsonl is left out: ", "stage 1 left no trace: copy the files of all hosts"):
+        assert sentence in text
+        assert f"missing: {sentence}" in capsys.readouterr().err or sentence.startswith("stage")
+    assert "Made of what is there" in text
+    assert "Link 0→1 is slow (was healthy)" in text
+    for path in run_directory.glob("rank-*"):
+        path.unlink()
+    text = Page(report(run_directory)).text
+    assert "No iteration is known to have ended" in text
+    assert "Link 0→1 is slow (was healthy)" in text
 
 
 def test_a_request_is_left_for_the_job_and_taken_back_if_there_is_none(
@@ -334,6 +405,12 @@ def test_the_perfetto_trace_is_made_of_what_there_is(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out == f"{tmp_path / 'out.json'}\n"
     names = {event["name"] for event in json.loads((tmp_path / "out.json").read_text())["traceEvents"]}
     assert {"iteration 0", "iteration 1"} <= names
+    write_events(tmp_path, [(CHOICE, 1), (PlanSwitched(number=1, before=0), 1)])
+    assert main(["trace", str(tmp_path), "-o", str(tmp_path / "out.json")]) == 0
+    document = json.loads((tmp_path / "out.json").read_text())
+    shown = [event["name"] for event in document["traceEvents"] if event["ph"] == "i"]
+    assert "Plan 1 runs instead of the first order" in shown
+    assert document["baseTimeNanoseconds"] == 100 * 10**9, "the clock of made-up logs begins with that of the records"
 
 
 @pytest.mark.parametrize(

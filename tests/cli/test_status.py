@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -132,3 +134,38 @@ def test_a_directory_without_a_log_is_refused(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "events-00000.jsonl").write_text("{\n")
     assert main(["status", str(tmp_path)]) == 2
     assert "line 1: no JSON" in capsys.readouterr().err
+
+
+def test_a_line_that_cannot_be_read_hides_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_events(tmp_path, [(HEALTHY, 9)], ended=False)
+    (tmp_path / "events-00001.jsonl").write_text("damage\n")
+    said = status(tmp_path, capsys)
+    assert "2.00 s each" in said["speed"][0]
+    assert said["faults"][0].startswith("1 line of the log cannot be read: ")
+
+
+def test_iterations_have_the_numbers_that_megatron_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_events(tmp_path, [(replace(HEALTHY, step=501), 9), (SLOW_LINK, 6)], ended=False)
+    said = status(tmp_path, capsys)
+    assert said["speed"][0].startswith("iteration 510, ")
+    assert said["slow"] == ["link 0→1 is slow since iteration 505: 80 ms"]
+
+
+def test_programs_get_a_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_events(tmp_path, [(HEALTHY, 9), (SLOW_LINK, 6)], ended=False)
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert (found["state"], found["iteration"], found["iteration_s"]) == ("runs", 9, 2.0)
+    assert found["slow"] == ["link 0→1 is slow since iteration 4: 80 ms"]
+
+
+def test_following_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_events(tmp_path, [(HEALTHY, 9)], ended=False)
+    ender = threading.Timer(0.3, write_events, (tmp_path, [(HEALTHY, 9)]))
+    ender.start()
+    assert main(["status", str(tmp_path), "--follow", "--interval-s", "0.1", "--json"]) == 0
+    ender.join()
+    states = [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()]
+    assert len(states) > 1
+    assert states == ["runs"] * (len(states) - 1) + ["failed"]

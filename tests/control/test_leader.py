@@ -41,7 +41,7 @@ def test_observing_says_what_is_found_and_keeps_what_runs(
     caplog: pytest.LogCaptureFixture, telemetry: RunTelemetry, tmp_path: Path
 ) -> None:
     leader, job = PlanLeader(PlanBook(AdaptraConfig(policy="observe"), FOUR), telemetry), MeasuredJob()
-    with caplog.at_level(logging.INFO, logger="adaptra_megatron"):
+    with caplog.at_level(logging.DEBUG, logger="adaptra_megatron"):
         for latency_s in (9.0, 0.1, 0.1, 0.1, 0.1, 2.0, 2.0):  # the first iteration is not representative
             decision = leader.decide([job.measure(latency_s)])
             assert (decision.number, decision.order) == (0, None)

@@ -101,7 +101,7 @@ def test_a_rank_that_leads_from_now_on_has_the_times_that_the_dead_one_took_with
         telemetry.trained(figures(0.5))
     telemetry.close()
     told = [found.event for found in read_events(tmp_path) if isinstance(found.event, IterationsTimed)]
-    assert told == [IterationsTimed(first=0, seconds=[0.5] * 3)]
+    assert told == [IterationsTimed(first=0, seconds=[0.5] * 3, step=1)]
 
 
 def test_changes_of_path_are_failovers_only_if_a_session_was_lost() -> None:

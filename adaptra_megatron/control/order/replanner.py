@@ -86,7 +86,7 @@ class Replanner:
         if not adopted:
             logger.debug("plan kept: %.1f ms, best %.1f ms; %s", now_s * 1e3, candidate.makespan_s * 1e3, reason)
             return None, made
-        logger.info(
+        logger.debug(
             "new plan: %.1f ms instead of %.1f ms, lower bound %.1f ms; %s; %s",
             candidate.makespan_s * 1e3,
             now_s * 1e3,

@@ -149,7 +149,7 @@ class RouteDecider:
         self._gain_s = None
         reason = "no cell straggles any more: every micro-batch stays in its replica"
         context.change([reason])
-        logger.info("%s", reason)
+        logger.debug("%s", reason)
         self._telemetry.log(RoutesChosen(number=context.number + 1, reason=reason))
         return Routing(0, micro_batches)
 
@@ -169,7 +169,7 @@ def announce(
     context.change([reason])
     context.forecast = Forecast(planned_s, present_s)
     instead = "" if present_s is None else f" instead of {1e3 * present_s:.1f} ms"
-    logger.info("%s: %.1f ms an iteration%s, lower bound %.1f ms", reason, 1e3 * planned_s, instead, 1e3 * bound_s)
+    logger.debug("%s: %.1f ms an iteration%s, lower bound %.1f ms", reason, 1e3 * planned_s, instead, 1e3 * bound_s)
     telemetry.log(
         RoutesChosen(
             number=context.number + 1,

@@ -15,6 +15,7 @@ device that waits for ever ends with the watchdog's error.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections import defaultdict, deque
@@ -36,6 +37,7 @@ from adaptra_megatron.runtime.execution.inbox import Inbox
 from adaptra_megatron.runtime.execution.program import Program, Step
 from adaptra_megatron.schedule.simulator import peak_in_flight
 from adaptra_megatron.schedule.transfers.messages import Message
+from adaptra_megatron.sparing_log import SparingLog
 from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
 from adaptra_megatron.transport.messages import Transport
 from adaptra_megatron.transport.paths import Path
@@ -76,6 +78,7 @@ class Dispatcher:
         self._on_gpu = device.type == "cuda"
         self._pace = _GpuPace() if self._on_gpu else _Pace()
         self._patience_s = 0.0
+        self._said = SparingLog(logger, most_in_a_row=2)
         self._online_for: str | None = None
         """Why the latest iteration was dispatched online."""
         self._jitter: dict[int, ArrivalJitter] = defaultdict(ArrivalJitter)
@@ -144,10 +147,11 @@ class Dispatcher:
         return f"messages of stage {' and '.join(unsteady)} arrive at irregular times" if unsteady else None
 
     def _tell(self, stage: int, reason: str | None) -> None:
+        level = logging.INFO if self._ranks[0] == 0 else logging.DEBUG  # one pipeline speaks for all that are alike
         if reason is not None and self._online_for is None:
-            logger.info("stage %d: switching to online dispatch: %s", stage, reason)
+            self._said.log(level, "stage %d: switching to online dispatch: %s", stage, reason)
         elif reason is None and self._online_for is not None:
-            logger.info("stage %d runs its plan again", stage)
+            self._said.log(level, "stage %d runs its plan again", stage)
         self._online_for = reason
 
     def _sees(self, peers: Sequence[int]) -> bool:

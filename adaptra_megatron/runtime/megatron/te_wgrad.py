@@ -12,6 +12,7 @@ Nothing here imports Transformer Engine: layers of it exist only where another i
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections import Counter
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.log import is_first_rank, logger_of
 from adaptra_megatron.runtime.megatron.linear_wgrad import WeightGradientQueue
 
 logger = logger_of(__name__)
@@ -134,7 +135,9 @@ class EngineLayers:
             self._layers.append(layer)
             split[base.__name__] += 1
         if split or whole:
-            logger.info("backwards of Transformer Engine's layers: split %s; whole %s", _listed(split), _listed(whole))
+            level = logging.INFO if is_first_rank() else logging.DEBUG
+            text = "backwards of Transformer Engine's layers: split %s; whole %s"
+            logger.log(level, text, _listed(split), _listed(whole))
 
     def restore(self) -> None:
         """Give every layer its own store back."""

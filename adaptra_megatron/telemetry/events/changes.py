@@ -8,7 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from adaptra_megatron.telemetry.events.events import Fault, IterationsTimed, PathChanged, PlanSwitched, SwitchMeasured
+from adaptra_megatron.telemetry.events.events import (
+    Event,
+    Fault,
+    IterationsTimed,
+    PathChanged,
+    PlanMade,
+    PlanSwitched,
+    StageDetection,
+    SwitchMeasured,
+)
+from adaptra_megatron.telemetry.figures.scalars import LeaderFigures
 
 MEASURED_OVER = 3
 """Iterations before and after a switch whose medians are compared: one odd iteration among them changes nothing."""
@@ -25,6 +35,15 @@ class SwitchWatch:
         self._number = 0
         self._before_s: float | None = None
         self._after_s: list[float] = []
+        self._forecast_s: float | None = None
+        self._gain_s = 0.0
+        self.saved_s = 0.0
+        """What the switches have gained so far, about: of each iteration what both its forecast and its measurement
+        promise, until the next switch or finding."""
+
+    def found(self) -> None:
+        """Something else has changed: what iterations take is not the latest switch's gain any more."""
+        self._gain_s = 0.0
 
     def switched(
         self, number: int, *, predicted_s: float | None = None, before_predicted_s: float | None = None
@@ -40,23 +59,62 @@ class SwitchWatch:
             before_measured_s=median(self._recent_s) if self._recent_s else None,
         )
         self._number, self._before_s, self._after_s = number, event.before_measured_s, []
+        self._gain_s = 0.0
+        self._forecast_s = None
+        if predicted_s is not None and before_predicted_s is not None:
+            self._forecast_s = before_predicted_s - predicted_s
         self._recent_s.clear()
         return event
 
     def iteration(self, seconds: float) -> SwitchMeasured | None:
         """An iteration took `seconds`. Returns what the latest switch gained, once there are iterations enough."""
         self._recent_s.append(seconds)
+        self.saved_s += self._gain_s
         if self._before_s is None:
             return None
         self._after_s.append(seconds)
         if len(self._after_s) < MEASURED_OVER:
             return None
         before_s, self._before_s = self._before_s, None
+        after_s = median(self._after_s)
+        gain_s = before_s - after_s
+        self._gain_s = max(0.0, gain_s if self._forecast_s is None else min(gain_s, self._forecast_s))
+        self.saved_s += MEASURED_OVER * self._gain_s
         return SwitchMeasured(
             number=self._number,
             before_measured_s=before_s,
-            after_measured_s=median(self._after_s),
+            after_measured_s=after_s,
             iterations=MEASURED_OVER,
+        )
+
+
+class LeaderWatch:
+    """What the leader's events say of the plan in force and of stages. `take` is for any thread."""
+
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
+        self._plan: PlanMade | None = None
+        self._slow: dict[tuple[int, int | None], str] = {}
+        """By stage and pipeline, those that are not healthy."""
+
+    def take(self, event: Event) -> None:
+        """Learn from `event`."""
+        if isinstance(event, PlanMade):
+            self._plan = event
+        elif isinstance(event, StageDetection):
+            slow = {place: state for place, state in self._slow.items() if place != (event.stage, event.pipeline)}
+            if event.after != "healthy":
+                slow[event.stage, event.pipeline] = event.after
+            self._slow = slow  # replaced, not changed: another thread may be reading it
+
+    def figures(self, saved_s: float) -> LeaderFigures:
+        """For Prometheus. `saved_s`: see SwitchWatch."""
+        plan, states = self._plan, {stage: state for (stage, _pipeline), state in self._slow.items()}
+        return LeaderFigures(
+            predicted_s=None if plan is None else plan.predicted_s,
+            lower_bound_s=None if plan is None else plan.lower_bound_s,
+            saved_s=saved_s,
+            stage_states=[states.get(stage, "healthy") for stage in range(self._stages)],
         )
 
 
@@ -65,23 +123,25 @@ class IterationTimes:
 
     def __init__(self) -> None:
         self._first = 0
+        self._step: int | None = None
         self._seconds: list[float] = []
 
-    def add(self, iteration: int, seconds: float) -> IterationsTimed | None:
-        """`iteration` took `seconds`. Returns what is to be told now: a full batch, or what does not go on here."""
+    def add(self, iteration: int, seconds: float, step: int | None = None) -> IterationsTimed | None:
+        """`iteration` took `seconds`; `step`: Megatron's number of it. Returns what is to be told now: a full batch, or
+        what does not go on here."""
         told = None
         due = len(self._seconds) >= TOLD_AT_ONCE or sum(self._seconds) >= TOLD_AFTER_S
         if iteration != self._first + len(self._seconds) or due:
             told = self.rest()
         if not self._seconds:
-            self._first = iteration
+            self._first, self._step = iteration, step
         self._seconds.append(round(seconds, 6))
         return told
 
     def rest(self) -> IterationsTimed | None:
         """Changes that have not been logged yet."""
         seconds, self._seconds = self._seconds, []
-        return IterationsTimed(first=self._first, seconds=seconds) if seconds else None
+        return IterationsTimed(first=self._first, seconds=seconds, step=self._step) if seconds else None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -179,15 +179,16 @@ class EventLog:
         return StampedEvent(stamp=stamp, event=event)
 
 
-def read_events(directory: Path | str) -> list[StampedEvent]:
+def read_events(directory: Path | str, damage: Callable[[str], object] | None = None) -> list[StampedEvent]:
     """The events of all ranks of the latest run in `directory`, by time; empty if there are none.
 
-    A last line that its rank could not finish is left out. Raises EventLogError for anything else that is no event,
-    OSError if a file cannot be read.
+    A last line that its rank could not finish is left out; and, where `damage` is there to be told what is wrong with
+    them, all lines that are no event. Raises EventLogError for anything else that is no event, OSError if a file cannot
+    be read.
     """
     found: dict[tuple[str, int, int], StampedEvent] = {}
     for path in sorted(Path(directory).glob(FILE_PATTERN)):
-        for stamped in read_event_file(path):
+        for stamped in read_event_file(path, damage):
             stamp = stamped.stamp
             found[stamp.run, stamp.rank, stamp.sequence] = stamped
     starts = [stamped.stamp for stamped in found.values() if isinstance(stamped.event, RunStarted)]
@@ -198,14 +199,17 @@ def read_events(directory: Path | str) -> list[StampedEvent]:
     return sorted(events, key=lambda stamped: (stamped.stamp.monotonic_s, stamped.stamp.rank, stamped.stamp.sequence))
 
 
-def read_event_file(path: Path) -> Iterator[StampedEvent]:
-    """The events of one file, of all runs in it. Raises as `read_events`."""
+def read_event_file(path: Path, damage: Callable[[str], object] | None = None) -> Iterator[StampedEvent]:
+    """The events of one file, of all runs in it. `damage`, and what is raised: as `read_events`."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     for number, line in enumerate(lines, start=1):
         try:
             yield decode(line)
         except EventError as error:
-            raise EventLogError(f"{path}, line {number}: {error}") from error
+            problem = f"{path}, line {number}: {error}"
+            if damage is None:
+                raise EventLogError(problem) from error
+            damage(problem)
 
 
 def _line(stamped: StampedEvent) -> bytes:

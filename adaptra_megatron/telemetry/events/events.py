@@ -194,6 +194,8 @@ class IterationsTimed:
     first: int
     """Iteration of the first one."""
     seconds: Sequence[float]
+    step: int | None = None
+    """Megatron's number of the first one, from 1 and over restarts; the others follow without a gap."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from adaptra_megatron.telemetry.figures.scalars import JobFigures, LossFigures, RankFigures, RouteFigures
+from adaptra_megatron.telemetry.figures.scalars import JobFigures, LeaderFigures, LossFigures, RankFigures
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -20,6 +20,66 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 _Values = Mapping[tuple[str, ...], float]
 """By the values of a metric's own labels."""
+
+
+class Described(NamedTuple):
+    """One metric."""
+
+    meaning: str
+    labels: tuple[str, ...] = ()
+    """Its own; beside them, those of the endpoint."""
+    counter: bool = False
+    """Counters are served with `_total` behind their name; all others are gauges."""
+    of_job: bool = False
+    """Served by the leading rank of a replica alone, and labelled with that replica instead of rank and stage."""
+
+
+_LINK, _CELL, _STAGE = ("from", "to"), ("of_replica", "of_stage"), ("of_stage",)
+
+METRICS: Mapping[str, Described] = {
+    "adaptra_info": Described("1; its labels say what runs.", ("version", "run", "policy")),
+    "adaptra_iterations": Described("Training iterations done.", counter=True),
+    "adaptra_iteration_seconds": Described("Duration of the last iteration."),
+    "adaptra_peak_in_flight": Described("Most activations held at once."),
+    "adaptra_plan_number": Described("The plan that runs; 0 is stock's order."),
+    "adaptra_failovers": Described("Links that changed path because one failed.", counter=True),
+    "adaptra_messages": Described("Messages sent.", ("path",), counter=True),
+    "adaptra_dead_cells": Described("Cells that have died so far."),
+    "adaptra_ranks_lost": Described("Ranks that take no part any more."),
+    "adaptra_cell_dead": Described("1 for a cell that has died.", _CELL),
+    "adaptra_loss_seconds": Described(
+        "From when a loss was seen until what was under way had been done again.", ("epoch",)
+    ),
+    "adaptra_bubble_ratio": Described("Idle part of an iteration, 0..1, mean over the stages.", of_job=True),
+    "adaptra_predicted_seconds": Described("An iteration as the plan in force predicts it.", of_job=True),
+    "adaptra_lower_bound_seconds": Described("Proven least time of an iteration at the plan's costs.", of_job=True),
+    "adaptra_saved_seconds": Described(
+        "Saved by switches of plans, about: what both forecast and measurement promise.", counter=True, of_job=True
+    ),
+    "adaptra_stage_state": Described("1 for the state a stage is in.", (*_STAGE, "state"), of_job=True),
+    "adaptra_link_latency_seconds": Described("Estimated one-way latency.", _LINK, of_job=True),
+    "adaptra_link_bandwidth_bytes_per_second": Described("Estimated bandwidth.", _LINK, of_job=True),
+    "adaptra_link_state": Described("1 for the state a link is in.", (*_LINK, "state"), of_job=True),
+    "adaptra_activation_bytes": Described("What one activation takes.", _STAGE, of_job=True),
+    "adaptra_free_bytes": Described("Left when the stage held most.", _STAGE, of_job=True),
+    "adaptra_activation_cap": Described("Activations a stage may hold.", _STAGE, of_job=True),
+    "adaptra_cell_speed_ratio": Described("Speed of a cell beside the fastest of its stage, 0..1.", _CELL, of_job=True),
+    "adaptra_cell_micro_batches_given": Described("Computed by other replicas, in an iteration.", _CELL, of_job=True),
+    "adaptra_cell_micro_batches_taken": Described("Computed for other replicas, in an iteration.", _CELL, of_job=True),
+    "adaptra_routes_predicted_gain_seconds": Described("Saved of an iteration by the present routes.", of_job=True),
+}
+"""By name. Names and labels are an interface: add, never rename."""
+
+_MEMORY = {
+    "adaptra_activation_bytes": "activation_nbytes",
+    "adaptra_free_bytes": "free_nbytes",
+    "adaptra_activation_cap": "cap",
+}
+_CELLS = {
+    "adaptra_cell_speed_ratio": "speed",
+    "adaptra_cell_micro_batches_given": "given",
+    "adaptra_cell_micro_batches_taken": "taken",
+}
 
 
 class PrometheusError(RuntimeError):
@@ -31,20 +91,31 @@ class _Snapshot:
     iterations: int
     rank: RankFigures
     job: JobFigures
+    leader: LeaderFigures | None
 
 
 class PrometheusEndpoint:
     """Serves what `show` was last given at http://ADDRESS:PORT/metrics, from a thread of its own."""
 
-    def __init__(self, port: int, address: str = LOOPBACK, *, labels: Mapping[str, str] | None = None) -> None:
-        """`port` 0 takes any free one. `labels` are on every metric, such as rank and stage. Raises PrometheusError."""
+    def __init__(
+        self,
+        port: int,
+        address: str = LOOPBACK,
+        *,
+        labels: Mapping[str, str] | None = None,
+        job_labels: Mapping[str, str] | None = None,
+        info: Mapping[str, str] | None = None,
+    ) -> None:
+        """`port` 0 takes any free one. `labels` are on metrics of the rank, such as rank and stage, `job_labels` on
+        those of the job. `info`: values of the labels of `adaptra_info`. Raises PrometheusError."""
         try:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError as error:
             raise PrometheusError(
                 "a Prometheus port needs the package prometheus-client: pip install 'adaptra-megatron[metrics]'"
             ) from error
-        self._labels = dict(labels or {})
+        self._labels, self._job_labels = dict(labels or {}), dict(job_labels or {})
+        self._info = {name: (info or {}).get(name, "") for name in METRICS["adaptra_info"].labels}
         self._snapshot: _Snapshot | None = None
         registry = CollectorRegistry()
         registry.register(self)
@@ -61,10 +132,18 @@ class PrometheusEndpoint:
         """Port that the server listens on."""
         return int(self._server.server_port)
 
-    def show(self, iterations: int, rank: RankFigures, job: JobFigures | None = None) -> None:
-        """Serve these from now on; `iterations`: how many are done. Keeps the job's figures where there are no new."""
+    def show(
+        self,
+        iterations: int,
+        rank: RankFigures,
+        job: JobFigures | None = None,
+        leader: LeaderFigures | None = None,
+    ) -> None:
+        """Serve these from now on; `iterations`: how many are done. Keeps the job's figures where there are no new;
+        serves them on a rank that leads, which has `leader`."""
         kept = self._snapshot.job if self._snapshot is not None else JobFigures()
-        self._snapshot = _Snapshot(iterations=iterations, rank=rank, job=kept if job is None else job)
+        shown = kept if job is None else job
+        self._snapshot = _Snapshot(iterations=iterations, rank=rank, job=shown, leader=leader)
 
     def close(self) -> None:
         """Stop serving. May be called twice."""
@@ -73,82 +152,69 @@ class PrometheusEndpoint:
         self._thread.join(timeout=5.0)
 
     def collect(self) -> Iterator[Metric]:
-        """What prometheus_client asks for at each request. Names of metrics are an interface: add, never rename."""
+        """What prometheus_client asks for at each request."""
         snapshot = self._snapshot
         if snapshot is None:
             return
-        rank, job = snapshot.rank, snapshot.job
-        counter, gauge = self._counter, self._gauge
-        yield counter("adaptra_iterations", "Training iterations done.", {(): snapshot.iterations})
-        yield gauge("adaptra_iteration_seconds", "Duration of the last iteration.", {(): rank.iteration_s})
-        yield gauge("adaptra_peak_in_flight", "Most activations held at once.", {(): rank.peak_in_flight})
-        yield gauge("adaptra_plan_number", "The plan that runs; 0 is stock's order.", {(): rank.plan_number})
-        yield counter("adaptra_failovers", "Links that changed path because one failed.", {(): rank.failovers})
-        sent: _Values = {(path,): count for path, count in rank.messages_by_path.items()}
-        yield counter("adaptra_messages", "Messages sent.", sent, ("path",))
+        rank = snapshot.rank
+        yield self._metric("adaptra_info", {tuple(self._info.values()): 1.0})
+        yield self._metric("adaptra_iterations", {(): snapshot.iterations})
+        yield self._metric("adaptra_iteration_seconds", {(): rank.iteration_s})
+        yield self._metric("adaptra_peak_in_flight", {(): rank.peak_in_flight})
+        yield self._metric("adaptra_plan_number", {(): rank.plan_number})
+        yield self._metric("adaptra_failovers", {(): rank.failovers})
+        yield self._metric("adaptra_messages", {(path,): count for path, count in rank.messages_by_path.items()})
         if rank.lost is not None:
             yield from self._lost(rank.lost)
+        if snapshot.leader is not None:
+            yield from self._of_job(snapshot.job)
+            yield from self._of_leader(snapshot.leader)
+
+    def _of_job(self, job: JobFigures) -> Iterator[Metric]:
+        """What all ranks' measurements say, by the rank that leads."""
         if job.bubble_fraction is not None:
-            yield gauge("adaptra_bubble_ratio", "Idle part of an iteration, 0..1.", {(): job.bubble_fraction})
+            yield self._metric("adaptra_bubble_ratio", {(): job.bubble_fraction})
         ends = {(str(source), str(target)): link for (source, target), link in job.links.items()}
-        latencies: _Values = {pair: link.latency_s for pair, link in ends.items()}
-        yield gauge("adaptra_link_latency_seconds", "Estimated one-way latency.", latencies, ("from", "to"))
+        yield self._metric("adaptra_link_latency_seconds", {pair: link.latency_s for pair, link in ends.items()})
         known: _Values = {
             pair: link.bandwidth_bytes_s for pair, link in ends.items() if link.bandwidth_bytes_s is not None
         }
-        yield gauge("adaptra_link_bandwidth_bytes_per_second", "Estimated bandwidth.", known, ("from", "to"))
-        states: _Values = {(*pair, link.state): 1.0 for pair, link in ends.items()}
-        yield gauge("adaptra_link_state", "1 for the state a link is in.", states, ("from", "to", "state"))
-        yield from self._memory(job)
+        yield self._metric("adaptra_link_bandwidth_bytes_per_second", known)
+        yield self._metric("adaptra_link_state", {(*pair, link.state): 1.0 for pair, link in ends.items()})
+        for name, field in _MEMORY.items():
+            values: _Values = {(str(stage),): getattr(memory, field) for stage, memory in sorted(job.memory.items())}
+            yield self._metric(name, values)
         if job.routes is not None:
-            yield from self._routes(job.routes)
+            for name, field in _CELLS.items():
+                cells = job.routes.cells.items()
+                yield self._metric(name, {tuple(map(str, place)): getattr(cell, field) for place, cell in cells})
+            if (gain_s := job.routes.predicted_gain_s) is not None:
+                yield self._metric("adaptra_routes_predicted_gain_seconds", {(): gain_s})
+
+    def _of_leader(self, leader: LeaderFigures) -> Iterator[Metric]:
+        """What the plan promises and has brought, and what the detector says of stages."""
+        if leader.predicted_s is not None:
+            yield self._metric("adaptra_predicted_seconds", {(): leader.predicted_s})
+        if leader.lower_bound_s is not None:
+            yield self._metric("adaptra_lower_bound_seconds", {(): leader.lower_bound_s})
+        yield self._metric("adaptra_saved_seconds", {(): leader.saved_s})
+        states: _Values = {(str(stage), state): 1.0 for stage, state in enumerate(leader.stage_states)}
+        yield self._metric("adaptra_stage_state", states)
 
     def _lost(self, lost: LossFigures) -> Iterator[Metric]:
         """Ranks and cells that have died, and what that cost."""
-        yield self._gauge("adaptra_dead_cells", "Cells that have died so far.", {(): len(lost.dead_cells)})
-        yield self._gauge("adaptra_ranks_lost", "Ranks that take no part any more.", {(): lost.ranks})
-        dead: _Values = {tuple(map(str, cell)): 1.0 for cell in lost.dead_cells}
-        yield self._gauge("adaptra_cell_dead", "1 for a cell that has died.", dead, ("of_replica", "of_stage"))
-        seconds: _Values = {(str(epoch),): each for epoch, each in lost.seconds.items()}
-        help_text = "From when a loss was seen until what was under way had been done again."
-        yield self._gauge("adaptra_loss_seconds", help_text, seconds, ("epoch",))
+        yield self._metric("adaptra_dead_cells", {(): len(lost.dead_cells)})
+        yield self._metric("adaptra_ranks_lost", {(): lost.ranks})
+        yield self._metric("adaptra_cell_dead", {tuple(map(str, cell)): 1.0 for cell in lost.dead_cells})
+        yield self._metric("adaptra_loss_seconds", {(str(epoch),): each for epoch, each in lost.seconds.items()})
 
-    def _memory(self, job: JobFigures) -> Iterator[Metric]:
-        """Memory of the stages where it is measured."""
-        figures = (
-            ("adaptra_activation_bytes", "What one activation takes.", "activation_nbytes"),
-            ("adaptra_free_bytes", "Left when the stage held most.", "free_nbytes"),
-            ("adaptra_activation_cap", "Activations a stage may hold.", "cap"),
-        )
-        for name, help_text, field in figures:
-            values: _Values = {(str(stage),): getattr(memory, field) for stage, memory in sorted(job.memory.items())}
-            yield self._gauge(name, help_text, values, ("of_stage",))
+    def _metric(self, name: str, values: _Values) -> Metric:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    def _routes(self, routes: RouteFigures) -> Iterator[Metric]:
-        """Speeds of cells, and the micro-batches that pass a stage at another replica's."""
-        figures = (
-            ("adaptra_cell_speed_ratio", "Speed of a cell beside the fastest of its stage, 0..1.", "speed"),
-            ("adaptra_cell_micro_batches_given", "Computed by other replicas, in an iteration.", "given"),
-            ("adaptra_cell_micro_batches_taken", "Computed for other replicas, in an iteration.", "taken"),
-        )
-        for name, help_text, field in figures:
-            values: _Values = {tuple(map(str, place)): getattr(cell, field) for place, cell in routes.cells.items()}
-            yield self._gauge(name, help_text, values, ("of_replica", "of_stage"))
-        if (gain_s := routes.predicted_gain_s) is not None:
-            yield self._gauge("adaptra_routes_predicted_gain_seconds", "Saved of an iteration.", {(): gain_s})
-
-    def _gauge(self, name: str, help_text: str, values: _Values, labels: tuple[str, ...] = ()) -> Metric:
-        from prometheus_client.core import GaugeMetricFamily
-
-        family = GaugeMetricFamily(name, help_text, labels=(*self._labels, *labels))
-        for own, value in values.items():
-            family.add_metric((*self._labels.values(), *own), value)
-        return family
-
-    def _counter(self, name: str, help_text: str, values: _Values, labels: tuple[str, ...] = ()) -> Metric:
-        from prometheus_client.core import CounterMetricFamily
-
-        family = CounterMetricFamily(name, help_text, labels=(*self._labels, *labels))
-        for own, value in values.items():
-            family.add_metric((*self._labels.values(), *own), value)
+        described = METRICS[name]
+        own = self._job_labels if described.of_job else self._labels
+        family_type = CounterMetricFamily if described.counter else GaugeMetricFamily
+        family = family_type(name, described.meaning, labels=(*own, *described.labels))
+        for labels, value in values.items():
+            family.add_metric((*own.values(), *labels), value)
         return family

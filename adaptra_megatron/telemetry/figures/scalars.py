@@ -8,7 +8,7 @@ the job's travel apart: the leader sends `JobFigures` along with its decisions, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -89,6 +89,20 @@ class LossFigures:
     """Number of ranks that take no part any more: those of all dead cells."""
     seconds: Mapping[int, float] = field(default_factory=dict)
     """By epoch, from when a loss was seen until what was under way had been done again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderFigures:
+    """What the leading rank of a replica knows of its plans and findings."""
+
+    predicted_s: float | None = None
+    """Seconds of an iteration under the plan in force, as predicted; None before the first plan."""
+    lower_bound_s: float | None = None
+    """Proven least seconds, at the same costs."""
+    saved_s: float = 0.0
+    """What switches of plans have saved since the start of the run, about."""
+    stage_states: Sequence[str] = ()
+    """By stage: "healthy" or "slow", the worst of its lanes."""
 
 
 @dataclass(frozen=True, kw_only=True)

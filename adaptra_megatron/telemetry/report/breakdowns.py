@@ -39,7 +39,8 @@ class Bar(NamedTuple):
 
 def part_bar(finding: PartFinding) -> Bar:
     """An iteration of one part of the run, marked where it would end without a link's delay."""
-    name = f"iterations {span(finding.part)}"
+    alike = f" and {finding.alike} like them" if finding.alike else ""
+    name = f"iterations {span(finding.part)}{alike}"
     text = f"{duration(finding.seconds)}, idle {percent(finding.idle_share)}"
     pair = min(finding.without, key=lambda pair: finding.without[pair], default=None)
     if pair is None or finding.without[pair] >= (1.0 - WORTH_SAYING) * finding.seconds:

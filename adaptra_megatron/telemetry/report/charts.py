@@ -45,9 +45,9 @@ class IterationChart:
         self.bounds = self._bounds(run)
         longest_s = max([seconds for _first, _end, seconds in self.bounds] + [each.seconds for each in self.iterations])
         # About five ticks of time and twelve of iterations, at round numbers.
-        step_s = _round_step(longest_s / 4, (1, 2, 2.5, 5, 10))
+        step_s = round_step(longest_s / 4, (1, 2, 2.5, 5, 10))
         self.time_ticks_s = [index * step_s for index in range(math.ceil(longest_s / step_s) + 1)]
-        step = round(_round_step(max(1.0, (self._last - self._first) / 12), (1, 2, 5, 10)))
+        step = round(round_step(max(1.0, (self._last - self._first) / 12), (1, 2, 5, 10)))
         self.iteration_ticks = range(-(-self._first // step) * step, self._last + 1, step)
 
     def x(self, number: float) -> float:
@@ -91,7 +91,7 @@ def _drawn(iterations: Sequence[RunIteration]) -> Sequence[RunIteration]:
     return [max(iterations[at : at + few], key=lambda entry: entry.seconds) for at in range(0, len(iterations), few)]
 
 
-def _round_step(rough: float, factors: Sequence[float]) -> float:
+def round_step(rough: float, factors: Sequence[float]) -> float:
     """The least round number that is not less than `rough`: one of `factors` times a power of ten."""
     magnitude = 10.0 ** math.floor(math.log10(rough))
     return next(magnitude * factor for factor in factors if magnitude * factor >= rough)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean, median
 
@@ -15,6 +15,7 @@ from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, PerChunk
 from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.telemetry.events.events import PlanSwitched
+from adaptra_megatron.telemetry.run_files import Progress
 from adaptra_megatron.telemetry.run_record import Part, RunIteration, RunRecord
 from adaptra_megatron.telemetry.tracing.waiting import Cause, CauseKind, Flight, IterationAnalysis, Phase
 
@@ -73,6 +74,8 @@ class PartFinding:
     links: Mapping[Link, LinkFinding]
     without: Mapping[Link, float]
     """Seconds of an iteration, in this order of actions, if both directions of a slow pair (a < b) took no time."""
+    alike: int = 0
+    """Number of other parts that this one stands for."""
 
     @property
     def seconds(self) -> float:
@@ -111,11 +114,16 @@ def use_of(phase: Phase, cause: Cause) -> Use:
     return Use.STAGE if cause.kind in (CauseKind.STAGE, CauseKind.REPLICA) else Use.OVERHEAD
 
 
-def find(run: RunRecord) -> list[PartFinding]:
+def find(run: RunRecord, progress: Progress | None = None) -> list[PartFinding]:
     """A finding for each part of `run`."""
-    largest = max(len(iteration.records) for iteration in run.iterations)
-    each = max(1, int(MOST_RECORDS / max(1, largest) / len(run.parts)))
-    return [_finding(part, each) for part in run.parts]
+    largest = max((len(iteration.records) for iteration in run.iterations), default=0)
+    each = max(1, int(MOST_RECORDS / max(1, largest) / max(1, len(run.parts))))
+    found = []
+    for number, part in enumerate(run.parts, start=1):
+        found.append(_finding(part, each))
+        if progress is not None:
+            progress("looking at parts of the run", number, len(run.parts))
+    return found
 
 
 def saved_seconds(findings: Sequence[PartFinding]) -> float:
@@ -148,6 +156,8 @@ def _finding(part: Part, most: int) -> PartFinding:
             flights[flight.source, flight.target].append(flight)
     action_s = mean(record.compute_s for iteration in chosen for record in iteration.records)
     links = {link: _link_finding(flights[link], link, causes, action_s) for link in sorted(flights)}
+    if not any(iteration.arrivals for iteration in chosen):
+        links = _credible(links)
     use_s = {use: mean(stage[use] for stage in stage_use_s) for use in Use}
     return PartFinding(
         part=part,
@@ -176,6 +186,13 @@ def _link_finding(flights: Sequence[Flight], link: Link, causes: Mapping[Cause, 
         idle_share=causes.get(Cause(CauseKind.LINK, *link), 0.0),
         slow=quick_s > SLOW_SHARE * action_s,
     )
+
+
+def _credible(links: Mapping[Link, LinkFinding]) -> dict[Link, LinkFinding]:
+    """`links` where arrivals are not known, as of stock: a receive that is bound to a send of the other direction ends
+    as late as that, so a link counts as slow only if it is so in both directions."""
+    slow = {link for link, found in links.items() if found.slow}
+    return {link: replace(found, slow=found.slow and link[::-1] in slow) for link, found in links.items()}
 
 
 def _without_delays(iteration: RunIteration, links: Mapping[Link, LinkFinding]) -> dict[Link, float]:

@@ -25,6 +25,7 @@ from adaptra_megatron.telemetry.report.breakdowns import (
 from adaptra_megatron.telemetry.report.charts import IterationChart
 from adaptra_megatron.telemetry.report.event_rows import event_rows, worth_a_row
 from adaptra_megatron.telemetry.report.findings import SLOW_SHARE, PartFinding, Use, find, saved_seconds
+from adaptra_megatron.telemetry.report.repetition import distinct
 from adaptra_megatron.telemetry.report.routes import MOST_GRIDS, routes_of
 from adaptra_megatron.telemetry.report.timelines import Timeline
 from adaptra_megatron.telemetry.report.wording import (
@@ -37,6 +38,7 @@ from adaptra_megatron.telemetry.report.wording import (
     span,
     summary,
 )
+from adaptra_megatron.telemetry.run_files import Progress
 from adaptra_megatron.telemetry.run_record import RunIteration, RunRecord, began_at
 
 MOST_EVENTS = 300
@@ -44,23 +46,31 @@ MOST_LINKS = 24
 MOST_PARTS = 40
 """Parts of the run in bars and tables."""
 MOST_TIMELINES = 8
+MOST_MISSING = 12
+"""Sentences about what is missing."""
 
 
 class MissingIterationError(ValueError):
     """An iteration that the trace does not have; names those that it has."""
 
 
-def report_page(run: RunRecord, *, iterations: Sequence[int] | None = None, title: str = "") -> str:
+def report_page(
+    run: RunRecord,
+    *,
+    iterations: Sequence[int] | None = None,
+    title: str = "",
+    progress: Progress | None = None,
+) -> str:
     """The page. `iterations`: which timelines to draw; None: a typical one of each part of the run.
 
     Raises MissingIterationError if one of `iterations` is not in the trace.
     """
-    findings = find(run)
+    findings = find(run, progress)
     matters = mattering_pairs(findings, run.events)
     slow_links = [sum((min(link), max(link)) in matters for link in _slow_links(run, finding)) for finding in findings]
     slow = [(found.part.first, found.part.last) for found, count in zip(findings, slow_links, strict=True) if count]
     rows = event_rows(run, findings)
-    shown = slowest_parts([finding for finding in findings if finding.traced], MOST_PARTS)
+    shown = slowest_parts(distinct([finding for finding in findings if finding.traced]), MOST_PARTS)
     columns = slowest_parts(shown, MOST_COLUMNS)
     panels = _panels(run, shown, iterations)
     kinds = {record.kind for panel in panels for record in panel.iteration.records}
@@ -72,11 +82,11 @@ def report_page(run: RunRecord, *, iterations: Sequence[int] | None = None, titl
             name=title or run.directory.resolve().name,
             headline=headline(findings),
             summary=summary(run, findings),
-            last=findings[-1],
-            slow_links=slow_links[-1],
+            last=findings[-1] if findings else None,
+            slow_links=slow_links[-1] if findings else 0,
             saved_s=saved_seconds(findings),
             switches=sum(isinstance(found.event, PlanSwitched) for found in run.events),
-            chart=IterationChart(run, slow, [row.mark for row in rows if row.mark is not None]),
+            chart=IterationChart(run, slow, [row.mark for row in rows if row.mark is not None]) if findings else None,
             planned=any(isinstance(found.event, PlanMade) for found in run.events),
             rows=rows,
             routes=routes_of(run.events),
@@ -109,7 +119,9 @@ def page_environment() -> Environment:
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     filters = (duration, link_name, part_bar, percent, span, stage_bars, use_class)
     environment.filters.update({each.__name__: each for each in filters})
-    environment.globals.update(MOST_EVENTS=MOST_EVENTS, MOST_GRIDS=MOST_GRIDS, MOST_LINKS=MOST_LINKS)
+    environment.globals.update(
+        MOST_EVENTS=MOST_EVENTS, MOST_MISSING=MOST_MISSING, MOST_GRIDS=MOST_GRIDS, MOST_LINKS=MOST_LINKS
+    )
     environment.globals.update(SLOW_SHARE=SLOW_SHARE, USE_NAMES=USE_NAMES, Use=Use)
     return environment
 
@@ -173,6 +185,8 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
         facts += [(name, str(value)) for name, value in start.versions.items()]
         facts += [(f"setting {name}", str(value)) for name, value in start.config.items()]
     ended = next((found.event.reason for found in run.events if isinstance(found.event, RunEnded)), None)
+    counted = "as Megatron does" if run.megatron_numbers else "from the start of the processes, evaluations included"
+    facts.append(("iterations are counted", counted))
     if run.events:
         facts.append(("end", ended if ended is not None else "none in the log: it runs on, or was killed"))
     return facts

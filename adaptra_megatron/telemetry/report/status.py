@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from adaptra_megatron.telemetry.events.events import (
     Stamp,
     StampedEvent,
 )
+from adaptra_megatron.telemetry.events.numbering import renumbered
 from adaptra_megatron.telemetry.report.wording import duration, listed
 from adaptra_megatron.telemetry.run_record import began_at, replicas_of
 
@@ -38,26 +40,68 @@ MOST_LINES = 8
 _NORMAL_END = "the program ended"
 
 
-def status_lines(events: Sequence[StampedEvent], now_s: float, written_s: float) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """A run as its log tells it. Field names are an interface of `adaptra status --json`: add, never rename."""
+
+    state: str
+    """"runs", "silent", "ended" or "failed"."""
+    run: str
+    speed: str
+    iteration: int
+    """The latest, by Megatron's number where the log tells it; -1 before the first."""
+    iteration_s: float | None
+    """Median of the latest iterations; None before one has ended."""
+    slow: Sequence[str]
+    paths: Sequence[str]
+    dead: Sequence[str]
+    routes: Sequence[str]
+    faults: Sequence[str]
+    to_do: Sequence[str]
+
+    @property
+    def over(self) -> bool:
+        """Return whether nothing more is to be expected of the run."""
+        return self.state != "runs"
+
+    def lines(self) -> list[str]:
+        """All of it in lines of text."""
+        return [
+            f"run:    {self.run}",
+            f"speed:  {self.speed}",
+            *_kind("slow:   ", self.slow),
+            *_kind("paths:  ", self.paths),
+            *_kind("dead:   ", self.dead),
+            *_kind("routes: ", self.routes),
+            *_kind("faults: ", self.faults),
+            *_kind("to do:  ", self.to_do or ["nothing"]),
+        ]
+
+
+def status_of(events: Sequence[StampedEvent], now_s: float, written_s: float) -> Status:
     """What is known of a run from its log (not empty), by time. `now_s`, `written_s`: the present and the time at which
     the run wrote last, in seconds since the epoch."""
+    events = renumbered(events)
     seconds = _seconds_by_iteration(events)
     losses = _of(events, RanksLost)
     slow, links_do = _findings(events, _changed_at(events))
     moved, moved_do = _paths(events)
     dead, dead_do = _deaths(events, losses, seconds)
-    state, state_do = _state(events, now_s - written_s, seconds)
-    to_do = [*state_do, *dead_do, *links_do, *moved_do]
-    return [
-        f"run:    {_layout(events)}; {state}",
-        f"speed:  {_speed(events, seconds)}",
-        *_kind("slow:   ", slow),
-        *_kind("paths:  ", moved),
-        *_kind("dead:   ", dead),
-        *_kind("routes: ", _routes(events, losses)),
-        *_kind("faults: ", [f"{fault.what}: {fault.detail}" for _, fault in _of(events, Fault)]),
-        *_kind("to do:  ", to_do or ["nothing"]),
-    ]
+    state, text, state_do = _state(events, now_s - written_s, seconds)
+    recent_s = _recent(events, seconds)
+    return Status(
+        state=state,
+        run=f"{_layout(events)}; {text}",
+        speed=_speed(events, seconds),
+        iteration=max([*(found.stamp.iteration for found in events), *seconds]),
+        iteration_s=median(recent_s) if recent_s else None,
+        slow=slow,
+        paths=moved,
+        dead=dead,
+        routes=_routes(events, losses),
+        faults=[f"{fault.what}: {fault.detail}" for _, fault in _of(events, Fault)],
+        to_do=[*state_do, *dead_do, *links_do, *moved_do],
+    )
 
 
 def _of(events: Iterable[StampedEvent], kind: type[Kind]) -> list[tuple[Stamp, Kind]]:
@@ -91,32 +135,43 @@ def _layout(events: Sequence[StampedEvent]) -> str:
     return f"{replicas} replica{'s' * (replicas > 1)} of {stages} stages{world}"
 
 
-def _state(events: Sequence[StampedEvent], silent_s: float, seconds: dict[int, float]) -> tuple[str, list[str]]:
-    """State of the run, and what to do where it does not go on."""
+def _state(events: Sequence[StampedEvent], silent_s: float, seconds: dict[int, float]) -> tuple[str, str, list[str]]:
+    """State of the run, in one word and in words, and what to do where it does not go on."""
     ends = [end.reason for _, end in _of(events, RunEnded)]
     if ends:
         wrong = [reason for reason in ends if reason != _NORMAL_END]
-        return f"ended {duration(silent_s)} ago: {(wrong or ends)[0]}", [
-            "the job ended with an error: see the log of the rank, and docs/troubleshooting.md"
-        ] * bool(wrong)
+        state = "failed" if wrong else "ended"
+        return (
+            state,
+            f"ended {duration(silent_s)} ago: {(wrong or ends)[0]}",
+            ["the job ended with an error: see the log of the rank, and docs/troubleshooting.md"] * bool(wrong),
+        )
     recent_s = max(list(seconds.values())[-RECENT:], default=0.0)
     if silent_s > max(SILENT_S, SILENT_ITERATIONS * recent_s):
-        return f"silent for {duration(silent_s)}: it hangs, or was killed", [
-            "look at the first rank whose log stops; a job that was killed goes on from its last checkpoint"
-        ]
-    return f"runs, wrote {duration(max(silent_s, 0.0))} ago", []
+        return (
+            "silent",
+            f"silent for {duration(silent_s)}: it hangs, or was killed",
+            ["look at the first rank whose log stops; a job that was killed goes on from its last checkpoint"],
+        )
+    return "runs", f"runs, wrote {duration(max(silent_s, 0.0))} ago", []
 
 
 def _speed(events: Sequence[StampedEvent], seconds: dict[int, float]) -> str:
     last = max(found.stamp.iteration for found in events)
     if not seconds:
         return f"iteration {last}, no times yet" if last >= 0 else "no iteration has ended yet"
-    switches = _of(events, PlanSwitched)
-    since = max((stamp.iteration for stamp, _ in (*switches, *_of(events, RanksLost))), default=-1)
-    recent_s = [each for at, each in seconds.items() if at > since][-RECENT:] or list(seconds.values())[-1:]
-    plan = "".join(f", plan {event.number} since iteration {at.iteration}" for at, event in switches[-1:])
+    recent_s = _recent(events, seconds)
+    switches = _of(events, PlanSwitched)[-1:]
+    plan = "".join(f", plan {event.number} since iteration {at.iteration}" for at, event in switches)
     text = f"iteration {max(last, *seconds)}, {duration(median(recent_s))} each (median of the last {len(recent_s)})"
     return text + plan
+
+
+def _recent(events: Sequence[StampedEvent], seconds: dict[int, float]) -> list[float]:
+    """Seconds of the latest iterations that are alike."""
+    changes = (*_of(events, PlanSwitched), *_of(events, RanksLost))
+    since = max((stamp.iteration for stamp, _ in changes), default=-1)
+    return [each for at, each in seconds.items() if at > since][-RECENT:] or list(seconds.values())[-1:]
 
 
 def _findings(events: Sequence[StampedEvent], changed: int) -> tuple[list[str], list[str]]:

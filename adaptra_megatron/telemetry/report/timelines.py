@@ -12,8 +12,9 @@ from statistics import median
 from typing import Any
 
 from adaptra_megatron.telemetry.report.breakdowns import use_class
+from adaptra_megatron.telemetry.report.charts import round_step
 from adaptra_megatron.telemetry.report.findings import Use, use_of
-from adaptra_megatron.telemetry.report.wording import cause_name, duration
+from adaptra_megatron.telemetry.report.wording import cause_name, duration, percent
 from adaptra_megatron.telemetry.run_record import RunIteration
 from adaptra_megatron.telemetry.tracing.waiting import Cause, Flight, IdlePeriod, IterationAnalysis, Phase
 
@@ -24,6 +25,11 @@ _ROW, _QUICK_LANE, _SLOW_LANE = 26, 10, 30
 _NUMBER_SIZE, _LEAST_NUMBER_SIZE, _DIGIT_WIDTH = 10.0, 5.0, 0.6
 """Font sizes of micro-batch numbers, and the width of a digit as a fraction of that; the page can be zoomed."""
 _MOST_NUMBERS = 3000
+_TICK_ROOM = 28
+"""Half of what the label of a tick takes."""
+_STRIPES_APART = 6.0
+MOST_IN_WORDS = 16
+"""Stages that a picture's label tells of."""
 MOST_LOOKED_UP = 12_000
 """Actions and waits of an iteration up to which the page can say what lies under the pointer."""
 
@@ -52,7 +58,7 @@ class Timeline:
         """An <svg> that needs the page's style."""
         parts = [
             f'<svg class="timeline" viewBox="0 0 {WIDTH} {self.height}" role="img" '
-            f'aria-label="What each stage did in iteration {self._iteration.number}">'
+            f'aria-label="What each stage did in iteration {self._iteration.number}: {self._in_words()}">'
         ]
         for stage, top in enumerate(self._row_tops):
             parts.append(
@@ -90,6 +96,15 @@ class Timeline:
             "rows": [sorted(row) for row in rows],
         }
 
+    def _in_words(self) -> str:
+        """What a listener learns of the picture."""
+        seconds = self._analysis.seconds
+        idle_s = [0.0] * self._analysis.stages
+        for period in self._idle:
+            idle_s[period.stage] += period.seconds
+        told = [f"stage {stage} idle {percent(each / seconds)}" for stage, each in enumerate(idle_s[:MOST_IN_WORDS])]
+        return ", ".join([f"{duration(seconds)} long", *told])
+
     @property
     def _scale(self) -> float:
         """Units of the drawing per second."""
@@ -111,7 +126,10 @@ class Timeline:
     def _paths(self) -> list[str]:
         shapes: dict[str, list[str]] = defaultdict(list)
         for period in self._idle:
-            self._add_bar(shapes[use_class(use_of(period.phase, period.cause))], period)
+            use = use_of(period.phase, period.cause)
+            self._add_bar(shapes[use_class(use)], period)
+            if use is Use.LINK:
+                shapes["hatch"] += self._stripes(period)
         for record in self._iteration.records:
             name = use_class(Use(record.kind)) + (" later" if record.chunk else "")
             left, right = self._x(record.start_s), self._x(record.end_s)
@@ -124,6 +142,13 @@ class Timeline:
         left, width = self._x(period.start_s), period.seconds * self._scale
         if width >= 0.2:
             bars.append(f"M{left:.1f} {self._row_tops[period.stage]}h{width:.1f}v{_ROW}h{-width:.1f}z")
+
+    def _stripes(self, period: IdlePeriod) -> list[str]:
+        """Lines across a bar, which tell it from others without a colour."""
+        left, right = self._x(period.start_s), self._x(period.end_s)
+        count = int((right - left) / _STRIPES_APART)
+        top = self._row_tops[period.stage]
+        return [f"M{left + _STRIPES_APART * (index + 0.5):.1f} {top}v{_ROW}" for index in range(count)]
 
     def _messages(self) -> list[str]:
         """Each message is a line from the row it left, when it left, to the row it reached, when it arrived."""
@@ -156,11 +181,12 @@ class Timeline:
     def _time_axis(self) -> list[str]:
         bottom = self._row_tops[-1] + _ROW
         parts = [f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{bottom + 6}" y2="{bottom + 6}"/>']
-        for tenth in range(0, 11, 2):
-            seconds = self._axis_s * tenth / 10
-            anchor = "start" if tenth == 0 else "end" if tenth == 10 else "middle"
+        step_s = round_step(self._axis_s / 6, (1, 2, 2.5, 5, 10))
+        for number in range(int(self._axis_s / step_s + 1e-9) + 1):
+            seconds = step_s * number
             x = self._x(self._analysis.start_s + seconds)
-            label = duration(seconds) if tenth else "0"
+            anchor = "start" if number == 0 else "end" if x > WIDTH - _RIGHT - _TICK_ROOM else "middle"
+            label = duration(seconds) if number else "0"
             parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 22}" text-anchor="{anchor}">{label}</text>')
         return parts
 

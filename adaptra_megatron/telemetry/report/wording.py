@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from statistics import median
 
 from adaptra_megatron.telemetry.events.events import (
     LinkDetection,
@@ -13,12 +14,16 @@ from adaptra_megatron.telemetry.events.events import (
     StampedEvent,
 )
 from adaptra_megatron.telemetry.report.findings import Link, PartFinding, Use
+from adaptra_megatron.telemetry.report.repetition import Change, repetitions
 from adaptra_megatron.telemetry.run_record import Part, RunRecord
 from adaptra_megatron.telemetry.tracing.waiting import Cause, CauseKind
 
 WORTH_SAYING = 0.03
 """Share of an iteration's time below which a difference is no news."""
 MOST_SENTENCES = 8
+MOST_REPETITIONS = 4
+REGULAR = 0.2
+"""Share of their median by which gaps may differ and still be called regular."""
 
 
 def duration(seconds: float) -> str:
@@ -98,6 +103,8 @@ def mattering_pairs(findings: Sequence[PartFinding], events: Iterable[StampedEve
 
 def headline(findings: Sequence[PartFinding]) -> str:
     """The run in one line."""
+    if not findings:
+        return "No iteration is known to have ended"
     last = findings[-1]
     settled = [finding for finding in findings if finding is _settled(findings) or finding.part.first > 0]
     worst = max(settled, key=lambda finding: finding.seconds)
@@ -115,18 +122,23 @@ def _settled(findings: Sequence[PartFinding]) -> PartFinding:
 
 def summary(run: RunRecord, findings: Sequence[PartFinding]) -> list[str]:
     """A few sentences: what ran, what happened, where the time went in the worst part and goes now."""
+    if not findings:
+        return ["The files of the run hold no time of any training iteration."]
     sentences = [_what_ran(run, findings)]
     matters = mattering_pairs(findings, run.events)
     changes = list(pairwise(findings))
+    groups = repetitions(changes)
+    sentences += [_repeated(group) for group in groups[:MOST_REPETITIONS]]
+    once = [change for change in changes if not any(change in group for group in groups)]
     told = sorted(
-        sorted(changes, key=lambda pair: -abs(pair[1].seconds / pair[0].seconds - 1.0))[:MOST_SENTENCES],
+        sorted(once, key=lambda pair: -abs(pair[1].seconds / pair[0].seconds - 1.0))[:MOST_SENTENCES],
         key=lambda pair: pair[1].part.first,
     )
     for before, after in told:
         best_s = min(finding.seconds for finding in findings if finding.part.first < after.part.first)
         sentences.append(_change(before, after, best_s, matters))
-    if len(changes) > len(told):
-        sentences.append(f"{len(changes) - len(told)} smaller changes are in the table below.")
+    if len(once) > len(told):
+        sentences.append(f"{len(once) - len(told)} smaller changes show in the chart below.")
     traced = [finding for finding in findings if finding.traced]
     if not traced:
         return sentences
@@ -136,6 +148,20 @@ def summary(run: RunRecord, findings: Sequence[PartFinding]) -> list[str]:
     if findings[-1].traced:
         sentences.append(_where_time_goes(findings[-1], f"At the end (iterations {span(findings[-1].part)}),", matters))
     return sentences
+
+
+def _repeated(group: Sequence[Change]) -> str:
+    """Such as "81 times an iteration went from 1.55 s to 2.05 s, every 24 iterations, first in 24, last in 1968."."""
+    firsts = [after.part.first for _before, after in group]
+    gaps = [later - earlier for earlier, later in zip(firsts, firsts[1:], strict=False)]
+    usual = median(gaps)
+    regular = max(abs(gap - usual) for gap in gaps) <= REGULAR * usual
+    every = f", every {usual:.0f} iterations" if regular else f", about once in {usual:.0f} iterations"
+    before_s, after_s = (median(finding.seconds for finding in column) for column in zip(*group, strict=True))
+    return (
+        f"{len(group)} times an iteration went from {duration(before_s)} to {duration(after_s)}{every}, first in "
+        f"iteration {firsts[0]}, last in {firsts[-1]}."
+    )
 
 
 def _what_ran(run: RunRecord, findings: Sequence[PartFinding]) -> str:

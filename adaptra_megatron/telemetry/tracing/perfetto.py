@@ -2,8 +2,9 @@
 """Chrome trace JSON, which opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 One process per pipeline stage, two threads per rank: what it computes, under one slice per iteration, and what it waits
-for. Arrows follow the messages from the action that sent them to the action that used them. Perfetto colours slices by
-their name without numbers, so "F 3" and "F 4" share a colour; `cname` does the same for chrome://tracing.
+for; counters of the activations that each rank holds, and of what messages of each link took. Arrows follow the
+messages from the action that sent them to the action that used them. Perfetto colours slices by their name without
+numbers, so "F 3" and "F 4" share a colour; `cname` does the same for chrome://tracing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +44,25 @@ class _Numbers(NamedTuple):
         return self.compute_thread(rank) + 1
 
 
-def chrome_trace(ranks: Sequence[RankTrace], *, label: str = "", run: int = 0) -> Event:
-    """The trace document of one run.
+class Instant(NamedTuple):
+    """Something that happened to the whole run."""
+
+    time_s: float
+    """On the clock of the records."""
+    name: str
+    why: str
+
+
+def chrome_trace(
+    ranks: Sequence[RankTrace],
+    *,
+    label: str = "",
+    run: int = 0,
+    instants: Iterable[Instant] = (),
+    wall_clock_offset_s: float | None = None,
+) -> Event:
+    """The trace document of one run. `wall_clock_offset_s`: what to add to times of records to get seconds since the
+    epoch; where it is there, the document says when its time 0 was, as those of torch.profiler do.
 
     Its time 0 is the run's first action, so several runs, each with a `label` and a number `run` of its own, can be
     laid beside each other in one file by `write_chrome_trace`.
@@ -65,19 +83,28 @@ def chrome_trace(ranks: Sequence[RankTrace], *, label: str = "", run: int = 0) -
             timed.append(_compute_slice(record, chunks, origin_s, process, compute))
             if record.wait_s >= _SHORTEST_WAIT_S:
                 timed.append(_wait_slice(record, origin_s, process, waiting))
+        timed += _activations_held(rank, origin_s, process)
     timed += _arrows(ranks, chunks, origin_s, numbers)
+    if ranks:
+        first = ranks[0]
+        thread = numbers.process(first.stage), numbers.compute_thread(first.rank)
+        timed += [_instant(each, origin_s, *thread) for each in instants if each.time_s >= origin_s]
     timed.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
-    return {"displayTimeUnit": "ms", "traceEvents": events + timed}
+    document: Event = {"displayTimeUnit": "ms", "traceEvents": events + timed}
+    if wall_clock_offset_s is not None:
+        document["baseTimeNanoseconds"] = round((origin_s + wall_clock_offset_s) * 1e9)
+    return document
 
 
 def write_chrome_trace(path: Path | str, *documents: Event) -> Path:
-    """Write the events of all `documents` as one trace, compressed if the name ends in .gz; returns the path.
+    """Write the events of all `documents` (at least one) as one trace, compressed if the name ends in .gz; returns the
+    path.
 
     Raises OSError if it cannot be written.
     """
     path = Path(path)
     events = [event for document in documents for event in document["traceEvents"]]
-    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
+    text = json.dumps({**documents[0], "traceEvents": events}, separators=(",", ":"))
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".gz":
         with gzip.open(path, "wt", encoding="utf-8") as file:
@@ -87,13 +114,21 @@ def write_chrome_trace(path: Path | str, *documents: Event) -> Path:
     return path
 
 
-def merge_traces(directory: Path | str, output: Path | str | None = None) -> Path:
-    """Join the files of all ranks in `directory` into one trace, `directory/trace.json` unless `output` is given.
+def merge_traces(
+    directory: Path | str,
+    output: Path | str | None = None,
+    *,
+    instants: Iterable[Instant] = (),
+    wall_clock_offset_s: float | None = None,
+) -> Path:
+    """Join the files of all ranks in `directory` into one trace, `directory/trace.json.gz` unless `output` is given.
+    The others: as for `chrome_trace`.
 
     Raises trace.TraceError if there are no files or one is damaged, OSError if `output` cannot be written.
     """
-    output = Path(directory) / "trace.json" if output is None else Path(output)
-    return write_chrome_trace(output, chrome_trace(read_traces(directory)))
+    output = Path(directory) / "trace.json.gz" if output is None else Path(output)
+    document = chrome_trace(read_traces(directory), instants=instants, wall_clock_offset_s=wall_clock_offset_s)
+    return write_chrome_trace(output, document)
 
 
 def _names(rank: RankTrace, label: str, numbers: _Numbers) -> Iterator[Event]:
@@ -164,6 +199,7 @@ def _arrows(ranks: Sequence[RankTrace], chunks: int, origin_s: float, numbers: _
     stages = len(replicas)
     placement = interleaved(stages, chunks)
     message = 100_000_000 * numbers.run
+    arrived = _arrivals(ranks)
     for lane in range(min(len(same_stage) for same_stage in replicas.values())):
         threads = [numbers.compute_thread(replicas[stage][lane].rank) for stage in range(stages)]
         done = {
@@ -178,12 +214,72 @@ def _arrows(ranks: Sequence[RankTrace], chunks: int, origin_s: float, numbers: _
                     continue
                 message += 1
                 sent_s, used_s = record.end_s - origin_s, user.start_s - origin_s
-                yield _flow("s", message, sent_s, numbers.process(record.stage), threads[record.stage], -1)
-                yield _flow("f", message, used_s, numbers.process(user.stage), threads[user.stage], 0)
+                link = f"link {record.stage}->{user.stage}"
+                yield _flow("s", link, message, sent_s, numbers.process(record.stage), threads[record.stage], -1)
+                yield _flow("f", link, message, used_s, numbers.process(user.stage), threads[user.stage], 0)
+                receiver = replicas[user.stage][lane].rank
+                key = (receiver, iteration, "F" if kind == "F" else "B", user.chunk, micro_batch)
+                if (arrived_s := arrived.get(key)) is not None:
+                    yield {
+                        "ph": "C",
+                        "name": f"{link}, rank {receiver}, ms",
+                        "pid": numbers.process(user.stage),
+                        "tid": 0,
+                        "ts": round((arrived_s - origin_s) * 1e9) / 1000,
+                        "args": {"ms": round((arrived_s - record.end_s) * 1e3, 3)},
+                    }
 
 
-def _flow(phase: str, number: int, time_s: float, process: int, thread: int, shift_ns: int) -> Event:
+def _arrivals(ranks: Sequence[RankTrace]) -> dict[tuple[int, int, str, int, int], float]:
+    """When messages arrived, by the receiving rank, iteration, kind, chunk of the action that used it, micro-batch."""
+    return {
+        (rank.rank, each.iteration, each.kind, each.chunk, each.micro_batch): each.arrived_s
+        for rank in ranks
+        for each in rank.arrivals
+    }
+
+
+def _activations_held(rank: RankTrace, origin_s: float, process: int) -> Iterator[Event]:
+    """A value whenever the number of micro-batches changes whose forward has begun and whose gradients are not done."""
+    split = {(each.iteration, each.chunk, each.micro_batch) for each in rank.records if each.kind == "W"}
+    changes = []
+    for record in rank.records:
+        if record.kind == "F":
+            changes.append((record.start_s, 1))
+        elif record.kind in "BW" and not (
+            record.kind == "B" and (record.iteration, record.chunk, record.micro_batch) in split
+        ):
+            changes.append((record.end_s, -1))
+    if all(change > 0 for _time_s, change in changes):
+        return  # an evaluation keeps nothing
+    held = 0
+    for time_s, change in sorted(changes):
+        held += change
+        yield {
+            "ph": "C",
+            "name": f"activations held, rank {rank.rank}",
+            "pid": process,
+            "tid": 0,
+            "ts": round((time_s - origin_s) * 1e9) / 1000,
+            "args": {"activations": held},
+        }
+
+
+def _instant(instant: Instant, origin_s: float, process: int, thread: int) -> Event:
+    return {
+        "ph": "i",
+        "s": "g",
+        "name": instant.name,
+        "cat": "event",
+        "pid": process,
+        "tid": thread,
+        "ts": round((instant.time_s - origin_s) * 1e9) / 1000,
+        "args": {"why": instant.why},
+    }
+
+
+def _flow(phase: str, link: str, number: int, time_s: float, process: int, thread: int, shift_ns: int) -> Event:
     """One end of an arrow, moved by `shift_ns` to lie inside its slice (the end of a slice is already outside)."""
-    event = {"ph": phase, "id": number, "name": "message", "cat": "message", "pid": process, "tid": thread}
+    event = {"ph": phase, "id": number, "name": link, "cat": "message", "pid": process, "tid": thread}
     event["ts"] = (round(time_s * 1e9) + shift_ns) / 1000
     return {**event, "bp": "e"} if phase == "f" else event

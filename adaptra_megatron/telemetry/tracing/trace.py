@@ -9,7 +9,7 @@ can tell, `"arrivals": [[source, kind, chunk, micro_batch, arrived_s], ...]`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -147,33 +147,47 @@ def _header(path: Path, line: str) -> TraceHeader:
     return TraceHeader(rank, stage, offset_s)
 
 
-def read_trace(path: Path | str) -> RankTrace:
-    """Read one rank's file. A last line without an end (the rank was killed while writing) is left out.
+def read_trace(path: Path | str, damage: Callable[[str], object] | None = None) -> RankTrace:
+    """Read one rank's file. A last line without an end (the rank was killed while writing) is left out; and, where
+    `damage` is there to be told what is wrong with them, all lines that are not an iteration's records.
 
     Raises TraceError for anything else that is not a trace, OSError if the file cannot be read.
     """
     path = Path(path)
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     rank, stage, file_offset_s = _header(path, lines[0] + "\n" if lines else "")
     records: list[ActionRecord] = []
     arrivals: list[ArrivalRecord] = []
     for number, line in enumerate(lines[1:], start=2):
         try:
-            document = json.loads(line)
-            rows = document["records"]
-            offset_s = document.get("clock_offset_s", file_offset_s)
-            for kind, chunk, micro_batch, *times_s in rows:
-                wait_start_s, start_s, end_s = (time_s + offset_s for time_s in times_s)
-                records.append(
-                    ActionRecord(document["iteration"], stage, kind, chunk, micro_batch, wait_start_s, start_s, end_s)
-                )
-            for source, kind, chunk, micro_batch, arrived_s in document.get("arrivals", ()):
-                arrivals.append(
-                    ArrivalRecord(document["iteration"], source, stage, kind, chunk, micro_batch, arrived_s + offset_s)
-                )
-        except (ValueError, TypeError, KeyError) as error:
-            raise TraceError(f"{path}, line {number}: expected one iteration's records, got {line[:80]!r}") from error
+            ran, arrived = _iteration(json.loads(line), stage, file_offset_s)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            problem = f"{path}, line {number}: expected one iteration's records, got {line[:80]!r}"
+            if damage is None:
+                raise TraceError(problem) from error
+            damage(problem)
+            continue
+        records += ran
+        arrivals += arrived
     return RankTrace(rank=rank, stage=stage, records=tuple(records), arrivals=tuple(arrivals))
+
+
+def _iteration(
+    document: dict[str, Any], stage: int, file_offset_s: float
+) -> tuple[list[ActionRecord], list[ArrivalRecord]]:
+    number, rows = document["iteration"], document["records"]
+    offset_s = document.get("clock_offset_s", file_offset_s)
+    records = [
+        ActionRecord(
+            number, stage, kind, chunk, micro_batch, wait_start_s + offset_s, start_s + offset_s, end_s + offset_s
+        )
+        for kind, chunk, micro_batch, wait_start_s, start_s, end_s in rows
+    ]
+    arrivals = [
+        ArrivalRecord(number, source, stage, kind, chunk, micro_batch, arrived_s + offset_s)
+        for source, kind, chunk, micro_batch, arrived_s in document.get("arrivals", ())
+    ]
+    return records, arrivals
 
 
 def read_traces(directory: Path | str) -> list[RankTrace]:

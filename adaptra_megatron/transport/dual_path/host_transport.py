@@ -93,7 +93,7 @@ class HostTransport:
             raise
         for link in self._links.values():
             link.begin()
-        logger.info("rank %d: the host path is up: %s", self.rank, transports)
+        logger.debug("rank %d: the host path is up: %s", self.rank, transports)
         logger.debug("rank %d: copies run on CPUs %s", self.rank, sorted(settings.cpus) or "of any NUMA node")
 
     def _bring_up(self, peers: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ device path, making and ending its sessions) happens without the lock.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -262,7 +263,9 @@ class TwoPaths:
         for note in (*sender.notes, *receiver.notes):
             self._host.say(note, now_s)
             if isinstance(note, Open):
-                logger.info("link %s: messages go by the device path", self._state.ends.direction(receiving=False))
+                level = logging.INFO if self.sender.failures else logging.DEBUG  # after a failure it is news
+                link = self._state.ends.direction(receiving=False)
+                logger.log(level, "link %s: messages go by the device path", link)
         if receiver.confirm is not None:
             self._host.confirm(*receiver.confirm, now_s)
         if sender.measured is not None:

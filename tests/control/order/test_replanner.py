@@ -104,7 +104,7 @@ class TestReplanning:
 
     def test_the_log_says_what_is_gained_and_which_link_is_slow(self, caplog: pytest.LogCaptureFixture) -> None:
         slow = dataclasses.replace(costs(), links={(0, 1): LinkCost(0.1), (2, 1): LinkCost(3.0)})
-        with caplog.at_level(logging.INFO, logger="adaptra_megatron"):
+        with caplog.at_level(logging.DEBUG, logger="adaptra_megatron"):
             assert Replanner(FOUR).decide(slow, self.CURRENT)[0] is not None
         assert "slowest link 2->1, 3000.0 ms" in caplog.text
         assert f"instead of {simulate(self.CURRENT, slow).makespan_s * 1e3:.1f} ms" in caplog.text

@@ -119,7 +119,7 @@ def replica() -> Iterator[Callable[..., Replica]]:
 def test_it_decides_and_says_why(replica: Callable[..., Replica], caplog: pytest.LogCaptureFixture) -> None:
     four = replica(word="replica 3: ")
     planner = four.planner
-    with caplog.at_level(logging.INFO, logger="adaptra_megatron"):
+    with caplog.at_level(logging.DEBUG, logger="adaptra_megatron"):
         decisions = [four.decide(0.0) for _ in range(6)]
         decisions.append(four.decide(4.0, rounds=2))
     assert [decision.number for decision in decisions] == [0, 1, 1, 1, 1, 1, 2]

@@ -12,6 +12,7 @@ from adaptra_megatron.telemetry.figures.prometheus import PrometheusEndpoint, Pr
 from adaptra_megatron.telemetry.figures.scalars import (
     CellFigures,
     JobFigures,
+    LeaderFigures,
     LinkFigures,
     LossFigures,
     MemoryFigures,
@@ -37,7 +38,7 @@ JOB = JobFigures(
 @pytest.fixture
 def endpoint() -> Iterator[PrometheusEndpoint]:
     pytest.importorskip("prometheus_client")
-    endpoint = PrometheusEndpoint(0, labels={"rank": "5"})
+    endpoint = PrometheusEndpoint(0, labels={"rank": "5"}, job_labels={"replica": "1"}, info={"version": "1.2"})
     yield endpoint
     endpoint.close()
 
@@ -57,8 +58,15 @@ def fetched(endpoint: PrometheusEndpoint) -> dict[str, float]:
 
 def test_what_is_shown_is_served(endpoint: PrometheusEndpoint) -> None:
     assert fetched(endpoint) == {}
-    endpoint.show(10, RANK, JOB)
+    leader = LeaderFigures(predicted_s=1.4, lower_bound_s=1.25, saved_s=60.0, stage_states=["healthy", "slow"])
+    endpoint.show(10, RANK, JOB, leader)
     assert fetched(endpoint) == {
+        "adaptra_info policy= rank=5 run= version=1.2": 1,
+        "adaptra_predicted_seconds replica=1": 1.4,
+        "adaptra_lower_bound_seconds replica=1": 1.25,
+        "adaptra_saved_seconds_total replica=1": 60,
+        "adaptra_stage_state of_stage=0 replica=1 state=healthy": 1,
+        "adaptra_stage_state of_stage=1 replica=1 state=slow": 1,
         "adaptra_iterations_total rank=5": 10,
         "adaptra_iteration_seconds rank=5": 1.5,
         "adaptra_peak_in_flight rank=5": 6,
@@ -66,24 +74,26 @@ def test_what_is_shown_is_served(endpoint: PrometheusEndpoint) -> None:
         "adaptra_failovers_total rank=5": 1,
         "adaptra_messages_total path=device rank=5": 90,
         "adaptra_messages_total path=host rank=5": 6,
-        "adaptra_bubble_ratio rank=5": 0.25,
-        "adaptra_link_latency_seconds from=3 rank=5 to=4": 0.08,
-        "adaptra_link_bandwidth_bytes_per_second from=3 rank=5 to=4": 2e9,
-        "adaptra_link_state from=3 rank=5 state=slow to=4": 1,
-        "adaptra_activation_bytes of_stage=3 rank=5": 7,
-        "adaptra_free_bytes of_stage=3 rank=5": 50,
-        "adaptra_activation_cap of_stage=3 rank=5": 6,
-        "adaptra_cell_speed_ratio of_replica=0 of_stage=1 rank=5": 0.4,
-        "adaptra_cell_speed_ratio of_replica=2 of_stage=1 rank=5": 1,
-        "adaptra_cell_micro_batches_given of_replica=0 of_stage=1 rank=5": 3,
-        "adaptra_cell_micro_batches_given of_replica=2 of_stage=1 rank=5": 0,
-        "adaptra_cell_micro_batches_taken of_replica=0 of_stage=1 rank=5": 0,
-        "adaptra_cell_micro_batches_taken of_replica=2 of_stage=1 rank=5": 3,
-        "adaptra_routes_predicted_gain_seconds rank=5": 0.5,
+        "adaptra_bubble_ratio replica=1": 0.25,
+        "adaptra_link_latency_seconds from=3 replica=1 to=4": 0.08,
+        "adaptra_link_bandwidth_bytes_per_second from=3 replica=1 to=4": 2e9,
+        "adaptra_link_state from=3 replica=1 state=slow to=4": 1,
+        "adaptra_activation_bytes of_stage=3 replica=1": 7,
+        "adaptra_free_bytes of_stage=3 replica=1": 50,
+        "adaptra_activation_cap of_stage=3 replica=1": 6,
+        "adaptra_cell_speed_ratio of_replica=0 of_stage=1 replica=1": 0.4,
+        "adaptra_cell_speed_ratio of_replica=2 of_stage=1 replica=1": 1,
+        "adaptra_cell_micro_batches_given of_replica=0 of_stage=1 replica=1": 3,
+        "adaptra_cell_micro_batches_given of_replica=2 of_stage=1 replica=1": 0,
+        "adaptra_cell_micro_batches_taken of_replica=0 of_stage=1 replica=1": 0,
+        "adaptra_cell_micro_batches_taken of_replica=2 of_stage=1 replica=1": 3,
+        "adaptra_routes_predicted_gain_seconds replica=1": 0.5,
     }
-    endpoint.show(11, RANK)
+    endpoint.show(11, RANK, None, leader)
     assert fetched(endpoint)["adaptra_iterations_total rank=5"] == 11
-    assert fetched(endpoint)["adaptra_bubble_ratio rank=5"] == 0.25
+    assert fetched(endpoint)["adaptra_bubble_ratio replica=1"] == 0.25
+    endpoint.show(12, RANK)
+    assert not [name for name in fetched(endpoint) if "replica=1" in name], "the rank that leads says it"
 
 
 def test_dead_cells_and_what_each_loss_took_are_served_where_ranks_are_outlived(endpoint: PrometheusEndpoint) -> None:

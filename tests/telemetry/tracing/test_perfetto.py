@@ -2,6 +2,7 @@
 import gzip
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from support.played_schedules import played, rank_traces
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.classic import interleaved, one_f_one_b, zb_h1
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
-from adaptra_megatron.telemetry.tracing.perfetto import chrome_trace, merge_traces, write_chrome_trace
+from adaptra_megatron.schedule.simulator import peak_in_flight
+from adaptra_megatron.telemetry.records import ArrivalRecord
+from adaptra_megatron.telemetry.tracing.perfetto import Instant, chrome_trace, merge_traces, write_chrome_trace
 from adaptra_megatron.telemetry.tracing.trace import RankTrace, TraceWriter
 
 SCHEDULES = {
@@ -46,7 +49,7 @@ def test_document_follows_the_format(name: str) -> None:
     document = json.loads(json.dumps(chrome_trace(traces_of(SCHEDULES[name]))))
     latest = 0.0
     for event in document["traceEvents"]:
-        assert event["ph"] in "MXsf"
+        assert event["ph"] in "MXsfC"
         assert isinstance(event["pid"], int)
         assert isinstance(event["tid"], int)
         if event["ph"] == "M":
@@ -129,8 +132,52 @@ def test_two_runs_share_a_file_without_sharing_processes_threads_or_arrows(tmp_p
 
 def test_a_missing_stage_costs_the_arrows_only() -> None:
     document = chrome_trace([trace for trace in traces_of(SCHEDULES["1f1b"]) if trace.stage != 2])
-    assert {event["ph"] for event in document["traceEvents"]} == {"M", "X"}
+    assert {event["ph"] for event in document["traceEvents"]} == {"M", "X", "C"}
     assert len(slices(document, "compute")) == 2 * 3 * 16
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_a_stage_holds_is_counted(name: str) -> None:
+    schedule = SCHEDULES[name]
+    document = chrome_trace(traces_of(schedule))
+    held: dict[str, list[int]] = defaultdict(list)
+    for event in document["traceEvents"]:
+        if event["ph"] == "C":
+            held[event["name"]].append(event["args"]["activations"])
+    assert sorted(held) == [f"activations held, rank {rank}" for rank in range(4)]
+    peaks = [int(peak) for peak in peak_in_flight(schedule, (0.0,) * 4)]
+    for rank, (_name, values) in enumerate(sorted(held.items())):
+        assert max(values) == peaks[rank]
+        assert min(values) == values[-1] == 0
+
+
+def test_messages_are_named_by_their_link_and_say_what_they_took() -> None:
+    traces = [
+        replace(
+            trace,
+            arrivals=tuple(
+                ArrivalRecord(each.iteration, 1, 2, "F", 0, each.micro_batch, each.start_s)
+                for each in trace.records
+                if (each.stage, each.kind) == (2, "F")
+            ),
+        )
+        for trace in traces_of(SCHEDULES["1f1b"])
+    ]
+    document = chrome_trace(traces)
+    names = {event["name"] for event in document["traceEvents"] if event["ph"] in "sf"}
+    assert names == {f"link {a}->{b}" for a, b in ((0, 1), (1, 2), (2, 3), (1, 0), (2, 1), (3, 2))}
+    took = [event for event in document["traceEvents"] if event["name"] == "link 1->2, rank 2, ms"]
+    assert len(took) == 16
+    assert min(event["args"]["ms"] for event in took) == pytest.approx(60.0)
+
+
+def test_what_happened_is_there_and_when_it_was() -> None:
+    traces = traces_of(SCHEDULES["1f1b"])
+    instants = [Instant(1000.5, "Link 1→2 is slow", "60 ms"), Instant(3.0, "The run started", "before what is traced")]
+    document = chrome_trace(traces, instants=instants, wall_clock_offset_s=1.7e9)
+    (shown,) = (event for event in document["traceEvents"] if event["ph"] == "i")
+    assert (shown["name"], shown["ts"], shown["args"]) == ("Link 1→2 is slow", 500_000.0, {"why": "60 ms"})
+    assert document["baseTimeNanoseconds"] == round((1.7e9 + 1000.0) * 1e9)
 
 
 def test_merge_joins_all_ranks_of_a_directory(tmp_path: Path) -> None:
@@ -149,8 +196,9 @@ def test_merge_joins_all_ranks_of_a_directory(tmp_path: Path) -> None:
             ]
             writer.write(iteration, local)
         writer.close()
-    merged = json.loads(merge_traces(tmp_path).read_text())
-    assert (tmp_path / "trace.json").exists()
+    path = merge_traces(tmp_path)
+    assert path == tmp_path / "trace.json.gz"
+    merged = json.loads(gzip.decompress(path.read_bytes()))
     expected = chrome_trace(traces)
     assert len(merged["traceEvents"]) == len(expected["traceEvents"])
     for left, right in zip(slices(merged, "compute"), slices(expected, "compute"), strict=True):

@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Writes pages of made-up runs, for `make test-pages` to look at: PYTHONPATH=tests scripts/write_example_pages.py OUT
+
+OUT/report.html: a link turns slow, a plan answers, a rank dies. OUT/damaged.html: the same without some of its files.
+OUT/long.html: a long run that is slow again and again. OUT/analysis.html: what would help.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from support.made_up.runs import Iteration, write_events, write_run
+
+from adaptra_megatron.cli.main import main as adaptra
+from adaptra_megatron.telemetry.events.events import (
+    Event,
+    Fault,
+    IterationsTimed,
+    LinkDetection,
+    PathChanged,
+    PlanMade,
+    PlanSwitched,
+    RoutesChosen,
+    SwitchMeasured,
+)
+
+REASON = "a message of 4 MiB takes 2000 ms, before 0.5 ms; told by nearly all messages of the iteration alike"
+
+
+def main(out: Path) -> int:
+    shutil.rmtree(out / "runs", ignore_errors=True)
+    run, long = out / "runs" / "gpt-7b", out / "runs" / "long"
+    slow, planned = Iteration(delay_s=2.0), Iteration(delay_s=1.0, split=True)
+    write_run(run, [Iteration()] * 8 + [slow] * 4 + [planned] * 8 + [Iteration(split=True)] * 6)
+    write_events(run, events(), ended=False)
+    write_run(long, ([Iteration()] * 14 + [slow] * 10) * 12)
+    status = 0
+    for name, directory, command, option in (
+        ("report", run, "report", "-o"),
+        ("long", long, "report", "-o"),
+        ("analysis", run, "analyze", "--html"),
+    ):
+        status |= adaptra([command, str(directory), option, str(out / f"{name}.html")])
+    damaged = out / "runs" / "damaged"
+    shutil.copytree(run, damaged)
+    (damaged / "rank-00001.jsonl").unlink()
+    return status | adaptra(["report", str(damaged), "-o", str(out / "damaged.html")])
+
+
+def events() -> list[tuple[Event, int]]:
+    """Of a run that resumes after Megatron's iteration 500."""
+    found = {"before": "healthy", "after": "slow", "reason": REASON, "since_iteration": 8}
+    speeds = {
+        f"{replica}.{stage}": 0.4 if (replica, stage) == (0, 1) else 1.0 for replica in (0, 1) for stage in (0, 1)
+    }
+    return [
+        (LinkDetection(source=0, target=1, **found), 9),
+        (LinkDetection(source=1, target=0, **found), 9),
+        (
+            PlanMade(
+                number=1,
+                adopted=True,
+                reason=f"link 0->1: slow since iteration 8, {REASON}",
+                predicted_s=30.0,
+                current_predicted_s=40.0,
+                lower_bound_s=28.0,
+            ),
+            10,
+        ),
+        (PlanSwitched(number=1, before=0, predicted_s=30.0, before_predicted_s=40.0), 12),
+        (SwitchMeasured(number=1, before_measured_s=40.0, after_measured_s=30.0, iterations=3), 15),
+        (PathChanged(source=0, target=1, before="device", after="host", cause="stalled", failover=True), 16),
+        (
+            RoutesChosen(
+                number=2,
+                reason="stage 1 of replica 0 gives 3 of its 8 micro-batches to replica 1",
+                predicted_s=11.0,
+                current_predicted_s=17.0,
+                lower_bound_s=10.5,
+                speeds=speeds,
+                micro_batches=8,
+                moved=((1, 0, 1, 3),),
+            ),
+            18,
+        ),
+        (Fault(what="delegate restarted", detail="it was killed", stage=1), 20),
+        (IterationsTimed(first=0, seconds=[24.0] * 8 + [40.0] * 4 + [30.0] * 8 + [24.0] * 6, step=501), 25),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a leading rank says in the training's log, and the numbers it counts iterations by."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from adaptra_megatron.telemetry.events.events import (
+    Event,
+    IterationsTimed,
+    LinkDetection,
+    PathChosen,
+    PlanMade,
+    PlanSwitched,
+    RoutesChosen,
+    StageDetection,
+    Stamp,
+    StampedEvent,
+    SwitchMeasured,
+)
+from adaptra_megatron.telemetry.events.log_lines import MOST_IN_A_ROW, PATIENCE, RunLog
+from adaptra_megatron.telemetry.events.numbering import Numbering, renumbered
+
+REASON = (
+    "a message of 64 KiB takes 61 ms, before 0.8 ms (baseline 0.8 ms, of 9 iterations up to 8); told by nearly all; "
+    "the link carries 3 MiB per second"
+)
+SLOW = LinkDetection(
+    source=1, target=2, before="healthy", after="slow", reason=REASON, path="device", pipeline=0, since_iteration=9
+)
+BACK = replace(SLOW, source=2, target=1)
+PLAN = PlanMade(
+    number=2,
+    adopted=True,
+    reason=f"link 1->2 of pipeline 0: slow since iteration 9, {REASON}; it holds 3 activations instead of 4",
+    predicted_s=1.621,
+    current_predicted_s=2.046,
+    lower_bound_s=1.5,
+)
+SWITCH = PlanSwitched(number=2, before=1, predicted_s=1.621, before_predicted_s=2.046)
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="adaptra_megatron")
+
+
+def say(log: RunLog, iteration: int, *events: Event) -> None:
+    for event in events:
+        log.take(event)
+    log.say(iteration, lambda number: number + 101)
+
+
+def test_the_story_of_a_link_that_turns_slow_and_heals(caplog: pytest.LogCaptureFixture) -> None:
+    log = RunLog()
+    say(log, 10, SLOW, BACK, PLAN)
+    assert caplog.messages == [], "it may have gone by in the next iteration"
+    say(log, 11, SWITCH)
+    say(log, 14, SwitchMeasured(number=2, before_measured_s=2.056, after_measured_s=1.634, iterations=3))
+    log.end(14, 5.1, "", "adaptra report RUN")
+    say(log, 16, replace(SLOW, before="slow", since_iteration=15))
+    well = {"before": "slow", "after": "healthy", "since_iteration": 20}
+    say(log, 20, replace(SLOW, **well), replace(BACK, **well))
+    say(log, 20 + PATIENCE)
+    log.end(22, 0.0, "ValueError: no", "")
+    assert caplog.messages == [
+        "adaptra: iteration 112: link 1<->2 is slow since iteration 110: a message of 64 KiB takes 61 ms, before "
+        "0.8 ms",
+        "adaptra: iteration 112: plan 2 in force (it holds 3 activations instead of 4): 1621 ms an iteration expected "
+        "instead of 2046 ms; no order takes less than 1500 ms",
+        "adaptra: iteration 115: plan 2 takes 1634 ms an iteration, 1621 ms predicted, 2056 ms before",
+        "adaptra: done after 14 iterations: 1 plan, about 5100 ms saved by them, link 1<->2 slow since iteration 110; "
+        "adaptra report RUN",
+        "adaptra: iteration 124: link 1<->2 is healthy since iteration 121: a message of 64 KiB takes 61 ms, before "
+        "0.8 ms",
+        "adaptra: ended by ValueError: no after 22 iterations: 1 plan",
+    ]
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+
+
+def test_pipelines_that_see_the_same_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    log = RunLog()
+    stage = StageDetection(stage=3, before="healthy", after="slow", reason="F takes 2 ms", pipeline=4)
+    say(log, 7, SLOW, replace(SLOW, pipeline=1), replace(SLOW, path="host"), stage)
+    say(log, 7 + PATIENCE)
+    assert [message.partition(" is ")[0] for message in caplog.messages] == [
+        "adaptra: iteration 111: link 1<->2 of 2 pipelines",
+        "adaptra: iteration 111: link 1<->2, host path,",
+        "adaptra: iteration 111: stage 3 of the pipeline of rank 4",
+    ]
+
+
+def test_a_switch_says_what_the_plans_before_it_were_for(caplog: pytest.LogCaptureFixture) -> None:
+    log = RunLog()
+    path = PathChosen(number=1, source=0, target=1, before="device", after="host", reason="it is slow")
+    routes = RoutesChosen(number=2, reason="stage 1 gives 2 micro-batches", lower_bound_s=12.0)
+    say(log, 5, path, routes, replace(PLAN, number=1, adopted=False), PlanSwitched(number=2, before=0))
+    say(log, 9, replace(SWITCH, number=3, before_predicted_s=None))
+    assert caplog.messages == [
+        "adaptra: iteration 106: plan 2 in force (link 0->1 takes the host path; stage 1 gives 2 micro-batches)",
+        "adaptra: iteration 110: plan 3 in force: 1621 ms an iteration expected",
+    ]
+
+
+def test_other_replicas_say_what_they_find_and_what_follows(caplog: pytest.LogCaptureFixture) -> None:
+    log = RunLog(word="replica 3: ", first=False)
+    say(log, 3, replace(PLAN, number=1), replace(SWITCH, number=1))
+    assert caplog.messages == []
+    say(log, 10, SLOW)
+    say(log, 11, SWITCH)
+    log.end(20, 1.0, "", "")
+    assert [message.partition(":")[2][:20] for message in caplog.messages] == [" replica 3: iteratio"] * 2
+
+
+def test_a_link_that_flaps_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    log, healthy = RunLog(), replace(SLOW, before="slow", after="healthy")
+    for iteration in range(0, 50, 2):
+        say(log, iteration, SLOW)
+        say(log, iteration + 1, healthy)
+    assert caplog.messages == [], "nothing has stood for long"
+    for iteration in range(100, 100 + 20 * MOST_IN_A_ROW, 20):
+        say(log, iteration, SLOW)
+        say(log, iteration + 9)
+        say(log, iteration + 10, healthy)
+        say(log, iteration + 19)
+    assert len(caplog.messages) == MOST_IN_A_ROW
+
+
+def stamped(event: Event, iteration: int) -> StampedEvent:
+    stamp = Stamp(run="run", rank=0, sequence=0, iteration=iteration, wall_s=0.0, monotonic_s=0.0)
+    return StampedEvent(stamp=stamp, event=event)
+
+
+def test_events_get_the_numbers_that_megatron_prints() -> None:
+    """A run that goes on after iteration 500, with an evaluation of 10 iterations after its first four."""
+    batches = [
+        IterationsTimed(first=0, seconds=[1.0] * 4, step=501),
+        IterationsTimed(first=14, seconds=[1.0], step=505),
+    ]
+    times = [stamped(batch, 15) for batch in batches]
+    assert [Numbering(times).of(number) for number in (-1, 0, 3, 4, 13, 14, 20)] == [-1, 501, 504, 505, 505, 505, 511]
+    (first, second, found) = renumbered([*times, stamped(replace(SLOW, reason="told up to iteration 3"), 14)])
+    assert (found.stamp.iteration, first.event, second.event) == (
+        505,
+        replace(batches[0], first=501),
+        replace(batches[1], first=505),
+    )
+    assert isinstance(found.event, LinkDetection)
+    assert (found.event.since_iteration, found.event.reason) == (505, "told up to iteration 504")
+
+
+def test_old_logs_keep_their_numbers() -> None:
+    events = [stamped(IterationsTimed(first=0, seconds=[1.0]), 0), stamped(SLOW, 9)]
+    assert renumbered(events) == events

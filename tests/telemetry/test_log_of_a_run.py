@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log that ranks of a training leave: few lines, from the lowest rank alone, which tell what happened."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.processes import REPOSITORY
+from support.timing import judged_by_the_clock
+
+from adaptra_megatron.emulation.jobs.launch import RankResult
+
+STAGES = 3
+OURS = re.compile(r"^adaptra: .*|^.*c10d.*", re.MULTILINE)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
+
+
+def lines_of(start_ranks: Callable[..., list[RankResult]], iterations: int, compute_ms: float, *more: str) -> list[str]:
+    """Our lines of all ranks, and torch's about its network."""
+    arguments = (
+        f"--emulate-cpu --pipeline-model-parallel-size {STAGES} --num-layers {STAGES} --global-batch-size 6 "
+        "--mock-data --no-gradient-accumulation-fusion --hidden-size 16 --num-attention-heads 2 --seq-length 8 "
+        f"--train-iters {iterations} --emulate-compute-ms {compute_ms:g},{compute_ms:g},{compute_ms:g} --adaptra "
+        "--adaptra-host-transport off --adaptra-max-in-flight 5"
+    )
+    script = str(REPOSITORY / "scripts" / "train_gpt.py")
+    results = start_ranks(STAGES, [script, *arguments.split(), *more], timeout_s=560)
+    assert all("adaptra" not in result.output for result in results[1:])
+    return OURS.findall(results[0].output)
+
+
+@judged_by_the_clock
+def test_a_healthy_run_says_less_than_ten_lines(start_ranks: Callable[..., list[RankResult]], stretch: float) -> None:
+    lines = lines_of(start_ranks, 250, 8 * stretch)
+    assert len(lines) < 10, lines
+    assert re.fullmatch(r"adaptra: \S+ is on, policy adapt; to train without it, set ADAPTRA_DISABLE=1", lines[0])
+    assert re.match(r"adaptra: done after 250 iterations: \d+ plans?", lines[-1])
+
+
+@judged_by_the_clock
+def test_a_slow_link_is_told_from_its_onset_to_what_the_plan_brought(
+    start_ranks: Callable[..., list[RankResult]], tmp_path: Path, stretch: float
+) -> None:
+    directory = tmp_path / "run"
+    slow = f"1>2:latency_ms={60 * stretch:g},from=40"
+    lines = lines_of(start_ranks, 80, 8 * stretch, "--emulate-slow-link", slow, "--adaptra-trace-dir", str(directory))
+    told = "\n".join(lines)
+    onset = re.search(r"iteration (\d+): link 1<->2 is slow since iteration 41: a message of", told)
+    assert onset is not None, told
+    assert 41 <= int(onset[1]) <= 48
+    after = told[onset.start() :]
+    assert re.search(r"iteration \d+: plan \d+ in force\b.* ms an iteration expected instead of", after), told
+    measured = r"iteration \d+: plan \d+ takes \d+ ms an iteration, \d+ ms predicted, \d+ ms before"
+    assert re.search(measured, after), told
+    assert re.match(r"adaptra: done after 80 iterations: .*link 1<->2 slow since iteration 41", lines[-1])
+    assert lines[-1].endswith(f"; adaptra report {directory}")
