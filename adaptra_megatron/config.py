@@ -304,11 +304,6 @@ RULES = (
         "has not been tried with steps that are taken back, as --adaptra-staggered-optimizer may; drop one of the two",
     ),
     Rule(
-        ("max_staleness",),
-        lambda config: config.sync_mode != "ssgd",
-        "bounds how late gradients may be, but with --adaptra-sync-mode ssgd none is; drop it, or choose another mode",
-    ),
-    Rule(
         ("staggered_optimizer",),
         lambda config: config.policy == "adapt",
         "gains nothing in stock's order, which --adaptra-policy {policy} keeps; use --adaptra-policy adapt",
@@ -331,6 +326,11 @@ RULES = (
         "and --adaptra-costs exclude each other: a fixed plan needs no costs",
     ),
     Rule(("memory_fraction",), _measures, f"is for plans within measured memory, but {_FIXED}"),
+    Rule(
+        ("max_staleness",),
+        lambda config: config.sync_mode != "ssgd",
+        "bounds how late gradients may be, but with --adaptra-sync-mode ssgd none is; drop it, or choose another mode",
+    ),
     Rule(("trace",), lambda config: config.trace_dir is not None, "needs a place: give --adaptra-trace-dir too"),
     Rule(
         ("prometheus_address",),

@@ -36,6 +36,7 @@ def patches_page() -> str:
         PATCHES,
         STAGGERING_PATCHES,
         TRAINING_PATCHES,
+        UPDATE_PATCHES,
     )
 
     from adaptra_megatron.runtime.megatron.compat import DIFFERENCES
@@ -51,6 +52,7 @@ def patches_page() -> str:
                 *OUTLIVING_PATCHES,
                 *GRADIENT_PATCHES,
                 *STAGGERING_PATCHES,
+                *UPDATE_PATCHES,
             )
         ],
     )

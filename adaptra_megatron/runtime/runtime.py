@@ -29,9 +29,9 @@ from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, pipeli
 from adaptra_megatron.runtime.megatron.random_draws import flags_drawn_in_other_order
 from adaptra_megatron.runtime.megatron.refusals import refuse_for_staggering
 from adaptra_megatron.runtime.megatron.repeated_iteration import RepeatableIteration
+from adaptra_megatron.runtime.megatron.replica_updates import ReplicaUpdates
 from adaptra_megatron.runtime.megatron.staggered_optimizer import StaggeredOptimizer, ValidatedComputation
 from adaptra_megatron.runtime.megatron.te_wgrad import EngineLayers
-from adaptra_megatron.runtime.megatron.replica_updates import ReplicaUpdates
 from adaptra_megatron.runtime.outliving import CONNECT_S
 from adaptra_megatron.runtime.pipeline import Pipeline
 from adaptra_megatron.runtime.rejoining import Joining, Training, hand_over, take_place
@@ -95,9 +95,7 @@ class AdaptraRuntime:
         self.gradients = None if stock_sums else GradientReduction(config.gradient_sync, config.timeout_s)
         """Reductions of gradients around a straggler."""
         synchronous = config.sync_mode == "ssgd"
-        self.updates = (
-            None if synchronous else ReplicaUpdates(config.sync_mode, config.max_staleness, config.timeout_s)
-        )
+        self.updates = None if synchronous else ReplicaUpdates(config.sync_mode, config.max_staleness, config.timeout_s)
         """Updates by some of the replicas; None where all make each."""
         # Threads that wait in native code must not outlive the interpreter, and Megatron's scripts undo nothing.
         atexit.register(self._close_at_exit)

@@ -246,25 +246,49 @@ class ReplicaUpdates:
         )
 
     def _carry(self, handover: Handover, version: int) -> None:
-        """One end of a handover; in the log's thread, while nothing else writes what is read or reads what is written.
-        """
+        """One end of a handover; in the log's thread, while nothing else writes what is read, or reads what is written."""
         assert self._states is not None
-        states, sends = self._states, self._index == handover.source
-        optimizers = [each.optimizer for each in self._optimizer.chained_optimizers if each.optimizer is not None]
         begun_s = time.monotonic()
-        if sends:
-            sender = StateSender(lambda tensor: states.exchange(Message(tensor, handover.target), None))
-            send_tensors(sender, model_tensors(self._model))
-            for optimizer in optimizers:
-                send_optimizer(sender, optimizer, _parameters(optimizer))
-            sender.finish()
-            return
-        receiver = StateReceiver(lambda tensor: states.exchange(None, Message(tensor, handover.source)))
-        receive_tensors(receiver, model_tensors(self._model), "parameters")
-        for optimizer in optimizers:
-            receive_optimizer(receiver, optimizer, _parameters(optimizer))
-        receiver.finish()
-        logger.debug("has update %d of replica %d after %.3f s", version, handover.source, time.monotonic() - begun_s)
+        optimizers = [each.optimizer for each in self._optimizer.chained_optimizers if each.optimizer is not None]
+        if self._index == handover.source:
+            _send_state(self._states, handover.target, self._model, optimizers)
+        else:
+            _receive_state(self._states, handover.source, self._model, optimizers)
+            logger.debug("has update %d of another replica after %.3f s", version, time.monotonic() - begun_s)
+
+
+def _send_state(peers: Peers, target: int, model: list[Any], optimizers: list[Any]) -> None:
+    """In two messages, for each may wait for a core: a copy of all of it, in this process's memory."""
+    parts: list[torch.Tensor] = []
+    sender = StateSender(lambda tensor: parts.append(tensor.view(torch.uint8)))
+    send_tensors(sender, model_tensors(model))
+    for optimizer in optimizers:
+        send_optimizer(sender, optimizer, _parameters(optimizer))
+    sender.finish()
+    packet = torch.cat(parts)
+    peers.exchange(Message(torch.tensor([packet.numel()]), target), None)
+    peers.exchange(Message(packet, target), None)
+
+
+def _receive_state(peers: Peers, source: int, model: list[Any], optimizers: list[Any]) -> None:
+    """The other end. Raises StateError for what does not fit or is not as it was sent."""
+    size = torch.zeros(1, dtype=torch.int64)
+    peers.exchange(None, Message(size, source))
+    packet = torch.empty(int(size), dtype=torch.uint8)
+    peers.exchange(None, Message(packet, source))
+    taken = 0
+
+    def take(tensor: torch.Tensor) -> None:
+        nonlocal taken
+        flat = tensor.view(torch.uint8)
+        flat.copy_(packet[taken : taken + flat.numel()])
+        taken += flat.numel()
+
+    receiver = StateReceiver(take)
+    receive_tensors(receiver, model_tensors(model), "parameters")
+    for optimizer in optimizers:
+        receive_optimizer(receiver, optimizer, _parameters(optimizer))
+    receiver.finish()
 
 
 def _chunks(arguments: Mapping[str, Any]) -> list[Any]:

@@ -182,7 +182,7 @@ def progress_s(expected: Pace, replicas: int, noise: float) -> float:
     Steps are as long as their share of gradients (learning rate times x/N), so as many gradients are needed in any
     mode. Those of older parameters are worth less, the more the further a step leads: stale by a whole update, they
     cost as much as the largest useful step is of the largest at no noise, 1 / (1 + noise / replicas) (the noise-scale
-    model of McCandlish et al., arXiv 1812.06162, equation 2.7). `noise`: its noise scale, in batches of one replica.
+    model of McCandlish et al., arXiv 1812.06162, section 2.2). `noise`: its noise scale, in batches of one replica.
     """
     return replicas * expected.batch_s * (1 + expected.staleness / (1 + noise / replicas))
 
@@ -200,13 +200,11 @@ def candidates(
     modes = [Mode.ssgd(count)]
     if Kind.X_ORDER in wanted:
         ends = [sum(map(len, like[: number + 1])) for number in range(len(like) - 1)]
-        modes += [Mode.x_order(count, x) for x in reversed(sorted({*ends, 1}))]
+        modes += [Mode.x_order(count, x) for x in sorted({*ends, 1}, reverse=True)]
     if Kind.DYNAMIC in wanted and len(like) > 1:
         modes.append(Mode.dynamic(like))
     paces = [pace(times_s, mode, max_staleness) for mode in modes]
-    return [
-        Candidate(mode, each, progress_s(each, count, noise)) for mode, each in zip(modes, paces, strict=True)
-    ]
+    return [Candidate(mode, each, progress_s(each, count, noise)) for mode, each in zip(modes, paces, strict=True)]
 
 
 def choose(times_s: Sequence[float], kinds: Iterable[Kind], max_staleness: int, noise: float = 0.0) -> Candidate:
@@ -214,9 +212,8 @@ def choose(times_s: Sequence[float], kinds: Iterable[Kind], max_staleness: int, 
 
     Without a straggler synchronous training. Raises as `candidates`.
     """
-    best, *others = candidates(times_s, kinds, max_staleness, noise)
-    if stragglers(times_s):
-        for other in others:
-            if other.progress_s < (1 - LEAST_GAIN) * best.progress_s:
-                best = other
+    best, *others = candidates(times_s, kinds if stragglers(times_s) else (), max_staleness, noise)
+    for other in others:
+        if other.progress_s < (1 - LEAST_GAIN) * best.progress_s:
+            best = other
     return best

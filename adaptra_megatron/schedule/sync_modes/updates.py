@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which gradients make which update: a function of the order in which replicas arrive, the same wherever it is followed.
+"""Which gradients make which update: it follows from the order in which replicas arrive, everywhere alike.
 
 A replica *arrives* with a gradient and waits for the update that uses it. Replicas *meet* where the training does what
 all do together (a checkpoint, an evaluation, its end): no update is made until all are there, with the same parameters.
