@@ -90,8 +90,8 @@ def main() -> None:
         "# Predictions of workers' times",
         "",
         "Written by `python benchmarks/sync_predictors.py trace-ST.parquet trace-AR.parquet trace-SE.parquet`, for the "
-        "recorded jobs of the study of stragglers of OSDI '25. In AR one worker is slow; in ST the last stages are; in SE sequences differ "
-        "in length, at random, so that nothing foretells who is slow.",
+        "recorded jobs of the study of stragglers of OSDI '25. In AR one worker is slow; in ST the last stages are; in "
+        "SE sequences differ in length, at random, so that nothing foretells who is slow.",
         "",
         "| job | workers | prediction | mean error | 95% below | stragglers wrong |",
         "|---|---|---|---|---|---|",

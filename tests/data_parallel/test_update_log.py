@@ -41,7 +41,7 @@ def test_all_follow_to_the_same_updates_and_meet(start_ranks: StartRanks) -> Non
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("how", ["leaves", "dies"])
+@pytest.mark.parametrize("how", ["leaves", pytest.param("dies", marks=pytest.mark.slow)])
 def test_a_replica_that_is_gone_is_named_by_all_others(start_ranks: StartRanks, how: str) -> None:
     """At once if it said that it leaves, as it does with an error; after the timeout if it was killed."""
     results = start_ranks(REPLICAS, [RANKS, how], timeout_s=50, check=False, stop_on_failure=False)

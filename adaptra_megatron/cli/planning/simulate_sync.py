@@ -62,8 +62,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "simulate-sync",
         help="time the synchronisation of gradients around a straggler",
         description="Time all-reduces of gradients, from the moment at which the last replica is there, by a model of "
-        "latency, bandwidth and delay; with --compute, also updates in each mode of --adaptra-sync-mode, as if messages "
-        f"cost nothing, for up to {_MOST_REPLICAS} replicas.",
+        "latency, bandwidth and delay; with --compute, also updates in each mode of --adaptra-sync-mode, as if "
+        f"messages cost nothing, for up to {_MOST_REPLICAS} replicas.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_EXAMPLES,
     )

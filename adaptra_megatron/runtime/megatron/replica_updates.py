@@ -246,7 +246,7 @@ class ReplicaUpdates:
         )
 
     def _carry(self, handover: Handover, version: int) -> None:
-        """One end of a handover; in the log's thread, while nothing else writes what is read, or reads what is written."""
+        """One end of a handover; in the log's thread, while the training thread leaves both states as they are."""
         assert self._states is not None
         begun_s = time.monotonic()
         optimizers = [each.optimizer for each in self._optimizer.chained_optimizers if each.optimizer is not None]
