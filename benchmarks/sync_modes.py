@@ -219,9 +219,10 @@ def report(found: dict[tuple[str, str], dict[str, Any]], options: argparse.Names
         target = baseline[3 * (len(baseline) - 1) // 4][2]
         taken_s, stock_s = (seconds_to(losses, target) for losses in (each["losses"], baseline))
         (begun_s, first, _), (total_s, updates, final) = each["losses"][1], each["losses"][-1]
+        time_to_loss = f"{taken_s:.0f} s | {1 - taken_s / stock_s:.0%}" if taken_s < float("inf") else "never | -"
         counted = ", ".join(f"{count} {name}" for name, count in sorted(each["updates"].items())) or "-"
         lines.append(
-            f"| {straggler} | {mode} | {taken_s:.0f} s | {1 - taken_s / stock_s:.0%} | "
+            f"| {straggler} | {mode} | {time_to_loss} | "
             f"{(total_s - begun_s) / (updates - first):.3f} | "
             f"{final:.4f} | {final / baseline[-1][2] - 1:+.2%} | {counted} |"
         )
