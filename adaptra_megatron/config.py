@@ -21,6 +21,7 @@ TRACES = ("all", "asked")
 DISPATCHES = ("planned", "auto", "online")
 REROUTES = ("off", "stragglers", "failures", "all")
 GRADIENT_SYNCS = ("stock", "auto", "stragglar", "hidden")
+SYNC_MODES = ("ssgd", "x-order", "dynamic", "auto")
 
 
 class ConfigError(ValueError):
@@ -187,6 +188,24 @@ class AdaptraConfig:
         "results equal stock's up to rounding, not to the bit.",
         choices=GRADIENT_SYNCS,
     )
+    sync_mode: str = _option(
+        "ssgd",
+        "Which data-parallel replicas make an update while some are predicted to take more than 1.2 times as long as "
+        "the fastest. ssgd: all, as in Megatron; x-order: as many as are about equally fast, and late gradients are "
+        "part of a later update; dynamic: groups of equal speed in turn; auto: whichever a model says learns fastest. "
+        "All but ssgd change what is computed then, as docs/sync_modes.md says; without stragglers results are stock's "
+        "to the bit.",
+        choices=SYNC_MODES,
+    )
+    max_staleness: int = _option(
+        4,
+        "Most updates that may be made between the beginning of a gradient and the update that it is part of, under "
+        "--adaptra-sync-mode; then the others wait for it.",
+        accepts=lambda updates: updates >= 1,
+        expects="it must be at least 1: a late gradient has missed one update",
+        type=int,
+        metavar="N",
+    )
     staggered_optimizer: bool = _option(
         False,
         "Have each stage step its optimizer and begin the next iteration as soon as its own gradients are ready, "
@@ -280,6 +299,23 @@ RULES = (
         "has not been tried with steps that are taken back, as --adaptra-staggered-optimizer may; drop one of the two",
     ),
     Rule(
+        ("sync_mode",),
+        lambda config: config.reroute == "off",
+        "lets replicas go on without each other, but --adaptra-reroute {reroute} spreads one iteration's micro-batches "
+        "over all of them; drop one of the two",
+    ),
+    Rule(
+        ("sync_mode",),
+        lambda config: config.gradient_sync == "stock",
+        "says whose gradients are summed up, but --adaptra-gradient-sync {gradient_sync} sums up those of all "
+        "replicas; drop one of the two",
+    ),
+    Rule(
+        ("sync_mode",),
+        lambda config: not config.staggered_optimizer,
+        "has not been tried with steps that are taken back, as --adaptra-staggered-optimizer may; drop one of the two",
+    ),
+    Rule(
         ("staggered_optimizer",),
         lambda config: config.policy == "adapt",
         "gains nothing in stock's order, which --adaptra-policy {policy} keeps; use --adaptra-policy adapt",
@@ -302,6 +338,11 @@ RULES = (
         "and --adaptra-costs exclude each other: a fixed plan needs no costs",
     ),
     Rule(("memory_fraction",), _measures, f"is for plans within measured memory, but {_FIXED}"),
+    Rule(
+        ("max_staleness",),
+        lambda config: config.sync_mode != "ssgd",
+        "bounds how late gradients may be, but with --adaptra-sync-mode ssgd none is; drop it, or choose another mode",
+    ),
     Rule(("trace",), lambda config: config.trace_dir is not None, "needs a place: give --adaptra-trace-dir too"),
     Rule(
         ("prometheus_address",),

@@ -11,6 +11,7 @@ from adaptra_megatron.patches.checkpoints import PATCHES as TRAINING_PATCHES
 from adaptra_megatron.patches.distributed_optimizer import PATCHES as OPTIMIZER_PATCHES
 from adaptra_megatron.patches.gradient_reductions import PATCHES as GRADIENT_PATCHES
 from adaptra_megatron.patches.pipeline_schedules import PATCHES as SCHEDULE_PATCHES
+from adaptra_megatron.patches.replica_updates import PATCHES as UPDATE_PATCHES
 from adaptra_megatron.patches.staggered_optimizer import PATCHES as STAGGERING_PATCHES
 from adaptra_megatron.patches.starting_again import PATCHES as STARTING_PATCHES
 from adaptra_megatron.patches.table import Patch, PatchError
@@ -101,6 +102,7 @@ def enable(
     optional = (
         *(OUTLIVING_PATCHES if config.outlives_ranks else ()),
         *(GRADIENT_PATCHES if config.gradient_sync != "stock" else ()),
+        *(UPDATE_PATCHES if config.sync_mode != "ssgd" else ()),
         *(STAGGERING_PATCHES if config.staggered_optimizer else ()),
     )
     check_versions((*PATCHES, *optional))

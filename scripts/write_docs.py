@@ -38,6 +38,7 @@ def patches_page() -> str:
         PATCHES,
         STAGGERING_PATCHES,
         TRAINING_PATCHES,
+        UPDATE_PATCHES,
     )
 
     from adaptra_megatron.runtime.megatron.compat import DIFFERENCES
@@ -53,6 +54,7 @@ def patches_page() -> str:
                 *OUTLIVING_PATCHES,
                 *GRADIENT_PATCHES,
                 *STAGGERING_PATCHES,
+                *UPDATE_PATCHES,
             )
         ],
     )

@@ -97,6 +97,8 @@ ACCEPTED: dict[str, tuple[Any, set[str], str]] = {
     "dispatch": ("online", ADAPTED | FIXED, "policy"),
     "reroute": ("stragglers", {"host path", "tcp"}, "policy|plan-csv or --adaptra-costs|host-transport"),
     "gradient_sync": ("auto", EVERY, ""),
+    "sync_mode": ("auto", EVERY, ""),
+    "max_staleness": (2, set(), "sync-mode"),
     "staggered_optimizer": (True, ADAPTED | FIXED, "policy"),
 }
 """For each option: a value that is not its default, the contexts in which it means something, and the flag named
@@ -122,6 +124,26 @@ def test_sums_around_a_straggler_do_not_outlive_ranks(reroute: str) -> None:
     with pytest.raises(ConfigError, match=f"--adaptra-gradient-sync hidden .*--adaptra-reroute {reroute} .*drop one"):
         AdaptraConfig(gradient_sync="hidden", reroute=reroute)
     AdaptraConfig(gradient_sync="hidden", reroute="stragglers")
+
+
+@pytest.mark.parametrize(
+    ("other", "flag"),
+    [
+        ({"reroute": "stragglers"}, "--adaptra-reroute stragglers"),
+        ({"reroute": "failures"}, "--adaptra-reroute failures"),
+        ({"gradient_sync": "auto"}, "--adaptra-gradient-sync auto"),
+        ({"staggered_optimizer": True}, "--adaptra-staggered-optimizer"),
+    ],
+)
+def test_replicas_that_do_not_wait_go_together_with_no_other_remedy(other: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"--adaptra-sync-mode x-order .*{flag} .*drop one of the two"):
+        AdaptraConfig(sync_mode="x-order", **other)
+
+
+def test_no_gradient_may_be_less_late_than_by_one_update() -> None:
+    with pytest.raises(ConfigError, match="--adaptra-max-staleness is 0; it must be at least 1"):
+        AdaptraConfig(sync_mode="auto", max_staleness=0)
+    assert AdaptraConfig(sync_mode="auto", max_staleness=2).max_staleness == 2
 
 
 def test_a_plan_and_costs_exclude_each_other(plan: Path, costs: Path) -> None:

@@ -29,6 +29,7 @@ from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, pipeli
 from adaptra_megatron.runtime.megatron.random_draws import flags_drawn_in_other_order
 from adaptra_megatron.runtime.megatron.refusals import refuse_for_staggering
 from adaptra_megatron.runtime.megatron.repeated_iteration import RepeatableIteration
+from adaptra_megatron.runtime.megatron.replica_updates import ReplicaUpdates
 from adaptra_megatron.runtime.megatron.staggered_optimizer import StaggeredOptimizer, ValidatedComputation
 from adaptra_megatron.runtime.megatron.te_wgrad import EngineLayers
 from adaptra_megatron.runtime.outliving import CONNECT_S
@@ -94,6 +95,9 @@ class AdaptraRuntime:
         stock_sums = config.gradient_sync == "stock"
         self.gradients = None if stock_sums else GradientReduction(config.gradient_sync, config.timeout_s)
         """Reductions of gradients around a straggler."""
+        synchronous = config.sync_mode == "ssgd"
+        self.updates = None if synchronous else ReplicaUpdates(config.sync_mode, config.max_staleness, config.timeout_s)
+        """Updates by some of the replicas; None where all make each."""
         # Threads that wait in native code must not outlive the interpreter, and Megatron's scripts undo nothing.
         atexit.register(self._close_at_exit)
 
@@ -104,6 +108,10 @@ class AdaptraRuntime:
         list. Raises UnsupportedFeatureError or a plan's error before anything is computed, TransportError or
         ExchangeError when a peer fails.
         """
+        run = functools.partial(self._run_pipeline, arguments, interleaved=interleaved)
+        return run() if self.updates is None else self.updates.iterate(run, arguments)
+
+    def _run_pipeline(self, arguments: Mapping[str, Any], *, interleaved: bool) -> list[Any]:
         call = pipeline_call(arguments, interleaved=interleaved)
         pipeline = self._pipeline(call)
         try:
@@ -122,7 +130,8 @@ class AdaptraRuntime:
         """
         if self._single is None:
             self._single = SingleStage(arguments, self._config)
-        return self._single.run(stock, arguments)
+        run = functools.partial(self._single.run, stock, arguments)
+        return run() if self.updates is None else self.updates.iterate(run, arguments)
 
     def take_place(self) -> Mapping[str, Any] | None:
         """Have this process, if it takes the place of a rank that had left, go on where the others are. Called before
@@ -163,6 +172,8 @@ class AdaptraRuntime:
         iterations by other means than Megatron's save_checkpoint and evaluations. Collective over the job."""
         if self.staggered is not None:
             self.staggered.settle()
+        if self.updates is not None:
+            self.updates.settle()
 
     def _iterate(self, pipeline: Pipeline, call: PipelineCall) -> list[Any]:
         if call.forward_only:
@@ -260,6 +271,7 @@ class AdaptraRuntime:
             "steps_taken_back": 0 if self.staggered is None else self.staggered.steps_taken_back,
             "swapped_micro_batches": sum(each.swapped_micro_batches for each in reroutings),
             "gradient_sync": {} if self.gradients is None else self.gradients.used,
+            "updates": {} if self.updates is None else dict(self.updates.used),
             "schedule_csv": None if self.last_schedule is None else schedule_to_csv(self.last_schedule),
         }
 
@@ -290,6 +302,8 @@ class AdaptraRuntime:
             self._single.close()
         if self.gradients is not None:
             self.gradients.close()
+        if self.updates is not None:
+            self.updates.close()
         ended = [pipeline.close() for pipeline in self._pipelines.values()]
         self._pipelines.clear()
         return all(ended)

@@ -13,6 +13,7 @@ import pytest
 from adaptra_megatron.cli.main import main
 from adaptra_megatron.schedule.all_reduce.choice import choose
 from adaptra_megatron.schedule.all_reduce.costs import Wire, critical_delay_s, hidden_s, ring_s, stock_s, stragglar_s
+from adaptra_megatron.schedule.sync_modes.modes import Mode, pace
 
 WORDS = ["--size", "1GiB,64MiB", "--bandwidth", "450GiB/s", "--latency", "3us", "--compute", "1s"]
 
@@ -46,6 +47,17 @@ def test_every_point_is_the_models(capsys: pytest.CaptureFixture[str]) -> None:
         for name, seconds in each["iteration_s"].items():
             assert seconds == pytest.approx(1.0 + delay_s + each["exposed_s"][name])
     assert {each["chosen"] for each in found} == {"stock", "stragglar", "hidden"}
+
+
+def test_modes_are_those_of_the_model_of_updates(capsys: pytest.CaptureFixture[str]) -> None:
+    found = points(capsys, "--ranks", "8,65", "--delay", "0..2s/2", "--noise", "3")
+    alike, late, far = found[0], found[1], found[-1]
+    assert alike["chosen_mode"] == "ssgd"
+    assert late["chosen_mode"] in late["modes"].keys() - {"ssgd"}
+    assert late["modes"]["ssgd"]["update_s"] == pytest.approx(3.0 if late["delay_s"] == 2 else 2.0)
+    expected = pace([1.0] * 7 + [1.0 + late["delay_s"]], Mode.x_order(8, 7), 4)
+    assert late["modes"]["x-order, 7 of 8"]["update_s"] == pytest.approx(expected.update_s)
+    assert (far["modes"], far["chosen_mode"]) == ({}, None)
 
 
 def test_without_a_schedule_there_is_no_time(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adaptra simulate-sync`: what synchronising gradients takes where one replica is always last, by algorithm."""
+"""`adaptra simulate-sync`: what it takes to synchronise gradients where one replica is always last, by algorithm and by
+mode."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from adaptra_megatron.cli.planning.inputs import InputError
@@ -16,9 +18,15 @@ from adaptra_megatron.cli.tables import print_table
 from adaptra_megatron.schedule.all_reduce.choice import Algorithm, choose
 from adaptra_megatron.schedule.all_reduce.costs import Wire, critical_delay_s, hidden_s, ring_s, stock_s, stragglar_s
 from adaptra_megatron.schedule.all_reduce.stragglar import has_stragglar
+from adaptra_megatron.schedule.sync_modes.modes import Candidate, Kind, candidates
+from adaptra_megatron.schedule.sync_modes.modes import choose as choose_mode
 
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _BYTES = {f"{prefix}B": float(factor) for prefix, factor in _PREFIXES.items()}
+_MOST_REPLICAS = 64
+"""For whom modes are foretold, update by update."""
+_STALENESS = 4
+"""As --adaptra-max-staleness by default."""
 _EXAMPLES = """\
 examples:
   --ranks 8 --size 1GiB --bandwidth 450GiB/s --latency 3us --delay 0..5ms/10
@@ -41,6 +49,11 @@ class Point:
     chosen: str
     chosen_nbytes: int
     """What `auto` leaves to the algorithm that it has chosen; the rest is stock's."""
+    modes: dict[str, dict[str, float]]
+    """By --adaptra-sync-mode that updates may be made in: see `_modes`; none without --compute, or for many replicas.
+    """
+    chosen_mode: str | None
+    """What `--adaptra-sync-mode auto` would choose."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,7 +62,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "simulate-sync",
         help="time the synchronisation of gradients around a straggler",
         description="Time all-reduces of gradients, from the moment at which the last replica is there, by a model of "
-        "latency, bandwidth and delay.",
+        "latency, bandwidth and delay; with --compute, also updates in each mode of --adaptra-sync-mode, as if "
+        f"messages cost nothing, for up to {_MOST_REPLICAS} replicas.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_EXAMPLES,
     )
@@ -68,6 +82,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("--latency", default=0.0, type=seconds, metavar="VALUE", help="of a message (default: 0)")
     parser.add_argument("--compute", default=0.0, type=seconds, metavar="VALUE", help="of the others (default: 0)")
+    parser.add_argument(
+        "--noise",
+        default=0.0,
+        type=argument_type(_noise),
+        metavar="BATCHES",
+        help="gradient noise scale, in batches of a replica, for modes (default: 0)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it (needs matplotlib)")
     parser.set_defaults(run=_run)
@@ -82,7 +103,7 @@ def _run(options: argparse.Namespace) -> None:
     wire = Wire(options.latency, 1 / options.bandwidth)
     delays = _values(options.delay)
     points = [
-        _point(ranks, nbytes, wire, delay_s, options.compute)
+        _point(ranks, nbytes, wire, delay_s, options)
         for ranks in options.ranks
         for nbytes in options.size
         for delay_s in delays
@@ -95,7 +116,8 @@ def _run(options: argparse.Namespace) -> None:
         _draw(points, options.plot)
 
 
-def _point(ranks: int, nbytes: int, wire: Wire, delay_s: float, compute_s: float) -> Point:
+def _point(ranks: int, nbytes: int, wire: Wire, delay_s: float, options: argparse.Namespace) -> Point:
+    compute_s: float = options.compute
     chosen = choose(ranks, nbytes, wire, delay_s)
     exposed_s = {
         "ring": ring_s(ranks, nbytes, wire),
@@ -107,7 +129,31 @@ def _point(ranks: int, nbytes: int, wire: Wire, delay_s: float, compute_s: float
     iteration_s = {name: None if each is None else compute_s + delay_s + each for name, each in exposed_s.items()}
     critical_s = critical_delay_s(ranks, nbytes, wire) if has_stragglar(ranks) else math.inf
     critical = critical_s if math.isfinite(critical_s) else None
-    return Point(ranks, nbytes, delay_s, exposed_s, iteration_s, critical, chosen.algorithm.value, chosen.nbytes)
+    modes, chosen_mode = _modes(ranks, compute_s, delay_s, options.noise)
+    return Point(
+        ranks,
+        nbytes,
+        delay_s,
+        exposed_s,
+        iteration_s,
+        critical,
+        chosen.algorithm.value,
+        chosen.nbytes,
+        {str(each.mode): {**each.pace._asdict(), "progress_s": each.progress_s} for each in modes},
+        chosen_mode,
+    )
+
+
+@lru_cache
+def _modes(ranks: int, compute_s: float, delay_s: float, noise: float) -> tuple[tuple[Candidate, ...], str | None]:
+    """What each mode makes of replicas of which one is late: seconds per update, gradients in one, their staleness, and
+    the time that the progress of a synchronous update takes. And the one that would be chosen."""
+    if compute_s == 0.0 or ranks > _MOST_REPLICAS:
+        return (), None
+    times_s = [compute_s] * (ranks - 1) + [compute_s + delay_s]
+    kinds = tuple(Kind)
+    chosen = choose_mode(times_s, kinds, _STALENESS, noise)
+    return tuple(candidates(times_s, kinds, _STALENESS, noise)), str(chosen.mode)
 
 
 def _print_text(points: Sequence[Point]) -> None:
@@ -133,6 +179,24 @@ def _print_text(points: Sequence[Point]) -> None:
         ("replicas", "bytes", "delay (s)", *names, "auto runs", "iteration, stock", "iteration, auto"),
         rows,
     )
+
+    shown = {(point.ranks, point.delay_s): point for point in points if point.modes}
+    if shown:
+        print("\nmodes of --adaptra-sync-mode, by computation alone; progress is that of one synchronous update")
+        print_table(
+            ("replicas", "delay (s)", "mode", "s per update", "gradients", "staleness", "s per progress", "auto"),
+            [
+                (
+                    str(ranks),
+                    f"{delay_s:.6g}",
+                    mode,
+                    *(f"{value:.4g}" for value in figures.values()),
+                    "x" if mode == point.chosen_mode else "",
+                )
+                for (ranks, delay_s), point in shown.items()
+                for mode, figures in point.modes.items()
+            ],
+        )
 
 
 def _draw(points: Sequence[Point], path: Path) -> None:
@@ -163,6 +227,13 @@ def _draw(points: Sequence[Point], path: Path) -> None:
 
 def _values(value: Value) -> list[float]:
     return value.values if isinstance(value, Range) else [value]
+
+
+def _noise(text: str) -> float:
+    noise = float(text)
+    if not noise >= 0:
+        raise ValueError("is no noise scale: it is at least 0")
+    return noise
 
 
 def _ranks(text: str) -> list[int]:

@@ -44,8 +44,10 @@ def prompt_planner() -> Replaced:
 
 def exact_times(compute: EmulatedCompute) -> Replaced:
     """A decorator around `stage_measurement`, in force until undone: actions are reported to have lasted what `compute`
-    has them last in the present iteration, by kind and chunk. Times of messages stay as they were measured."""
+    has them last in the present iteration, by kind and chunk. Times of messages stay as they were measured. Where
+    replicas make updates apart, a gradient is reported to have taken as long as one backward of the first stage."""
     from adaptra_megatron.runtime import pipeline
+    from adaptra_megatron.runtime.megatron import replica_updates
 
     @functools.wraps(stage_measurement)
     def exact(*args: Any, **keywords: Any) -> StageMeasurement:
@@ -56,4 +58,13 @@ def exact_times(compute: EmulatedCompute) -> Replaced:
         }
         return dataclasses.replace(measured, durations_s=durations_s)
 
-    return Replaced([Replacement(pipeline, "stage_measurement", exact, "emulated exact times")])
+    def computing_s(begun_s: float) -> float:
+        return compute.action_seconds("B", 0)
+
+    reason = "emulated exact times"
+    return Replaced(
+        [
+            Replacement(pipeline, "stage_measurement", exact, reason),
+            Replacement(replica_updates, "computing_s", computing_s, reason),
+        ]
+    )

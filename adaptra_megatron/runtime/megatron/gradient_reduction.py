@@ -74,11 +74,7 @@ class GradientReduction:
         if bucket_group.is_first_batch and bucket_group.grad_reduce_handle is not None:
             return
         assert bucket_group.grad_reduce_handle is None, "two reductions of a bucket group at once"
-        if settings.check_for_nan_in_grad or settings.check_for_large_grads:
-            bucket_group.check_grads(
-                check_for_nan_or_inf=settings.check_for_nan_in_grad,
-                check_for_large=settings.check_for_large_grads,
-            )
+        check_gradients(bucket_group)
         for bucket in bucket_group.buckets:
             if bucket.gradient_scaling_factor != 1.0:
                 bucket.grad_data *= bucket.gradient_scaling_factor
@@ -118,3 +114,13 @@ def _reduce(sums: ReplicaSums, values: Sequence[torch.Tensor], divisor: int, *, 
     if divisor != 1:
         for each in values:
             each /= divisor
+
+
+def check_gradients(bucket_group: Any) -> None:
+    """Check them as Megatron's `start_grad_sync` does where its settings say so. Raises what Megatron's check does."""
+    settings = bucket_group.ddp_config
+    if settings.check_for_nan_in_grad or settings.check_for_large_grads:
+        bucket_group.check_grads(
+            check_for_nan_or_inf=settings.check_for_nan_in_grad,
+            check_for_large=settings.check_for_large_grads,
+        )

@@ -155,6 +155,75 @@ def refuse_for_staggering(settings: Any) -> None:
             )
 
 
+_APART = "all replicas meet for it in each iteration, and none would go on without the others"
+SYNC_MODES = (
+    Refusal(
+        "the distributed optimizer (--use-distributed-optimizer)",
+        _setting("use_distributed_optimizer"),
+        "each replica, the late ones, too, has a part of the optimizer's state, without which no update can be made",
+    ),
+    Refusal(
+        "experts (--num-experts)",
+        lambda settings: bool(getattr(settings, "num_experts", None) or getattr(settings, "num_moe_experts", None)),
+        "replicas share experts, and meet for each micro-batch",
+    ),
+    Refusal(
+        "context parallelism (--context-parallel-size)",
+        lambda settings: getattr(settings, "context_parallel_size", 1) > 1,
+        "gradients of the parts of a sequence are summed up over the same groups as those of replicas",
+    ),
+    Refusal(
+        "--overlap-grad-reduce",
+        _setting("overlap_grad_reduce"),
+        "which replicas' gradients are summed up is known once a replica has all of its own",
+    ),
+    Refusal("--calculate-per-token-loss", _setting("calculate_per_token_loss"), _APART),
+    Refusal(
+        "--fp16 (a loss scaler)",
+        lambda settings: bool(getattr(settings, "fp16", False)) or getattr(settings, "loss_scale", None) is not None,
+        "replicas would scale losses by different factors; use --bf16",
+    ),
+    Refusal(
+        "--rerun-mode other than disabled",
+        lambda settings: getattr(settings, "rerun_mode", "disabled") != "disabled",
+        f"{_APART}; give --rerun-mode disabled",
+    ),
+    Refusal("--exit-duration-in-mins", lambda settings: bool(getattr(settings, "exit_duration_in_mins", None)), _APART),
+    Refusal("--exit-signal-handler", _setting("exit_signal_handler"), _APART),
+    Refusal(
+        "--rampup-batch-size",
+        lambda settings: bool(getattr(settings, "rampup_batch_size", None)),
+        "gradients that are added up would be of batches of different sizes",
+    ),
+    Refusal(
+        "--check-weight-hash-across-dp-replicas-interval",
+        lambda settings: bool(getattr(settings, "check_weight_hash_across_dp_replicas_interval", None)),
+        _APART,
+    ),
+    Refusal("--log-straggler", _setting("log_straggler"), _APART),
+)
+"""What does not go together with an --adaptra-sync-mode other than ssgd."""
+
+
+def refuse_for_sync_mode(mode: str, *settings: Any) -> None:
+    """Raise UnsupportedFeatureError for the first feature in `settings` (Megatron's parsed arguments, or its configs)
+    with which replicas cannot make updates without each other."""
+    for refusal in SYNC_MODES:
+        if any(refusal.is_on(each) for each in settings):
+            raise UnsupportedFeatureError(
+                f"--adaptra-sync-mode {mode} does not run with {refusal.feature}: {refusal.reason}. Or drop "
+                "--adaptra-sync-mode"
+            )
+
+
+def refuse_to_split(mode: str, replicas: int) -> NoReturn:
+    """Raise UnsupportedFeatureError for --adaptra-sync-mode in a job of one replica."""
+    raise UnsupportedFeatureError(
+        f"--adaptra-sync-mode {mode} is for replicas that do not wait for each other, but the job has {replicas} "
+        "(data-parallel size): add some, or drop the flag"
+    )
+
+
 def refuse_unsupported(config: Any, model_chunks: Sequence[torch.nn.Module], arguments: Mapping[str, Any]) -> None:
     """Raise UnsupportedFeatureError for the first feature found that the executor cannot run."""
     for refusal in REFUSALS:
@@ -185,6 +254,9 @@ def refuse_arguments(arguments: Any) -> None:
     mode = getattr(arguments, "adaptra_gradient_sync", "stock")
     if mode != "stock" and getattr(arguments, "use_distributed_optimizer", False):
         refuse_sharded_gradients(mode)
+    sync_mode = getattr(arguments, "adaptra_sync_mode", "ssgd")
+    if sync_mode != "ssgd":
+        refuse_for_sync_mode(sync_mode, arguments)
     if pipeline_stages(arguments) == 1:
         return  # stock's schedule runs
     for refusal in (*REFUSALS, *SEEN_IN_ARGUMENTS):

@@ -20,9 +20,12 @@ from adaptra_megatron.runtime.megatron.refusals import (
     REFUSALS,
     SEEN_IN_ARGUMENTS,
     STAGGERING,
+    SYNC_MODES,
     UnsupportedFeatureError,
     refuse_arguments,
     refuse_for_staggering,
+    refuse_for_sync_mode,
+    refuse_to_split,
     refuse_unsupported,
 )
 from adaptra_megatron.runtime.runtime import AdaptraRuntime
@@ -240,3 +243,53 @@ def test_every_refusal_of_staggering_is_tried() -> None:
         if one.is_on(SimpleNamespace(**{name: value}))
     }
     assert fired == {one.feature for one in STAGGERING}
+
+
+APART: dict[str, tuple[Any, str]] = {
+    "use_distributed_optimizer": (True, "--use-distributed-optimizer"),
+    "num_experts": (4, "--num-experts"),
+    "num_moe_experts": (4, "--num-experts"),
+    "context_parallel_size": (2, "--context-parallel-size"),
+    "overlap_grad_reduce": (True, "--overlap-grad-reduce"),
+    "calculate_per_token_loss": (True, "--calculate-per-token-loss"),
+    "fp16": (True, "--fp16"),
+    "loss_scale": (128.0, "--fp16"),
+    "rerun_mode": ("validate_results", "--rerun-mode disabled"),
+    "exit_duration_in_mins": (5, "--exit-duration-in-mins"),
+    "exit_signal_handler": (True, "--exit-signal-handler"),
+    "rampup_batch_size": ([1, 1, 8], "--rampup-batch-size"),
+    "check_weight_hash_across_dp_replicas_interval": (10, "--check-weight-hash-across-dp-replicas-interval"),
+    "log_straggler": (True, "--log-straggler"),
+}
+"""Settings with which replicas cannot make updates without each other."""
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_keeps_replicas_together_is_refused(name: str) -> None:
+    value, flag = APART[name]
+    settings = SimpleNamespace(**{name: value}, adaptra_sync_mode="auto", pipeline_model_parallel_size=1)
+    with pytest.raises(UnsupportedFeatureError, match=f"^--adaptra-sync-mode auto does not run with .*{flag}"):
+        refuse_arguments(settings)
+    with pytest.raises(UnsupportedFeatureError, match="Or drop --adaptra-sync-mode"):
+        refuse_for_sync_mode("auto", SimpleNamespace(), settings)
+    settings.adaptra_sync_mode = "ssgd"
+    refuse_arguments(settings)
+
+
+def test_every_refusal_of_replicas_apart_is_tried() -> None:
+    refused = {
+        name
+        for name, (value, _) in APART.items()
+        for each in SYNC_MODES
+        if each.is_on(SimpleNamespace(**{name: value}))
+    }
+    assert refused == set(APART)
+    assert all(
+        any(each.is_on(SimpleNamespace(**{name: value})) for name, (value, _) in APART.items()) for each in SYNC_MODES
+    )
+    refuse_for_sync_mode("auto", SimpleNamespace())
+
+
+def test_one_replica_is_refused() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="--adaptra-sync-mode auto is for replicas .* the job has 1 "):
+        refuse_to_split("auto", 1)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which replicas arrive, as all see it: a list in the job's store, to which each adds at its end.
+
+No rank decides for others. Each follows the list by itself, in a thread, and comes to the same updates
+(`schedule.sync_modes.updates`) and the same modes.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistStoreError
+
+from adaptra_megatron.data_parallel.peers import PeerError
+from adaptra_megatron.job.control_store import ControlStore
+from adaptra_megatron.job.punctual_store import PunctualStore
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.schedule.sync_modes.decider import Gradient, ModeDecider
+from adaptra_megatron.schedule.sync_modes.modes import Kind
+from adaptra_megatron.schedule.sync_modes.updates import CatchUp, Event, Handover, Update, Updates
+
+_PLACE = "updates"
+_BEGUN, _ARRIVED, _MET, _LEFT = "begun", "arrived", "met", "left"
+_CLOSE_S = 2.0
+"""For the thread to end once the list says that this rank leaves."""
+
+logger = logger_of(__name__)
+
+Carry = Callable[[Handover, int], None]
+"""Sends or receives parameters and optimizer state of a version, as one end of a handover."""
+
+
+class UpdateLog:
+    """One rank's end of it. One thread calls `begin`, `hand_in`, `meet`, `reached` and `close`.
+
+    A rank that fails leaves, and the others then stop with an error that names it; one that dies is named once nothing
+    has come from its replica for the timeout.
+    """
+
+    def __init__(
+        self,
+        control: ControlStore,
+        replicas: Sequence[int],
+        own: int,
+        rank: int,
+        *,
+        leads: bool,
+        kinds: Iterable[Kind],
+        max_staleness: int,
+        timeout_s: float,
+        carry: Carry,
+    ) -> None:
+        """`replicas`: a global rank of each, for messages. `own`: index of this rank's. `leads`: true on the one rank
+        of the replica that adds to the list, the last to have its gradients. `timeout_s`: longest wait for other
+        replicas; a straggler may take that long. `carry`: called in the thread."""
+        self._replicas, self._own, self._rank, self._leads = tuple(replicas), own, rank, leads
+        self._timeout_s, self._carry = timeout_s, carry
+        self._updates = Updates(len(replicas), max_staleness)
+        self._decider = ModeDecider(len(replicas), kinds, max_staleness)
+        self._reader, self._seal = control.unsealed(_PLACE), control.seal(_PLACE)
+        self._writer = PunctualStore(control.unsealed(_PLACE), timeout_s)
+        self._read = 0
+        self._reached = 0
+        self._version_reached = threading.Condition()
+        self._closing = False
+        self._found: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._follow, name="adaptra-updates", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Say that this replica computes with the parameters of its last update: the first member of one that not all
+        replicas are in says so. Raises SilentStoreError."""
+        if self._leads:
+            self._add([_BEGUN, self._own])
+
+    def hand_in(self, gradient: Gradient) -> None:
+        """Say that this replica has one; what comes of it is told by `next`. Raises SilentStoreError."""
+        if self._leads:
+            self._add([_ARRIVED, self._own, *gradient])
+
+    def meet(self) -> None:
+        """Say that this replica has come to where all meet; `next` returns when all have. Raises SilentStoreError."""
+        if self._leads:
+            self._add([_MET, self._own])
+
+    def next(self) -> Event:
+        """The next event that this replica has a part in. Raises PeerError when others are missed for the timeout."""
+        try:
+            found = self._found.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise PeerError(
+                f"rank {self._rank}: no update was made for {self._timeout_s:g} s: replicas of "
+                f"{self._ranks(self._updates.absent or self._updates.missing)} have died or do not answer; look into "
+                "their logs and restart from the last checkpoint"
+            ) from None
+        if isinstance(found, BaseException):
+            self._found.put(found)  # for whatever asks next
+            raise found
+        return found
+
+    def reached(self, version: int) -> None:
+        """This rank's parameters are those of `version`, and stay so until it has a part in the next update."""
+        with self._version_reached:
+            self._reached = version
+            self._version_reached.notify_all()
+
+    def close(self) -> None:
+        """Leave, and end the thread."""
+        if self._closing:
+            return
+        self._closing = True
+        try:
+            self._add([_LEFT, self._own, self._rank])
+        except RuntimeError as cause:  # the store has ended before this rank: then the thread has, too
+            logger.debug("leaves without a word: %s", cause)
+        self._thread.join(_CLOSE_S)
+        self._writer.close()
+
+    def _add(self, record: list[Any]) -> None:
+        """Put it behind the last one, whichever replicas add at the same time."""
+        value, place = json.dumps(record).encode(), self._read
+        while True:
+            key = str(place)
+            closed = self._seal.closed(key, value)
+            if self._writer.compare_set(key, b"", closed) == closed:
+                return
+            place += 1
+
+    def _follow(self) -> None:
+        try:
+            while self._take(self._next_record()):
+                pass
+        except BaseException as error:  # raised by `next`
+            self._found.put(error)
+
+    def _next_record(self) -> list[Any]:
+        key = str(self._read)
+        while True:
+            try:
+                self._reader.wait([key], timedelta(seconds=self._timeout_s))
+                break
+            except DistStoreError as silence:
+                if "timeout" not in str(silence):
+                    raise
+                # `next` has a deadline of its own, and a replica may compute for longer.
+        record: list[Any] = json.loads(self._seal.opened(key, self._reader.get(key)))
+        self._read += 1
+        return record
+
+    def _take(self, record: list[Any]) -> bool:
+        """Follow one; returns False where it is this rank's last."""
+        what, replica, *rest = record
+        if what == _LEFT:
+            return self._left(int(rest[0]))
+        if what == _BEGUN:
+            self._updates.begins(replica)
+        elif what == _ARRIVED:
+            self._decider.arrived(replica, Gradient(*rest))
+            self._deliver(self._updates.arrives(replica))
+        else:
+            self._deliver(self._updates.meets(replica))
+        while (update := self._updates.next_update()) is not None:
+            self._deliver([update])
+            self._decide(update)
+        return True
+
+    def _left(self, rank: int) -> bool:
+        if rank == self._rank:
+            return False
+        self._found.put(
+            PeerError(
+                f"rank {self._rank}: no further updates are made: rank {rank} has left the training; if that was not "
+                "its end, look into its log and restart from the last checkpoint"
+            )
+        )
+        return True
+
+    def _decide(self, update: Update) -> None:
+        chosen = self._decider.decide(update)
+        if chosen is None or chosen.mode == self._updates.mode:
+            return
+        self._updates.mode = chosen.mode
+        if self._leads and self._own == 0:
+            logger.info(
+                "updates are made by %s from update %d on: predicted %.1f ms per update, %.2f gradients in each; "
+                "replicas take %s ms, noise scale %.3g batches of a replica",
+                chosen.mode,
+                self._updates.version,
+                1e3 * chosen.pace.update_s,
+                chosen.pace.gradients,
+                " ".join(f"{1e3 * time_s:.0f}" for time_s in self._decider.times_s or ()),
+                self._decider.noise,
+            )
+
+    def _deliver(self, events: Iterable[Event]) -> None:
+        for event in events:
+            for handover in getattr(event, "handovers", ()):
+                if self._own == handover.source:
+                    self._wait_until_reached(event.version)
+                if self._own in handover:
+                    self._carry(handover, event.version)
+                if self._own == handover.target:
+                    self.reached(event.version)
+            if isinstance(event, Update):
+                concerned = self._own in event.members
+            else:
+                concerned = not isinstance(event, CatchUp) or event.replica == self._own
+            if concerned:
+                self._found.put(event)
+
+    def _wait_until_reached(self, version: int) -> None:
+        with self._version_reached:
+            if not self._version_reached.wait_for(lambda: self._reached == version, self._timeout_s):
+                raise PeerError(
+                    f"rank {self._rank}: others wait for its parameters of update {version}, which it has not made "
+                    f"within {self._timeout_s:g} s: it has those of {self._reached}"
+                )
+
+    def _ranks(self, replicas: Sequence[int]) -> str:
+        return " and ".join(f"rank {self._replicas[each]}" for each in replicas) or "no rank"

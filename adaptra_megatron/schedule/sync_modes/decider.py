@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which mode updates are made in, from what replicas measure: the same on all that are given the same."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median
+from typing import NamedTuple
+
+from adaptra_megatron.schedule.sync_modes.modes import Candidate, Kind, choose, stragglers
+from adaptra_megatron.schedule.sync_modes.updates import Update
+
+KEPT, LEAST = 5, 3
+"""Times of a replica whose median is the prediction of its next one, and as many as there must be. Held against means
+and autoregression on recorded jobs by benchmarks/sync_predictors.py."""
+_SQUARES = 50
+_UNKNOWN = math.inf
+
+
+class Gradient(NamedTuple):
+    """What a replica says of one that it hands in."""
+
+    compute_s: float
+    """Time that it took."""
+    square: float
+    """Squared norm of it, the mean over a replica's batch; of one stage's parameters."""
+    update_square: float | None
+    """That of the mean over all replicas in the update before; None where they were not all together."""
+
+
+def predicted_s(times_s: Sequence[float]) -> float:
+    """A replica's next time, from its last ones."""
+    return median(times_s)
+
+
+class ModeDecider:
+    """Decides anew when the predicted stragglers change."""
+
+    def __init__(self, replicas: int, kinds: Iterable[Kind], max_staleness: int) -> None:
+        """`kinds`: those to choose from, beside synchronous training."""
+        self._kinds, self._max_staleness = tuple(kinds), max_staleness
+        self._times_s: list[deque[float]] = [deque(maxlen=KEPT) for _ in range(replicas)]
+        self._warm = [False] * replicas
+        self._squares = [0.0] * replicas
+        self._small: float | None = None
+        self._pairs: deque[tuple[float, float]] = deque(maxlen=_SQUARES)
+        self._stragglers: frozenset[int] = frozenset()
+
+    @property
+    def noise(self) -> float:
+        """The gradient noise scale in batches of one replica (arXiv 1812.06162, appendix A.1), by the norms of one
+        replica's gradient and of the mean of all; infinite before there are any, and where they say nothing."""
+        if not self._pairs:
+            return _UNKNOWN
+        replicas = len(self._times_s)
+        small, big = (fmean(pair[which] for pair in self._pairs) for which in (0, 1))
+        signal = (replicas * big - small) / (replicas - 1)
+        variance = max(0.0, (small - big) / (1 - 1 / replicas))
+        return variance / signal if signal > 0 else _UNKNOWN
+
+    @property
+    def times_s(self) -> list[float] | None:
+        """Predicted times of all replicas; None while one of them has too few."""
+        if min(map(len, self._times_s)) < LEAST:
+            return None
+        return [predicted_s(each) for each in self._times_s]
+
+    def arrived(self, replica: int, gradient: Gradient) -> None:
+        """`replica` hands one in. Its first is left out: it takes as long as compilers and allocators do."""
+        if self._warm[replica]:
+            self._times_s[replica].append(max(gradient.compute_s, 1e-9))
+        self._warm[replica] = True
+        self._squares[replica] = gradient.square
+        if gradient.update_square is not None and self._small is not None:
+            self._pairs.append((self._small, gradient.update_square))
+            self._small = None
+
+    def decide(self, update: Update) -> Candidate | None:
+        """What to go on with after `update`; None where that stays as it is."""
+        self._small = fmean(self._squares) if update.together else None
+        times_s = self.times_s
+        if times_s is None or (found := stragglers(times_s, self._stragglers)) == self._stragglers:
+            return None
+        self._stragglers = found
+        return choose(times_s, self._kinds if found else (), self._max_staleness, self.noise)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches for updates that some of the data-parallel replicas make without the others."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from adaptra_megatron.patches.table import Patch
+
+if TYPE_CHECKING:
+    from adaptra_megatron.runtime.megatron.replica_updates import ReplicaUpdates
+    from adaptra_megatron.runtime.runtime import AdaptraRuntime
+
+_VERSIONS = ">=0.16,<0.17"
+"""The release whose steps and reductions these have been held against."""
+_FLAG = "under --adaptra-sync-mode other than ssgd: "
+
+
+def _updates(runtime: AdaptraRuntime) -> ReplicaUpdates:
+    assert runtime.updates is not None
+    return runtime.updates
+
+
+def _reduce(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def start_grad_sync(bucket_group: Any, *given: Any, **keywords: Any) -> None:
+        _updates(runtime).start(stock, bucket_group, *given, **keywords)
+
+    return start_grad_sync
+
+
+def _step(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def step(self: Any) -> Any:
+        return _updates(runtime).step(self, functools.partial(stock, self))
+
+    return step
+
+
+def _keep(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def zero_grad_buffer(self: Any) -> None:
+        if not _updates(runtime).keeps_gradients:
+            stock(self)
+
+    return zero_grad_buffer
+
+
+def _alone(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def get_data_parallel_group(*given: Any, **keywords: Any) -> Any:
+        alone = _updates(runtime).group_alone
+        return stock(*given, **keywords) if alone is None else alone
+
+    return get_data_parallel_group
+
+
+def _settled_after(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def train(*given: Any, **keywords: Any) -> Any:
+        result = stock(*given, **keywords)
+        runtime.settle()
+        return result
+
+    return train
+
+
+def _settled_before(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def training_log(*given: Any, **keywords: Any) -> Any:
+        from megatron.training import get_args
+
+        if signature.bind(*given, **keywords).arguments["iteration"] % get_args().log_interval == 0:
+            runtime.settle()
+        return stock(*given, **keywords)
+
+    return training_log
+
+
+PATCHES = (
+    Patch(
+        identity="update-reduction",
+        target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
+        versions=_VERSIONS,
+        parameters=("self", "force_all_reduce"),
+        reason=f"{_FLAG}sums up gradients over the replicas that make an update",
+        replace=_reduce,
+    ),
+    Patch(
+        identity="update-step",
+        target="megatron.core.optimizer.optimizer:ChainedOptimizer.step",
+        versions=_VERSIONS,
+        parameters=("self",),
+        reason=f"{_FLAG}steps by an update's share of all gradients, and not in iterations that a replica has missed",
+        replace=_step,
+    ),
+    Patch(
+        identity="late-gradients",
+        target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
+        versions=_VERSIONS,
+        parameters=("self",),
+        reason=f"{_FLAG}keeps a gradient until its update is made",
+        replace=_keep,
+    ),
+    Patch(
+        identity="losses-apart",
+        target="megatron.core.parallel_state:get_data_parallel_group",
+        versions=_VERSIONS,
+        parameters=("with_context_parallel",),
+        reason=f"{_FLAG}losses are not summed up over replicas that are in other iterations",
+        replace=_alone,
+    ),
+    Patch(
+        identity="end-together",
+        target="megatron.training.training:train",
+        versions=_VERSIONS,
+        parameters=("model", "optimizer", "opt_param_scheduler"),
+        reason=f"{_FLAG}all replicas end with the same parameters",
+        replace=_settled_after,
+    ),
+    Patch(
+        identity="log-together",
+        target="megatron.training.training:training_log",
+        versions=_VERSIONS,
+        parameters=("iteration", "learning_rate"),
+        reason=f"{_FLAG}times of all ranks are gathered in iterations that are logged, so replicas meet in these",
+        replace=_settled_before,
+    ),
+)
