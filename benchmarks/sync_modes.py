@@ -93,13 +93,13 @@ def rank(output: Path, stopped_s: float, argv: list[str]) -> None:
     install()
     import torch
     import torch.distributed as dist
+    from adaptra_megatron.patches import enable
 
     from adaptra_megatron.config import config_from_arguments
     from adaptra_megatron.emulation.training.arguments import check_arguments, parse_arguments
     from adaptra_megatron.emulation.training.conditions import emulate_conditions
     from adaptra_megatron.emulation.training.process_groups import join_job, leave_job, set_up_groups
     from adaptra_megatron.emulation.training.training import Trainer
-    from adaptra_megatron.patches import enable
 
     torch.set_num_threads(1)
     args = parse_arguments(argv)
