@@ -167,7 +167,8 @@ class Leading:
             if self._closed.is_set():
                 return
             decision, until = self.decisions.in_force, error.until
-            self._failed.warning("plan %d stays: %s", decision.number, error)
+            if str(error):
+                self._failed.warning("plan %d stays: %s", decision.number, error)
         except Exception:  # a failure of ours must not stop the training
             decision = self.decisions.in_force
             logger.exception("planning failed, plan %d stays", decision.number)

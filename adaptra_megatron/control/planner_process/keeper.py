@@ -44,7 +44,7 @@ logger = logger_of(__name__)
 
 
 class NoDecisionError(RuntimeError):
-    """The planner process has made no decision; says why, and what becomes of it."""
+    """The planner process has made no decision; says why, and what becomes of it, unless this is as it should be."""
 
     def __init__(self, message: str, until: int | None) -> None:
         """`until`: the latest iteration that all ranks have reported; None where none is known to be."""
@@ -142,7 +142,7 @@ class PlannerKeeper:
             self._telemetry.log(decode(event).event)
         decision = decided.decision
         if decision is None:
-            raise NoDecisionError(f"{self._word}{decided.failure}", decided.until)
+            raise NoDecisionError(decided.failure and f"{self._word}{decided.failure}", decided.until)
         self._latest = decision
         self._order, self._routing = decision.order or self._order, decision.routing or self._routing
         return decided.until, decision

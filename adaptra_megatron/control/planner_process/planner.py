@@ -10,6 +10,7 @@ import logging
 import os
 import resource
 import socket
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,6 +65,10 @@ class Notes(logging.Handler):
         return wanted
 
 
+FIRST_REPORTS_S = 60.0
+"""How long ranks may take to connect without a word of it: short iterations are over before all have."""
+
+
 class Planner:
     """Decides for one replica."""
 
@@ -78,12 +83,19 @@ class Planner:
         self._book = PlanBook(config, begin.layout, measures_memory=begin.measures_memory)
         self._leader = PlanLeader(self._book, notes, begin.paths, begin.running, begin.routes)
         self._notes = notes
+        self._patient_until_s = time.monotonic() + FIRST_REPORTS_S
+        """Until then reports may be missing without a word: ranks connect once they have something to report."""
 
     def answer(self, over: Sequence[Reported]) -> Decided:
         """What was reported is joined, judged and decided on; a failure is said, and the next one may do."""
         notes, decision, failure = self._notes, None, ""
+        whole = [reported for reported in over if not reported.lost]
         try:
-            decision = self._leader.decide([round_of(reported) for reported in _whole(over)])
+            if whole:
+                self._patient_until_s = 0.0
+                decision = self._leader.decide([round_of(reported) for reported in whole])
+            elif time.monotonic() >= self._patient_until_s:
+                failure = _missing(over[-1])
         except ValueError as cause:
             failure = f"what was measured in iteration {over[-1].iteration} cannot be taken in: {cause}"
         except Exception:  # a bug of ours: the training goes on, and the rank's log says what it was
@@ -107,13 +119,11 @@ class Planner:
         self._notes.wanted += tuple(requests)
 
 
-def _whole(over: Sequence[Reported]) -> Sequence[Reported]:
-    """Iterations that all ranks have reported. Raises ValueError where there is none."""
-    if whole := [reported for reported in over if not reported.lost]:
-        return whole
-    ranks = ", ".join(map(str, over[-1].lost))
-    raise ValueError(
-        f"reports of ranks {ranks} have not come, or were lost with their connections or with a planner process before"
+def _missing(reported: Reported) -> str:
+    ranks = ", ".join(map(str, reported.lost))
+    return (
+        f"reports of ranks {ranks} for iteration {reported.iteration} have not come, or were lost with their "
+        "connections or with a planner process before"
     )
 
 

@@ -27,6 +27,7 @@ from adaptra_megatron.control.planner_process import keeper
 from adaptra_megatron.control.planner_process.keeper import NoDecisionError, PlannerKeeper
 from adaptra_megatron.control.planner_process.messages import Begin, ChannelEndedError, receive, send
 from adaptra_megatron.control.planner_process.report_server import purpose_of
+from adaptra_megatron.control.rounds import MOST_AWAITED
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.telemetry.events.events import Event, LinkDetection, PlanMade
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
@@ -178,9 +179,19 @@ def test_a_lost_report_is_not_waited_for_once_its_rank_has_reported_a_later_iter
     own = four.report(four.job.measure(0.0))
     link._recent.clear()
     later = four.report(four.job.measure(0.0))
-    with pytest.raises(NoDecisionError, match="iteration 1 .*reports of ranks 3 have not come"):
+    with pytest.raises(NoDecisionError, match="reports of ranks 3 for iteration 1 have not come"):
         four.take(own)
     assert four.take(later)[0] == 2
+
+
+def test_reports_that_are_missing_before_all_ranks_have_connected_are_no_failure(
+    replica: Callable[..., Replica],
+) -> None:
+    four = replica()
+    reported = [(iteration, encoded(four.job.measure(0.0)[0])) for iteration in range(MOST_AWAITED + 1)]
+    with pytest.raises(NoDecisionError, match="^$") as kept:
+        four.planner.decide(reported)
+    assert kept.value.until == 0
 
 
 def test_who_is_waited_for_is_named_and_the_process_is_not_taken_for_dead(
