@@ -52,9 +52,9 @@ class Answer:
     peak_in_flight: tuple[float, ...]
     """Most activations each stage holds at once, in any replica."""
     simulation: Simulation
-    """Of the slowest replica: when each action starts and ends."""
+    """When each action of the slowest replica starts and ends."""
     costs: Costs
-    """Of that replica."""
+    """Costs of that replica."""
 
     @property
     def gap(self) -> float:

@@ -47,7 +47,7 @@ class Cluster:
     cap: int
 
     def arguments(self, iterations: int) -> tuple[str, ...]:
-        """Of a training."""
+        """Arguments of a training."""
         return tuple(
             f"--pipeline-model-parallel-size {self.stages} --num-layers {self.stages} "
             f"--global-batch-size {self.micro_batches} --train-iters {iterations} --mock-data "

@@ -37,7 +37,7 @@ CAP = 24
 MIDDLE = ((3, 4),)
 EVERY = tuple((stage, stage + 1) for stage in range(STAGES - 1))
 HIGH_QUANTILE = -math.log(0.05)
-"""Of an exponential distribution, in means: 95 percent of messages take less."""
+"""Quantile of an exponential distribution, in means: 95 percent of messages take less."""
 SEED = 11
 
 

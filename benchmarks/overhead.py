@@ -66,7 +66,7 @@ class Row:
     nothing_s: float
     everything_s: float
     ratios: list[float]
-    """Of each round."""
+    """Ratio of each round."""
     cpu_s: tuple[float, float]
     """Per iteration of a rank, of all its threads: the leading rank's, and the median of the others; beyond nothing."""
     training_thread_s: dict[str, float]

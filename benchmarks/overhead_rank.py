@@ -75,7 +75,7 @@ class Spent:
         self._clock = clock
 
     def medians_s(self) -> dict[str, float]:
-        """Of a call, by name of the function. The first calls do not count."""
+        """Median seconds of a call, by name of the function. The first calls do not count."""
         return {name: statistics.median(seconds[SKIPPED:]) for name, seconds in self.seconds.items()}
 
     def timed(self, owner: Any, name: str) -> Replacement:

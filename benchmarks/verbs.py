@@ -152,7 +152,7 @@ class Sender:
         self._reader.join(10.0)
 
     def mb_per_s(self, nbytes: int) -> float:
-        """Of messages sent one after the other, until the last is acknowledged."""
+        """Throughput of messages sent one after the other, until the last is acknowledged."""
         content = numpy.random.default_rng(nbytes).integers(0, 256, nbytes, numpy.uint8)
         count = burst(nbytes)
         begun_s = time.monotonic()

@@ -44,7 +44,7 @@ FIRST_DEATH, LAST_DEATH = 1, 3
 """Iterations. While links are set up, in the first, no rank is outlived."""
 LONGEST_S, ITERATION_MS, ADMISSION_MS = 140.0, 250, 60
 RESTARTS = 8
-"""Of each rank: of one that is not admitted as another dies, too, and of all lanes of a cell."""
+"""How often each rank is started again: one that is not admitted as another dies, too, and all lanes of a cell."""
 LEFT_BEHIND_S = 15.0
 """A planner ends once it has its plan, and machines that run campaigns are busy."""
 WITHIN = {"losses": 1e-6, "grad norms": 1e-5, "parameters": 1e-5}
@@ -94,7 +94,7 @@ class Layout:
         )
 
     def arguments(self, directory: Path, deaths: Sequence[str]) -> list[str]:
-        """Of scripts/train_gpt.py. `deaths`: see --emulate-death."""
+        """Arguments of scripts/train_gpt.py. `deaths`: see --emulate-death."""
         dying = [word for death in deaths for word in ("--emulate-death", death)]
         layout = (
             f"--emulate-cpu --pipeline-model-parallel-size {self.stages} --tensor-model-parallel-size {self.tensor} "
@@ -123,7 +123,7 @@ LAYOUTS = (
     ),
     Layout(3, 2, flags=f"{SHARDED} {CHUNKS}", iterations=6),
 )
-"""Of the campaign: trainings that are as short as those can be in which ranks die, come back and die again."""
+"""Layouts of the campaign: trainings that are as short as those can be in which ranks die, come back and die again."""
 
 
 def train(

@@ -53,7 +53,7 @@ _LEGEND = {
     "flight f": "a message",
     "flight slow": f"a message that takes {1e3 * DELAY_S:.0f} ms",
 }
-"""Of the CSS classes of the report's timelines; what a picture does not have is left out."""
+"""Meanings of the CSS classes of the report's timelines; what a picture does not have is left out."""
 _TITLE_HEIGHT, _LEGEND_HEIGHT, _MARGIN = 30, 34, 8
 _SWATCH, _SWATCH_TO_TEXT, _LETTER_WIDTH, _LABEL_DISTANCE = 15, 22, 7.3, 17
 

@@ -51,7 +51,7 @@ def main(out: Path) -> int:
 
 
 def events() -> list[tuple[Event, int]]:
-    """Of a run that resumes after Megatron's iteration 500."""
+    """Events of a run that resumes after Megatron's iteration 500."""
     found = {"before": "healthy", "after": "slow", "reason": REASON, "since_iteration": 8}
     speeds = {
         f"{replica}.{stage}": 0.4 if (replica, stage) == (0, 1) else 1.0 for replica in (0, 1) for stage in (0, 1)

@@ -37,7 +37,7 @@ class View:
     turn: int = 0
     """How many launchers have had this node rank before."""
     port: int = 0
-    """Of the store."""
+    """TCP port of the store."""
     start: Start | None = None
     state: JobState | None = None
     error: str = ""

@@ -133,7 +133,7 @@ class Pipeline:
         meeting = Rendezvous(control, job, max(limit_s, SETUP_LEAST_S), alone=joining is not None)
         self.transport = make_transport(meeting, call.chunks, config, clock, limit_s)
         self._sent_all = False
-        """Whether the last iteration came to its end."""
+        """True if the last iteration came to its end."""
         self._failure: BaseException | None = None
         """What an iteration ended with: there can be no other."""
         self.telemetry = make_telemetry(self._job, call.chunks, config, goes_on=joining is not None)
@@ -176,7 +176,7 @@ class Pipeline:
         self._disturbances = DisturbanceWatch()
         self._disturbance: str | None = None
         self._first = FirstIterations(synchronizer_of(device))
-        """Of this set of live ranks."""
+        """The first iterations of this set of live ranks."""
         self._programs: dict[int, Program] = {}
         self._begun_s = 0.0
         self._unsettled: _Ended | None = None

@@ -75,7 +75,7 @@ class AdaptraRuntime:
         self.last_schedule: Schedule | None = None
         """What the last training iteration ran."""
         self.runs_actions = False
-        """Whether actions of an iteration run at this moment."""
+        """True while actions of an iteration run."""
         self.sharded_optimizers: list[Any] = []
         """Megatron's distributed optimizers, where training outlives its ranks."""
         self.staggered = StaggeredOptimizer() if config.staggered_optimizer else None

@@ -63,7 +63,7 @@ class Part:
     beginning: tuple[StampedEvent, ...]
     """The detections, losses and switches that began it."""
     new_order: bool
-    """Whether the order of actions is another than before; for runs without events."""
+    """True if the order of actions is another than before; for runs without events."""
 
     @property
     def first(self) -> int:
@@ -107,7 +107,7 @@ class RunRecord:
     missing: tuple[str, ...] = ()
     """What was not found or could not be read, in sentences."""
     megatron_numbers: bool = False
-    """Whether numbers of iterations are those that Megatron prints."""
+    """True where numbers of iterations are those that Megatron prints."""
 
     @property
     def stages(self) -> int:

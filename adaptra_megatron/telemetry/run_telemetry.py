@@ -45,7 +45,7 @@ class TelemetrySettings:
     trace_dir: Path | None = None
     """Directory of traces and events; None: there are none."""
     every_iteration: bool = True
-    """Whether all iterations are traced, or those that are asked for."""
+    """True: all iterations are traced; False: those that are asked for."""
     prometheus_port: int | None = None
     """Port of a host's first rank; the next rank's is the next. 0: any free ones; None: no endpoint."""
     prometheus_address: str = LOOPBACK
@@ -64,11 +64,11 @@ class Place:
     """Within its host: ranks of one host serve Prometheus at ports one after another."""
     stage: int
     leads: bool
-    """Whether this rank decides on plans: of its replica, it alone logs switches; that of replica 0 takes requests for
+    """True if this rank decides on plans: of its replica, it alone logs switches; that of replica 0 takes requests for
     traces."""
     replica: int = 0
     decides_apart: bool = False
-    """Whether replicas have plans of their own, each with a leading rank."""
+    """True where replicas have plans of their own, each with a leading rank."""
     clock_offset_s: float = 0.0
 
     @property
@@ -102,7 +102,7 @@ class RunTelemetry:
         """Megatron's numbers of the latest iterations."""
         self._leader = LeaderWatch(int(start.layout.get("stages", 1)))
         self._found = False
-        """Whether something was found since the last iteration."""
+        """True if something was found since the last iteration."""
         self._said = RunLog(word=place.word, first=place.replica == 0) if place.leads else None
         self._directory = settings.trace_dir
         self._job: FiguresOfJob | None = None

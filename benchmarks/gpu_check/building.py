@@ -21,7 +21,7 @@ BUILD = REPOSITORY / "build" / "gpu_check"
 KERNELS = BUILD / "kernels.so"
 NCCL_LIBRARY = "libnccl.so.2"
 NCCL_FUNCTIONS = "SendRecv|AllReduce Sum * RING SIMPLE"
-"""Of its device code: with all of it the build takes an hour."""
+"""The part of its device code that is built: with all of it the build takes an hour."""
 NATIVE = {"csrc/schedule": "adaptra_megatron/schedule/_native", "csrc/ring": "adaptra_megatron/transport/_ring"}
 
 
@@ -114,7 +114,7 @@ def run_all(commands: Sequence[Sequence[str]], until_s: float) -> None:
 
 
 def _failure(command: Sequence[str], until_s: float) -> str | None:
-    """Of one command, with the end of what it said."""
+    """Failure of one command, with the end of what it printed; None if it succeeds."""
     try:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

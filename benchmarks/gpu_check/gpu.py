@@ -33,13 +33,13 @@ class HostCall:
     """Makes what it needs while nothing runs, for a kernel that is to stand on that stream. What it returns is the
     call. Raises RuntimeError or ImportError where this machine cannot make it."""
     may_wait: bool
-    """Whether the design allows for a wait until all that stands on the GPU has ended."""
+    """True where the design allows for a wait until all that stands on the GPU has ended."""
     at_once_s: float = 1.0
     """What it takes by itself at most."""
 
 
 class Gpu(Protocol):
-    """Of one process. Streams are never destroyed."""
+    """The GPU as one process uses it. Streams are never destroyed."""
 
     compute: Stream
     """What training computes on."""

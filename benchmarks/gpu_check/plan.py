@@ -12,7 +12,7 @@ from gpu_check.watchdog import Check
 GPU, STAGE, NONE = "gpu_check.cuda_gpu:CudaGpu", "gpu_check.stages:CudaStage", "builtins:object"
 TRAINER = "gpu_check.t7_training:SharedGpu"
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""Of NCCL since 2.30.3."""
+"""A variable of NCCL since 2.30.3."""
 NATIVE, KERNELS = "the package's native parts", "kernels.cu"
 NCCL, MEGATRON = "an NCCL that shares a GPU", "Megatron-core"
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"

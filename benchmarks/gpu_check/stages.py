@@ -27,7 +27,7 @@ Decorate = Callable[[NcclLibrary], Any]
 
 
 class Stage(Protocol):
-    """Of a pipeline in which each rank is one stage."""
+    """A stage of a pipeline whose ranks are one stage each."""
 
     stage: int
     rendezvous: Rendezvous
@@ -35,7 +35,7 @@ class Stage(Protocol):
     """None: tensors are on the CPU."""
     tensors: torch.device
     largest_nbytes: int
-    """Of the messages that are worth sending here."""
+    """Largest message that is worth sending here."""
 
     def gpu(self) -> Gpu:
         """The GPU by itself."""
@@ -44,7 +44,7 @@ class Stage(Protocol):
         """What links are made with. `decorate`: NCCL. `identity`: of its GPU; None: one that no other stage has."""
 
     def maker(self, decorate: Decorate = lambda library: library, *, identity: str | None = None) -> LinkMaker:
-        """Of this stage's links; arguments as for `side`."""
+        """The maker of this stage's links; arguments as for `side`."""
 
     def transport(self, timeout_s: float) -> StreamTransport:
         """The plain device path, connected, with a clock."""
@@ -62,7 +62,7 @@ class Stage(Protocol):
         """Wait for computation."""
 
     def used_nbytes(self) -> int:
-        """Of the GPU's memory, by all processes."""
+        """Memory of the GPU that all processes use."""
 
     def streams(self) -> int:
         """How many `device` has made."""

@@ -12,7 +12,7 @@ from gpu_check.gpu import Gpu, Point, Standing, Stream
 HELD_S = 0.05
 """What has not run by then is held up: it takes microseconds."""
 LINKS = 8
-"""Of a stage with neighbours on both sides, around a ring and in both directions."""
+"""Links of a stage with neighbours on both sides, around a ring and in both directions."""
 
 
 def run(gpu: Gpu, report: Report, queues: str) -> None:

@@ -31,7 +31,7 @@ NEAR_S = 5e-3
 """Processes that share a GPU have it in turns, of some milliseconds."""
 WAIT_S = 30.0
 PATIENCE_S = 3.0
-"""Of the stage whose neighbour has failed."""
+"""How long the stage waits whose neighbour has failed."""
 
 
 def run(stage: Stage, report: Report, part: str) -> None:
@@ -55,7 +55,7 @@ def _order(stage: int, in_flight: int, micro_batches: int) -> Iterator[Action]:
 
 
 def iterations(stage: Stage, report: Report) -> None:
-    """Of each plan, with messages small and large."""
+    """Run iterations of each plan, with messages small and large."""
     promise = "all links connect"
     report.begin(promise)
     begun_s = time.monotonic()

@@ -25,7 +25,7 @@ COMPUTATION_S = 0.02
 MOST_LATE_S = STALL_S / 3
 BURST = 16
 LEAST_GB_PER_S = 1.0
-"""Of messages between neighbouring stages: 25 MB per 25 ms."""
+"""Least throughput of messages between neighbouring stages: 25 MB per 25 ms."""
 SMALL_NBYTES = 4096
 MOST_ONE_WAY_S = 2e-3
 ROUND_TRIPS = 200

@@ -39,7 +39,7 @@ DEVICE = {
 }
 EQUAL = "losses, parameters and optimizer state are stock's, bit for bit"
 FRACTION = 0.9
-"""Of the GPU's memory, that ours keeps to."""
+"""Share of the GPU's memory to which our training keeps."""
 
 
 class Trainer(Protocol):

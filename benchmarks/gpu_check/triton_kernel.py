@@ -9,5 +9,5 @@ import triton.language as tl
 
 @triton.jit
 def add_one(values):  # noqa: ANN001, ANN201 - Triton's types are not Python's
-    """Of one element."""
+    """Add one to one element."""
     tl.store(values, tl.load(values) + 1)

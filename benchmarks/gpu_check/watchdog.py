@@ -22,7 +22,7 @@ class Check:
 
     name: str
     promise: str
-    """Of the whole of it: for the table where the check says nothing itself."""
+    """What the whole check promises: for the table where the check says nothing itself."""
     module: str
     machine: str
     """`MODULE:NAME` of what is called in each rank, without arguments, for what `run` gets first."""

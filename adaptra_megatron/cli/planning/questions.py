@@ -165,7 +165,7 @@ class WonBack:
         print_table(("--max-in-flight", "iteration", "of healthy", "won back", "more per stage"), rows)
 
     def _share(self, bought: Bought) -> float | None:
-        """Of what the slowness costs with the present memory."""
+        """Share that is won back of what the slowness costs with the present memory."""
         planned_s = self._comparison["planned"].makespan_s
         assert planned_s is not None
         lost_s = planned_s - self._comparison.healthy_s

@@ -45,9 +45,9 @@ class Layout:
     can_split: bool
     """False: weight gradients stay in the backward (full recompute would hold whole layers for each pending W)."""
     rendezvous: bool = False
-    """Whether a message of the device path starts only when its receive has been posted, as over NCCL."""
+    """True where a message of the device path starts only when its receive has been posted, as over NCCL."""
     shared_queue: bool = False
-    """Whether a stage's computation and its messages of that path stand in one hardware queue."""
+    """True where a stage's computation and its messages of that path stand in one hardware queue."""
     staggered: bool = False
     """True where stages begin an iteration when their own part of the one before is over."""
 

@@ -49,7 +49,7 @@ class RoutePolicy:
     dead: tuple[Cell, ...] = ()
     """Cells that take no work, round which all routes lead."""
     avoids_slow: bool = True
-    """Whether routes lead round slow cells."""
+    """True: routes lead round slow cells, too."""
 
 
 class RouteDecider:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 ARRIVES_S, _LOOKS_S = 150.0, 0.05
 POINTS = ("ready", "receiving", "joining", "meeting", "admitting", "sending")
-"""Of an admission. A process that was started again stands ready, receives the state of the job, joins what it has with
-the other ranks of its cell, and meets the others, who admit it, and one of whom sends that state."""
+"""Points of an admission: a process that was started again stands ready, receives the state of the job, joins what it
+has with the other ranks of its cell, and meets the others, who admit it, and one of whom sends that state."""
 FORM = f"RANK:ITERATION:ACTION[:stop]|RANK:ITERATION:+MS[:stop]|RANK:START:{{{','.join(POINTS)}}}+MS"
 
 

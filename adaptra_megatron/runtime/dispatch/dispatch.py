@@ -71,7 +71,7 @@ class Dispatcher:
         self.moved_actions = 0
         """How many actions ran before one that the plan had before them."""
         self.all_by_host_path = True
-        """Whether every link of the job is to go by the host path: ranks of a stage cannot tell of each other's."""
+        """True if every link of the job is to take the host path: ranks of a stage cannot tell of each other's."""
         self._asked, self._aborted = mode, False
         self._mode, self._transport, self._team = mode, transport, team
         self._timeout_s, self._ranks = timeout_s, ranks
@@ -242,7 +242,7 @@ class _Pace:
     """Computation blocks the CPU: when it decides, everything before has been computed."""
 
     busy = False
-    """Whether the device has work left."""
+    """True while the device has work left."""
 
     def catch_up(self, deadline_s: float) -> None:
         """Wait until it is time to decide what comes next."""

@@ -59,7 +59,7 @@ class Rerouting:
         self._links: set[int] = set()
         """Ranks of other replicas that there are links to."""
         self._follows = self._routed = False
-        """Whether the iteration under way is routed as was decided; whether it is routed at all."""
+        """True where the iteration under way is routed as was decided; where it is routed at all."""
         self._pinned: Sequence[int] = ()
         """Stages whose micro-batches cannot be routed round slow cells."""
         self._degraded: DegradedRoutes | None = None

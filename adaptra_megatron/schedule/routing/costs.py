@@ -47,7 +47,7 @@ class RoutedCosts:
     links: Mapping[tuple[Cell, Cell], LinkCost] = field(default_factory=dict)
     sync_s: tuple[float, ...] = ()
     staggered: bool = False
-    """Whether a stage starts its next iteration when it has synchronised itself, without waiting for the others
+    """True: a stage starts its next iteration when it has synchronised itself, without waiting for the others
     (ReCycle's staggered optimizer): then the period counts, the longest time that one stage is at work."""
     pinned: frozenset[int] = frozenset()
     """Stages whose micro-batches stay at their own replicas."""

@@ -70,7 +70,7 @@ class Updates:
         """
         require_counts(replicas=replicas, max_staleness=max_staleness)
         self.mode = Mode.ssgd(replicas)
-        """Of the updates to come; may be changed between two calls."""
+        """Mode of the updates to come; may be changed between two calls."""
         self.version = 0
         self.max_staleness = max_staleness
         self.read = [0] * replicas
