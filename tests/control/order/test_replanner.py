@@ -119,8 +119,7 @@ class TestReplanning:
                 caplog.clear()
                 replanner.decide(tight, self.CURRENT)
                 said.append([record.getMessage() for record in caplog.records])
-        assert "new plan" in said[0][0]
-        assert len(said[0]) == 1
+        assert said[0] == []
         (line,) = said[1]
         now_s = plan(tight, deadline_s=1.0).makespan_s
         assert f": link 1<->2 cannot be hidden within 2 activations per stage: {now_s * 1e3:.0f} ms; 3 " in line
