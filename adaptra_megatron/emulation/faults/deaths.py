@@ -150,10 +150,13 @@ class Arrivals:
 
     def __init__(self, iterations: Collection[int]) -> None:
         self._iterations = iterations
+        self._joins = bool(os.environ.get(START_VARIABLE))
+        """True in a process that was started again, until its first iteration: in that, others wait for it."""
 
     def set_iteration(self, iteration: int) -> None:
         """`iteration` (from 0) is about to begin. Raises EmulationError after ARRIVES_S."""
-        if iteration not in self._iterations:
+        joins, self._joins = self._joins, False
+        if joins or iteration not in self._iterations:
             return
         records, deadline_s = MembershipRecords.of_rank(ARRIVES_S), time.monotonic() + ARRIVES_S
         while (found := records.newest()) is None or len(found.live) < found.world_size or not found.left:
