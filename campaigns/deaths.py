@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks die at random moments of trainings: what the others come to, compared with the training without deaths.
 
-    python -m campaigns.deaths [--runs 300 | --seconds 3600] [--seed 1] [--output build/deaths]
+    python -m campaigns.deaths [--runs 300 | --seconds 3600] [--seed 1] [--output build/deaths] [--again]
 
 Each run trains a small GPT in one of several layouts while one to three ranks kill themselves, whatever they do at that
 moment: actions, messages, collectives, commits, optimizer steps, meetings after the death before. Where all of the
@@ -329,8 +329,11 @@ def campaign(
     server: ForkServer,
     say: Callable[[str], object],
     seconds: float | None = None,
+    *,
+    again: bool = False,
 ) -> list[str]:
-    """Run it, for `seconds` or that many `runs`; all problems, each with the run that it is of, whose logs are kept."""
+    """Run it, for `seconds` or that many `runs`; all problems, each with the run that it is of, whose logs are kept.
+    `again`: see --again."""
     chosen, tally, done, deadline_s = random.Random(seed), Tally(), 0, time.monotonic() + (seconds or 0.0)
     for number, layout in enumerate(LAYOUTS):
         results = train(layout, directory / f"peace{number}", server)
@@ -342,6 +345,9 @@ def campaign(
         if seconds is not None and time.monotonic() > deadline_s:
             break
         wrong = one_run(layout, story, directory / f"run{run}", directory / f"peace{number}", server, tally)
+        if wrong and again and not any("differ" in each for each in wrong):
+            say(f"run {run}: {' '.join(story.deaths)} {story.back or ''}: {wrong}; it runs again")
+            wrong = one_run(layout, story, directory / f"run{run}-again", directory / f"peace{number}", server, tally)
         tally.problems += [f"run {run}, {layout}, {story}: {each}" for each in wrong]
         say(f"run {run}: {' '.join(story.deaths)} {story.back or ''}: {wrong or 'as without deaths'}")
         done += 1
@@ -377,10 +383,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, help="run until the time is up, whatever --runs says")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("build/deaths"))
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="run once more what went wrong, which counts if it does again; numbers that differ count at once",
+    )
     arguments = parser.parse_args(argv)
     shutil.rmtree(arguments.output, ignore_errors=True)
     with ForkServer() as server:
-        found = campaign(arguments.runs, arguments.seed, arguments.output, server, _say, arguments.seconds)
+        found = campaign(
+            *(arguments.runs, arguments.seed, arguments.output, server, _say, arguments.seconds), again=arguments.again
+        )
     sys.stdout.write("".join(f"{problem}\n" for problem in found))
     return 1 if found else 0
 
