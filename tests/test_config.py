@@ -99,6 +99,7 @@ ACCEPTED: dict[str, tuple[Any, set[str], str]] = {
     "gradient_sync": ("auto", EVERY, ""),
     "sync_mode": ("auto", EVERY, ""),
     "max_staleness": (2, set(), "sync-mode"),
+    "profile_ranges": (True, EVERY, ""),
     "staggered_optimizer": (True, ADAPTED | FIXED, "policy"),
 }
 """For each option: a value that is not its default, the contexts in which it means something, and the flag named
@@ -318,6 +319,9 @@ def test_help_has_a_group_of_its_own_and_names_units(parser: argparse.ArgumentPa
         "--adaptra-dispatch",
         "--adaptra-reroute",
         "--adaptra-gradient-sync",
+        "--adaptra-sync-mode",
+        "--adaptra-max-staleness",
+        "--adaptra-profile-ranges",
         "--adaptra-staggered-optimizer",
         "--adaptra-rnics",
         "--adaptra-interface",

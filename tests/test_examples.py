@@ -181,4 +181,5 @@ def test_every_variable_that_the_package_reads_or_sets_is_in_the_table() -> None
 
 
 def test_each_example_is_explained() -> None:
-    assert {f"examples/{each.name}" for each in EXAMPLES.iterdir()} <= set(re.findall(r"examples/[\w.]+\w", PAGE))
+    pages = "".join((REPOSITORY / "docs" / page).read_text() for page in ("cluster.md", "api.md", "questions.md"))
+    assert {f"examples/{each.name}" for each in EXAMPLES.iterdir()} <= set(re.findall(r"examples/[\w.]+\w", pages))

@@ -97,7 +97,7 @@ def test_within_five_percent_of_the_optimum(seed: int) -> None:
     """CP-SAT chooses cells and orders."""
     costs = small_job(seed)
     plan = plan_routed(costs, least_gain=0.0)
-    proven_s, found_s = routed_optimum(costs, plan.simulation.period_s, limit_s=10.0)
+    proven_s, found_s = routed_optimum(costs, plan.simulation.period_s, limit_s=60.0)
     assert found_s == proven_s, "not proven in time"
     assert plan.lower_bound.seconds <= proven_s + 1e-9
     assert plan.simulation.period_s <= 1.05 * proven_s
