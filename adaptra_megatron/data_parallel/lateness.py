@@ -12,8 +12,9 @@ from statistics import median
 
 from adaptra_megatron.schedule.all_reduce.costs import Wire
 
-PERSISTENT = 3
-"""Synchronisations in a row in which a replica must have come last before time is bet on it."""
+PERSISTENT = 4
+"""Synchronisations in a row in which a replica must have come last before time is bet on it. Of three that come last at
+random, one does so once in 27 of them: what is lost then is less than 1% of an all-reduce, on average."""
 _KEPT = 9
 
 
