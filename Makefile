@@ -157,7 +157,7 @@ soak: $(INSTALLED)
 	$(BIN)/python -m campaigns.soak $(SOAK)
 
 campaign-deaths: $(INSTALLED)
-	$(BIN)/python -m campaigns.deaths $(DEATHS)
+	nice -n 5 $(BIN)/python -m campaigns.deaths $(DEATHS)
 
 closed-loop: $(INSTALLED)
 	$(BIN)/python -m campaigns.closed_loop $(CLOSED_LOOP)
