@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch.distributed as dist
+from support.made_up.job import ControlOver, layout
 from support.made_up.measured_job import MeasuredJob
 
 from adaptra_megatron.authentication.sealed_store import SealedStore, TamperedError
@@ -48,10 +49,10 @@ def test_what_is_no_decision_is_an_error_at_once_and_never_code(sealed: bool) ->
     assert executed == ["code of a stranger"], "it would be seen"
     executed.clear()
     store = dist.HashStore()
-    ours = SealedStore(store, SECRET, "here")
-    (ours if sealed else store).set(decision_key(2), pickle.dumps(Bomb()))
-    reader, began_s = DecisionReader(ours, 30.0, "0.0"), time.monotonic()
-    reader.post(0, MeasuredJob().measure(1.0)[0])
+    job = ControlOver(store)
+    (job.client("here") if sealed else store).set(decision_key(2), pickle.dumps(Bomb()))
+    reader, began_s = DecisionReader(job, "here", layout([[0, 1]], 1), 30.0), time.monotonic()
+    reader.post(0, MeasuredJob().measure(1.0)[1])
     with pytest.raises(RuntimeError, match="cannot be read" if sealed else "knows the job's secret"):
         reader.needed(2)
     assert time.monotonic() - began_s < 15.0, "the timeout was waited for"
@@ -60,13 +61,13 @@ def test_what_is_no_decision_is_an_error_at_once_and_never_code(sealed: bool) ->
 
 
 def test_a_decision_comes_as_it_was_written() -> None:
-    store = SealedStore(dist.HashStore(), SECRET, "here")
+    job = ControlOver(dist.HashStore())
     decision = Decision(
         7, Order("F,0", "{}", (1.5, None), (0.0, 0.5)), Forecast(1.0, None), Paths((LinkName(0, 1, 2),))
     )
-    store.set(decision_key(2), encoded(decision))
-    reader = DecisionReader(store, 10.0, "0.0")
-    reader.post(0, MeasuredJob().measure(1.0)[0])
+    job.client("here").set(decision_key(2), encoded(decision))
+    reader = DecisionReader(job, "here", layout([[0, 1]], 1), 10.0)
+    reader.post(0, MeasuredJob().measure(1.0)[1])
     assert reader.needed(2) == decision
     reader.close()
 
