@@ -58,7 +58,9 @@ JITTER = "0-1:exponential_ms=8,path=both"
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "pp2" else ()) for name in LAYOUTS]
+)
 def test_bitwise_equal_to_stock_in_whatever_order(name: str, tmp_path: Path, fork_server: ForkServer) -> None:
     layout = LAYOUTS[name]
     # A plan that keeps all weight gradients for the end, and so holds everything, leaves the most to be decided.

@@ -100,7 +100,10 @@ def _found(report: CampaignReport) -> list[Any]:
 
 @judged_by_the_clock
 @pytest.mark.timeout(620)
-@pytest.mark.parametrize("campaign", [REPLICAS, TENSOR_PARALLEL], ids=["dp2-pp4", "tp2-pp4"])
+@pytest.mark.parametrize(
+    "campaign",
+    [pytest.param(REPLICAS, id="dp2-pp4"), pytest.param(TENSOR_PARALLEL, id="tp2-pp4", marks=pytest.mark.slow)],
+)
 def test_pipelines_with_slow_links_of_their_own_agree(
     campaign: Campaign, fork_server: ForkServer, tmp_path: Path, stretch: float
 ) -> None:
