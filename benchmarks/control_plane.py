@@ -62,7 +62,7 @@ CLIENTS = 2
 WARM_UP = 6
 PERIOD_S = 0.5
 """From one quiet iteration to the next."""
-LONG_RANKS, LONG_STEP = 1024, 100
+LONG_RANKS, LONG_STEP = 16384, 100
 """Ranks of the job whose memory is looked at for long, and iterations between two looks."""
 
 
