@@ -99,7 +99,7 @@ class UpdateLog:
                 "their logs and restart from the last checkpoint"
             ) from None
         if isinstance(found, BaseException):
-            self._found.put(found)  # for whatever asks next
+            self._found.put(found)  # for the next call, too
             raise found
         return found
 

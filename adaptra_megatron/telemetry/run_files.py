@@ -102,7 +102,7 @@ def _read_all(paths: Sequence[Path]) -> Iterator[tuple[RankTrace, list[str]]]:
     if processes < 2 or sum(path.stat().st_size for path in paths) < WORTH_PROCESSES_NBYTES:
         yield from map(_read, paths)
         return
-    # No fork: whoever draws a progress bar has threads.
+    # No fork: a program that draws a progress bar has threads.
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("forkserver")) as pool:
         yield from pool.map(_read, paths)
 

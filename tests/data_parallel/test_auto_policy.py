@@ -27,7 +27,7 @@ Arrivals = Callable[[random.Random], Sequence[float]]
 
 
 def exposed_s(choice: Choice, ranks: int, expected: int, arrivals_s: Sequence[float]) -> float:
-    """Seconds from the last arrival until all have the sum, whoever is `expected` to be last."""
+    """Seconds from the last arrival until all have the sum. `expected`: the replica that was bet to come last."""
     if choice.algorithm is Algorithm.STOCK:
         return stock_s(ranks, NBYTES, WIRE)
     is_stragglar = choice.algorithm is Algorithm.STRAGGLAR

@@ -100,7 +100,7 @@ def cell_orders(simulation: RoutedSimulation, costs: Costs) -> dict[str, str]:
 
 
 def moved_by(routing: Routing) -> tuple[Moved, ...]:
-    """What `routing` moves, as it is told."""
+    """Moves of `routing`, as a decision carries them."""
     return tuple(
         Moved(move.source.stage, move.source.replica, move.target.replica, len(move.micro_batches))
         for move in routing.moves()
