@@ -31,7 +31,7 @@ from adaptra_megatron.emulation.replacing import Replaced, Replacement  # noqa: 
 from adaptra_megatron.emulation.training.arguments import parse_arguments  # noqa: E402
 from adaptra_megatron.emulation.training.process_groups import leave_job  # noqa: E402
 from adaptra_megatron.emulation.training.training import train  # noqa: E402
-from adaptra_megatron.runtime import pipeline  # noqa: E402
+from adaptra_megatron.runtime import measuring, pipeline  # noqa: E402
 from adaptra_megatron.runtime.dispatch import dispatch  # noqa: E402
 from adaptra_megatron.runtime.execution import executor, timers  # noqa: E402
 from adaptra_megatron.transport.single_path import gloo_transport  # noqa: E402
@@ -55,10 +55,10 @@ def nothing_measured() -> Iterator[None]:
         [
             Replacement(pipeline, "make_timer", lambda clock: NoTimer(), reason),
             Replacement(executor.PipelineExecutor, "_records", lambda *values: [], reason),
-            Replacement(pipeline.Pipeline, "_hand_in", lambda *values: None, reason),
+            Replacement(measuring.Measuring, "hand_in", lambda *values: None, reason),
             Replacement(control_loop.PlanExchange, "decision", lambda exchange, iteration: Decision(0).kept(), reason),
             Replacement(dispatch.Dispatcher, "ran", lambda *values: None, reason),
-            Replacement(pipeline, "arrival_records", lambda stage, received: [], reason),
+            Replacement(measuring, "arrival_records", lambda stage, received: [], reason),
             Replacement(gloo_transport, "MessageTimes", lambda *values: None, reason),
         ]
     ):
@@ -98,7 +98,7 @@ def everything_measured(deciding: Spent, training: Spent) -> Iterator[None]:
         [
             deciding.timed(keeper.PlannerKeeper, "decide"),
             training.timed(executor.PipelineExecutor, "_records"),
-            training.timed(pipeline.Pipeline, "_hand_in"),
+            training.timed(measuring.Measuring, "hand_in"),
             training.timed(control_loop.PlanExchange, "decision"),
         ]
     ):

@@ -6,15 +6,14 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.control_loop import PlanExchange
 from adaptra_megatron.control.decisions import Decision, Told
 from adaptra_megatron.control.device_memory import memory_of
-from adaptra_megatron.control.measurements import stage_measurement
 from adaptra_megatron.control.memory import MemoryMeter, MemorySource, StageMemory, make_meter
 from adaptra_megatron.control.order.plans import Layout, PlanBook
 from adaptra_megatron.control.paths.steering import LinkSteering
@@ -25,23 +24,19 @@ from adaptra_megatron.epochs.survival import Survival
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.device import current_device, has_one_queue, synchronizer_of
 from adaptra_megatron.runtime.dispatch.dispatch import make_dispatcher
-from adaptra_megatron.runtime.execution.activations import ActivationAccount
-from adaptra_megatron.runtime.execution.addresses import Addresses
 from adaptra_megatron.runtime.execution.disturbances import DisturbanceWatch
-from adaptra_megatron.runtime.execution.executor import IterationReport, PipelineExecutor, Steps, planned_steps
+from adaptra_megatron.runtime.execution.executor import IterationReport, PipelineExecutor
 from adaptra_megatron.runtime.execution.first_iterations import COLD, FirstIterations
-from adaptra_megatron.runtime.execution.program import Program, compile_program
 from adaptra_megatron.runtime.execution.timers import make_timer
+from adaptra_megatron.runtime.iteration_work import IterationWork
 from adaptra_megatron.runtime.job import Job, join_job
+from adaptra_megatron.runtime.measuring import EndedIteration, Measuring
 from adaptra_megatron.runtime.megatron.computation import StageComputation
-from adaptra_megatron.runtime.megatron.gradient_sync import gather_parameters
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, shared_groups
-from adaptra_megatron.runtime.megatron_timers import add_times
 from adaptra_megatron.runtime.outliving import hold_copies, outlive, refuse_outliving
 from adaptra_megatron.runtime.planning import agreed_plan, make_planner
 from adaptra_megatron.runtime.rejoining import Counters, Joining
 from adaptra_megatron.runtime.reporting import (
-    arrival_records,
     make_telemetry,
     membership_events,
     path_states,
@@ -54,34 +49,11 @@ from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs_json import costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.transport.gpu.device_clock import CudaEvents, DeviceClock
-from adaptra_megatron.transport.messages import MessageTimes, TransportError, TwoPathTransport
+from adaptra_megatron.transport.messages import TransportError, TwoPathTransport
 from adaptra_megatron.transport.paths import Path
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 
 logger = logger_of(__name__)
-
-SentAndReceived = tuple[Sequence[MessageTimes], Sequence[MessageTimes]]
-
-
-class Work(NamedTuple):
-    """What the executor is handed for an iteration."""
-
-    program: Program
-    addresses: Addresses
-    account: ActivationAccount
-    steps: Steps
-
-
-class _Ended(NamedTuple):
-    """An iteration of which everything has been launched, and on the CPU has happened."""
-
-    call: PipelineCall
-    report: IterationReport
-    iteration: int
-    training_iteration: int
-    disturbance: str | None
-    memory: StageMemory | None
-
 
 RECEIVES_AHEAD = 16
 """On CPUs. Each holds a buffer for one message."""
@@ -177,9 +149,9 @@ class Pipeline:
         self._disturbance: str | None = None
         self._first = FirstIterations(synchronizer_of(device))
         """The first iterations of this set of live ranks."""
-        self._programs: dict[int, Program] = {}
+        self._works = IterationWork(job, self.book, self.dispatcher, self.rerouting, self._meter)
         self._begun_s = 0.0
-        self._unsettled: _Ended | None = None
+        self._measuring = Measuring(self._job, self.transport, self.dispatcher, self.telemetry)
         self._epoch = 0
         """Number of the one that links and routes were made for."""
         self._losses_told = 0
@@ -216,7 +188,7 @@ class Pipeline:
                 f"stage {call.stage}: the links to other stages were ended when an earlier iteration failed: "
                 f"{self._failure}. Restart from the last checkpoint"
             ) from self._failure
-        self._settle()
+        self._measuring.settle(self.exchange, self._steering)
         self._begun_s = time.monotonic()
         self._first.begin(call)
         if not call.forward_only:
@@ -281,11 +253,9 @@ class Pipeline:
     ) -> IterationReport:
         """All actions of this rank. `attempt`: number of the try at the iteration. Raises TransportError when a peer
         fails."""
-        routed = self._routed(call, schedule)
-        if routed is not None and not call.forward_only:
-            gather_parameters(call.model_chunks)
-        work = routed or self._planned(call, schedule)
-        program, addresses, account, steps = work._replace(addresses=replace(work.addresses, attempt=attempt))
+        routes = self.routes(call)
+        work = self._works.work(call, schedule, self.iterations, attempt, routes=routes, cold=self._first.cold)
+        program, addresses, account, steps = work
         self._sent_all = False
         if self._meter is not None and not call.forward_only:
             self._meter.begin(self.book.number)
@@ -297,7 +267,9 @@ class Pipeline:
         self._first.end()
         if self.rerouting is not None and self.routes(call):
             self.rerouting.ended(forward_only=call.forward_only)
-        ended = _Ended(call, report, self.iterations, self.training_iterations, self._disturbance, None)
+        ended = EndedIteration(
+            call, report, self.iterations, self.training_iterations, self._begun_s, self._disturbance, None
+        )
         if call.forward_only:
             self._disturbances.evaluated()
         else:
@@ -310,9 +282,9 @@ class Pipeline:
         self._tell_losses()
         self.iterations += 1
         self._sent_all = True
-        self._unsettled = ended
+        self._measuring.unsettled = ended
         if report.over():
-            self._settle()
+            self._measuring.settle(self.exchange, self._steering)
 
     def _tell_losses(self) -> None:
         survival = self.survival
@@ -327,7 +299,7 @@ class Pipeline:
 
     def fail(self, cause: BaseException) -> None:
         """An iteration has ended with an error. What is under way is aborted, and the peers learn why."""
-        self._sent_all, self._failure, self._unsettled = False, cause, None
+        self._sent_all, self._failure, self._measuring.unsettled = False, cause, None
         if self.survival is not None:
             self.survival.end_with(cause)
         if isinstance(self.transport, TwoPathTransport):
@@ -339,8 +311,9 @@ class Pipeline:
 
         Returns False where the device still works on what cannot be ended: see `Transport.close`.
         """
-        if self._unsettled is not None and self._unsettled.report.over():
-            self._settle()
+        unsettled = self._measuring.unsettled
+        if unsettled is not None and unsettled.report.over():
+            self._measuring.settle(self.exchange, self._steering)
         if self._sent_all:
             try:
                 self.transport.flush(time.monotonic() + LAST_MESSAGES_S)
@@ -370,7 +343,7 @@ class Pipeline:
     def _go_on_from(self, decision: Decision) -> None:
         """All of this rank's plans but `decision` are of ranks that may be dead."""
         self.book.forget()
-        self._programs.clear()
+        self._works.forget()
         self._follow(decision)
 
     def _follow(self, decision: Decision) -> None:
@@ -380,7 +353,7 @@ class Pipeline:
             planned = schedule_from_csv(order.csv, chunks=self.book.layout.chunks)
             costs = costs_from_json(json.loads(order.costs))
             self.book.install(planned, decision.number, order.caps, order.released_at_backward_input, costs)
-            self._programs.clear()
+            self._works.forget()
         self.book.number = max(self.book.number, decision.number)  # a given plan has a number, too
         self.telemetry.switch(self.book.number, **({} if forecast is None else asdict(forecast)))
         if self.rerouting is not None:
@@ -391,58 +364,6 @@ class Pipeline:
                 self._steering.steer(paths)
                 self._steering.measure(paths)
 
-    def _routed(self, call: PipelineCall, schedule: Schedule) -> Work | None:
-        """None where the iteration's micro-batches stay in their replicas."""
-        routed = self.rerouting.order(call, schedule) if self.rerouting is not None and self.routes(call) else None
-        if routed is None:
-            return None
-        program, order = routed
-        ranks = range(len(self._job.layout.workers))
-        everywhere = Addresses(
-            ranks, self.iterations, micro_batches=call.micro_batches, pipeline=self._job.layout.pipeline
-        )
-        meter = None if call.forward_only else self._meter
-        account = ActivationAccount(call.stage, order.cap, order.released_at_backward_input, meter)
-        return Work(program, everywhere, account, planned_steps(program))
-
-    def _planned(self, call: PipelineCall, schedule: Schedule) -> Work:
-        program = self._compiled(call, schedule)
-        layout = self._job.layout
-        addresses = Addresses(
-            layout.pipeline,
-            self.iterations,
-            replica=layout.cell.replica,
-            micro_batches=call.micro_batches if layout.replicas > 1 else None,
-        )
-        return Work(program, addresses, self._account(call), self._steps(call, program))
-
-    def _compiled(self, call: PipelineCall, schedule: Schedule) -> Program:
-        program = self._programs.get(id(schedule))
-        if program is None or program.schedule is not schedule:
-            planned = not (call.forward_only or self._first.cold)
-            program = self._programs[id(schedule)] = compile_program(
-                schedule,
-                call.stage,
-                self.book.planned_for(call.micro_batches) if planned else None,
-                sizes_known=call.message_shape is not None,
-            )
-        return program
-
-    def _steps(self, call: PipelineCall, program: Program) -> Steps:
-        if call.forward_only or self._first.cold:
-            return planned_steps(program)
-        cap = self.book.enforced_cap(call.micro_batches, call.stage)
-        return self.dispatcher.steps(program, cap, self.book.released_at_backward_input(call.micro_batches, call.stage))
-
-    def _account(self, call: PipelineCall) -> ActivationAccount:
-        # Evaluation keeps no activations, and Megatron's order for it would pass any cap by count.
-        released = self.book.released_at_backward_input(call.micro_batches, call.stage)
-        if call.forward_only:
-            return ActivationAccount(call.stage, None, released)
-        return ActivationAccount(
-            call.stage, self.book.enforced_cap(call.micro_batches, call.stage), released, self._meter
-        )
-
     def _prepare_next(self, report: IterationReport) -> StageMemory | None:
         """What memory showed, before anything else uses it; and links take the next iteration's paths."""
         if self._steering is not None:
@@ -451,42 +372,3 @@ class Pipeline:
             if early is not None and early.paths is not None:
                 self._steering.steer(early.paths)
         return None if self._meter is None else self._meter.finish(report.received_nbytes)
-
-    def _settle(self) -> None:
-        """Hand in and tell what the latest iteration measured; waits for the device where that is still at it."""
-        ended, self._unsettled = self._unsettled, None
-        if ended is None:
-            return
-        call, records = ended.call, ended.report.records  # which relates the clocks that the transport tells by
-        addresses, (sent, received) = ended.report.addresses, self.transport.take_times()
-        nbytes = addresses.nbytes((*sent, *received))
-        times = addresses.in_pipeline(sent), addresses.in_pipeline(received)
-        arrivals = arrival_records(call.stage, times[1])
-        if not call.forward_only:
-            self._hand_in(ended, times, nbytes)
-            self.dispatcher.ran(ended.report.steps, records, arrivals)
-        offset_s = self._clock.drifted(time.monotonic())
-        self.telemetry.traced(ended.iteration, records, arrivals, offset_s)
-        if call.config.timers is not None:
-            add_times(call.config.timers, ended.report)
-
-    def _hand_in(self, ended: _Ended, times: SentAndReceived, nbytes: Mapping[int, int]) -> None:
-        """Send off what an iteration measured, for the plans of later ones. `nbytes`: of each micro-batch's messages,
-        also where another replica's cell is at their other end."""
-        steering, report = self._steering, ended.report
-        measurement = stage_measurement(
-            self._job.layout.pipeline[0],
-            ended.call.stage,
-            ended.call.micro_batches,
-            report.records,
-            times,
-            self._clock.offset_at(time.monotonic()),
-            report.computed_s() if current_device().type == "cuda" else None,
-            ended.memory,
-            probes=() if steering is None else steering.take_probes(),
-            broken=() if steering is None else steering.broken(),
-            disturbance=ended.disturbance,
-            nbytes=nbytes,
-            idle=(ended.iteration, self._begun_s),
-        )
-        self.exchange.post(ended.training_iteration, measurement)

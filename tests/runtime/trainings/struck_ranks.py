@@ -32,7 +32,7 @@ from adaptra_megatron.emulation.training.arguments import parse_arguments  # noq
 from adaptra_megatron.emulation.training.process_groups import leave_job  # noqa: E402
 from adaptra_megatron.emulation.training.training import train  # noqa: E402
 from adaptra_megatron.epochs.live_groups import LiveGroups  # noqa: E402
-from adaptra_megatron.runtime import pipeline  # noqa: E402
+from adaptra_megatron.runtime import iteration_work  # noqa: E402
 from adaptra_megatron.runtime.execution.activations import ActivationAccount  # noqa: E402
 from adaptra_megatron.runtime.rerouting import degraded  # noqa: E402
 from adaptra_megatron.runtime.rerouting.rerouting import Rerouting  # noqa: E402
@@ -128,7 +128,7 @@ def main(fault: str, arguments: list[str]) -> None:
         "path": Replacement(Rerouting, "enter", break_paths(Rerouting.enter, faults, rank), "device paths break"),
         "idle": Replacement(degraded, "plan_routed", relieve(degraded.plan_routed), "a cell has no work"),
         "pause": Replacement(Rerouting, "begin", pause(Rerouting.begin), "a rank stands still"),
-        "cap": Replacement(pipeline, "ActivationAccount", CountedAccount, "activations are counted"),
+        "cap": Replacement(iteration_work, "ActivationAccount", CountedAccount, "activations are counted"),
         "rank": Replacement(LiveGroups, "_make_native", die(LiveGroups._make_native), "a rank dies"),
     }
     args = parse_arguments(arguments)
