@@ -53,6 +53,7 @@ LOST_LOSSES = 0.05
 """Share of a mean loss by which the losses of some micro-batches may change it."""
 KILLED = -9
 SHARDED = "--use-distributed-optimizer"
+INSTANCES = "--num-distributed-optimizer-instances"
 LOST = "restart from the last checkpoint"
 BACK = "has the state of the job"
 """What a rank logs that has been started again, in time to go on with the others."""
@@ -84,9 +85,12 @@ class Layout:
 
     def is_lost(self, dead: Collection[tuple[int, int]]) -> bool:
         """Return whether something of the model is on no cell but `dead` ones: all of a stage, or a shard of the
-        optimizer's state, of which the next replica has a copy."""
-        sharded = SHARDED in self.flags
-        others = range(1, 2 if sharded else self.replicas)
+        optimizer's state, of which the next replica has a copy, or those at its place in the other instances."""
+        words = self.flags.split()
+        others = range(1, 2 if SHARDED in words else self.replicas)
+        if INSTANCES in words:
+            instances = int(words[words.index(INSTANCES) + 1])
+            others = range(self.replicas // instances, self.replicas, self.replicas // instances)
         return any(
             (each, stage) in dead and all(((each + other) % self.replicas, stage) in dead for other in others)
             for each in range(self.replicas)

@@ -6,7 +6,7 @@ Its size and its ranks are those of the start, for data-parallel sizes, scalings
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,8 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
 
     Where members have died: reductions are over those that live; gathering leaves what the dead would have said as it
     is in the output. A group that spans stages of one replica is joined with those of the other replicas, and for each
-    stage the lowest live replica counts: after data-parallel reduction all of a stage hold the same.
+    stage the lowest live replica counts: after data-parallel reduction all of a stage hold the same. In the same way
+    groups within one of several optimizer instances are joined with those of the others, for each shard.
     """
 
     def __init__(self, groups: LiveGroups, ranks: Sequence[int], rank: int, description: str) -> None:
@@ -46,6 +47,16 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         self.holders: Sequence[int] | None = None
         """Where each member has a shard of what the group reduces and gathers: by place, that of the member which holds
         a copy of the shard."""
+        self.alike: Mapping[int, Sequence[int]] | None = None
+        """By member of a group that is joined with others where ranks have died: ranks that have what it has, itself
+        among them, by replica. Empty for a group that is not; None: not looked up yet."""
+        self.instances = 1
+        """Number of optimizer instances, where each has such a group of its own."""
+        self.has_shards = False
+        """True where members reduce and gather shards of their optimizer instance."""
+        self.adds_instances = False
+        """True where members add up what their optimizer instances have reduced. Where ranks have died, that has been
+        reduced over all instances."""
         self.behalves: list[Callable[[torch.Tensor], object]] = []
         """Add to this rank's addend of the next sum what the dead would have added whose shards it has copies of."""
         self.renumbered = False
@@ -53,7 +64,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         self._seen_as: int | None = None
         self.description = description
         self.operations = 0
-        """Number of those outside of calls so far."""
+        """Number of those outside of calls since the last commit."""
         self._groups = groups
 
     @property
@@ -194,7 +205,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         """The same for several tensors."""
         chunks = [list(output.view(-1).chunk(self.size())) for output in outputs]
         launches = [self._gathering(each, given.reshape(-1), opts) for each, given in zip(chunks, inputs, strict=True)]
-        renewed = self.holders is not None
+        renewed = self.holders is not None or self.has_shards
         return self._run(outputs, lambda native: Together([each(native) for each in launches]), renewed=renewed)
 
     def allgather_into_tensor_coalesced(
@@ -285,11 +296,12 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
                 if self.holders is None:
                     return reduced
                 return self._handing_on(native, output.view(-1), parts[self.holders.index(self.place)])
-            if not self.whole and self.holders is None:
+            kept = self.holders is None and not self.has_shards
+            if not self.whole and kept:
                 raise RuntimeError(f"reduce_scatter over {self.description} cannot be done where members have died")
             # As gloo does it itself, whose handle of this operation alone does not heed a timeout; and with all parts,
             # the rank that stands in for a dead one has its part.
-            whole: torch.Tensor = parts.clone() if self.holders is None else parts
+            whole: torch.Tensor = parts.clone() if kept else parts
             self._reduced([whole], options)
             return Then(native.allreduce([whole], options), lambda: output.copy_(whole[self.rank()].view_as(output)))
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -47,7 +49,7 @@ MOST_KEPT_NBYTES = 16 << 20
 _NAME = "adaptra"
 
 Results = Mapping[str, Sequence[bytes] | None]
-"""By "<group>/<number of the operation>": bytes of each output; None where that was too much to keep."""
+"""By "<group>/<number of commits>/<number of the operation since then>": bytes of each output; None where that was too much to keep."""
 
 
 def live_groups(config: AdaptraConfig) -> LiveGroups | None:
@@ -93,6 +95,8 @@ class LiveGroups:
         self._inside = False
         self._layout: JobLayout | None = None
         self._recover: Callable[[Exception], None] | None = None
+        self._commits = 0
+        """Since this rank, or the last one that was started again, takes part."""
         self._kept: dict[str, list[bytes] | None] = {}
         self._others: Results = {}
         self._undo: list[Callable[[], None]] = []
@@ -177,18 +181,17 @@ class LiveGroups:
     def number_anew(self) -> None:
         """All that have met have done all operations so far, and those who join them have numbered none."""
         self.committed()
-        for group in self._groups:
-            group.operations = 0
+        self._commits = 0
 
-    def lost_shards(self, live: frozenset[int]) -> list[tuple[int, int]]:
-        """Members of this process's groups that do not live and have shards, of which no copy is left: pairs of the
-        member and the holder of the copy."""
-        pairs = [
+    def lost_shards(self, live: frozenset[int]) -> list[tuple[int, ...]]:
+        """Ranks that do not live and had the same shard, which no other has: its owner first."""
+        known = [
             (group.ranks[place], group.ranks[holder])
             for group in self._groups
             for place, holder in enumerate(group.holders or ())
         ]
-        return sorted({pair for pair in pairs if live.isdisjoint(pair)})
+        known += [tuple(ranks) for group in self._groups if group.has_shards for ranks in (group.alike or {}).values()]
+        return sorted({ranks for ranks in known if live.isdisjoint(ranks)})
 
     def leave(self) -> None:
         """Give up what the present epoch's groups have under way: closed connections wake the members at once.
@@ -246,7 +249,7 @@ class LiveGroups:
         places, known = {rank: place for place, rank in enumerate(live)}, _world.pg_group_ranks
         before = {group: known[group] for group in self._groups if group in known}
         for group, ranks in before.items():
-            group.renumbered = not _places(group, self._layout)[1]
+            group.renumbered = not alike(group, self._layout)
             if group.renumbered:
                 known[group] = {places[rank]: place for place, rank in enumerate(group.members)}
             else:
@@ -273,7 +276,7 @@ class LiveGroups:
             return Pending(self, launch(self.native(group, device)))
         if renewed:
             return self._unless_stale(launch, group, device)
-        place = f"{self._key(group)}/{group.operations}"
+        place = f"{self._key(group)}/{self._commits}/{group.operations}"
         group.operations += 1
         before = [output.clone() for output in outputs]
         while not self._known(place, outputs):
@@ -334,9 +337,13 @@ class LiveGroups:
     # What is kept of operations outside of calls.
 
     def committed(self) -> None:
-        """All live ranks have done all operations so far."""
+        """All live ranks have done all operations so far. Those of joined groups count on from the same: one optimizer
+        instance may have gathered for a checkpoint what the others need not."""
         self._kept.clear()
         self._others = {}
+        self._commits += 1
+        for group in self._groups:
+            group.operations = 0
 
     def kept(self) -> Results:
         """Results of the operations since the last commit."""
@@ -363,8 +370,8 @@ class LiveGroups:
     def _key(self, group: LiveGroup) -> str:
         """Equal for groups that are joined where ranks have died: those of the same stages and lanes of replicas."""
         assert self._layout is not None
-        places, joined = _places(group, self._layout)
-        return f"{group.description}/{places if joined else list(group.ranks)}"
+        joined = alike(group, self._layout)
+        return f"{group.description}/{sorted(ranks[0] for ranks in joined.values()) or list(group.ranks)}"
 
 
 def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s: float, what: str) -> Made:
@@ -395,26 +402,34 @@ def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s
     return made
 
 
-def _places(group: LiveGroup, layout: JobLayout) -> tuple[list[tuple[int, int]], bool]:
-    """Stages and lanes of the members; and whether those are several stages of one replica."""
-    workers = [layout.workers[rank] for rank in group.ranks]
-    places = sorted({(worker.cell.stage, worker.lane) for worker in workers})
-    replicas, stages = {worker.cell.replica for worker in workers}, {worker.cell.stage for worker in workers}
-    return places, len(replicas) == 1 < len(stages) and layout.replicas > 1
+def alike(group: LiveGroup, layout: JobLayout) -> Mapping[int, Sequence[int]]:
+    """See `LiveGroup.alike`: joined are groups between stages of one replica, and those of an optimizer instance."""
+    if group.alike is None:
+        workers = [layout.workers[rank] for rank in group.ranks]
+        within = len({worker.cell.replica for worker in workers}) == 1 < len({worker.cell.stage for worker in workers})
+        group.alike = {}
+        if group.instances > 1 or (within and layout.replicas > 1):
+            period = layout.replicas // group.instances if group.instances > 1 else 1
+            found = defaultdict[tuple[int, int, int], list[int]](list)
+            places = {
+                rank: (each.cell.stage, each.lane, each.cell.replica % period) for rank, each in layout.workers.items()
+            }
+            for rank in sorted(places, key=lambda each: layout.workers[each].cell.replica):
+                found[places[rank]].append(rank)
+            group.alike = {rank: found[places[rank]] for rank in group.ranks}
+    return group.alike
 
 
 def _set_members(group: LiveGroup, layout: JobLayout, live: frozenset[int]) -> None:
-    places, joined = _places(group, layout)
-    if not joined or live.issuperset(layout.workers):
+    joined = alike(group, layout)
+    whole = live.issuperset(layout.workers)
+    if group.adds_instances and not whole:
+        live = frozenset([layout.rank])
+    if not joined or whole:
         group.members = tuple(rank for rank in group.ranks if rank in live)
         group.speaks, group.stand_ins = True, {rank: rank for rank in group.members}
         return
-    by_place: dict[tuple[int, int], list[int]] = {place: [] for place in places}
-    for rank in sorted(live, key=lambda each: layout.workers[each].cell.replica):
-        worker = layout.workers[rank]
-        if (place := (worker.cell.stage, worker.lane)) in by_place:
-            by_place[place].append(rank)
-    first = {place: ranks[0] for place, ranks in by_place.items()}
-    group.members = tuple(sorted(rank for ranks in by_place.values() for rank in ranks))
-    group.speaks = layout.rank in first.values()
-    group.stand_ins = {rank: first[layout.workers[rank].cell.stage, layout.workers[rank].lane] for rank in group.ranks}
+    group.members = tuple(sorted(live.intersection(itertools.chain(*joined.values()))))
+    group.stand_ins = {rank: next(each for each in ranks if each in live) for rank, ranks in joined.items()}
+    # Of what is the same one addend counts; gradients, of which each rank has those of its micro-batches, all do.
+    group.speaks = group.has_shards or layout.rank in group.stand_ins.values()

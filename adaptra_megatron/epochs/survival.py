@@ -371,8 +371,8 @@ class Survival:
         """Raise JobLostError where a shard of the optimizer's state is gone."""
         if lost := self._groups.lost_shards(epoch.live):
             name = self._layout.name
-            pairs = "; ".join(f"{name(owner)} and of its copy at {name(holder)}" for owner, holder in lost)
-            raise JobLostError(f"both are dead that held the optimizer's state of {pairs}: {RESTART}")
+            held = "; ".join(f"{name(owner)} and of its copy at {' and '.join(map(name, rest))}" for owner, *rest in lost)
+            raise JobLostError(f"all are dead that held the optimizer's state of {held}: {RESTART}")
 
     def _forced(self, attempt: str) -> str:
         return str(self._store.compare_set(f"fate/{attempt}", "", REDO).decode())

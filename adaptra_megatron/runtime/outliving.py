@@ -75,10 +75,6 @@ def refuse_outliving(call: PipelineCall, layout: Layout, optimizers: Sequence[An
         ),
         "--use-precision-aware-optimizer": (of_optimizer("use_precision_aware_optimizer"), no_copy),
         "--optimizer-cpu-offload": (of_optimizer("optimizer_cpu_offload"), no_copy),
-        "--num-distributed-optimizer-instances": (
-            sharded and getattr(ddp, "num_distributed_optimizer_instances", 1) > 1,
-            "gradients of a shard are summed up over the instances by its owners alone, and its copies would lack that",
-        ),
         "--ddp-reduce-scatter-with-fp32-accumulation": (
             bool(getattr(ddp, "reduce_scatter_with_fp32_accumulation", False)),
             no_copy,

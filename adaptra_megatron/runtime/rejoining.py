@@ -130,16 +130,21 @@ def handings(training: Training, layout: JobLayout, epoch: Epoch, before: frozen
             if (layout.workers[rank].cell.stage, layout.workers[rank].lane) == (worker.cell.stage, worker.lane)
         ]
         for source in peers:
-            shards = tuple(_shards(training, source, target))
+            shards = tuple(_shards(training, source, target, before))
             if source == peers[0] or shards:
                 found.append(Handing(source, target, source == peers[0], shards))
     return [each for each in found if layout.rank in (each.source, each.target)]
 
 
-def _shards(training: Training, source: int, target: int) -> Iterator[tuple[int, bool]]:
+def _shards(training: Training, source: int, target: int, before: frozenset[int]) -> Iterator[tuple[int, bool]]:
     for place, optimizer in enumerate(training.optimizers):
         group = getattr(optimizer, "shard_group", None)
         if group is None:
+            continue
+        if group.has_shards:
+            same = next((ranks for ranks in group.alike.values() if target in ranks), ())
+            if source == next((rank for rank in same if rank in before), None):
+                yield place, True
             continue
         ranks, holders = group.ranks, group.holders
         if target in ranks and source in ranks:

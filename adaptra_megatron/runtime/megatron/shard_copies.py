@@ -8,17 +8,20 @@ bytes per parameter over D, with Adam and 16-bit parameters) and the time of its
 
 Where the owner has died, the holder of the copy adds the shard's part to gradient norms, has its parameters gathered,
 and writes it into checkpoints.
+
+Of several instances of the optimizer each has all shards, so none is copied: see `optimizer_instances`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from adaptra_megatron.job.layout import JobLayout
+from adaptra_megatron.runtime.megatron.optimizer_instances import OptimizerInstance
 from adaptra_megatron.runtime.megatron.refusals import UnsupportedFeatureError
 
 if TYPE_CHECKING:
@@ -106,10 +109,7 @@ class ShardCopy:
     def sharded_states(self, *given: Any, **keywords: Any) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """What a checkpoint has of this rank's own shard, as if none had died, and of a dead owner's. Raises
         UnsupportedFeatureError where members are dead and the format gathers shards at one rank."""
-        metadata = keywords.get("metadata") or {}
-        kind = keywords.get("sharding_type") or metadata.get("distrib_optim_sharding_type", "fully_sharded_model_space")
-        if kind not in _WRITTEN_BY_EACH:
-            self.refuse_gathering(f"the format {kind} of the distributed optimizer's state")
+        refuse_gathering(self._group, keywords)
         with self._group.seen_as(self._group.place):
             own = self._own.sharded_state_alone(*given, **keywords)
         if not self.stands_in:
@@ -121,14 +121,6 @@ class ShardCopy:
         inner.state = {each: state[each] for each in _parameters(inner) if each in state}
         with self._group.seen_as(self._place):
             return own, self.other.sharded_state_dict(*given, **keywords)
-
-    def refuse_gathering(self, what: str) -> None:
-        """Raise UnsupportedFeatureError where members are dead."""
-        if len(self._group.members) < len(self._group.ranks):
-            raise UnsupportedFeatureError(
-                f"ranks are dead, and {what} gathers all shards at one rank, so this checkpoint cannot be written: go "
-                "on from the one before, and use --ckpt-format torch_dist without --dist-ckpt-optim-fully-reshardable"
-            )
 
     @property
     def _device(self) -> torch.device:
@@ -158,6 +150,19 @@ class ShardCopy:
             for each in received:
                 start, end = end, end + each.numel()
                 each.copy_(found[start:end].view_as(each))
+
+
+def refuse_gathering(group: LiveGroup, keywords: Mapping[str, Any], what: str = "") -> None:
+    """Raise UnsupportedFeatureError where members are dead and `what`, or the format in `keywords` (of Megatron's
+    sharded_state_dict), gathers shards at one rank."""
+    metadata = keywords.get("metadata") or {}
+    kind = keywords.get("sharding_type") or metadata.get("distrib_optim_sharding_type", "fully_sharded_model_space")
+    if group.members != group.ranks and (what or kind not in _WRITTEN_BY_EACH):
+        what = what or f"the format {kind} of the distributed optimizer's state"
+        raise UnsupportedFeatureError(
+            f"ranks are dead, and {what} gathers all shards at one rank, so this checkpoint cannot be written: go "
+            "on from the one before, and use --ckpt-format torch_dist without --dist-ckpt-optim-fully-reshardable"
+        )
 
 
 def _parameters(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -191,13 +196,18 @@ def with_copies(stock: Any, made: list[Any]) -> Any:
             groups = [] if optimizer is None else optimizer.param_groups
             self._made_with = MadeWith([dict(each, params=list(each["params"])) for each in groups], given, keywords)
             self._copy: ShardCopy | None = None
+            self._instance: OptimizerInstance | None = None
             super().__init__(optimizer, *given, **keywords)
             made.append(self)
 
         def hold_copy(self, layout: JobLayout, *, fill: bool = True) -> None:
             """Collective over the group, if it is to `fill` the copy. Raises ValueError where no other cell could hold
-            copies."""
-            if not self.is_stub_optimizer and self._copy is None:
+            copies, or has the shards of another instance."""
+            if self.is_stub_optimizer or self._copy is not None or self._instance is not None:
+                return
+            if getattr(self.ddp_config, "num_distributed_optimizer_instances", 1) > 1:
+                self._instance = OptimizerInstance(self, layout)
+            else:
                 self._copy = ShardCopy(self, stock, self._made_with, layout, fill=fill)
 
         @property
@@ -207,8 +217,10 @@ def with_copies(stock: Any, made: list[Any]) -> Any:
             return group
 
         def shard_parameters(self, *, own: bool) -> list[torch.Tensor]:
-            """Main parameters of this rank's own shard, or of that which it has a copy of."""
-            assert self._copy is not None
+            """Main parameters of this rank's own shard, or of that which it has a copy of: with several instances, the
+            same."""
+            if self._copy is None:
+                return _parameters(self.optimizer)
             return self._copy.parameters(own=own)
 
         def sharded_state_alone(self, *given: Any, **keywords: Any) -> Any:
@@ -217,13 +229,17 @@ def with_copies(stock: Any, made: list[Any]) -> Any:
 
         def sharded_state_dict(self, *given: Any, **keywords: Any) -> Any:
             if self._copy is None:
-                return self.sharded_state_alone(*given, **keywords)
+                if self._instance is None:
+                    return self.sharded_state_alone(*given, **keywords)
+                refuse_gathering(self.shard_group, keywords)
+                with self._instance.saving():
+                    return self.sharded_state_alone(*given, **keywords)
             own, dead = self._copy.sharded_states(*given, **keywords)
             return own if dead is None else {**own, "of_a_dead_rank": dead}
 
         def save_parameter_state(self, filename: str) -> None:
-            if self._copy is not None:
-                self._copy.refuse_gathering("--ckpt-format torch")
+            if self._copy is not None or self._instance is not None:
+                refuse_gathering(self.shard_group, {}, "--ckpt-format torch")
             super().save_parameter_state(filename)
 
         def load_state_dict(self, state_dict: Any) -> None:

@@ -26,6 +26,7 @@ from adaptra_megatron.telemetry.events.events import (
 )
 from campaigns.deaths import (
     BACK,
+    INSTANCES,
     ITERATIONS,
     KILLED,
     LONGEST_S,
@@ -71,6 +72,7 @@ CASES = (
     Case("chunks-of-two-stages-in-turn", Layout(3, 2, flags=f"{CHUNKS} {PER_TOKEN} {DROPOUT}"), ("1:3:2", "5:4:7")),
     Case("owners-of-shards-in-two-stages", Layout(3, 2, flags=SHARDED), ("1:3:2", "5:4:1"), slow=False),
     Case("lane-of-a-cell-with-shards", Layout(2, 2, tensor=2, flags=f"{SHARDED} --sequence-parallel"), ("1:3:2",)),
+    Case("optimizer-instances", Layout(4, 2, flags=f"{SHARDED} {INSTANCES} 2"), ("1:3:2", "6:4:1"), slow=False),
     Case("rank-0", Layout(3, 2, flags=UNTIED), ("0:4:0",)),
 )
 
@@ -95,6 +97,7 @@ RETURNS = (
     Case("lane-of-a-cell-with-shards", Layout(2, 2, tensor=2, flags=f"{SHARDED} --sequence-parallel"), ("5:2:2",)),
     Case("rank-0-twice-and-another-cell", Layout(3, 2, flags=SHARDED), ("0:1:1", "0:5:3", "4:5:1"), slow=False),
     Case("chunks-of-two-stages-in-turn", Layout(3, 2, flags=f"{CHUNKS} {SHARDED} {DROPOUT}"), ("1:2:3", "5:4:2")),
+    Case("optimizer-instances", Layout(4, 2, flags=f"{SHARDED} {INSTANCES} 2 --bf16"), ("0:2:1", "6:2:3", "0:5:2")),
     Case("two-cells-at-once", Layout(3, 2, flags=f"{PER_TOKEN} {DROPOUT}"), ("0:2:1", "4:2:3")),
 )
 
