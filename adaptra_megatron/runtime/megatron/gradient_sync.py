@@ -81,11 +81,23 @@ class GradientSync:
     def _synchronize(self, chunk: int) -> None:
         self._synchronized.add(chunk)
         model = self._model_chunks[chunk]
-        if self._grad_sync is not None:
+        ddp = getattr(model, "ddp_config", None)
+        if getattr(ddp, "num_distributed_optimizer_instances", 1) > 1 and getattr(ddp, "overlap_grad_reduce", False):
+            _start_once(model)
+        elif self._grad_sync is not None:
             self._grad_sync[chunk](model.parameters())
-        elif getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False):
+        elif getattr(ddp, "overlap_grad_reduce", False):
             # The hooks ran with synchronisation off, during the input gradient, so nothing else would start it.
             model.start_grad_sync()  # type: ignore[operator]
+
+
+def _start_once(model: Any) -> None:
+    """Start the reductions of a chunk of one of several optimizer instances, which have no handle: by it stock knows
+    that a bucket group that hooks have never completed has been started, and starts such a group again in the end
+    (param_and_grad_buffer.py: finish_grad_sync), which reduces its gradients twice. So that one is left to the end."""
+    for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups):
+        if not group.is_first_batch:
+            group.start_grad_sync()
 
 
 class ParameterSync:

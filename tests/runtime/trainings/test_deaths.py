@@ -97,7 +97,7 @@ RETURNS = (
     Case("lane-of-a-cell-with-shards", Layout(2, 2, tensor=2, flags=f"{SHARDED} --sequence-parallel"), ("5:2:2",)),
     Case("rank-0-twice-and-another-cell", Layout(3, 2, flags=SHARDED), ("0:1:1", "0:5:3", "4:5:1"), slow=False),
     Case("chunks-of-two-stages-in-turn", Layout(3, 2, flags=f"{CHUNKS} {SHARDED} {DROPOUT}"), ("1:2:3", "5:4:2")),
-    Case("optimizer-instances", Layout(4, 2, flags=f"{SHARDED} {INSTANCES} 2 --bf16"), ("0:2:1", "6:2:3", "0:5:2")),
+    Case("optimizer-instances", Layout(4, 2, flags=f"{SHARDED} {INSTANCES} 2"), ("0:2:1", "6:2:3", "0:5:2")),
     Case("two-cells-at-once", Layout(3, 2, flags=f"{PER_TOKEN} {DROPOUT}"), ("0:2:1", "4:2:3")),
 )
 
@@ -211,24 +211,30 @@ def copied(tensors: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> di
 
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
-    "sharded", [pytest.param(False, id="whole", marks=pytest.mark.slow), pytest.param(True, id="sharded")]
+    ("replicas", "flags"),
+    [
+        pytest.param(3, "", id="whole", marks=pytest.mark.slow),
+        pytest.param(3, SHARDED, id="sharded"),
+        pytest.param(4, f"{SHARDED} {INSTANCES} 2", id="optimizer-instances", marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_of_those_that_live_is_one_of_the_whole_job(
-    sharded: bool, tmp_path: Path, fork_server: ForkServer
+    replicas: int, flags: str, tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    """Rank 0, which writes what all share, has died when it is written, and with rank 3 all of the replica that counts
+    """Rank 0, which writes what all share, has died when it is written, and with another all of the replica that counts
     in checkpoints; stock Megatron goes on from it, with all ranks."""
-    features, checkpoints = f"--bf16 {SHARDED if sharded else ''}", tmp_path / "checkpoints"
-    layout = Layout(3, 2, flags=f"{features} --save {checkpoints}")
-    results = train(layout, tmp_path / "deaths", fork_server, ("0:2:1", "3:4:2"))
-    assert [result.returncode for result in results] == [KILLED, 0, 0, KILLED, 0, 0]
+    features, checkpoints, world_size = f"--bf16 {flags}", tmp_path / "checkpoints", 2 * replicas
+    layout = Layout(replicas, 2, flags=f"{features} --save {checkpoints}")
+    results = train(layout, tmp_path / "deaths", fork_server, ("0:2:1", f"{replicas}:4:2"))
+    assert [result.returncode for result in results] == [KILLED if not r % replicas else 0 for r in range(world_size)]
     stock = replace(layout, flags=f"{features} --load {checkpoints}", adaptra="")
-    assert [result.returncode for result in train(stock, tmp_path / "stock", fork_server)] == [0] * 6
-    for rank in range(6):
-        live = {0: 1, 3: 4}.get(rank, rank)
+    assert [result.returncode for result in train(stock, tmp_path / "stock", fork_server)] == [0] * world_size
+    for rank in range(world_size):
+        # Next to it is the copy of its shard; two ranks on, the same shard of another instance.
+        live = rank if rank % replicas else rank + (2 if INSTANCES in flags else 1)
         ours, theirs = dumped(tmp_path / "deaths", live), dumped(tmp_path / "stock", rank)
         check_equal(ours, {name: tensor for name, tensor in theirs.items() if name.startswith("parameter ")})
-        if sharded and live != rank:
+        if flags == SHARDED and live != rank:
             ours = copied(ours, dumped(tmp_path / "stock", live))
         check_equal(ours, optimizer_state(theirs))
 
