@@ -49,7 +49,8 @@ MOST_KEPT_NBYTES = 16 << 20
 _NAME = "adaptra"
 
 Results = Mapping[str, Sequence[bytes] | None]
-"""By "<group>/<number of commits>/<number of the operation since then>": bytes of each output; None where that was too much to keep."""
+"""By "<group>/<number of commits>/<number of the operation since then>": bytes of each output; None where that was too
+much to keep."""
 
 
 def live_groups(config: AdaptraConfig) -> LiveGroups | None:
@@ -185,7 +186,7 @@ class LiveGroups:
 
     def lost_shards(self, live: frozenset[int]) -> list[tuple[int, ...]]:
         """Ranks that do not live and had the same shard, which no other has: its owner first."""
-        known = [
+        known: list[tuple[int, ...]] = [
             (group.ranks[place], group.ranks[holder])
             for group in self._groups
             for place, holder in enumerate(group.holders or ())

@@ -371,7 +371,9 @@ class Survival:
         """Raise JobLostError where a shard of the optimizer's state is gone."""
         if lost := self._groups.lost_shards(epoch.live):
             name = self._layout.name
-            held = "; ".join(f"{name(owner)} and of its copy at {' and '.join(map(name, rest))}" for owner, *rest in lost)
+            held = "; ".join(
+                f"{name(owner)} and of its copy at {' and '.join(map(name, rest))}" for owner, *rest in lost
+            )
             raise JobLostError(f"all are dead that held the optimizer's state of {held}: {RESTART}")
 
     def _forced(self, attempt: str) -> str:

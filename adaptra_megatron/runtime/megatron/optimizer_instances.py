@@ -3,11 +3,12 @@
 
 Each instance has all shards of the optimizer's state, over a part of the replicas: ranks that have the same place in
 their instances have the same shard, and take the same steps with the same gradients (param_and_grad_buffer.py: reduced
-and scattered within each instance, then all-reduced over the instances). So a shard outlives its owner without a copy.
+and scattered within each instance, then all-reduced over the instances). So a shard outlives its owner, and needs no
+copy.
 
-Where ranks have died, groups within an instance are joined over all instances: gradients are reduced over all that live,
-which leaves nothing to add up over the instances; parameters are gathered from the lowest rank that has each shard,
-and that one counts in gradient norms and writes the shard into checkpoints.
+Where ranks have died, groups within an instance are joined over all instances: gradients are reduced over all that
+live, which leaves nothing to add up over the instances; parameters are gathered from the lowest rank that has each
+shard, and that one counts in gradient norms and writes the shard into checkpoints.
 """
 
 from __future__ import annotations

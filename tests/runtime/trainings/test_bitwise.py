@@ -83,6 +83,13 @@ CASES = (
         chunks=2,
         data=2,
     ),
+    Case(
+        "pp2-dp2-optimizer-instances",
+        2,
+        "--use-distributed-optimizer --num-distributed-optimizer-instances 2 --overlap-grad-reduce "
+        "--no-align-grad-reduce",
+        data=2,
+    ),
     Case("pp2-tp2-sequence-parallel", 2, "--sequence-parallel", tensor=2),
     Case("pp2-tp2-bf16", 2, "--bf16", tensor=2),
 )
@@ -164,6 +171,7 @@ COVERED = {
     "pp2-dp2",
     "pp2-dp2-overlap",
     "pp2-dp2-distributed",
+    "pp2-dp2-optimizer-instances",
     "pp2-tp2-bf16",
 }
 """Each is part of another case, or of the same layout's dispatched online: they tell where to look when that fails."""

@@ -72,7 +72,7 @@ CASES = (
     Case("chunks-of-two-stages-in-turn", Layout(3, 2, flags=f"{CHUNKS} {PER_TOKEN} {DROPOUT}"), ("1:3:2", "5:4:7")),
     Case("owners-of-shards-in-two-stages", Layout(3, 2, flags=SHARDED), ("1:3:2", "5:4:1"), slow=False),
     Case("lane-of-a-cell-with-shards", Layout(2, 2, tensor=2, flags=f"{SHARDED} --sequence-parallel"), ("1:3:2",)),
-    Case("optimizer-instances", Layout(4, 2, flags=f"{SHARDED} {INSTANCES} 2"), ("1:3:2", "6:4:1"), slow=False),
+    Case("optimizer-instances", Layout(4, 2, flags=f"{SHARDED} {INSTANCES} 2"), ("1:3:2", "6:4:1")),
     Case("rank-0", Layout(3, 2, flags=UNTIED), ("0:4:0",)),
 )
 
