@@ -257,6 +257,13 @@ def refuse_arguments(arguments: Any) -> None:
     sync_mode = getattr(arguments, "adaptra_sync_mode", "ssgd")
     if sync_mode != "ssgd":
         refuse_for_sync_mode(sync_mode, arguments)
+    reroute = getattr(arguments, "adaptra_reroute", "off")
+    if reroute in ("failures", "all") and getattr(arguments, "async_save", False):
+        raise UnsupportedFeatureError(
+            f"--adaptra-reroute {reroute} does not run with --async-save: a checkpoint that a rank dies in is written "
+            "again, but not one of several iterations before, whose part the rank that died was still writing. Drop "
+            "one of the two: without --async-save training waits for its checkpoints"
+        )
     if pipeline_stages(arguments) == 1:
         return  # stock's schedule runs
     for refusal in (*REFUSALS, *SEEN_IN_ARGUMENTS):

@@ -245,6 +245,16 @@ def test_every_refusal_of_staggering_is_tried() -> None:
     assert fired == {one.feature for one in STAGGERING}
 
 
+@pytest.mark.parametrize("reroute", ["off", "stragglers", "failures", "all"])
+def test_checkpoints_in_the_background_are_refused_where_ranks_are_outlived(reroute: str) -> None:
+    parsed = SimpleNamespace(adaptra_reroute=reroute, async_save=True, pipeline_model_parallel_size=2)
+    if reroute in ("off", "stragglers"):
+        refuse_arguments(parsed)
+        return
+    with pytest.raises(UnsupportedFeatureError, match=rf"reroute {reroute} does not run with --async-save: .*Drop one"):
+        refuse_arguments(parsed)
+
+
 APART: dict[str, tuple[Any, str]] = {
     "use_distributed_optimizer": (True, "--use-distributed-optimizer"),
     "num_experts": (4, "--num-experts"),
