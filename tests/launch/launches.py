@@ -12,9 +12,17 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+from support.namespaces import Host
+
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer, rank_environment
 
 ENDED_S = 20.0
+_ENTERING = """
+    import ctypes, os, runpy, sys
+    with open(f"/proc/{os.environ['NETWORK_OF']}/ns/net") as network:
+        assert ctypes.CDLL(None).setns(network.fileno(), 0) == 0
+    runpy.run_module("adaptra_megatron.cli", run_name="__main__", alter_sys=True)
+    """
 _MARK = "ADAPTRA_TEST_OF_LAUNCH"
 
 
@@ -64,6 +72,14 @@ class Launches:
         path = self.directory / "ranks.py"
         path.write_text(textwrap.dedent(head) + textwrap.dedent(text))
         return str(path)
+
+    def launch_in(self, host: Host, *arguments: object, environment: dict[str, str] | None = None) -> Launched:
+        """As `launch`, in the network of a host."""
+        entering = self.directory / "enter.py"
+        entering.write_text(textwrap.dedent(_ENTERING))
+        return self.launch(
+            *arguments, environment={"NETWORK_OF": str(host.pid), **(environment or {})}, before=str(entering)
+        )
 
     def launch(self, *arguments: object, environment: dict[str, str] | None = None, before: str = "") -> Launched:
         """Start `adaptra launch ARGUMENTS`. `before`: a script that runs it itself, and gets the same arguments."""

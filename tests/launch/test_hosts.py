@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import os
 import signal
-import textwrap
 import time
 from collections.abc import Iterator
 
 import pytest
 from launches import Launched, Launches
-from support.namespaces import ADDRESSES, Host, cut, two_hosts
+from support.namespaces import ADDRESSES, Host, cut, joined_hosts
 
 from adaptra_megatron.emulation.jobs.launch import free_port
 
@@ -189,43 +188,24 @@ def test_a_port_that_is_taken_is_said(launches: Launches) -> None:
 
 
 @pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    with two_hosts() as both:
+def hosts() -> Iterator[tuple[Host, ...]]:
+    with joined_hosts(2) as both:
         yield both
 
 
-def start_in(hosts: tuple[Host, Host], launches: Launches, *options: object) -> list[Launched]:
+def start_in(hosts: tuple[Host, ...], launches: Launches, *options: object) -> list[Launched]:
     """As `start`, each launcher in the network of its host."""
-    entering = launches.directory / "enter.py"
-    text = """
-        import ctypes, os, runpy, sys
-        with open(f"/proc/{os.environ['NETWORK_OF']}/ns/net") as network:
-            assert ctypes.CDLL(None).setns(network.fileno(), 0) == 0
-        runpy.run_module("adaptra_megatron.cli", run_name="__main__", alter_sys=True)
-        """
-    entering.write_text(textwrap.dedent(text))
     port, path = free_port(), launches.script(WAITING)
     where = ("--nnodes", 2, "--master-addr", ADDRESSES[0], "--master-port", port)
     patience = ("--heartbeat-timeout", TIMEOUT_S, "--shutdown-timeout", 1)
     return [
-        launches.launch(
-            *where,
-            *patience,
-            *options,
-            "--node-rank",
-            node,
-            "--nproc-per-node",
-            1 + node,
-            path,
-            before=str(entering),
-            environment={"NETWORK_OF": str(host.pid)},
-        )
+        launches.launch_in(host, *where, *patience, *options, "--node-rank", node, "--nproc-per-node", 1 + node, path)
         for node, host in enumerate(hosts)
     ]
 
 
 def test_a_network_that_is_cut_ends_the_far_side_and_not_the_coordinators(
-    hosts: tuple[Host, Host], launches: Launches
+    hosts: tuple[Host, ...], launches: Launches
 ) -> None:
     both = start_in(hosts, launches, "--no-kill")
     all_wait(launches, both)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import Launches, until
+from launches import Launched, Launches, until
+from support.namespaces import ADDRESSES, WIRE, Host, cut, joined_hosts
 
 from adaptra_megatron.emulation.jobs.launch import free_port
 from adaptra_megatron.emulation.results import fingerprint, relative_distances
@@ -74,6 +75,35 @@ def test_a_host_that_is_gone_is_replaced_and_its_rank_trains_with_the_others(
     assert "rank 3 stands ready again" in hosts[0].output
     assert BACK in spare.output
     assert "without" not in hosts[0].output
+    prints = [fingerprint(parameters(dumped(tmp_path / "death", rank))) for rank in range(4)]
+    assert prints[0] == prints[1]
+    assert prints[2] == prints[3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_host_that_is_cut_off_is_replaced_by_one_with_another_address(launches: Launches, tmp_path: Path) -> None:
+    """Three networks. The one that is cut off learns that the coordinator is gone, and ends by itself."""
+    layout = Layout(2, 2, adaptra="--adaptra --adaptra-reroute failures --adaptra-host-transport tcp")
+    arguments = layout.arguments(tmp_path / "death", [])
+    where = ("--nnodes", 2, "--master-addr", ADDRESSES[0], "--master-port", free_port(), "--heartbeat-timeout", 6)
+    again = ("--no-kill", "--max-restarts", 1)
+
+    def start(host: Host, node: int) -> Launched:
+        ranks = ("--node-rank", node, "--nproc-per-node", 3 - 2 * node)
+        words = (*where, *again, *ranks, TRAIN_GPT, *arguments, "--adaptra-interface", WIRE, *WAITING_FOR_ALL)
+        return launches.launch_in(host, *words, environment={"GLOO_SOCKET_IFNAME": WIRE})
+
+    with joined_hosts(3) as (first, second, third):
+        both = [start(host, node) for node, host in enumerate((first, second))]
+        until(lambda: "iteration        3/" in both[1].output, lambda: both[0].output + both[1].output, 120)
+        cut((first, second))
+        spare = start(third, 1)
+        assert [both[0].wait(200), spare.wait(), both[1].wait()] == [0, 0, 1], both[0].output + spare.output
+    assert "has been silent for" in both[0].output
+    assert "takes the place of host" in both[0].output
+    assert "rank 3 stands ready again" in both[0].output
+    assert BACK in spare.output
     prints = [fingerprint(parameters(dumped(tmp_path / "death", rank))) for rank in range(4)]
     assert prints[0] == prints[1]
     assert prints[2] == prints[3]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two hosts in one: network namespaces of Linux, joined by a virtual cable that can be cut."""
+"""Several hosts in one: network namespaces of Linux, joined by a virtual switch whose cables can be cut."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import contextlib
 import ctypes
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
 from typing import Any
 
 import pytest
 
-ADDRESSES = ("10.99.0.1", "10.99.0.2")
+ADDRESSES = ("10.99.0.1", "10.99.0.2", "10.99.0.3")
+WIRE = "wire"
+"""Each host's interface."""
 _NEW_NETWORK = 0x40000000
 _NOWHERE = "02:00:00:00:00:99"
 
@@ -21,7 +24,8 @@ _NOWHERE = "02:00:00:00:00:99"
 class Host:
     """A namespace, and a thread in it: what that starts, and opens, belongs there."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
+        self.address = address
         self._thread = ThreadPoolExecutor(1)
         self.pid = self.call(self._enter)
 
@@ -45,27 +49,30 @@ class Host:
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two namespaces with ADDRESSES; skips the test where they cannot be made."""
+def joined_hosts(count: int) -> Iterator[tuple[Host, ...]]:
+    """Namespaces with the first of ADDRESSES; skips the test where they cannot be made."""
     with contextlib.ExitStack() as stack:
         try:
-            one, other = (stack.enter_context(contextlib.closing(Host())) for _ in range(2))
-            one.run(f"link add wire type veth peer name wire netns {other.pid}")
-            for host, address in zip((one, other), ADDRESSES, strict=True):
-                host.run(f"addr add {address}/24 dev wire")
-                host.run("link set wire up")
+            hosts = tuple(stack.enter_context(contextlib.closing(Host(address))) for address in ADDRESSES[:count])
+            hosts[0].run(f"link add {WIRE} type bridge")
+            for number, host in enumerate(hosts[1:]):
+                hosts[0].run(f"link add port{number} type veth peer name {WIRE} netns {host.pid}")
+                hosts[0].run(f"link set port{number} master {WIRE} up")
+            for host in hosts:
+                host.run(f"addr add {host.address}/24 dev {WIRE}")
+                host.run(f"link set {WIRE} up")
                 host.run("link set lo up")
         except (OSError, subprocess.SubprocessError) as cause:
             pytest.skip(f"network namespaces cannot be made here: {cause}")
-        yield one, other
+        yield hosts
 
 
-def cut(hosts: tuple[Host, Host]) -> None:
-    """From now on, frames go to an address of Ethernet that no host has."""
-    for host, peer in zip(hosts, reversed(ADDRESSES), strict=True):
-        host.run(f"neigh replace {peer} lladdr {_NOWHERE} dev wire nud permanent")
+def cut(hosts: Sequence[Host]) -> None:
+    """From now on, frames between them go to an address of Ethernet that no host has."""
+    for host, peer in permutations(hosts, 2):
+        host.run(f"neigh replace {peer.address} lladdr {_NOWHERE} dev {WIRE} nud permanent")
 
 
-def mend(hosts: tuple[Host, Host]) -> None:
-    for host, peer in zip(hosts, reversed(ADDRESSES), strict=True):
-        host.run(f"neigh del {peer} dev wire")
+def mend(hosts: Sequence[Host]) -> None:
+    for host, peer in permutations(hosts, 2):
+        host.run(f"neigh del {peer.address} dev {WIRE}")

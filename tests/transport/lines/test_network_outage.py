@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from line_ends import JOB, SECRET, End
-from support.namespaces import ADDRESSES, Host, cut, mend, two_hosts
+from support.namespaces import ADDRESSES, Host, cut, joined_hosts, mend
 from transport_checks import until
 
 from adaptra_megatron.transport.lines.lines import BEAT_S, Lines, Place
@@ -21,13 +21,13 @@ GONE_S = 10.0
 
 @pytest.fixture
 def hosts() -> Iterator[tuple[Host, Host]]:
-    with two_hosts() as both:
+    with joined_hosts(2) as both:
         yield both
 
 
 @pytest.fixture
 def ends(hosts: tuple[Host, Host]) -> Iterator[tuple[End, End]]:
-    listening = [host.call(listen_tcp, address) for host, address in zip(hosts, ADDRESSES, strict=True)]
+    listening = [host.call(listen_tcp, host.address) for host in hosts]
     made: list[tuple[Lines, End]] = []
     for stage, host in enumerate(hosts):
         place = Place(listening[1 - stage][1], ADDRESSES[stage])
