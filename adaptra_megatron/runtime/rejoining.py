@@ -42,6 +42,7 @@ _SETTINGS = (
     *("seed", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters"),
     *("lr_warmup_samples", "lr_warmup_fraction", "optimizer", "weight_decay", "start_weight_decay", "end_weight_decay"),
     *("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "clip_grad", "use_distributed_optimizer"),
+    "num_distributed_optimizer_instances",
     *("micro_batch_size", "global_batch_size", "rampup_batch_size", "seq_length", "train_iters", "train_samples"),
     *("num_layers", "hidden_size", "num_attention_heads", "hidden_dropout", "attention_dropout", "fp16", "bf16"),
     *("calculate_per_token_loss", "untie_embeddings_and_output_weights", "sequence_parallel", "data_path", "split"),
