@@ -122,6 +122,7 @@ LAYOUTS = (
             Layout(2, 3, flags="--overlap-grad-reduce"),
             Layout(2, 2, tensor=2, flags="--sequence-parallel"),
             Layout(4, 2, flags=OVERLAPPED),
+            Layout(4, 2, flags=f"{OVERLAPPED} {INSTANCES} 2"),
             Layout(3, 2, flags=DROPOUT),
         )
     ),
