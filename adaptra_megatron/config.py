@@ -112,7 +112,8 @@ class AdaptraConfig:
     prometheus_address: str = _option("127.0.0.1", "Address that the Prometheus port listens on.", metavar="ADDRESS")
     profile_ranges: bool = _option(
         False,
-        "Name every forward, backward and weight gradient in torch.profiler's traces and in Nsight Systems.",
+        "Name every forward, backward and weight gradient, and every send, receive and wait, in torch.profiler's traces "
+        "and in Nsight Systems.",
         action="store_true",
     )
     timeout_s: float | None = _option(
