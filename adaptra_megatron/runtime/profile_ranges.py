@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named ranges around what a stage computes, sends, receives and waits for, for torch.profiler (Kineto, HTA) and, on GPUs,
-Nsight Systems.
+"""Named ranges around what a stage computes, sends, receives and waits for, for torch.profiler (Kineto, HTA) and, on
+GPUs, Nsight Systems.
 
 On a GPU the ranges of messages are those of the CPU that launches them; waits of the GPU itself are in its streams.
 """

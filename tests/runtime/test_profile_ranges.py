@@ -57,7 +57,13 @@ def test_actions_are_ranges_and_do_what_they_did() -> None:
         with pytest.raises(RuntimeError, match="out of memory"):
             ranged.backward(0, 9, None, one, None, split=False)
     assert computation.called == [(1, 3, None, one, one, True), (0, 4, None, one, None, False), (1, 3)]
-    assert names_of(profile) == ["adaptra F 3", "adaptra I 3, chunk 1", "adaptra B 4", "adaptra W 3, chunk 1", "adaptra B 9"]
+    assert names_of(profile) == [
+        "adaptra F 3",
+        "adaptra I 3, chunk 1",
+        "adaptra B 4",
+        "adaptra W 3, chunk 1",
+        "adaptra B 9",
+    ]
 
 
 def test_messages_are_ranges_and_go_where_they_went() -> None:

@@ -20,7 +20,12 @@ def add_drawing_options(parser: argparse.ArgumentParser) -> None:
     """Add `--html`, `--trace` and `--timeline`."""
     group = parser.add_argument_group("pictures", "of one set of costs; of several replicas, the slowest is drawn")
     group.add_argument("--html", type=Path, metavar="FILE", help="write a page with timelines that needs no other file")
-    group.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev (.gz: compressed; .pftrace: in its own format)")
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a trace for ui.perfetto.dev (.gz compresses; .pftrace: its format)",
+    )
     group.add_argument("--timeline", action="store_true", help="draw the plan as text, a letter per action")
 
 

@@ -38,8 +38,8 @@ class StageComputation(Protocol):
 
 
 class SurroundedComputation:
-    """StageComputation whose every action runs within a context, which is made of its kind ("F", "B", "I" or "W"), chunk
-    and micro-batch."""
+    """StageComputation whose every action runs within a context, which is made of its kind ("F", "B", "I" or "W"),
+    chunk and micro-batch."""
 
     def __init__(
         self, computation: StageComputation, around: Callable[[str, int, int], AbstractContextManager[object]]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chrome trace JSON, which opens in Perfetto (ui.perfetto.dev) and chrome://tracing; native_trace writes it in Perfetto's
-own format, too.
+"""Chrome trace JSON, which opens in Perfetto (ui.perfetto.dev) and chrome://tracing; native_trace writes it in
+Perfetto's own format, too.
 
 One process per pipeline stage, two threads per rank: what it computes, under one slice per iteration, and what it waits
 for; counters of the activations that each rank holds, and of what messages of each link took. Arrows follow the
@@ -15,7 +15,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 from adaptra_megatron.schedule.placement import interleaved
 from adaptra_megatron.telemetry.records import ActionRecord
@@ -108,7 +108,8 @@ def write_trace(path: Path | str, *documents: Event) -> Path:
     events = [event for document in documents for event in document["traceEvents"]]
     package = perfetto_package() if path.name.removesuffix(".gz").endswith(SUFFIXES) else None
     path.parent.mkdir(parents=True, exist_ok=True)
-    with gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb") as file:
+    opened = gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb")
+    with cast("IO[bytes]", opened) as file:
         if package is not None:
             write_packets(package, file, events, documents[0].get("baseTimeNanoseconds"))
         else:

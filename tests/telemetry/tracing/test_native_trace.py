@@ -143,8 +143,6 @@ def test_without_the_package_json_is_offered_and_nothing_written(
         write_trace(tmp_path / "new" / "trace.pftrace", document_of("1f1b"))
     assert not list(tmp_path.iterdir())
     costs = tmp_path / "costs.json"
-    costs.write_text(
-        '{"stages": 2, "micro_batches": 4, "forward_s": 1, "backward_input_s": 1, "backward_weight_s": 1}'
-    )
+    costs.write_text('{"stages": 2, "micro_batches": 4, "forward_s": 1, "backward_input_s": 1, "backward_weight_s": 1}')
     assert adaptra(["plan", str(costs), "--trace", str(tmp_path / "a.pftrace")]) == 2
     assert "adaptra-megatron[perfetto]" in capsys.readouterr().err
