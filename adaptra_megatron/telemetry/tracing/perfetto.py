@@ -108,8 +108,8 @@ def write_trace(path: Path | str, *documents: Event) -> Path:
     events = [event for document in documents for event in document["traceEvents"]]
     package = perfetto_package() if path.name.removesuffix(".gz").endswith(SUFFIXES) else None
     path.parent.mkdir(parents=True, exist_ok=True)
-    opened = gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb")
-    with cast("IO[bytes]", opened) as file:
+    with gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb") as opened:
+        file = cast("IO[bytes]", opened)
         if package is not None:
             write_packets(package, file, events, documents[0].get("baseTimeNanoseconds"))
         else:
