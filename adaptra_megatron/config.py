@@ -110,9 +110,16 @@ class AdaptraConfig:
         metavar="PORT",
     )
     prometheus_address: str = _option("127.0.0.1", "Address that the Prometheus port listens on.", metavar="ADDRESS")
+    otel: bool = _option(
+        False,
+        "Send the figures and events of each rank to a collector by OpenTelemetry (OTLP), which its own environment "
+        "variables set up, as OTEL_EXPORTER_OTLP_ENDPOINT.",
+        action="store_true",
+    )
     profile_ranges: bool = _option(
         False,
-        "Name every forward, backward and weight gradient in torch.profiler's traces and in Nsight Systems.",
+        "Name every forward, backward and weight gradient, and every send, receive and wait, in torch.profiler's "
+        "traces and in Nsight Systems.",
         action="store_true",
     )
     timeout_s: float | None = _option(

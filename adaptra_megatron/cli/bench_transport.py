@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from adaptra_megatron.cli.directories import make_directory
@@ -74,6 +75,8 @@ def _lanes(text: str) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if find_spec("torch") is None:  # before ranks are started, which would say it at length
+        raise ModuleNotFoundError(name="torch")
     if options.output is not None:
         make_directory(options.output, "--output")  # before minutes of measuring, not after
     request = BenchRequest(

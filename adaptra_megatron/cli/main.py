@@ -87,6 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(_refuse(str(error), as_json="--json" in given)) from error
     except (InputError, CostError, ScheduleError) as error:
         return _refuse(f"{parser.prog}: {error}", as_json="--json" in given)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        return _refuse(f"{parser.prog}: {given[0]} needs torch, which is not installed here", as_json="--json" in given)
     return exit_status or 0
 
 

@@ -40,7 +40,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--timeout-s", type=seconds, default=60.0, metavar="SECONDS", help="longest wait for the job (default: 60)"
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="default: trace.json.gz in RUN; .gz compresses"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: trace.json.gz in RUN; .gz compresses; .pftrace is Perfetto's own format (needs its package)",
     )
     parser.set_defaults(run=_run)
 

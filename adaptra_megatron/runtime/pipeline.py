@@ -35,6 +35,7 @@ from adaptra_megatron.runtime.megatron.computation import StageComputation
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, shared_groups
 from adaptra_megatron.runtime.outliving import hold_copies, outlive, refuse_outliving
 from adaptra_megatron.runtime.planning import agreed_plan, make_planner
+from adaptra_megatron.runtime.profile_ranges import RangedTransport
 from adaptra_megatron.runtime.rejoining import Counters, Joining
 from adaptra_megatron.runtime.reporting import (
     make_telemetry,
@@ -134,7 +135,7 @@ class Pipeline:
         self.training_iterations = 0
         ahead = 0 if layout.rendezvous else RECEIVES_AHEAD
         self._executor = PipelineExecutor(
-            self.transport,
+            RangedTransport(self.transport) if config.profile_ranges else self.transport,
             make_timer(clock),
             timeout_s=limit_s,
             receives_ahead=ahead,

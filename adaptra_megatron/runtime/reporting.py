@@ -42,7 +42,8 @@ def running_versions() -> dict[str, str]:
 def make_telemetry(job: Job, chunks: int, config: AdaptraConfig, *, goes_on: bool) -> RunTelemetry:
     """This rank's. `goes_on`: it takes the place of a rank that had left.
 
-    Raises prometheus.PrometheusError if an endpoint is wanted and cannot be opened.
+    Raises prometheus.PrometheusError if an endpoint is wanted and cannot be opened, and
+    open_telemetry.OpenTelemetryError where that is wanted and cannot be done.
     """
     layout = job.layout
     settings = TelemetrySettings(
@@ -50,6 +51,7 @@ def make_telemetry(job: Job, chunks: int, config: AdaptraConfig, *, goes_on: boo
         every_iteration=config.trace == "all",
         prometheus_port=config.prometheus_port,
         prometheus_address=config.prometheus_address,
+        otel=config.otel,
         goes_on=goes_on,
     )
     place = Place(

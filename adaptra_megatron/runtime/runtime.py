@@ -34,7 +34,7 @@ from adaptra_megatron.runtime.megatron.staggered_optimizer import StaggeredOptim
 from adaptra_megatron.runtime.megatron.te_wgrad import EngineLayers
 from adaptra_megatron.runtime.outliving import CONNECT_S
 from adaptra_megatron.runtime.pipeline import Pipeline
-from adaptra_megatron.runtime.profile_ranges import RangedComputation
+from adaptra_megatron.runtime.profile_ranges import ranged_computation
 from adaptra_megatron.runtime.rejoining import Joining, Training, hand_over, take_place
 from adaptra_megatron.runtime.single_stage import SingleStage
 from adaptra_megatron.schedule.actions import Schedule
@@ -227,7 +227,7 @@ class AdaptraRuntime:
         computation = MegatronComputation(call, self.weight_gradients, pipeline.inputs(call))
         decorated = self._decorate(computation, call.stage) if self._decorate is not None else computation
         if self._config.profile_ranges:
-            decorated = RangedComputation(decorated)
+            decorated = ranged_computation(decorated)
         if self.staggered is not None:
             decorated = ValidatedComputation(decorated, self.staggered)
         with iteration(call) as embedding:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that one rank tells the world about its run: traces, events, scalars, a Prometheus endpoint.
+"""All that one rank tells the world about its run: traces, events, scalars, Prometheus, OpenTelemetry.
 
 The runtime holds one per pipeline and calls it a few times per iteration. Nothing here waits for a disk or a network,
 and nothing raises after construction: when something cannot be written, one warning says so and training goes on.
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from adaptra_megatron.telemetry.events.changes import (
     IterationTimes,
@@ -24,6 +24,7 @@ from adaptra_megatron.telemetry.events.changes import (
 from adaptra_megatron.telemetry.events.event_log import EventLog
 from adaptra_megatron.telemetry.events.events import Event, LinkDetection, RunEnded, RunStarted, StageDetection
 from adaptra_megatron.telemetry.events.log_lines import RunLog
+from adaptra_megatron.telemetry.figures.exported import ExportedFigures
 from adaptra_megatron.telemetry.figures.prometheus import LOOPBACK, PrometheusEndpoint
 from adaptra_megatron.telemetry.figures.scalars import (
     JobFigures,
@@ -37,6 +38,9 @@ from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
 from adaptra_megatron.telemetry.tracing.trace import TraceWriter
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations, RequestBox, RequestedTraces
 
+if TYPE_CHECKING:
+    from adaptra_megatron.telemetry.open_telemetry import OpenTelemetryExport
+
 
 @dataclass(frozen=True, kw_only=True)
 class TelemetrySettings:
@@ -49,6 +53,8 @@ class TelemetrySettings:
     prometheus_port: int | None = None
     """Port of a host's first rank; the next rank's is the next. 0: any free ones; None: no endpoint."""
     prometheus_address: str = LOOPBACK
+    otel: bool = False
+    """True: figures and events go to OpenTelemetry, as its own environment variables say."""
     goes_on: bool = False
     """True where this process takes the place of one that has written there before."""
 
@@ -92,7 +98,8 @@ class RunTelemetry:
     """One rank's. For the training thread, except `log` and `requests`, which any thread may call."""
 
     def __init__(self, settings: TelemetrySettings, place: Place, start: RunStarted) -> None:
-        """Raises prometheus.PrometheusError if an endpoint is wanted and cannot be opened."""
+        """Raises prometheus.PrometheusError if an endpoint is wanted and cannot be opened, and
+        open_telemetry.OpenTelemetryError where that is wanted and cannot be done."""
         self._place = place
         self._switches, self._paths = SwitchWatch(), PathWatch(place.stage)
         self._times = IterationTimes()
@@ -108,8 +115,16 @@ class RunTelemetry:
         self._job: FiguresOfJob | None = None
         self._scalars: ScalarWriters | None = None
         self._endpoint: PrometheusEndpoint | None = None
+        self._figures = _figures(place, start)
         if settings.prometheus_port is not None:
-            self._endpoint = _endpoint(settings.prometheus_port, settings.prometheus_address, place, start)
+            port = settings.prometheus_port and settings.prometheus_port + place.local_rank
+            self._endpoint = PrometheusEndpoint(self._figures, port, settings.prometheus_address)
+        self._otel: OpenTelemetryExport | None = None
+        if settings.otel:
+            from adaptra_megatron.telemetry.open_telemetry import OpenTelemetryExport  # much, which few need
+
+            self._otel = OpenTelemetryExport(self._figures, run=place.run, rank=place.rank, host=start.host)
+            self._otel.log(start, -1, 0)
         self._events: EventLog | None = None
         self._traces: TraceWriter | None = None
         self._requested: RequestedTraces | None = None
@@ -133,6 +148,8 @@ class RunTelemetry:
         """Something happened, in the iteration that runs."""
         if self._events is not None:
             self._events.log(event)
+        if self._otel is not None:
+            self._otel.log(event, self._running, self._numbered(self._running))
         if self._said is not None:
             self._said.take(event)
         self._found = self._found or isinstance(event, (LinkDetection, StageDetection))
@@ -200,9 +217,9 @@ class RunTelemetry:
         for change in self._paths.look(links or {}, delegate_starts):
             self.log(change)
         figures = replace(figures, failovers=self._paths.failovers)
-        if self._endpoint is not None:
+        if self._endpoint is not None or self._otel is not None:
             leader = self._leader.figures(self._switches.saved_s) if self._place.leads else None
-            self._endpoint.show(self._iterations, figures, self._figures_of_job(), leader)
+            self._figures.show(self._iterations, figures, self._figures_of_job(), leader)
         if self._scalars is None:
             self._scalars = megatron_writers()  # not before: they are made while Megatron initializes
         if self._scalars.due(step):
@@ -226,11 +243,14 @@ class RunTelemetry:
         atexit.unregister(self.close)
         error = getattr(sys, "last_value", None)  # what the interpreter has reported as the end of the program
         reason = "the program ended" if error is None else f"{type(error).__name__}: {error}"
-        if self._events is not None:
+        if self._events is not None or self._otel is not None:
             if self._place.leads:
                 self._log_times()
             self.log(RunEnded(reason=reason))
+        if self._events is not None:
             self._events.close()
+        if self._otel is not None:
+            self._otel.close()
         if self._said is not None:
             report = "" if self._directory is None else f"adaptra report {self._directory}"
             self._said.say(self._running, self._numbered)
@@ -243,10 +263,8 @@ class RunTelemetry:
             self._endpoint = None
 
 
-def _endpoint(first_port: int, address: str, place: Place, start: RunStarted) -> PrometheusEndpoint:
-    return PrometheusEndpoint(
-        first_port and first_port + place.local_rank,
-        address,
+def _figures(place: Place, start: RunStarted) -> ExportedFigures:
+    return ExportedFigures(
         labels={"rank": str(place.rank), "stage": str(place.stage)},
         job_labels={"replica": str(place.replica)},
         info={

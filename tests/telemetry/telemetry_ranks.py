@@ -49,6 +49,7 @@ class Wandb(ModuleType):
 
 def main(output: Path, argv: list[str]) -> None:
     install(with_fused_weight_gradient=True)
+    import torch
     import torch.distributed as dist
 
     from adaptra_megatron.emulation.training import training
@@ -63,16 +64,21 @@ def main(output: Path, argv: list[str]) -> None:
     variables.get_tensorboard_writer = lambda: tensorboard if dist.get_rank() == last else None
     variables.get_wandb_writer = lambda: wandb if dist.get_rank() == last else None
     sys.modules[variables.__name__] = variables
-    step = training.Trainer._train_step
+    step, ranges = training.Trainer._train_step, list[str]()
 
     def counted(trainer: training.Trainer, iterators: Any) -> float:
         variables._GLOBAL_ARGS.curr_iteration = trainer.iteration  # as Megatron's train() does
-        return step(trainer, iterators)
+        if dist.get_rank() != last or trainer.iteration != args.train_iters - 1:
+            return step(trainer, iterators)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            loss = step(trainer, iterators)
+        ranges.extend(event.name for event in profile.events() if event.name.startswith("adaptra "))
+        return loss
 
     training.Trainer._train_step = counted  # type: ignore[method-assign]
     training.train(args)
     if dist.get_rank() == last:
-        output.write_text(json.dumps({"tensorboard": tensorboard.written, "wandb": wandb.written}))
+        output.write_text(json.dumps({"tensorboard": tensorboard.written, "wandb": wandb.written, "ranges": ranges}))
     leave_job()
 
 

@@ -36,7 +36,7 @@ def test_a_run_tells_what_it_does_while_it_runs(fork_server: ForkServer, tmp_pat
         f"--emulate-compute-ms {compute_ms},{compute_ms},{compute_ms} "
         f"--emulate-slow-link 0>1:latency_ms={1e3 * latency_s:g},from={ONSET} --adaptra "
         f"--adaptra-host-transport off --adaptra-max-in-flight 5 --adaptra-prometheus-port {port} "
-        f"--adaptra-trace-dir {run} --adaptra-trace asked"
+        f"--adaptra-trace-dir {run} --adaptra-trace asked --adaptra-profile-ranges"
     )
     job = threading.Thread(
         target=run_ranks,
@@ -52,7 +52,9 @@ def test_a_run_tells_what_it_does_while_it_runs(fork_server: ForkServer, tmp_pat
         job.join(timeout=120 * stretch)
     _check_metrics(metrics, latency_s)
     _check_traces(run, tmp_path / "trace.json")
-    _check_scalars(json.loads(scalars.read_text()), latency_s)
+    written = json.loads(scalars.read_text())
+    _check_ranges(written.pop("ranges"))
+    _check_scalars(written, latency_s)
 
 
 def _until(look: Callable[[], str], enough: Callable[[str], bool], timeout_s: float) -> str:
@@ -102,6 +104,14 @@ def _check_traces(run: Path, output: Path) -> None:
     kinds = [entry.event.name for entry in read_events(run)]
     assert kinds.count("run_started") == kinds.count("run_ended") == STAGES
     assert {"link", "plan", "switch"} <= set(kinds)
+
+
+def _check_ranges(names: list[str]) -> None:
+    """Of the last rank's last iteration, as torch.profiler saw it."""
+    for number in range(MICRO_BATCHES):
+        expected = ("F {}", "W {}", "receive activation {} from rank 1", "wait for activation {}")
+        for name in (*expected, "send gradient {} to rank 1"):
+            assert f"adaptra {name.format(number)}" in names, names
 
 
 def _check_scalars(written: dict[str, list[list[object]]], slow_s: float) -> None:

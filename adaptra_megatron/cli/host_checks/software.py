@@ -23,8 +23,10 @@ _OPTIONAL = {
     "rich": "tables and colours (pip install 'adaptra-megatron[cli]')",
     "matplotlib": "pictures of timelines (pip install 'adaptra-megatron[plot]')",
     "prometheus-client": "metrics (pip install 'adaptra-megatron[metrics]')",
+    "opentelemetry-sdk": "--adaptra-otel (pip install 'adaptra-megatron[otel]')",
+    "perfetto": "traces in Perfetto's own format (pip install 'adaptra-megatron[perfetto]')",
 }
-_IMPORTED = {"megatron-core": "megatron.core"}
+_IMPORTED = {"megatron-core": "megatron.core", "opentelemetry-sdk": "opentelemetry.sdk"}
 """Where the name to import is not that of the distribution."""
 
 Import = Callable[[str], ModuleType]

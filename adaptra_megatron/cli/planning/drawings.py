@@ -12,14 +12,20 @@ from adaptra_megatron.cli.planning.inputs import InputError
 from adaptra_megatron.cli.planning.picture import stage_picture
 from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.telemetry.report.simulated import Drawn, simulated_traces
-from adaptra_megatron.telemetry.tracing.perfetto import chrome_trace, write_chrome_trace
+from adaptra_megatron.telemetry.tracing.perfetto import chrome_trace, write_trace
+from adaptra_megatron.telemetry.tracing.trace import TraceError
 
 
 def add_drawing_options(parser: argparse.ArgumentParser) -> None:
     """Add `--html`, `--trace` and `--timeline`."""
     group = parser.add_argument_group("pictures", "of one set of costs; of several replicas, the slowest is drawn")
     group.add_argument("--html", type=Path, metavar="FILE", help="write a page with timelines that needs no other file")
-    group.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev (.gz: compressed)")
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a trace for ui.perfetto.dev (.gz compresses; .pftrace: its format)",
+    )
     group.add_argument("--timeline", action="store_true", help="draw the plan as text, a letter per action")
 
 
@@ -46,7 +52,7 @@ def draw(comparison: Comparison, name: str, options: argparse.Namespace) -> None
         documents = [
             chrome_trace(simulated_traces(each.simulation), label=each.title, run=run) for run, each in enumerate(drawn)
         ]
-        _write(options.trace, lambda path: write_chrome_trace(path, *documents))
+        _write(options.trace, lambda path: write_trace(path, *documents))
     if options.timeline and not options.json:
         axis_s = max(each.simulation.makespan_s for each in drawn)
         for each in drawn:
@@ -71,3 +77,5 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
         write(path)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+    except TraceError as error:
+        raise InputError(str(error)) from error

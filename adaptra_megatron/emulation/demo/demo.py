@@ -25,7 +25,7 @@ from adaptra_megatron.emulation.demo.demo_setup import ADAPTRA, STOCK, DemoSetup
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer, ForkServerError
 from adaptra_megatron.emulation.jobs.launch import LaunchError
 from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, run_variants
-from adaptra_megatron.telemetry.tracing.perfetto import chrome_trace, write_chrome_trace
+from adaptra_megatron.telemetry.tracing.perfetto import chrome_trace, write_trace
 from adaptra_megatron.telemetry.tracing.timeline import TimelineRun, draw_timelines
 from adaptra_megatron.telemetry.tracing.trace import RankTrace, TraceError, read_traces
 
@@ -81,7 +81,7 @@ def run_demo(setup: DemoSetup, out: Path) -> int:
         report = train_twice(setup, out, server)
     traces = {name: read_traces(_trace_directory(out, name)) for name in (STOCK, ADAPTRA)}
     png = draw_slow_iterations(report, traces, out / "timeline.png")
-    trace = write_chrome_trace(
+    trace = write_trace(
         out / "trace.json",
         chrome_trace(traces[STOCK], label=STOCK),
         chrome_trace(traces[ADAPTRA], label=ADAPTRA, run=1),

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,6 @@ from adaptra_megatron.emulation.faults.compute import EmulationError
 from adaptra_megatron.job.membership import START_VARIABLE, MembershipRecords
 
 if TYPE_CHECKING:
-    import torch
-
     from adaptra_megatron.runtime.megatron.computation import StageComputation
 
 ARRIVES_S, _LOOKS_S = 150.0, 0.05
@@ -96,7 +94,13 @@ class Deaths:
 
     def decorate(self, computation: StageComputation) -> StageComputation:
         """`computation` during which this rank dies where it is to."""
-        return _MortalComputation(computation, self) if self._ours else computation
+        from adaptra_megatron.runtime.megatron.computation import SurroundedComputation
+
+        def begins(*_action: object) -> AbstractContextManager[None]:
+            self.action()
+            return nullcontext()
+
+        return SurroundedComputation(computation, begins) if self._ours else computation
 
     @contextmanager
     def at_admissions(self) -> Iterator[None]:
@@ -169,32 +173,3 @@ class Arrivals:
 
 def _die(*, stops: bool = False) -> None:
     os.kill(os.getpid(), signal.SIGSTOP if stops else signal.SIGKILL)
-
-
-class _MortalComputation:
-    """A StageComputation in which a rank may die."""
-
-    def __init__(self, computation: StageComputation, deaths: Deaths) -> None:
-        self._computation, self._deaths = computation, deaths
-
-    def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
-        self._deaths.action()
-        return self._computation.forward(chunk, micro_batch, input_tensor)
-
-    def backward(
-        self,
-        chunk: int,
-        micro_batch: int,
-        input_tensor: torch.Tensor | None,
-        output_tensor: torch.Tensor,
-        output_gradient: torch.Tensor | None,
-        *,
-        split: bool,
-    ) -> torch.Tensor | None:
-        self._deaths.action()
-        tensors = (input_tensor, output_tensor, output_gradient)
-        return self._computation.backward(chunk, micro_batch, *tensors, split=split)
-
-    def weight_gradient(self, chunk: int, micro_batch: int) -> None:
-        self._deaths.action()
-        self._computation.weight_gradient(chunk, micro_batch)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,6 +35,41 @@ class StageComputation(Protocol):
 
     def weight_gradient(self, chunk: int, micro_batch: int) -> None:
         """Accumulate the weight gradients that the split backward of this micro-batch left."""
+
+
+class SurroundedComputation:
+    """StageComputation whose every action runs within a context, which is made of its kind ("F", "B", "I" or "W"),
+    chunk and micro-batch."""
+
+    def __init__(
+        self, computation: StageComputation, around: Callable[[str, int, int], AbstractContextManager[object]]
+    ) -> None:
+        self._computation, self._around = computation, around
+
+    def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
+        """See StageComputation."""
+        with self._around("F", chunk, micro_batch):
+            return self._computation.forward(chunk, micro_batch, input_tensor)
+
+    def backward(
+        self,
+        chunk: int,
+        micro_batch: int,
+        input_tensor: torch.Tensor | None,
+        output_tensor: torch.Tensor,
+        output_gradient: torch.Tensor | None,
+        *,
+        split: bool,
+    ) -> torch.Tensor | None:
+        """See StageComputation."""
+        tensors = (input_tensor, output_tensor, output_gradient)
+        with self._around("I" if split else "B", chunk, micro_batch):
+            return self._computation.backward(chunk, micro_batch, *tensors, split=split)
+
+    def weight_gradient(self, chunk: int, micro_batch: int) -> None:
+        """See StageComputation."""
+        with self._around("W", chunk, micro_batch):
+            self._computation.weight_gradient(chunk, micro_batch)
 
 
 class Input(NamedTuple):

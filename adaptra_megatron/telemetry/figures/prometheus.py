@@ -8,115 +8,33 @@ unless another address is given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from adaptra_megatron.telemetry.figures.scalars import JobFigures, LeaderFigures, LossFigures, RankFigures
+from adaptra_megatron.telemetry.figures.exported import METRICS, ExportedFigures
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 LOOPBACK = "127.0.0.1"
-_Values = Mapping[tuple[str, ...], float]
-"""By the values of a metric's own labels."""
-
-
-class Described(NamedTuple):
-    """One metric."""
-
-    meaning: str
-    labels: tuple[str, ...] = ()
-    """Its own; beside them, those of the endpoint."""
-    counter: bool = False
-    """Counters are served with `_total` behind their name; all others are gauges."""
-    of_job: bool = False
-    """Served by the leading rank of a replica alone, and labelled with that replica instead of rank and stage."""
-
-
-_LINK, _CELL, _STAGE = ("from", "to"), ("of_replica", "of_stage"), ("of_stage",)
-
-METRICS: Mapping[str, Described] = {
-    "adaptra_info": Described("1; its labels say what runs.", ("version", "run", "policy")),
-    "adaptra_iterations": Described("Training iterations done.", counter=True),
-    "adaptra_iteration_seconds": Described("Duration of the last iteration."),
-    "adaptra_peak_in_flight": Described("Most activations held at once."),
-    "adaptra_plan_number": Described("The plan that runs; 0 is stock's order."),
-    "adaptra_failovers": Described("Links that changed path because one failed.", counter=True),
-    "adaptra_messages": Described("Messages sent.", ("path",), counter=True),
-    "adaptra_dead_cells": Described("Cells that have died so far."),
-    "adaptra_ranks_lost": Described("Ranks that take no part any more."),
-    "adaptra_cell_dead": Described("1 for a cell that has died.", _CELL),
-    "adaptra_loss_seconds": Described(
-        "From when a loss was seen until what was under way had been done again.", ("epoch",)
-    ),
-    "adaptra_bubble_ratio": Described("Idle part of an iteration, 0..1, mean over the stages.", of_job=True),
-    "adaptra_predicted_seconds": Described("An iteration as the plan in force predicts it.", of_job=True),
-    "adaptra_lower_bound_seconds": Described("Proven least time of an iteration at the plan's costs.", of_job=True),
-    "adaptra_saved_seconds": Described(
-        "Saved by switches of plans, about: what both forecast and measurement promise.", counter=True, of_job=True
-    ),
-    "adaptra_stage_state": Described("1 for the state a stage is in.", (*_STAGE, "state"), of_job=True),
-    "adaptra_link_latency_seconds": Described("Estimated one-way latency.", _LINK, of_job=True),
-    "adaptra_link_bandwidth_bytes_per_second": Described("Estimated bandwidth.", _LINK, of_job=True),
-    "adaptra_link_state": Described("1 for the state a link is in.", (*_LINK, "state"), of_job=True),
-    "adaptra_activation_bytes": Described("What one activation takes.", _STAGE, of_job=True),
-    "adaptra_free_bytes": Described("Left when the stage held most.", _STAGE, of_job=True),
-    "adaptra_activation_cap": Described("Activations a stage may hold.", _STAGE, of_job=True),
-    "adaptra_cell_speed_ratio": Described("Speed of a cell beside the fastest of its stage, 0..1.", _CELL, of_job=True),
-    "adaptra_cell_micro_batches_given": Described("Computed by other replicas, in an iteration.", _CELL, of_job=True),
-    "adaptra_cell_micro_batches_taken": Described("Computed for other replicas, in an iteration.", _CELL, of_job=True),
-    "adaptra_routes_predicted_gain_seconds": Described("Saved of an iteration by the present routes.", of_job=True),
-}
-"""By name. Names and labels are an interface: add, never rename."""
-
-_MEMORY = {
-    "adaptra_activation_bytes": "activation_nbytes",
-    "adaptra_free_bytes": "free_nbytes",
-    "adaptra_activation_cap": "cap",
-}
-_CELLS = {
-    "adaptra_cell_speed_ratio": "speed",
-    "adaptra_cell_micro_batches_given": "given",
-    "adaptra_cell_micro_batches_taken": "taken",
-}
 
 
 class PrometheusError(RuntimeError):
     """The endpoint cannot be opened; names the flag or the package and the remedy."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Snapshot:
-    iterations: int
-    rank: RankFigures
-    job: JobFigures
-    leader: LeaderFigures | None
-
-
 class PrometheusEndpoint:
-    """Serves what `show` was last given at http://ADDRESS:PORT/metrics, from a thread of its own."""
+    """Serves figures at http://ADDRESS:PORT/metrics, from a thread of its own."""
 
-    def __init__(
-        self,
-        port: int,
-        address: str = LOOPBACK,
-        *,
-        labels: Mapping[str, str] | None = None,
-        job_labels: Mapping[str, str] | None = None,
-        info: Mapping[str, str] | None = None,
-    ) -> None:
-        """`port` 0 takes any free one. `labels` are on metrics of the rank, such as rank and stage, `job_labels` on
-        those of the job. `info`: values of the labels of `adaptra_info`. Raises PrometheusError."""
+    def __init__(self, figures: ExportedFigures, port: int, address: str = LOOPBACK) -> None:
+        """`port` 0 takes any free one. Raises PrometheusError."""
         try:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError as error:
             raise PrometheusError(
                 "a Prometheus port needs the package prometheus-client: pip install 'adaptra-megatron[metrics]'"
             ) from error
-        self._labels, self._job_labels = dict(labels or {}), dict(job_labels or {})
-        self._info = {name: (info or {}).get(name, "") for name in METRICS["adaptra_info"].labels}
-        self._snapshot: _Snapshot | None = None
+        self._figures = figures
         registry = CollectorRegistry()
         registry.register(self)
         try:
@@ -132,19 +50,6 @@ class PrometheusEndpoint:
         """Port that the server listens on."""
         return int(self._server.server_port)
 
-    def show(
-        self,
-        iterations: int,
-        rank: RankFigures,
-        job: JobFigures | None = None,
-        leader: LeaderFigures | None = None,
-    ) -> None:
-        """Serve these from now on; `iterations`: how many are done. Keeps the job's figures where there are no new;
-        serves them on a rank that leads, which has `leader`."""
-        kept = self._snapshot.job if self._snapshot is not None else JobFigures()
-        shown = kept if job is None else job
-        self._snapshot = _Snapshot(iterations=iterations, rank=rank, job=shown, leader=leader)
-
     def close(self) -> None:
         """Stop serving. May be called twice."""
         self._server.shutdown()
@@ -153,68 +58,11 @@ class PrometheusEndpoint:
 
     def collect(self) -> Iterator[Metric]:
         """What prometheus_client asks for at each request."""
-        snapshot = self._snapshot
-        if snapshot is None:
-            return
-        rank = snapshot.rank
-        yield self._metric("adaptra_info", {tuple(self._info.values()): 1.0})
-        yield self._metric("adaptra_iterations", {(): snapshot.iterations})
-        yield self._metric("adaptra_iteration_seconds", {(): rank.iteration_s})
-        yield self._metric("adaptra_peak_in_flight", {(): rank.peak_in_flight})
-        yield self._metric("adaptra_plan_number", {(): rank.plan_number})
-        yield self._metric("adaptra_failovers", {(): rank.failovers})
-        yield self._metric("adaptra_messages", {(path,): count for path, count in rank.messages_by_path.items()})
-        if rank.lost is not None:
-            yield from self._lost(rank.lost)
-        if snapshot.leader is not None:
-            yield from self._of_job(snapshot.job)
-            yield from self._of_leader(snapshot.leader)
-
-    def _of_job(self, job: JobFigures) -> Iterator[Metric]:
-        """What all ranks' measurements say, by the rank that leads."""
-        if job.bubble_fraction is not None:
-            yield self._metric("adaptra_bubble_ratio", {(): job.bubble_fraction})
-        ends = {(str(source), str(target)): link for (source, target), link in job.links.items()}
-        yield self._metric("adaptra_link_latency_seconds", {pair: link.latency_s for pair, link in ends.items()})
-        known: _Values = {
-            pair: link.bandwidth_bytes_s for pair, link in ends.items() if link.bandwidth_bytes_s is not None
-        }
-        yield self._metric("adaptra_link_bandwidth_bytes_per_second", known)
-        yield self._metric("adaptra_link_state", {(*pair, link.state): 1.0 for pair, link in ends.items()})
-        for name, field in _MEMORY.items():
-            values: _Values = {(str(stage),): getattr(memory, field) for stage, memory in sorted(job.memory.items())}
-            yield self._metric(name, values)
-        if job.routes is not None:
-            for name, field in _CELLS.items():
-                cells = job.routes.cells.items()
-                yield self._metric(name, {tuple(map(str, place)): getattr(cell, field) for place, cell in cells})
-            if (gain_s := job.routes.predicted_gain_s) is not None:
-                yield self._metric("adaptra_routes_predicted_gain_seconds", {(): gain_s})
-
-    def _of_leader(self, leader: LeaderFigures) -> Iterator[Metric]:
-        """What the plan promises and has brought, and what the detector says of stages."""
-        if leader.predicted_s is not None:
-            yield self._metric("adaptra_predicted_seconds", {(): leader.predicted_s})
-        if leader.lower_bound_s is not None:
-            yield self._metric("adaptra_lower_bound_seconds", {(): leader.lower_bound_s})
-        yield self._metric("adaptra_saved_seconds", {(): leader.saved_s})
-        states: _Values = {(str(stage), state): 1.0 for stage, state in enumerate(leader.stage_states)}
-        yield self._metric("adaptra_stage_state", states)
-
-    def _lost(self, lost: LossFigures) -> Iterator[Metric]:
-        """Ranks and cells that have died, and what that cost."""
-        yield self._metric("adaptra_dead_cells", {(): len(lost.dead_cells)})
-        yield self._metric("adaptra_ranks_lost", {(): lost.ranks})
-        yield self._metric("adaptra_cell_dead", {tuple(map(str, cell)): 1.0 for cell in lost.dead_cells})
-        yield self._metric("adaptra_loss_seconds", {(str(epoch),): each for epoch, each in lost.seconds.items()})
-
-    def _metric(self, name: str, values: _Values) -> Metric:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        described = METRICS[name]
-        own = self._job_labels if described.of_job else self._labels
-        family_type = CounterMetricFamily if described.counter else GaugeMetricFamily
-        family = family_type(name, described.meaning, labels=(*own, *described.labels))
-        for labels, value in values.items():
-            family.add_metric((*own.values(), *labels), value)
-        return family
+        for name, labels, values in self._figures.samples():
+            family_type = CounterMetricFamily if METRICS[name].counter else GaugeMetricFamily
+            family = family_type(name, METRICS[name].meaning, labels=labels)
+            for each, value in values.items():
+                family.add_metric(each, value)
+            yield family

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chrome trace JSON, which opens in Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Chrome trace JSON, which opens in Perfetto (ui.perfetto.dev) and chrome://tracing; native_trace writes it in
+Perfetto's own format, too.
 
 One process per pipeline stage, two threads per rank: what it computes, under one slice per iteration, and what it waits
 for; counters of the activations that each rank holds, and of what messages of each link took. Arrows follow the
@@ -14,10 +15,11 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 from adaptra_megatron.schedule.placement import interleaved
 from adaptra_megatron.telemetry.records import ActionRecord
+from adaptra_megatron.telemetry.tracing.native_trace import SUFFIXES, perfetto_package, write_packets
 from adaptra_megatron.telemetry.tracing.trace import RankTrace, read_traces
 
 Event = dict[str, Any]
@@ -65,7 +67,7 @@ def chrome_trace(
     epoch; where it is there, the document says when its time 0 was, as those of torch.profiler do.
 
     Its time 0 is the run's first action, so several runs, each with a `label` and a number `run` of its own, can be
-    laid beside each other in one file by `write_chrome_trace`.
+    laid beside each other in one file by `write_trace`.
     """
     numbers = _Numbers(run)
     records = [record for rank in ranks for record in rank.records]
@@ -96,21 +98,22 @@ def chrome_trace(
     return document
 
 
-def write_chrome_trace(path: Path | str, *documents: Event) -> Path:
+def write_trace(path: Path | str, *documents: Event) -> Path:
     """Write the events of all `documents` (at least one) as one trace, compressed if the name ends in .gz; returns the
-    path.
+    path. In Perfetto's own format if it ends in one of native_trace.SUFFIXES before that, otherwise JSON.
 
-    Raises OSError if it cannot be written.
+    Raises OSError if it cannot be written, and trace.TraceError where its own format needs a package that is not there.
     """
     path = Path(path)
     events = [event for document in documents for event in document["traceEvents"]]
-    text = json.dumps({**documents[0], "traceEvents": events}, separators=(",", ":"))
+    package = perfetto_package() if path.name.removesuffix(".gz").endswith(SUFFIXES) else None
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".gz":
-        with gzip.open(path, "wt", encoding="utf-8") as file:
-            file.write(text)
-    else:
-        path.write_text(text, encoding="utf-8")
+    with gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb") as opened:
+        file = cast("IO[bytes]", opened)
+        if package is not None:
+            write_packets(package, file, events, documents[0].get("baseTimeNanoseconds"))
+        else:
+            file.write(json.dumps({**documents[0], "traceEvents": events}, separators=(",", ":")).encode())
     return path
 
 
@@ -128,7 +131,7 @@ def merge_traces(
     """
     output = Path(directory) / "trace.json.gz" if output is None else Path(output)
     document = chrome_trace(read_traces(directory), instants=instants, wall_clock_offset_s=wall_clock_offset_s)
-    return write_chrome_trace(output, document)
+    return write_trace(output, document)
 
 
 def _names(rank: RankTrace, label: str, numbers: _Numbers) -> Iterator[Event]:

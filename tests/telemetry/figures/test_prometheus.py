@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from adaptra_megatron.telemetry.figures.exported import ExportedFigures
 from adaptra_megatron.telemetry.figures.prometheus import PrometheusEndpoint, PrometheusError
 from adaptra_megatron.telemetry.figures.scalars import (
     CellFigures,
@@ -36,9 +37,14 @@ JOB = JobFigures(
 
 
 @pytest.fixture
-def endpoint() -> Iterator[PrometheusEndpoint]:
+def figures() -> ExportedFigures:
+    return ExportedFigures(labels={"rank": "5"}, job_labels={"replica": "1"}, info={"version": "1.2"})
+
+
+@pytest.fixture
+def endpoint(figures: ExportedFigures) -> Iterator[PrometheusEndpoint]:
     pytest.importorskip("prometheus_client")
-    endpoint = PrometheusEndpoint(0, labels={"rank": "5"}, job_labels={"replica": "1"}, info={"version": "1.2"})
+    endpoint = PrometheusEndpoint(figures, 0)
     yield endpoint
     endpoint.close()
 
@@ -56,10 +62,10 @@ def fetched(endpoint: PrometheusEndpoint) -> dict[str, float]:
     }
 
 
-def test_what_is_shown_is_served(endpoint: PrometheusEndpoint) -> None:
+def test_what_is_shown_is_served(endpoint: PrometheusEndpoint, figures: ExportedFigures) -> None:
     assert fetched(endpoint) == {}
     leader = LeaderFigures(predicted_s=1.4, lower_bound_s=1.25, saved_s=60.0, stage_states=["healthy", "slow"])
-    endpoint.show(10, RANK, JOB, leader)
+    figures.show(10, RANK, JOB, leader)
     assert fetched(endpoint) == {
         "adaptra_info policy= rank=5 run= version=1.2": 1,
         "adaptra_predicted_seconds replica=1": 1.4,
@@ -89,21 +95,23 @@ def test_what_is_shown_is_served(endpoint: PrometheusEndpoint) -> None:
         "adaptra_cell_micro_batches_taken of_replica=2 of_stage=1 replica=1": 3,
         "adaptra_routes_predicted_gain_seconds replica=1": 0.5,
     }
-    endpoint.show(11, RANK, None, leader)
+    figures.show(11, RANK, None, leader)
     assert fetched(endpoint)["adaptra_iterations_total rank=5"] == 11
     assert fetched(endpoint)["adaptra_bubble_ratio replica=1"] == 0.25
-    endpoint.show(12, RANK)
+    figures.show(12, RANK)
     assert not [name for name in fetched(endpoint) if "replica=1" in name], "the rank that leads says it"
 
 
-def test_dead_cells_and_what_each_loss_took_are_served_where_ranks_are_outlived(endpoint: PrometheusEndpoint) -> None:
-    endpoint.show(10, replace(RANK, lost=LossFigures()))
+def test_dead_cells_and_what_each_loss_took_are_served_where_ranks_are_outlived(
+    endpoint: PrometheusEndpoint, figures: ExportedFigures
+) -> None:
+    figures.show(10, replace(RANK, lost=LossFigures()))
     assert {name: value for name, value in fetched(endpoint).items() if "dead" in name or "lo" in name} == {
         "adaptra_dead_cells rank=5": 0,
         "adaptra_ranks_lost rank=5": 0,
         "adaptra_failovers_total rank=5": 1,
     }
-    endpoint.show(11, replace(RANK, lost=LOST))
+    figures.show(11, replace(RANK, lost=LOST))
     expected = {
         "adaptra_dead_cells rank=5": 2,
         "adaptra_ranks_lost rank=5": 4,
@@ -117,12 +125,12 @@ def test_dead_cells_and_what_each_loss_took_are_served_where_ranks_are_outlived(
     assert (values["adaptra/dead_cells"], values["adaptra/ranks_lost"], values["adaptra/seconds_lost"]) == (2, 4, 1.25)
 
 
-def test_a_port_in_use_is_a_clear_error(endpoint: PrometheusEndpoint) -> None:
+def test_a_port_in_use_is_a_clear_error(endpoint: PrometheusEndpoint, figures: ExportedFigures) -> None:
     with pytest.raises(PrometheusError, match=f"127.0.0.1:{endpoint.port}: .*name a free port"):
-        PrometheusEndpoint(endpoint.port)
+        PrometheusEndpoint(figures, endpoint.port)
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(PrometheusError, match=r"pip install 'adaptra-megatron\[metrics\]'"):
-        PrometheusEndpoint(0)
+        PrometheusEndpoint(ExportedFigures(), 0)

@@ -14,7 +14,7 @@ from adaptra_megatron.schedule.classic import interleaved, one_f_one_b, zb_h1
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.schedule.simulator import peak_in_flight
 from adaptra_megatron.telemetry.records import ArrivalRecord
-from adaptra_megatron.telemetry.tracing.perfetto import Instant, chrome_trace, merge_traces, write_chrome_trace
+from adaptra_megatron.telemetry.tracing.perfetto import Instant, chrome_trace, merge_traces, write_trace
 from adaptra_megatron.telemetry.tracing.trace import RankTrace, TraceWriter
 
 SCHEDULES = {
@@ -120,7 +120,7 @@ def test_an_arrow_per_message_starts_and_ends_inside_slices(name: str) -> None:
 
 def test_two_runs_share_a_file_without_sharing_processes_threads_or_arrows(tmp_path: Path) -> None:
     documents = [chrome_trace(traces_of(SCHEDULES["1f1b"]), label=str(run), run=run) for run in (0, 1)]
-    path = write_chrome_trace(tmp_path / "new" / "both.json.gz", *documents)
+    path = write_trace(tmp_path / "new" / "both.json.gz", *documents)
     with gzip.open(path, "rt") as file:
         joined = json.load(file)
     assert len(joined["traceEvents"]) == sum(len(document["traceEvents"]) for document in documents)
