@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistStoreError
@@ -31,8 +32,9 @@ _CLOSE_S = 2.0
 
 logger = logger_of(__name__)
 
-Carry = Callable[[Handover, int], None]
-"""Sends or receives parameters and optimizer state of a version, as one end of a handover."""
+Carry = Callable[[Handover, int, bool], None]
+"""Sends or receives parameters and optimizer state of a version, as one end of a handover; where the last is true, in
+exchange for the target's gradient, which the source keeps for its next update."""
 
 
 class UpdateLog:
@@ -65,8 +67,8 @@ class UpdateLog:
         self._reader, self._seal = control.unsealed(_PLACE), control.seal(_PLACE)
         self._writer = PunctualStore(control.unsealed(_PLACE), timeout_s)
         self._read = 0
-        self._reached = 0
-        self._version_reached = threading.Condition()
+        self._reached = self._handed_in = self._own_arrivals = 0
+        self._changed = threading.Condition()
         self._closing = False
         self._found: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._follow, name="adaptra-updates", daemon=True)
@@ -80,6 +82,9 @@ class UpdateLog:
 
     def hand_in(self, gradient: Gradient) -> None:
         """Say that this replica has one; what comes of it is told by `next`. Raises SilentStoreError."""
+        with self._changed:
+            self._handed_in += 1
+            self._changed.notify_all()
         if self._leads:
             self._add([_ARRIVED, self._own, *gradient])
 
@@ -105,9 +110,9 @@ class UpdateLog:
 
     def reached(self, version: int) -> None:
         """This rank's parameters are those of `version`, and stay so until it has a part in the next update."""
-        with self._version_reached:
+        with self._changed:
             self._reached = version
-            self._version_reached.notify_all()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Leave, and end the thread."""
@@ -160,6 +165,7 @@ class UpdateLog:
         if what == _BEGUN:
             self._updates.begins(replica)
         elif what == _ARRIVED:
+            self._own_arrivals += replica == self._own
             self._decider.arrived(replica, Gradient(*rest))
             self._deliver(self._updates.arrives(replica))
         else:
@@ -199,11 +205,15 @@ class UpdateLog:
 
     def _deliver(self, events: Iterable[Event]) -> None:
         for event in events:
+            gives = isinstance(event, CatchUp)
             for handover in getattr(event, "handovers", ()):
                 if self._own == handover.source:
-                    self._wait_until_reached(event.version)
+                    self._wait(partial(self._has_reached, event.version), f"parameters of update {event.version}")
+                if self._own == handover.target and gives:
+                    # Where it comes from several ranks, this one may have to finish its part.
+                    self._wait(lambda: self._handed_in >= self._own_arrivals, "gradient")
                 if self._own in handover:
-                    self._carry(handover, event.version)
+                    self._carry(handover, event.version, gives)
                 if self._own == handover.target:
                     self.reached(event.version)
             if isinstance(event, Update):
@@ -213,12 +223,15 @@ class UpdateLog:
             if concerned:
                 self._found.put(event)
 
-    def _wait_until_reached(self, version: int) -> None:
-        with self._version_reached:
-            if not self._version_reached.wait_for(lambda: self._reached == version, self._timeout_s):
+    def _has_reached(self, version: int) -> bool:
+        return self._reached == version
+
+    def _wait(self, come: Callable[[], bool], what: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(come, self._timeout_s):
                 raise PeerError(
-                    f"rank {self._rank}: others wait for its parameters of update {version}, which it has not made "
-                    f"within {self._timeout_s:g} s: it has those of {self._reached}"
+                    f"rank {self._rank}: others wait for its {what}, which it has not made within "
+                    f"{self._timeout_s:g} s: it has the parameters of update {self._reached}"
                 )
 
     def _ranks(self, replicas: Sequence[int]) -> str:

@@ -39,11 +39,11 @@ def follow(log: UpdateLog, own: int) -> list[tuple[int, ...]]:
         assert isinstance(found, Update | CatchUp)
         version = found.version
         if isinstance(found, CatchUp):
-            break
+            continue
         made.append(found.members)
         version += 1
         log.reached(version)
-        opens = not found.whole and found.members[0] == own
+        opens = not found.whole and found.begins == own
     assert version == UPDATES
     log.meet()
     assert log.next() == Met(UPDATES)
@@ -55,8 +55,8 @@ def main(what: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     rank, carried = dist.get_rank(), []
 
-    def carry(handover: Handover, version: int) -> None:
-        carried.append((version, *handover))
+    def carry(handover: Handover, version: int, gives: bool) -> None:
+        carried.append((version, *handover, gives))
 
     log = UpdateLog(
         ControlStore.of_job("test"),
@@ -75,7 +75,7 @@ def main(what: str) -> None:
         sys.stdout.write(f"RESULT {made} {carried}\n")
         return
     log.hand_in(Gradient(1.0, 1.0, None))
-    assert log.next() == Update(0, (0, 1, 2), (), (), True)
+    assert log.next() == Update(0, (0, 1, 2), (), (), True, 3)
     log.reached(1)
     dist.barrier()
     if rank == VICTIM and what == "dies":
