@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.distributed import DistStoreError
 
+from adaptra_megatron.data_parallel.death_watch import DeathWatch
 from adaptra_megatron.data_parallel.peers import PeerError
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.punctual_store import PunctualStore
@@ -26,9 +27,11 @@ from adaptra_megatron.schedule.sync_modes.modes import Kind
 from adaptra_megatron.schedule.sync_modes.updates import CatchUp, Event, Handover, Update, Updates
 
 _PLACE = "updates"
-_BEGUN, _ARRIVED, _MET, _LEFT = "begun", "arrived", "met", "left"
+_BEGUN, _ARRIVED, _MET, _LEFT, _DIED = "begun", "arrived", "met", "left", "died"
 _CLOSE_S = 2.0
 """For the thread to end once the list says that this rank leaves."""
+_EXPLAINED_S = 3.0
+"""For the list to say which rank has died, after a sum has failed."""
 
 logger = logger_of(__name__)
 
@@ -40,8 +43,8 @@ exchange for the target's gradient, which the source keeps for its next update."
 class UpdateLog:
     """One rank's end of it. One thread calls `begin`, `hand_in`, `meet`, `reached` and `close`.
 
-    A rank that fails leaves, and the others then stop with an error that names it; one that dies is named once nothing
-    has come from its replica for the timeout.
+    A rank that fails leaves, and the others then stop with an error that names it; so they do when one is killed. One
+    that stands still, or whose host is cut off, is named once nothing has come from its replica for the timeout.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class UpdateLog:
         self._found: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._follow, name="adaptra-updates", daemon=True)
         self._thread.start()
+        place = f"{_PLACE}/deaths/{self._replicas[0]}"
+        self._watch = DeathWatch(control, place, self._replicas, rank, timeout_s, self._has_died)
 
     def begin(self) -> None:
         """Say that this replica computes with the parameters of its last update: the first member of one that not all
@@ -108,6 +113,15 @@ class UpdateLog:
             raise found
         return found
 
+    def failure(self) -> BaseException | None:
+        """Why a sum has failed, as far as the list says or comes to say; it is raised by `next`, too."""
+        try:
+            found = self._found.get(timeout=_EXPLAINED_S)
+        except queue.Empty:
+            return None
+        self._found.put(found)
+        return found if isinstance(found, BaseException) else None
+
     def reached(self, version: int) -> None:
         """This rank's parameters are those of `version`, and stay so until it has a part in the next update."""
         with self._changed:
@@ -119,6 +133,7 @@ class UpdateLog:
         if self._closing:
             return
         self._closing = True
+        self._watch.close()
         try:
             self._add([_LEFT, self._own, self._rank])
         except RuntimeError as cause:  # the store has ended before this rank: then the thread has, too
@@ -160,8 +175,8 @@ class UpdateLog:
     def _take(self, record: list[Any]) -> bool:
         """Follow one; returns False where it is this rank's last."""
         what, replica, *rest = record
-        if what == _LEFT:
-            return self._left(int(rest[0]))
+        if what in (_LEFT, _DIED):
+            return self._gone(int(rest[0]), died=what == _DIED)
         if what == _BEGUN:
             self._updates.begins(replica)
         elif what == _ARRIVED:
@@ -175,13 +190,21 @@ class UpdateLog:
             self._decide(update)
         return True
 
-    def _left(self, rank: int) -> bool:
+    def _has_died(self, rank: int) -> None:
+        self._add([_DIED, self._own, rank])
+
+    def _gone(self, rank: int, *, died: bool) -> bool:
         if rank == self._rank:
             return False
+        how = (
+            "its process has ended without a word, as one does that is killed"
+            if died
+            else "it has left the training; if that was not its end"
+        )
         self._found.put(
             PeerError(
-                f"rank {self._rank}: no further updates are made: rank {rank} has left the training; if that was not "
-                "its end, look into its log and restart from the last checkpoint"
+                f"rank {self._rank}: no further updates are made without rank {rank}: {how}, look into its log and "
+                "restart from the last checkpoint"
             )
         )
         return True

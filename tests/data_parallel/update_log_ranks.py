@@ -23,7 +23,6 @@ from adaptra_megatron.schedule.sync_modes.modes import Kind
 from adaptra_megatron.schedule.sync_modes.updates import CatchUp, Handover, Met, Update
 
 TIMEOUT_S = 60.0
-SILENT_TIMEOUT_S = 4.0
 VICTIM, UPDATES = 1, 24
 
 
@@ -66,7 +65,7 @@ def main(what: str) -> None:
         leads=True,
         kinds=(Kind.X_ORDER,),
         max_staleness=3,
-        timeout_s=SILENT_TIMEOUT_S if what == "dies" else TIMEOUT_S,
+        timeout_s=TIMEOUT_S,
         carry=carry,
     )
     if what == "goes-on":

@@ -225,7 +225,14 @@ class ReplicaUpdates:
         for buffer, given in zip(buffers(self._model), self._given, strict=bool(self._given)):
             buffer.grad_data += given.to(buffer.grad_data.device)
         self._given = []
-        finalize()
+        try:
+            finalize()
+        except RuntimeError as cause:  # of Megatron's sums names no rank
+            assert self._log is not None
+            failure = self._log.failure()
+            if failure is None:
+                raise
+            raise failure from cause
 
     def _set_up(self, arguments: Mapping[str, Any]) -> None:
         """Collective over the job."""
