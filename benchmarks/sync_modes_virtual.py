@@ -98,6 +98,7 @@ class Replicas:
         for chunk in self._trainer.model:
             chunk.train()
             chunk.zero_grad_buffer()
+        self._trainer.optimizer.zero_grad()
         self._trainer._forward_backward(self._batches[replica], forward_only=False)
         return [each.grad_data.clone() for each in self._buffers]
 
