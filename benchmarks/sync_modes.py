@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What synchronisation modes bring: time to a validation loss of a small GPT on 8 replicas, one of them a straggler.
 
-    python benchmarks/sync_modes.py [--iterations 120] [--compute-ms 500]
+    python benchmarks/sync_modes.py [--iterations 56] [--compute-ms 850]
 
 Real processes and numbers; what computation lasts is emulated, by sleeping. One replica takes three times as long, or
-is stopped and continued (SIGSTOP, SIGCONT) by turns; then none is late. Also, in simulated time, the learning rate of
-updates by some of the replicas: by the sum of their gradients over all replicas, and by their mean.
+is stopped and continued (SIGSTOP, SIGCONT) by turns, 80% of each three gradients' time; then none is late. Also, in
+simulated time, the learning rate of updates by some of the replicas: by the sum of their gradients over all replicas,
+and by their mean.
 Writes benchmarks/results/sync_modes.md.
 """
 
@@ -211,7 +212,8 @@ def report(found: dict[tuple[str, str], dict[str, Any]], options: argparse.Names
         f"{options.iterations} updates of all replicas, or so many of some that there are as many gradients; a cosine "
         f"schedule; one run each, processes on a machine with {os.cpu_count()} cores. The time is until the validation "
         "loss that synchronous training (ssgd) has after "
-        "three quarters of its updates.",
+        "three quarters of its updates. Stopped by turns: for 80% of each three gradients' time, in which its emulated "
+        "computation goes on, so that it also takes up to three times as long, and does not answer most of the time.",
         "",
         "| straggler | mode | time to loss | less than ssgd | seconds per update | final loss | off ssgd's | updates |",
         "|---|---|---|---|---|---|---|---|",
@@ -241,8 +243,8 @@ def report(found: dict[tuple[str, str], dict[str, Any]], options: argparse.Names
 def main() -> None:
     """Run all trainings, one after another."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--iterations", type=int, default=120)
-    parser.add_argument("--compute-ms", type=int, default=500)
+    parser.add_argument("--iterations", type=int, default=56)
+    parser.add_argument("--compute-ms", type=int, default=850)
     parser.add_argument("--only", default="", help="straggler/mode pairs with this in their name")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()

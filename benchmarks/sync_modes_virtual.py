@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainings of sync_modes.py in one process and in virtual time: as many as say what is chance and what is the mode.
+"""The trainings of sync_modes.py in one process and in virtual time, from several seeds.
 
     python benchmarks/sync_modes_virtual.py [--iterations 56] [--seeds 4]
 
@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from sync_modes import EVALUATED, REPLICAS, SLOWDOWN, STALENESS, STRAGGLER, arguments, iterations_of, seconds_to
 

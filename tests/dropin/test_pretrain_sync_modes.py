@@ -16,7 +16,16 @@ pytestmark = needs_megatron_lm
 
 ITERATIONS = 18
 # Replicas meet where iterations are logged and where they evaluate.
-SCHEDULE = ("--train-iters", str(ITERATIONS), "--log-interval", "12", "--eval-interval", "12", "--rerun-mode", "disabled")
+SCHEDULE = (
+    "--train-iters",
+    str(ITERATIONS),
+    "--log-interval",
+    "12",
+    "--eval-interval",
+    "12",
+    "--rerun-mode",
+    "disabled",
+)
 MODE = ("--adaptra", "--adaptra-timeout-s", "100", "--adaptra-sync-mode")
 ALIKE = ("--emulate-compute-ms", "5,5,5", "--emulate-exact-times")
 SLOW = (*ALIKE, "--emulate-slow-cell", "1.0:5")

@@ -73,7 +73,9 @@ def main() -> None:
         if ours.emulate_compute_ms is not None:
             from adaptra_megatron.emulation.megatron.megatron_lm_cells import timed_cells
 
-            stack.enter_context(timed_cells(ours.emulate_compute_ms, ours.emulate_slow_cell, exact=ours.emulate_exact_times))
+            stack.enter_context(
+                timed_cells(ours.emulate_compute_ms, ours.emulate_slow_cell, exact=ours.emulate_exact_times)
+            )
         if ours.emulate_death:
             from adaptra_megatron.emulation.megatron.megatron_lm_cells import dying_ranks
 

@@ -3,9 +3,9 @@
 
 A replica *arrives* with a gradient and waits for the update that uses it; or, where it is late and the mode says so, it
 gives the gradient to a replica that adds it to its own, its parent, has the present parameters from it and goes on, so
-that no update waits for it. Replicas *meet* where the training does what all do together (a checkpoint, an evaluation, its end): no update is made until all are there, with the same parameters.
-Where that is need not be known before: no update is made of parameters before a replica has *begun* to compute with
-them, and so was not to meet the others.
+that no update waits for it. Replicas *meet* where the training does what all do together (a checkpoint, an evaluation,
+its end): no update is made until all are there, with the same parameters. Where that is need not be known before: no
+update is made of parameters before a replica has *begun* to compute with them, and so was not to meet the others.
 """
 
 from __future__ import annotations

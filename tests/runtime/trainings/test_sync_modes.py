@@ -85,7 +85,10 @@ def test_layouts(replicas: int, ranks: int, flags: str, tmp_path: Path, fork_ser
 @pytest.mark.timeout(300)
 def test_modes_come_and_go_with_a_straggler(tmp_path: Path, fork_server: ForkServer) -> None:
     ways = {"a while": f"{MODE} auto {SLOW},from=3,until=7"}
-    counted = [rank["updates"] for rank in train(3, "--train-iters 40", ways, tmp_path, fork_server, ranks=3)["a while"].adaptra]
+    counted = [
+        rank["updates"]
+        for rank in train(3, "--train-iters 40", ways, tmp_path, fork_server, ranks=3)["a while"].adaptra
+    ]
     assert all(each["together"] > 10 for each in counted), counted
     assert all(each["partial"] for each in counted), counted
 

@@ -68,7 +68,9 @@ class Script:
                 assert [each.target for each in event.handovers] == [event.replica]
                 assert self.iteration[event.handovers[0].source] == event.version
                 assert self.waits[event.replica]
-                self.hold(event.handovers[0].source, [self.iteration[event.replica], *self.given.pop(event.replica, ())])
+                self.hold(
+                    event.handovers[0].source, [self.iteration[event.replica], *self.given.pop(event.replica, ())]
+                )
                 self.iteration[event.replica], self.waits[event.replica] = event.version, False
             else:
                 assert isinstance(event, Met)
