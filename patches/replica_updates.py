@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from adaptra_megatron.runtime.megatron.replica_updates import ReplicaUpdates
     from adaptra_megatron.runtime.runtime import AdaptraRuntime
 
-_VERSIONS = ">=0.16,<0.17"
-"""The release whose steps and reductions these have been held against."""
+_VERSIONS = ">=0.16,<0.18"
+"""The releases whose steps and reductions these have been held against. From 0.18 on replicas also meet for statistics
+of packed sequences, and from 0.19 on losses are summed up over groups that are looked up once."""
 _FLAG = "under --adaptra-sync-mode other than ssgd: "
 
 

@@ -41,6 +41,7 @@ SOURCES: Mapping[str, Sequence[str]] = {
         "benchmarks/staggered_optimizer.py",
         f"{_PACKAGE}/runtime/megatron/staggered_optimizer.py",
     ),
+    "sync_modes_virtual.md": ("benchmarks/sync_modes_virtual.py", f"{_PACKAGE}/schedule/sync_modes"),
     "sync_modes.md": ("benchmarks/sync_modes.py", f"{_PACKAGE}/schedule/sync_modes", f"{_PACKAGE}/data_parallel"),
     "sync_predictors.md": ("benchmarks/sync_predictors.py",),
     "traces.md": ("benchmarks/traces.py", f"{_PACKAGE}/schedule/replay", f"{_PACKAGE}/schedule/routing"),

@@ -12,10 +12,12 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistStoreError
 
+from adaptra_megatron.data_parallel.death_watch import DeathWatch
 from adaptra_megatron.data_parallel.peers import PeerError
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.punctual_store import PunctualStore
@@ -25,21 +27,24 @@ from adaptra_megatron.schedule.sync_modes.modes import Kind
 from adaptra_megatron.schedule.sync_modes.updates import CatchUp, Event, Handover, Update, Updates
 
 _PLACE = "updates"
-_BEGUN, _ARRIVED, _MET, _LEFT = "begun", "arrived", "met", "left"
+_BEGUN, _ARRIVED, _MET, _LEFT, _DIED = "begun", "arrived", "met", "left", "died"
 _CLOSE_S = 2.0
 """For the thread to end once the list says that this rank leaves."""
+_EXPLAINED_S = 3.0
+"""For the list to say which rank has died, after a sum has failed."""
 
 logger = logger_of(__name__)
 
-Carry = Callable[[Handover, int], None]
-"""Sends or receives parameters and optimizer state of a version, as one end of a handover."""
+Carry = Callable[[Handover, int, bool], None]
+"""Sends or receives parameters and optimizer state of a version, as one end of a handover; where the last is true, in
+exchange for the target's gradient, which the source keeps for its next update."""
 
 
 class UpdateLog:
     """One rank's end of it. One thread calls `begin`, `hand_in`, `meet`, `reached` and `close`.
 
-    A rank that fails leaves, and the others then stop with an error that names it; one that dies is named once nothing
-    has come from its replica for the timeout.
+    A rank that fails leaves, and the others then stop with an error that names it; so they do when one is killed. One
+    that stands still, or whose host is cut off, is named once nothing has come from its replica for the timeout.
     """
 
     def __init__(
@@ -65,12 +70,14 @@ class UpdateLog:
         self._reader, self._seal = control.unsealed(_PLACE), control.seal(_PLACE)
         self._writer = PunctualStore(control.unsealed(_PLACE), timeout_s)
         self._read = 0
-        self._reached = 0
-        self._version_reached = threading.Condition()
+        self._reached = self._handed_in = self._own_arrivals = 0
+        self._changed = threading.Condition()
         self._closing = False
         self._found: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._follow, name="adaptra-updates", daemon=True)
         self._thread.start()
+        place = f"{_PLACE}/deaths/{self._replicas[0]}"
+        self._watch = DeathWatch(control, place, self._replicas, rank, timeout_s, self._has_died)
 
     def begin(self) -> None:
         """Say that this replica computes with the parameters of its last update: the first member of one that not all
@@ -80,6 +87,9 @@ class UpdateLog:
 
     def hand_in(self, gradient: Gradient) -> None:
         """Say that this replica has one; what comes of it is told by `next`. Raises SilentStoreError."""
+        with self._changed:
+            self._handed_in += 1
+            self._changed.notify_all()
         if self._leads:
             self._add([_ARRIVED, self._own, *gradient])
 
@@ -103,17 +113,27 @@ class UpdateLog:
             raise found
         return found
 
+    def failure(self) -> BaseException | None:
+        """Why a sum has failed, as far as the list says or comes to say; it is raised by `next`, too."""
+        try:
+            found = self._found.get(timeout=_EXPLAINED_S)
+        except queue.Empty:
+            return None
+        self._found.put(found)
+        return found if isinstance(found, BaseException) else None
+
     def reached(self, version: int) -> None:
         """This rank's parameters are those of `version`, and stay so until it has a part in the next update."""
-        with self._version_reached:
+        with self._changed:
             self._reached = version
-            self._version_reached.notify_all()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Leave, and end the thread."""
         if self._closing:
             return
         self._closing = True
+        self._watch.close()
         try:
             self._add([_LEFT, self._own, self._rank])
         except RuntimeError as cause:  # the store has ended before this rank: then the thread has, too
@@ -155,11 +175,12 @@ class UpdateLog:
     def _take(self, record: list[Any]) -> bool:
         """Follow one; returns False where it is this rank's last."""
         what, replica, *rest = record
-        if what == _LEFT:
-            return self._left(int(rest[0]))
+        if what in (_LEFT, _DIED):
+            return self._gone(int(rest[0]), died=what == _DIED)
         if what == _BEGUN:
             self._updates.begins(replica)
         elif what == _ARRIVED:
+            self._own_arrivals += replica == self._own
             self._decider.arrived(replica, Gradient(*rest))
             self._deliver(self._updates.arrives(replica))
         else:
@@ -169,13 +190,21 @@ class UpdateLog:
             self._decide(update)
         return True
 
-    def _left(self, rank: int) -> bool:
+    def _has_died(self, rank: int) -> None:
+        self._add([_DIED, self._own, rank])
+
+    def _gone(self, rank: int, *, died: bool) -> bool:
         if rank == self._rank:
             return False
+        how = (
+            "its process has ended without a word, as one does that is killed"
+            if died
+            else "it has left the training; if that was not its end"
+        )
         self._found.put(
             PeerError(
-                f"rank {self._rank}: no further updates are made: rank {rank} has left the training; if that was not "
-                "its end, look into its log and restart from the last checkpoint"
+                f"rank {self._rank}: no further updates are made without rank {rank}: {how}, look into its log and "
+                "restart from the last checkpoint"
             )
         )
         return True
@@ -199,11 +228,15 @@ class UpdateLog:
 
     def _deliver(self, events: Iterable[Event]) -> None:
         for event in events:
+            gives = isinstance(event, CatchUp)
             for handover in getattr(event, "handovers", ()):
                 if self._own == handover.source:
-                    self._wait_until_reached(event.version)
+                    self._wait(partial(self._has_reached, event.version), f"parameters of update {event.version}")
+                if self._own == handover.target and gives:
+                    # Where it comes from several ranks, this one may have to finish its part.
+                    self._wait(lambda: self._handed_in >= self._own_arrivals, "gradient")
                 if self._own in handover:
-                    self._carry(handover, event.version)
+                    self._carry(handover, event.version, gives)
                 if self._own == handover.target:
                     self.reached(event.version)
             if isinstance(event, Update):
@@ -213,12 +246,15 @@ class UpdateLog:
             if concerned:
                 self._found.put(event)
 
-    def _wait_until_reached(self, version: int) -> None:
-        with self._version_reached:
-            if not self._version_reached.wait_for(lambda: self._reached == version, self._timeout_s):
+    def _has_reached(self, version: int) -> bool:
+        return self._reached == version
+
+    def _wait(self, come: Callable[[], bool], what: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(come, self._timeout_s):
                 raise PeerError(
-                    f"rank {self._rank}: others wait for its parameters of update {version}, which it has not made "
-                    f"within {self._timeout_s:g} s: it has those of {self._reached}"
+                    f"rank {self._rank}: others wait for its {what}, which it has not made within "
+                    f"{self._timeout_s:g} s: it has the parameters of update {self._reached}"
                 )
 
     def _ranks(self, replicas: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ def said(result: RankResult) -> str:
 @pytest.mark.timeout(120)
 def test_all_follow_to_the_same_updates_and_meet(start_ranks: StartRanks) -> None:
     """Who comes first is the machine's choice; that all agree is not."""
-    handovers: list[set[tuple[int, int, int]]] = []
+    handovers: list[set[tuple[int, int, int, bool]]] = []
     members = 0
     for result in start_ranks(REPLICAS, [RANKS, "goes-on"], timeout_s=100):
         made, _, carried = said(result).partition("] [")
@@ -33,17 +33,18 @@ def test_all_follow_to_the_same_updates_and_meet(start_ranks: StartRanks) -> Non
         handovers.append({tuple(each) for each in ast.literal_eval(f"[{carried}")})
     assert members > UPDATES
     for rank, carried_by in enumerate(handovers):
-        for version, source, target in carried_by:
+        for carried in carried_by:
+            _, source, target, gives = carried
             assert rank in (source, target)
-            other = target if rank == source else source
-            assert (version, source, target) in handovers[other]
+            assert carried in handovers[target if rank == source else source]
+            assert gives, "two of three wait for no late one"
     assert any(handovers), "no replica was ever late"
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("how", ["leaves", pytest.param("dies", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["leaves", "dies"])
 def test_a_replica_that_is_gone_is_named_by_all_others(start_ranks: StartRanks, how: str) -> None:
-    """At once if it said that it leaves, as it does with an error; after the timeout if it was killed."""
+    """At once, whether it says that it leaves, as it does with an error, or is killed."""
     results = start_ranks(REPLICAS, [RANKS, how], timeout_s=50, check=False, stop_on_failure=False)
     for result in results:
         if result.rank == VICTIM:
@@ -51,8 +52,6 @@ def test_a_replica_that_is_gone_is_named_by_all_others(start_ranks: StartRanks, 
             continue
         assert result.returncode == 0, result.output
         seconds, _, error = said(result).partition(" ")
-        assert error.startswith(f"rank {result.rank}: no ")
-        named = "have died or do not answer" if how == "dies" else f"rank {VICTIM} has left the training"
-        assert f"rank {VICTIM}" in error
-        assert named in error
-        assert float(seconds) < 30.0
+        assert error.startswith(f"rank {result.rank}: no further updates are made without rank {VICTIM}: ")
+        assert ("killed" if how == "dies" else "has left the training") in error
+        assert float(seconds) < 10.0

@@ -6,9 +6,9 @@
 
 It is the same program with and without --adaptra, and does nothing about it: that flag finds its own way in.
 In front of the script, `--dump-state DIR` writes losses, weights and optimizer state of every rank for comparisons, and
-`--emulate-compute-ms F,B,W` has actions last so long, `--emulate-slow-cell` those of some cells longer, and
-`--emulate-death` kills ranks, so many milliseconds after an iteration has begun; `--emulate-wait-for-arrivals` has an
-iteration wait until they have been started again.
+`--emulate-compute-ms F,B,W` has actions last so long, with `--emulate-exact-times` also as measured,
+`--emulate-slow-cell` those of some cells longer, and `--emulate-death` kills ranks, so many milliseconds after an
+iteration has begun; `--emulate-wait-for-arrivals` has an iteration wait until they have been started again.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def main() -> None:
     )
     parser.add_argument("--emulate-compute-ms", default=None, metavar="F,B,W")
     parser.add_argument("--emulate-slow-cell", action="append", default=[], metavar=FORM)
+    parser.add_argument("--emulate-exact-times", action="store_true", help="measured times are the emulated ones")
     parser.add_argument("--emulate-death", action="append", default=[], metavar=FORM_OF_DEATH)
     parser.add_argument("--emulate-wait-for-arrivals", action="append", type=int, default=[], metavar="ITERATION")
     parser.add_argument("script", help="script of a Megatron-LM checkout")
@@ -72,7 +73,9 @@ def main() -> None:
         if ours.emulate_compute_ms is not None:
             from adaptra_megatron.emulation.megatron.megatron_lm_cells import timed_cells
 
-            stack.enter_context(timed_cells(ours.emulate_compute_ms, ours.emulate_slow_cell))
+            stack.enter_context(
+                timed_cells(ours.emulate_compute_ms, ours.emulate_slow_cell, exact=ours.emulate_exact_times)
+            )
         if ours.emulate_death:
             from adaptra_megatron.emulation.megatron.megatron_lm_cells import dying_ranks
 

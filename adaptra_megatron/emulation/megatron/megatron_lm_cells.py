@@ -19,13 +19,14 @@ from adaptra_megatron.emulation.faults.compute import parse_compute
 from adaptra_megatron.emulation.faults.deaths import Arrivals, Deaths, parse_death
 from adaptra_megatron.emulation.faults.slow_cells import CellSpeed, parse_slow_cell
 from adaptra_megatron.emulation.replacing import Replaced, Replacement
+from adaptra_megatron.emulation.training.planners import exact_times
 from adaptra_megatron.job.membership import START_VARIABLE
 
 
 @contextlib.contextmanager
-def timed_cells(times_ms: str, slow_cells: Sequence[str]) -> Iterator[None]:
+def timed_cells(times_ms: str, slow_cells: Sequence[str], *, exact: bool = False) -> Iterator[None]:
     """Have each forward_step and backward_step last as `times_ms` say meanwhile: "F,B,W", as --emulate-compute-ms of
-    `train_gpt.py` for all stages alike. `slow_cells`: see `parse_slow_cell`.
+    `train_gpt.py` for all stages alike. `slow_cells`: see `parse_slow_cell`. `exact`: measured times are those, too.
 
     Where a backward is split, its input gradient lasts as long as both parts, and its weight gradient as long as it
     does. Raises EmulationError for what cannot be read.
@@ -39,7 +40,11 @@ def timed_cells(times_ms: str, slow_cells: Sequence[str]) -> Iterator[None]:
         return CellSpeed(cells, *place)
 
     compute = parse_compute(times_ms, stage=0, stages=1, slow_down=lambda: speed().factor)
-    with compute.install_on_stock(schedules), _counted(lambda number: speed().set_iteration(number)):
+    with (
+        compute.install_on_stock(schedules),
+        _counted(lambda number: speed().set_iteration(number)),
+        exact_times(compute) if exact else contextlib.nullcontext(),
+    ):
         yield
 
 

@@ -201,6 +201,16 @@ SYNC_MODES = (
         _APART,
     ),
     Refusal("--log-straggler", _setting("log_straggler"), _APART),
+    Refusal(
+        "a layer-wise distributed optimizer (--optimizer dist_muon)",
+        lambda settings: str(getattr(settings, "optimizer", "")).startswith("dist_"),
+        "each replica steps some of the layers, without which no update can be made",
+    ),
+    Refusal(
+        "--param-name-patterns-for-fp32-local-accumulation",
+        _setting("param_name_patterns_for_fp32_local_accumulation"),
+        "gradients are then not all in the buffers that are summed up",
+    ),
 )
 """What does not go together with an --adaptra-sync-mode other than ssgd."""
 

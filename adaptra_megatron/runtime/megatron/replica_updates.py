@@ -2,8 +2,9 @@
 """Trainings whose replicas need not all be there for an update (--adaptra-sync-mode; STAR, arXiv 2512.09685).
 
 An iteration of the training script is an update. A replica whose gradient comes late has missed some: it runs through
-those iterations without computing, so that its counters and its learning rate are what the others' are, and then makes
-the update that its gradient belongs to, with parameters and optimizer state that it has from a replica that has them.
+those iterations without computing, so that its counters and its learning rate are what the others' are. Its gradient it
+has given to another replica, in exchange for parameters and optimizer state, and goes on; or it makes the update that
+its gradient belongs to, with those of a replica that has them.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class ReplicaUpdates:
         self._mode, self._max_staleness, self._timeout_s = mode, max_staleness, timeout_s
         self.used: Counter[str] = Counter()
         """Iterations: "together" and "partial" updates that this rank had a part in, of them "late" with a gradient of
-        older parameters; and those that it "missed"."""
+        older parameters; and those that it "missed", some for a "given" gradient."""
         self._log: UpdateLog | None = None
         self._sums: Peers | None = None
         self._states: Peers | None = None
@@ -92,6 +93,8 @@ class ReplicaUpdates:
         self._iteration = 0
         self._met_at = 0
         self._carried: _Carried | None = None
+        self._given: list[torch.Tensor] = []
+        """Sums of gradients that late replicas have given to this one, for each of Megatron's buffers."""
         self._event: Update | CatchUp | None = None
         self._update: Update | None = None
         """The one that the present iteration makes; None in one that is run through."""
@@ -105,7 +108,7 @@ class ReplicaUpdates:
     @property
     def keeps_gradients(self) -> bool:
         """Return whether a gradient waits that must not be set to zero."""
-        return self._carried is not None
+        return self._carried is not None and not isinstance(self._event, CatchUp)
 
     @property
     def group_alone(self) -> Any:
@@ -125,18 +128,20 @@ class ReplicaUpdates:
         if self._log is None:
             self._set_up(arguments)
         assert self._log is not None
+        if isinstance(self._event, CatchUp) and self._event.version == self._iteration:
+            self._event = self._carried = None
         if self._carried is None:
             self._carried = self._compute(run, arguments)
-        if self._event is None or (isinstance(self._event, CatchUp) and self._event.version == self._iteration):
+        if self._event is None:
             event = self._log.next()
             assert not isinstance(event, Met), "replicas have met, and this one was not there"
             self._event = event
+            self.used["given"] += isinstance(event, CatchUp)
         losses = self._carried.losses
         if isinstance(self._event, Update) and self._event.version == self._iteration:
             self._update, self._event = self._event, None
             finalize, self._carried = self._carried.finalize, None
-            self._note(self._update)
-            finalize()
+            self._make(self._update, finalize)
         else:
             self.used["missed"] += 1
         self._apart = self._update is None or not self._update.whole
@@ -158,7 +163,7 @@ class ReplicaUpdates:
         check_gradients(bucket_group)
         for bucket in bucket_group.buckets:
             # Stock's factor is that of a mean over all replicas, or left to the collective.
-            bucket.grad_data /= len(update.members)
+            bucket.grad_data /= update.gradients
             sum_over(self._sums, update.members, bucket.grad_data)
         self._sums.settle()
 
@@ -169,8 +174,8 @@ class ReplicaUpdates:
         update, self._iteration = self._update, self._iteration + 1
         if update is None:
             return self._stepped
-        self._opens = not update.whole and update.members[0] == self._index
-        with _scaled_rate(optimizer, 1.0 if update.whole else len(update.members) / self._replicas):
+        self._opens = not update.whole and update.begins == self._index
+        with _scaled_rate(optimizer, update.gradients / self._replicas):
             self._stepped = stock()
         device = _device(self._model)
         if device.type == "cuda":
@@ -213,9 +218,21 @@ class ReplicaUpdates:
         self._log.hand_in(gradient)
         return _Carried(finalize[0], losses)
 
-    def _note(self, update: Update) -> None:
+    def _make(self, update: Update, finalize: Callable[[], None]) -> None:
+        """Sum up the update's gradients. Raises PeerError when a member fails."""
         self.used["together" if update.together else "partial"] += 1
         self.used["late"] += self._index in update.stale
+        for buffer, given in zip(buffers(self._model), self._given, strict=bool(self._given)):
+            buffer.grad_data += given.to(buffer.grad_data.device)
+        self._given = []
+        try:
+            finalize()
+        except RuntimeError as cause:  # of Megatron's sums names no rank
+            assert self._log is not None
+            failure = self._log.failure()
+            if failure is None:
+                raise
+            raise failure from cause
 
     def _set_up(self, arguments: Mapping[str, Any]) -> None:
         """Collective over the job."""
@@ -245,14 +262,26 @@ class ReplicaUpdates:
             carry=self._carry,
         )
 
-    def _carry(self, handover: Handover, version: int) -> None:
+    def _carry(self, handover: Handover, version: int, gives: bool) -> None:
         """One end of a handover; in the log's thread, while the training thread leaves both states as they are."""
         assert self._states is not None
         begun_s = time.monotonic()
         optimizers = [each.optimizer for each in self._optimizer.chained_optimizers if each.optimizer is not None]
+        own = [buffer.grad_data for buffer in buffers(self._model)] if gives else []
         if self._index == handover.source:
+            for place, gradient in enumerate(own):
+                came = torch.empty_like(gradient, device="cpu")
+                self._states.exchange(None, Message(came, handover.target))
+                if place < len(self._given):
+                    self._given[place] += came
+                else:
+                    self._given.append(came)
             _send_state(self._states, handover.target, self._model, optimizers)
         else:
+            for place, gradient in enumerate(own):
+                gone = gradient.cpu() + self._given[place] if self._given else gradient.cpu()
+                self._states.exchange(Message(gone, handover.source), None)
+            self._given = self._given if not gives else []
             _receive_state(self._states, handover.source, self._model, optimizers)
             logger.debug("has update %d of another replica after %.3f s", version, time.monotonic() - begun_s)
 

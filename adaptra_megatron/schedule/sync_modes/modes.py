@@ -30,7 +30,7 @@ class Kind(Enum):
     X_ORDER = "x-order"
     """By any x replicas."""
     DYNAMIC = "dynamic"
-    """By groups of replicas of like speed, each in its own turn."""
+    """By groups of replicas of like speed, each in its own turn; small ones add to the others' updates."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,33 @@ class Mode:
         """How many there are."""
         return sum(map(len, self.groups))
 
+    def adds_to_others(self, group: Sequence[int]) -> bool:
+        """Return whether late gradients of `group`, one of `groups`, are added to the next update of other replicas,
+        as those of the children of a ring are in STAR (section 3.1 of the released code's description).
+
+        Where others make most of the progress: an optimizer that divides by the size of gradients, as Adam does, takes
+        from an update of few, noisy ones hardly more than from none.
+        """
+        if self.kind is Kind.DYNAMIC:
+            return len(group) < max(map(len, self.groups)) / 2
+        return self.kind is Kind.X_ORDER and self.x > self.replicas / 2
+
+    def delivering(self, arrived: Iterable[int]) -> list[int]:
+        """Those of the replicas that have `arrived` whose gradients, where they are late, are added to others' now."""
+        here = set(arrived)
+        if self.kind is Kind.DYNAMIC:
+            groups = [group for group in self.groups if self.adds_to_others(group) and here.issuperset(group)]
+            return sorted(replica for group in groups for replica in group)
+        return sorted(here) if self.adds_to_others(self.groups[0]) else []
+
     def ready(self, arrived: Iterable[int]) -> list[int]:
         """Those of the replicas that have `arrived` whose gradients make an update; none where others are awaited."""
         here = set(arrived)
         if self.kind is Kind.DYNAMIC:
-            return sorted(replica for group in self.groups if here.issuperset(group) for replica in group)
+            groups = [group for group in self.groups if here.issuperset(group)]
+            if all(map(self.adds_to_others, groups)):
+                return []
+            return sorted(replica for group in groups for replica in group)
         return sorted(here) if len(here) >= self.x else []
 
     def __str__(self) -> str:
@@ -119,23 +141,36 @@ def pace(times_s: Sequence[float], mode: Mode, max_staleness: int) -> Pace:
         raise ScheduleError(f"{count} times for a mode of {mode.replicas} replicas")
     left_s, read, mass_read = list(times_s), [0] * count, [0.0] * count
     total_s = gradients = staleness = mass = 0.0
+    groups = mode.groups if mode.kind is Kind.DYNAMIC else tuple((each,) for each in range(count))
+    adding = {i for group in groups if mode.adds_to_others(group) for i in group}
     for version in range(_SETTLING + _AVERAGED):
-        awaited_s = max((left_s[i] for i in range(count) if version + 1 - read[i] > max_staleness), default=0.0)
+        # Late ones that add theirs to others' begin anew then, with the present parameters.
+        added_s = {i: max(left_s[j] for j in group) for group in groups for i in group if i in adding}
+        added_s = {i: at_s for i, at_s in added_s.items() if read[i] < version}
+        here_s = [added_s[i] + times_s[i] if i in added_s else left_s[i] for i in range(count)]
+        behind = [i for i in range(count) if version + 1 - read[i] > max_staleness]
+        awaited_s = max((added_s.get(i, left_s[i]) for i in behind), default=0.0)
         if mode.kind is Kind.DYNAMIC:
-            first_s = min(max(left_s[i] for i in group) for group in mode.groups)
+            leading = [group for group in mode.groups if not mode.adds_to_others(group)]
+            first_s = min(max(here_s[i] for i in group) for group in leading)
         else:
-            first_s = sorted(left_s)[mode.x - 1]
+            first_s = sorted(here_s)[mode.x - 1]
         step_s = max(first_s, awaited_s, 0.0)
-        here = [i for i in range(count) if left_s[i] <= step_s]
+        here = [i for i in range(count) if here_s[i] <= step_s]
         if mode.kind is not Kind.DYNAMIC and awaited_s <= first_s:
-            here = sorted(here, key=lambda i: (left_s[i], i))[: mode.x]
-        members = set(mode.ready(here)) | {i for i in here if version + 1 - read[i] > max_staleness}
+            here = sorted(here, key=lambda i: (here_s[i], i))[: mode.x]
+        members = set(mode.ready(here)) | {i for i in here if i in behind and i not in added_s}
+        added = [i for i, at_s in added_s.items() if at_s <= step_s]
         if version >= _SETTLING:
-            total_s, gradients = total_s + step_s, gradients + len(members)
-            staleness += sum(mass - mass_read[i] for i in members)
-        mass += len(members) / count
+            total_s, gradients = total_s + step_s, gradients + len(members) + len(added)
+            staleness += sum(mass - mass_read[i] for i in added)
+            staleness += sum(mass - mass_read[i] for i in members if i not in added)
+        for i in added:
+            read[i], mass_read[i] = version, mass
+        mass += (len(members) + len(added)) / count
         for i in range(count):
-            left_s[i] = times_s[i] if i in members else max(0.0, left_s[i] - step_s)
+            reached_s = here_s[i] if i in added else left_s[i]
+            left_s[i] = times_s[i] if i in members else max(0.0, reached_s - step_s)
             if i in members:
                 read[i], mass_read[i] = version + 1, mass
     return Pace(total_s / _AVERAGED, gradients / _AVERAGED, staleness / gradients)

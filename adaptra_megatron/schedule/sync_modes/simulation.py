@@ -4,59 +4,75 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from adaptra_megatron.schedule.errors import require_counts
 from adaptra_megatron.schedule.sync_modes.modes import Mode, Pace
-from adaptra_megatron.schedule.sync_modes.updates import Update, Updates
+from adaptra_megatron.schedule.sync_modes.updates import CatchUp, Update, Updates
 
 ComputeS = Callable[[int, int], float]
 """Seconds that a replica takes for its n-th gradient (from 0)."""
 
 
 class Made(NamedTuple):
-    """An update, and when it was made."""
+    """An update, or a late gradient that is given to another replica, and when that was."""
 
     at_s: float
-    update: Update
+    event: Update | CatchUp
 
 
 def updates_of(replicas: int, mode: Mode, max_staleness: int, compute_s: ComputeS) -> Iterator[Made]:
-    """All updates from time 0 on, without end. What is sent takes no time. Raises ScheduleError for counts below 1."""
+    """All from time 0 on, without end. What is sent takes no time. Raises ScheduleError for counts below 1."""
     state = Updates(replicas, max_staleness)
     state.mode = mode
     numbers = [0] * replicas
     computing = [(compute_s(each, 0), each) for each in range(replicas)]
     heapq.heapify(computing)
+
+    def restarted(at_s: float, several: Iterable[int]) -> None:
+        for each in several:
+            numbers[each] += 1
+            heapq.heappush(computing, (at_s + compute_s(each, numbers[each]), each))
+
     while True:
         at_s, replica = heapq.heappop(computing)
-        state.arrives(replica)
+        for event in state.arrives(replica):
+            assert isinstance(event, CatchUp), "there are no meetings"
+            yield Made(at_s, event)
+            restarted(at_s, [event.replica])
         while (update := state.next_update()) is not None:
             yield Made(at_s, update)
-            state.begins(update.members[0])
-            for member in update.members:
-                numbers[member] += 1
-                heapq.heappush(computing, (at_s + compute_s(member, numbers[member]), member))
+            state.begins(update.begins)
+            restarted(at_s, update.members)
 
 
 def simulated_pace(mode: Mode, max_staleness: int, compute_s: ComputeS, updates: int = 2000) -> Pace:
     """The mean over the second half of so many updates; see `modes.pace`, which foretells it."""
     require_counts(updates=updates)
     count, half = mode.replicas, updates // 2
-    mass, mass_read = 0.0, [0.0] * count
+    mass, mass_read, given = 0.0, [0.0] * count, dict[int, list[float]]()
     begun_s = ended_s = gradients = staleness = 0.0
-    for number, (at_s, update) in enumerate(updates_of(count, mode, max_staleness, compute_s)):
+    number = 0
+    for at_s, event in updates_of(count, mode, max_staleness, compute_s):
+        if isinstance(event, CatchUp):
+            ((parent, replica),) = event.handovers
+            given.setdefault(parent, []).extend([mass_read[replica], *given.pop(replica, ())])
+            mass_read[replica] = mass
+            continue
+        read = [mass_read[each] for each in event.members]
+        read += [each for member in event.members for each in given.pop(member, ())]
         if number > half:
-            gradients += len(update.members)
-            staleness += sum(mass - mass_read[each] for each in update.members)
+            gradients += event.gradients
+            staleness += sum(mass - each for each in read)
         elif number == half:
             begun_s = at_s
-        mass += len(update.members) / count
-        for each in update.members:
+        mass += event.gradients / count
+        for each in event.members:
             mass_read[each] = mass
         ended_s = at_s
         if number == updates:
             break
+        number += 1
     made = updates - half
     return Pace((ended_s - begun_s) / made, gradients / made, staleness / gradients)

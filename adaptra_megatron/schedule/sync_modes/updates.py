@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which gradients make which update: it follows from the order in which replicas arrive, everywhere alike.
 
-A replica *arrives* with a gradient and waits for the update that uses it. Replicas *meet* where the training does what
-all do together (a checkpoint, an evaluation, its end): no update is made until all are there, with the same parameters.
-Where that is need not be known before: no update is made of parameters before a replica has *begun* to compute with
-them, and so was not to meet the others.
+A replica *arrives* with a gradient and waits for the update that uses it; or, where it is late and the mode says so, it
+gives the gradient to a replica that adds it to its own, its parent, has the present parameters from it and goes on, so
+that no update waits for it. Replicas *meet* where the training does what all do together (a checkpoint, an evaluation,
+its end): no update is made until all are there, with the same parameters. Where that is need not be known before: no
+update is made of parameters before a replica has *begun* to compute with them, and so was not to meet the others.
 """
 
 from __future__ import annotations
@@ -36,19 +37,27 @@ class Update(NamedTuple):
     """To members that do not have the parameters of `version`; before anything else of it."""
     whole: bool
     """True where all replicas are members."""
+    gradients: int
+    """In it: the members', and those that others have given to them."""
 
     @property
     def together(self) -> bool:
         """Return whether it is one of synchronous training."""
-        return self.whole and not self.stale
+        return self.whole and not self.stale and self.gradients == len(self.members)
+
+    @property
+    def begins(self) -> int:
+        """The member that says when it has begun anew: one that was not late, if there is one."""
+        return next((each for each in self.members if each not in self.stale), self.members[0])
 
 
 class CatchUp(NamedTuple):
-    """A replica goes to where the others meet, with the gradient that it has handed in for a later update."""
+    """A late replica gives its gradient, with those that it was given, to its parent, and has parameters and state."""
 
     version: int
     replica: int
     handovers: tuple[Handover, ...]
+    """One: the source is the parent."""
 
 
 class Met(NamedTuple):
@@ -76,6 +85,10 @@ class Updates:
         self.read = [0] * replicas
         """Versions of the parameters with which each computes, or has computed what it has handed in."""
         self._has = [0] * replicas
+        self._latest = tuple(range(replicas))
+        """Members of the last update."""
+        self._given: dict[int, list[int]] = {}
+        """Versions of the parameters of gradients that replicas were given, until these are members of an update."""
         self._arrived: dict[int, None] = {}
         self._here: set[int] = set()
         self._begun = True
@@ -100,7 +113,7 @@ class Updates:
             raise ScheduleError(f"replica {replica} hands in a gradient, and waits already")
         self._arrived[replica] = None
         self.begins(replica)
-        return self._catch_up([replica]) if self._here else []
+        return self._catch_up([replica] if self._here else self.mode.delivering(self._arrived))
 
     def meets(self, replica: int) -> list[Event]:
         """`replica` has come to where all meet. Raises ScheduleError where it is there, or has other parameters."""
@@ -121,7 +134,11 @@ class Updates:
         """The update that can be made now, which then has been; None where more must arrive first."""
         if self._here or not self._begun:
             return None
-        left_behind = [each for each, read in enumerate(self.read) if self.version + 1 - read > self.max_staleness]
+        left_behind = [
+            each
+            for each, read in enumerate(self.read)
+            if self.version + 1 - min([read, *self._given.get(each, ())]) > self.max_staleness
+        ]
         ready = self.mode.ready(self._arrived)
         if not ready or any(each not in self._arrived for each in left_behind):
             return None
@@ -132,8 +149,10 @@ class Updates:
             tuple(each for each in members if self.read[each] < self.version),
             self._handovers(members),
             len(members) == len(self.read),
+            len(members) + sum(len(self._given.pop(each, ())) for each in members),
         )
         self.version += 1
+        self._latest = members
         self._begun = False
         for each in members:
             del self._arrived[each]
@@ -141,15 +160,19 @@ class Updates:
         return update
 
     def _catch_up(self, replicas: Sequence[int]) -> list[Event]:
-        late = [each for each in replicas if self._has[each] < self.version]
         events: list[Event] = []
-        for each in late:
-            events.append(CatchUp(self.version, each, self._handovers([each])))
-            self._has[each] = self.version
+        for each in replicas:
+            if self._has[each] == self.version:
+                continue
+            # The members of the last update have its parameters; others may have got them and be slow.
+            parent = self._latest[each % len(self._latest)]
+            events.append(CatchUp(self.version, each, (Handover(parent, each),)))
+            self._given.setdefault(parent, []).extend([self.read[each], *self._given.pop(each, ())])
+            self._has[each] = self.read[each] = self.version
+            del self._arrived[each]
         return events
 
     def _handovers(self, replicas: Sequence[int]) -> tuple[Handover, ...]:
         """To those of them that lack the present version, from those that have it in turn."""
-        sources = [each for each, version in enumerate(self._has) if version == self.version]
         late = [each for each in replicas if self._has[each] < self.version]
-        return tuple(Handover(sources[place % len(sources)], each) for place, each in enumerate(late))
+        return tuple(Handover(self._latest[place % len(self._latest)], each) for place, each in enumerate(late))

@@ -270,6 +270,8 @@ APART: dict[str, tuple[Any, str]] = {
     "rampup_batch_size": ([1, 1, 8], "--rampup-batch-size"),
     "check_weight_hash_across_dp_replicas_interval": (10, "--check-weight-hash-across-dp-replicas-interval"),
     "log_straggler": (True, "--log-straggler"),
+    "optimizer": ("dist_muon", "--optimizer dist_muon"),
+    "param_name_patterns_for_fp32_local_accumulation": (["all"], "--param-name-patterns-for-fp32-local-accumulation"),
 }
 """Settings with which replicas cannot make updates without each other."""
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,9 @@ def train(
 
 def check_apart(report: VariantReport) -> None:
     """Some updates were made without the straggler, whose gradients were part of later ones."""
-    counted = [rank["updates"] for rank in report.adaptra]
+    counted = [Counter(rank["updates"]) for rank in report.adaptra]
     assert sum(each["partial"] for each in counted) > ITERATIONS / 4, counted
-    assert any(each["missed"] and each["late"] for each in counted), counted
+    assert any(each["missed"] and each["late"] + each["given"] for each in counted), counted
     for each in counted:
         assert each["together"] + each["partial"] + each["missed"] == ITERATIONS, counted
     assert 0 < report.distances["parameters"] < 0.5, report.distances
@@ -61,9 +62,9 @@ def test_replicas_without_a_pipeline(tmp_path: Path, fork_server: ForkServer) ->
     ("replicas", "ranks", "flags"),
     [
         (4, 4, ""),
-        (2, 4, "--pipeline-model-parallel-size 2"),
+        (3, 6, "--pipeline-model-parallel-size 2"),
         (3, 3, "--bf16"),
-        (2, 4, "--tensor-model-parallel-size 2"),
+        (3, 6, "--tensor-model-parallel-size 2"),
         (2, 4, "--pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2"),
     ],
     ids=["4 replicas", "pipelines", "bf16", "tensor parallel", "chunks"],
@@ -83,8 +84,11 @@ def test_layouts(replicas: int, ranks: int, flags: str, tmp_path: Path, fork_ser
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_modes_come_and_go_with_a_straggler(tmp_path: Path, fork_server: ForkServer) -> None:
-    ways = {"a while": f"{MODE} auto {SLOW},from=3,until=7 --train-iters 40"}
-    counted = [rank["updates"] for rank in train(3, "", ways, tmp_path, fork_server, ranks=3)["a while"].adaptra]
+    ways = {"a while": f"{MODE} auto {SLOW},from=3,until=7"}
+    counted = [
+        rank["updates"]
+        for rank in train(3, "--train-iters 40", ways, tmp_path, fork_server, ranks=3)["a while"].adaptra
+    ]
     assert all(each["together"] > 10 for each in counted), counted
     assert all(each["partial"] for each in counted), counted
 

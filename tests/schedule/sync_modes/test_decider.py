@@ -13,7 +13,7 @@ from adaptra_megatron.schedule.sync_modes.modes import Candidate, Kind, Mode
 from adaptra_megatron.schedule.sync_modes.updates import Update
 
 REPLICAS = 8
-TOGETHER = Update(0, tuple(range(REPLICAS)), (), (), True)
+TOGETHER = Update(0, tuple(range(REPLICAS)), (), (), True, REPLICAS)
 
 
 def decider() -> ModeDecider:

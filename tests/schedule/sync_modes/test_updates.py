@@ -31,6 +31,8 @@ class Script:
         self.iteration, self.met = [0] * replicas, [0] * replicas
         self.begun, self.waits, self.there = [False] * replicas, [False] * replicas, [False] * replicas
         self.made: list[Update] = []
+        self.given: dict[int, list[int]] = {}
+        self.handed_in = 0
 
     def due(self, replica: int) -> bool:
         """Return whether the script meets before it goes on."""
@@ -65,11 +67,20 @@ class Script:
             if isinstance(event, CatchUp):
                 assert [each.target for each in event.handovers] == [event.replica]
                 assert self.iteration[event.handovers[0].source] == event.version
-                self.iteration[event.replica] = event.version
+                assert self.waits[event.replica]
+                self.hold(
+                    event.handovers[0].source, [self.iteration[event.replica], *self.given.pop(event.replica, ())]
+                )
+                self.iteration[event.replica], self.waits[event.replica] = event.version, False
             else:
                 assert isinstance(event, Met)
                 assert self.iteration == [event.version] * len(self.iteration)
                 self.met, self.there = list(self.iteration), [False] * len(self.iteration)
+
+    def hold(self, replica: int, read: list[int]) -> None:
+        """It is given gradients of parameters of these versions."""
+        self.handed_in += 1
+        self.given.setdefault(replica, []).extend(read)
 
     def make(self, update: Update) -> None:
         """An update: of gradients that wait, none too old, after handovers from those that have its parameters."""
@@ -80,6 +91,10 @@ class Script:
         assert [each.target for each in update.handovers] == lacking
         assert all(self.iteration[each.source] == update.version for each in update.handovers)
         assert update.whole == (len(update.members) == len(self.iteration))
+        read = [self.iteration[each] for each in update.members]
+        read += [each for member in update.members for each in self.given.pop(member, ())]
+        assert update.gradients == len(read)
+        assert update.version - min(read) <= self.state.max_staleness
         for each in update.members:
             self.waits[each], self.iteration[each] = False, update.version + 1
         self.made.append(update)
@@ -105,14 +120,46 @@ def test_late_gradients_are_part_of_a_later_update() -> None:
     state.mode = Mode.x_order(3, 2)
     for replica in (0, 1):
         state.arrives(replica)
-    assert state.next_update() == Update(0, (0, 1), (), (), False)
-    state.arrives(2)
+    assert state.next_update() == Update(0, (0, 1), (), (), False, 2)
+    assert state.arrives(2) == [CatchUp(1, 2, (Handover(0, 2),))], "goes on, and its parent has the gradient"
     assert state.next_update() is None
     state.arrives(1)
+    state.arrives(0)
     late = state.next_update()
-    assert late is not None
-    assert (late.members, late.stale, late.together) == ((1, 2), (2,), False)
-    assert [(each.source, each.target) for each in late.handovers] == [(0, 2)]
+    assert late == Update(1, (0, 1), (), (), False, 3)
+    assert not late.together
+
+
+def test_late_gradients_of_small_updates_wait_for_one_that_they_are_part_of() -> None:
+    state = Updates(4, 4)
+    state.mode = Mode.x_order(4, 2)
+    for replica in (0, 1):
+        state.arrives(replica)
+    assert state.next_update() == Update(0, (0, 1), (), (), False, 2)
+    assert state.arrives(2) == []
+    state.arrives(1)
+    late = state.next_update()
+    assert late == Update(1, (1, 2), (2,), (Handover(0, 2),), False, 2)
+    assert late.begins == 1
+
+
+def test_a_small_group_gives_its_gradients_to_the_others_and_a_large_one_does_not() -> None:
+    state = Updates(5, 4)
+    state.mode = Mode.dynamic([(1, 2, 3, 4), (0,)])
+    for replica in (1, 2, 3, 4):
+        assert state.next_update() is None
+        state.arrives(replica)
+    assert state.next_update() == Update(0, (1, 2, 3, 4), (), (), False, 4)
+    assert state.arrives(0) == [CatchUp(1, 0, (Handover(1, 0),))]
+    state = Updates(4, 4)
+    state.mode = Mode.dynamic([(2, 3), (0, 1)])
+    for replica in (2, 3):
+        state.arrives(replica)
+    assert state.next_update() == Update(0, (2, 3), (), (), False, 2)
+    state.begins(2)
+    assert state.arrives(0) == []
+    assert state.arrives(1) == []
+    assert state.next_update() == Update(1, (0, 1), (0, 1), (Handover(2, 0), Handover(3, 1)), False, 2)
 
 
 def test_the_others_wait_for_one_that_would_be_too_late() -> None:
@@ -125,7 +172,7 @@ def test_the_others_wait_for_one_that_would_be_too_late() -> None:
     assert state.next_update() is None
     assert state.missing == [1]
     state.arrives(1)
-    assert state.next_update() == Update(2, (0, 1), (1,), (Handover(0, 1),), True)
+    assert state.next_update() == Update(2, (0, 1), (1,), (Handover(0, 1),), True, 2)
 
 
 def test_no_update_passes_a_meeting_that_is_not_known_of_yet() -> None:
@@ -140,10 +187,8 @@ def test_no_update_passes_a_meeting_that_is_not_known_of_yet() -> None:
     assert state.absent == [1]
     assert state.meets(1) == [Met(1)]
     assert state.next_update() is None
-    state.begins(0)
-    update = state.next_update()
-    assert update is not None
-    assert (update.members, update.stale, update.handovers) == ((1,), (1,), ())
+    state.arrives(0)
+    assert state.next_update() == Update(1, (0,), (), (), False, 2)
 
 
 def test_all_orders_of_arrival_of_synchronous_training_are_one_update() -> None:
