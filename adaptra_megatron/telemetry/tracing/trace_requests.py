@@ -112,7 +112,9 @@ class RequestedTraces:
     def request(self, requests: Iterable[Iterations]) -> None:
         """Write what is there of `requests`, and the rest when it comes."""
         for wanted in requests:
-            for number in [number for number, (step, *_) in self._recent.items() if wanted.first <= step <= wanted.last]:
+            for number in [
+                number for number, (step, *_) in self._recent.items() if wanted.first <= step <= wanted.last
+            ]:
                 self._write(number)
             self._wanted.append(wanted)
 
