@@ -4,8 +4,8 @@
 
 scripts/check_results.py            a line for each; exit status 1 if there is any, 0 else, and in a shallow clone
 
-A file counts as changed if it does something else: comments, docstrings, annotations, imports, spaces, the words of errors
-and of the log, underscores before names, and where the file is may differ from when the page was committed.
+A file counts as changed if it does something else: comments, docstrings, annotations, imports, spaces, the words of
+errors and of the log, underscores before names, and where the file is may differ from when the page was committed.
 """
 
 from __future__ import annotations

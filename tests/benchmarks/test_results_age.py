@@ -76,10 +76,10 @@ def test_a_page_is_old_once_what_it_measures_has_changed(script: ModuleType, tmp
     commit("planner.py", 'def plan():\n    """One."""\n    return 1\n')
     (repository / "native").mkdir()
     git("mv", "search.cpp", "native/found.cpp")
-    commit("native/found.cpp", 'int search() { return "a b"; }\n')
+    commit("native/found.cpp", 'int search() {\n    return "a b"; // still\n}\n')
     commit("other.py", "import sys\nsys.exit()\n")
     assert list(script.out_of_date(repository, sources)) == []
-    commit("native/found.cpp", 'int search() { return "ab"; }\n')
+    commit("native/found.cpp", 'int search() {\n    return "ab"; // still\n}\n')
     assert list(script.out_of_date(repository, sources)) == [("fast.md", ("native/found.cpp",))]
     commit("planner.py", "def plan():\n    return 2\n")
     commit(f"{script.RESULTS}/fast.md", "2 s")

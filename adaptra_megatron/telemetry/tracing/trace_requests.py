@@ -3,8 +3,9 @@
 
 The files are `TRACE_DIR/requests/NAME`, NAME one of `120`, `120-125`, `next`, `next-5`, `last`, `last-5`; so `touch` is
 enough, from any host that sees the leader's directory. The leader looks for them once per iteration, beside the
-training; turns them into Megatron's numbers of iterations; and sends these along with the decision that every rank reads anyway.
-Each rank keeps its records of the last iterations in memory, so what has just happened can be asked for too.
+training; turns them into Megatron's numbers of iterations; and sends these along with the decision that every rank
+reads anyway. Each rank keeps its records of the last iterations in memory, so what has just happened can be asked for
+too.
 """
 
 from __future__ import annotations
