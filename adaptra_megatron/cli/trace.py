@@ -22,7 +22,8 @@ _DESCRIPTION = """\
 Join the traces of all ranks of RUN to one file for ui.perfetto.dev.
 
 With --request, first ask the job that runs for iterations: `next`, `next-5`, `last`, `last-5`, `120` or `120-125`,
-as Megatron's log counts them. That is the same as `touch RUN/requests/next-5`, which any host that sees the directory can do.
+as Megatron's log counts them. That is the same as `touch RUN/requests/next-5`, which any host that sees the directory
+can do.
 """
 
 

@@ -12,6 +12,8 @@ from types import ModuleType
 import pytest
 from support.processes import REPOSITORY
 
+SEARCH = 'int search() {\n    prepare_what_is_searched();\n    return "a b"; // first\n}\n'
+
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
@@ -69,17 +71,17 @@ def test_a_page_is_old_once_what_it_measures_has_changed(script: ModuleType, tmp
     git("init")
     sources = {"fast.md": ("planner.py", "native")}
     commit("planner.py", "def plan():\n    return 1\n")
-    commit("search.cpp", 'int search() {\n    return "a b"; // first\n}\n')
+    commit("search.cpp", SEARCH)
     commit("other.py", "pass\n")
     commit(f"{script.RESULTS}/fast.md", "1 s")
     assert list(script.out_of_date(repository, sources)) == []
     commit("planner.py", 'def plan():\n    """One."""\n    return 1\n')
     (repository / "native").mkdir()
     git("mv", "search.cpp", "native/found.cpp")
-    commit("native/found.cpp", 'int search() {\n    return "a b"; // still\n}\n')
+    commit("native/found.cpp", SEARCH.replace("first", "still\n"))
     commit("other.py", "import sys\nsys.exit()\n")
     assert list(script.out_of_date(repository, sources)) == []
-    commit("native/found.cpp", 'int search() {\n    return "ab"; // still\n}\n')
+    commit("native/found.cpp", SEARCH.replace("a b", "ab"))
     assert list(script.out_of_date(repository, sources)) == [("fast.md", ("native/found.cpp",))]
     commit("planner.py", "def plan():\n    return 2\n")
     commit(f"{script.RESULTS}/fast.md", "2 s")
