@@ -4,9 +4,9 @@
 namespace adaptra {
 namespace {
 
-constexpr std::size_t kTenure = 12;   // steps for which a move is not undone
-constexpr int kStall = 80;            // steps without a better schedule before a restart
-constexpr int kShakes = 4;            // random moves of a restart
+constexpr std::size_t kTenure = 60;   // steps for which a move is not undone
+constexpr int kStall = 160;           // steps without a better schedule before a restart
+constexpr int kShakes = 10;           // random moves of a restart
 constexpr int kReach = 16;            // longest move, in places
 constexpr double kSame = 1e-12;       // relative: times that differ by less are equal but for rounding
 
