@@ -55,7 +55,8 @@ def plan_job(
 
     Deterministic as `plan`, and paid for as there: half of `deadline_s` plans for all replicas at once, the rest for
     the others; simulating replicas comes on top. None: twice 0.1 s, or
-    two searches where these take longer (of equal replicas: as `plan`), until the plan is within `ENOUGH` of its bound. Raises PlanError if no schedule fits the caps.
+    two searches where these take longer (of equal replicas: as `plan`), until the plan is within `ENOUGH` of its bound.
+    Raises PlanError if no schedule fits the caps.
     """
     if len(job.groups) == 1:
         return _plan_for_equals(job, deadline_s, split, progress)
