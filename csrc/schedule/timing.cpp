@@ -5,7 +5,8 @@ namespace adaptra {
 namespace {
 
 constexpr int kSlots = 3;
-constexpr double kUnknown = -1.0;  // of what remains
+constexpr double kUnknown = -1.0;   // of what remains
+constexpr double kLookWeight = 0.5;  // what looking for a move among all actions takes, in simulations of each
 
 int slot_of(const Problem& problem, Kind kind, int virtual_stage, int micro_batch) {
     const int place = kind == kForward ? 0 : kind == kBackwardWeight ? 2 : 1;
@@ -62,14 +63,18 @@ double Timing::run(const Orders& orders) {
     const std::size_t stages = orders.size();
     first_.assign(stages, 0);
     last_.clear();
+    looked_at_ = 0;
     for (std::size_t stage = 0; stage < stages; ++stage) {
         last_.push_back(static_cast<int>(orders[stage].size()));
+        looked_at_ += last_.back();
         for (Times* times : {&start_, &end_, &left_}) (*times)[stage].assign(orders[stage].size(), 0.0);
     }
+    looked_at_ = static_cast<std::int64_t>(kLookWeight * looked_at_);
     return run_from_here(orders);
 }
 
 double Timing::run_moved(const Orders& orders, int stage, int low, int high) {
+    simulated_ += looked_at_;
     if (position_[stage] >= 0) {  // the last run was no deadlock
         const double since = low > 0 ? end_[stage][low - 1] : 0.0;
         const double until = high + 1 < static_cast<int>(orders[stage].size()) ? left_[stage][high + 1] : 0.0;

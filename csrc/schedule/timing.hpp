@@ -59,7 +59,7 @@ private:
     std::vector<int> first_, last_;                  // [stage]: positions to run again: from, and up to before
     std::vector<int> position_, pending_;
     std::vector<char> is_pending_;
-    std::int64_t simulated_ = 0;
+    std::int64_t simulated_ = 0, looked_at_ = 0;  // looked_at_: before each move, counted as simulated
 };
 
 }  // namespace adaptra
