@@ -102,7 +102,7 @@ def time_table(repeats: int) -> list[str]:
     lines = [
         "## Time of a whole `plan()` call",
         "",
-        f"Median of {repeats}, one core: of `plan(patience_s=0)`, which is over after its first search, and of the default.",
+        f"Median of {repeats}, one core: `plan(patience_s=0)`, which ends after its first search, and the default.",
         "",
         "| stages | micro-batches | wall | processor | target | gap | default | gap |",
         "|---|---|---|---|---|---|---|---|",

@@ -21,7 +21,7 @@ from adaptra_megatron.schedule.v_shaped import v_orders
 ACTIONS_PER_SECOND = 50_000_000
 """Simulated actions per second that a deadline is converted with: what one slow core does, so plans are repeatable."""
 
-# Simulations of the whole schedule that a plan may take, and what long pipelines get more, because with few
+# Simulations of the whole schedule that a first search may take, and what long pipelines get more, because with few
 # micro-batches most of their time is filling and draining. On one core: 5 ms for 8 stages and 32 micro-batches, 50 ms
 # for 16 and 128, 0.5 s for 64 and 256.
 _PASSES = 400
