@@ -3,70 +3,187 @@
 """Names the pages of benchmarks/results that were measured before what they measure was last changed.
 
 scripts/check_results.py            a line for each; exit status 1 if there is any, 0 else, and in a shallow clone
+
+A file counts as changed if it does something else: comments, docstrings, annotations, imports, spaces, the words of
+errors and of the log, underscores before names, and where the file is may differ from when the page was committed.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = "benchmarks/results"
 _PACKAGE = "adaptra_megatron"
-_SCHEDULES = (f"{_PACKAGE}/schedule/planner.py", f"{_PACKAGE}/schedule/bounds.py", "csrc/schedule")
-_RUNTIME = (f"{_PACKAGE}/runtime/execution", f"{_PACKAGE}/runtime/dispatch")
-_LINKS = (f"{_PACKAGE}/transport/host_link", f"{_PACKAGE}/transport/wires", "csrc/ring")
+
+
+def _in(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/{name}" for name in names)
+
+
+_SEARCH = ("search.cpp", "local_search.cpp", "timing.cpp", "dispatch.cpp", "bounds.cpp", "split_choice.cpp")
+_PLANS = (f"{_PACKAGE}/schedule/planner.py", *_in("csrc/schedule", *_SEARCH))
+_ROUTED_PLANS = (*_in(f"{_PACKAGE}/schedule/routing", "planner.py", "native.py", "costs.py"), "csrc/schedule/routing")
+_RUNTIME = (f"{_PACKAGE}/runtime/execution/executor.py", f"{_PACKAGE}/runtime/dispatch/dispatch.py")
+_HOST_PATH = (
+    *_in(f"{_PACKAGE}/transport/host_link", "link_thread.py", "reader.py", "writer.py"),
+    *_in(f"{_PACKAGE}/transport/wires", "shm.py", "tcp.py"),
+    *_in("csrc/ring", "ring.cpp", "tcp_pump.cpp", "slot_access.cpp", "spin.hpp"),
+)
+_OUTLIVING = _in(f"{_PACKAGE}/epochs", "survival.py", "meeting.py", "live_group.py", "live_groups.py", "handles.py")
 
 SOURCES: Mapping[str, Sequence[str]] = {
-    "analyze.md": ("benchmarks/analyze.py", f"{_PACKAGE}/schedule/replay", f"{_PACKAGE}/telemetry/analysis"),
-    "closed_loop.md": ("campaigns/closed_loop.py", f"{_PACKAGE}/control/order", f"{_PACKAGE}/detector"),
-    "control_plane.md": ("benchmarks/control_plane.py", f"{_PACKAGE}/control"),
-    "deaths.md": ("benchmarks/deaths.py", f"{_PACKAGE}/epochs"),
+    "analyze.md": (
+        "benchmarks/analyze.py",
+        f"{_PACKAGE}/schedule/replay",
+        *_in(f"{_PACKAGE}/telemetry/analysis", "analysis.py", "wording.py"),
+    ),
+    "closed_loop.md": (
+        "benchmarks/closed_loop.py",
+        *_in(f"{_PACKAGE}/control/order", "cost_estimates.py", "replanner.py"),
+        *_in(f"{_PACKAGE}/detector", "detector.py", "links.py", "levels.py", "damping.py"),
+    ),
+    "control_plane.md": (
+        *_in("benchmarks", "control_plane.py", "control_plane_rank.py"),
+        *_in(f"{_PACKAGE}/control", "control_loop.py", "decision_reader.py", "decision_writer.py", "wire_format.py"),
+        *_in(f"{_PACKAGE}/control/planner_process", "planner.py", "report_server.py"),
+    ),
+    "deaths.md": ("benchmarks/deaths.py", *_ROUTED_PLANS, *_OUTLIVING),
     "deaths_campaign.md": ("campaigns/deaths.py", f"{_PACKAGE}/epochs"),
-    "gradient_sync.md": ("benchmarks/gradient_sync.py", f"{_PACKAGE}/data_parallel"),
-    "host_path.md": ("benchmarks/host_path.py", *_LINKS),
-    "online.md": ("benchmarks/online.py", f"{_PACKAGE}/runtime/dispatch"),
-    "outliving.md": ("benchmarks/outliving.py", f"{_PACKAGE}/epochs"),
-    "overhead.md": ("benchmarks/overhead.py", *_RUNTIME),
-    "pipeline.md": ("benchmarks/pipeline.py", *_SCHEDULES, *_RUNTIME),
-    "planner.md": ("benchmarks/planner.py", *_SCHEDULES),
-    "published.md": ("campaigns/published", *_SCHEDULES),
-    "replicas.md": ("benchmarks/replicas.py", f"{_PACKAGE}/schedule/jobs", *_SCHEDULES),
-    "rerouting.md": ("benchmarks/rerouting.py", f"{_PACKAGE}/runtime/rerouting"),
-    "routing.md": ("benchmarks/routing.py", f"{_PACKAGE}/schedule/routing", "csrc/schedule/routing"),
-    "soak.md": ("campaigns/soak.py", f"{_PACKAGE}/transport"),
+    "gradient_sync.md": (
+        *_in("benchmarks", "gradient_sync.py", "gradient_sync_rank.py"),
+        *_in(f"{_PACKAGE}/data_parallel", "straggler_all_reduce.py", "peers.py"),
+        *_in(f"{_PACKAGE}/schedule/all_reduce", "rings.py", "stragglar.py", "costs.py"),
+    ),
+    "host_path.md": ("benchmarks/host_path.py", f"{_PACKAGE}/transport/dual_path", *_HOST_PATH),
+    "online.md": (
+        "benchmarks/online.py",
+        *_in(f"{_PACKAGE}/runtime/dispatch", "dispatch.py", "online_order.py", "arrival_jitter.py"),
+    ),
+    "outliving.md": ("benchmarks/outliving.py", *_OUTLIVING),
+    "overhead.md": (
+        *_in("benchmarks", "overhead.py", "overhead_rank.py"),
+        *_in(f"{_PACKAGE}/runtime", "execution/executor.py", "execution/timers.py"),
+        *_in(f"{_PACKAGE}/control", "measurements.py", "joining.py", "wire_format.py"),
+        f"{_PACKAGE}/detector/detector.py",
+    ),
+    "pipeline.md": ("benchmarks/pipeline.py", *_PLANS, *_RUNTIME),
+    "planner.md": ("benchmarks/planner.py", "tests/schedule/planner_cases.py", *_PLANS),
+    "published.md": (*_in("campaigns/published", "cases.py", "simulated.py", "stream_order.py", "real.py"), *_PLANS),
+    "replicas.md": ("benchmarks/replicas.py", *_PLANS, *_RUNTIME),
+    "rerouting.md": ("benchmarks/rerouting.py", f"{_PACKAGE}/runtime/rerouting", *_ROUTED_PLANS),
+    "routing.md": ("benchmarks/routing.py", *_ROUTED_PLANS),
+    "soak.md": (
+        "campaigns/soak.py",
+        *_in(f"{_PACKAGE}/transport", "delegate", "dual_path", "failover"),
+        *_HOST_PATH,
+    ),
     "staggered_optimizer.md": (
         "benchmarks/staggered_optimizer.py",
         f"{_PACKAGE}/runtime/megatron/staggered_optimizer.py",
+        f"{_PACKAGE}/schedule/periods.py",
     ),
     "sync_modes_virtual.md": ("benchmarks/sync_modes_virtual.py", f"{_PACKAGE}/schedule/sync_modes"),
-    "sync_modes.md": ("benchmarks/sync_modes.py", f"{_PACKAGE}/schedule/sync_modes", f"{_PACKAGE}/data_parallel"),
-    "sync_predictors.md": ("benchmarks/sync_predictors.py",),
-    "traces.md": ("benchmarks/traces.py", f"{_PACKAGE}/schedule/replay", f"{_PACKAGE}/schedule/routing"),
-    "transport.md": ("benchmarks/transport.py", *_LINKS),
+    "sync_modes.md": (
+        "benchmarks/sync_modes.py",
+        f"{_PACKAGE}/schedule/sync_modes",
+        *_in(f"{_PACKAGE}/data_parallel", "replica_sums.py", "partial_sums.py", "update_log.py"),
+    ),
+    "sync_predictors.md": ("benchmarks/sync_predictors.py", f"{_PACKAGE}/schedule/sync_modes/decider.py"),
+    "traces.md": ("benchmarks/traces.py", f"{_PACKAGE}/schedule/routing/balance.py", *_ROUTED_PLANS),
+    "transport.md": (f"{_PACKAGE}/cli/bench_transport.py", *_HOST_PATH),
     "verbs.md": ("benchmarks/verbs.py", f"{_PACKAGE}/transport/wires/verbs"),
 }
 """By page: the files and folders whose work it measures."""
 
 
-def out_of_date(repository: Path, sources: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Pages and the source that was committed after each of them, the latest one if there are several.
+class _Change(NamedTuple):
+    """A file that differs between two commits: its path now, and its contents as git names them ("": none)."""
 
-    Yields nothing where commit times are not known: outside of git, and in a shallow clone.
+    path: str
+    before: str
+    after: str
+
+
+def out_of_date(repository: Path, sources: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Pages, and the files that have come to do something else since the page was committed.
+
+    Yields nothing where commits are not known: outside of git, and in a shallow clone.
     """
-    if _git(repository, "rev-parse", "--is-shallow-repository") != "false":
+    if _git(repository, "rev-parse", "--is-shallow-repository").strip() != "false":
         return
+    contents = functools.cache(lambda name: _git(repository, "cat-file", "blob", name) if name else "")
+    changes = functools.cache(lambda commit: list(_changes(repository, commit)))
+    meaning = functools.cache(lambda suffix, name: behaviour(contents(name), suffix))
     for page, measured in sources.items():
-        written_s = _committed_s(repository, f"{RESULTS}/{page}")
-        newest_s, newest = max((_committed_s(repository, source), source) for source in measured)
-        if newest_s > written_s:
-            yield page, newest
+        commit = _git(repository, "log", "-1", "--format=%H", "--", f"{RESULTS}/{page}").strip()
+        if not commit:
+            continue
+        found = []
+        for change in changes(commit):
+            if not any(change.path == source or change.path.startswith(f"{source}/") for source in measured):
+                continue
+            suffix = PurePath(change.path).suffix
+            if meaning(suffix, change.before) != meaning(suffix, change.after):
+                found.append(change.path)
+        if found:
+            yield page, tuple(found)
 
 
-def _committed_s(repository: Path, path: str) -> int:
-    return int(_git(repository, "log", "-1", "--format=%ct", "--", path) or 0)
+def _changes(repository: Path, commit: str) -> Iterator[_Change]:
+    """What has changed since `commit`; a file that was moved keeps its past."""
+    for line in _git(repository, "diff", "--raw", "-M", "--no-abbrev", commit, "HEAD").splitlines():
+        state, *paths = line.split("\t")
+        before, after = (name.strip("0") and name for name in state.split()[2:4])
+        yield _Change(paths[-1], before, after)
+
+
+def behaviour(text: str, suffix: str) -> str:
+    """Equal for two texts of a file that do the same; what may differ: see above."""
+    if suffix == ".py":
+        return ast.dump(_Behaviour().visit(ast.parse(text)))
+    if suffix in (".cpp", ".hpp"):
+        return _CPP.sub(lambda found: found["kept"] or "", text)
+    return text
+
+
+_CPP = re.compile(r"//[^\n]*|/\*.*?\*/|\s+|(?P<kept>\"(?:\\.|[^\"\\])*\")", re.DOTALL)
+
+
+class _Behaviour(ast.NodeTransformer):
+    """Leaves what a program does."""
+
+    def visit(self, node: ast.AST) -> ast.AST | None:
+        if isinstance(node, ast.Import | ast.ImportFrom) or _only_says(node):
+            return None
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            node.exc.args = []
+        self.generic_visit(node)
+        for field in ("name", "id", "attr"):
+            if isinstance(name := getattr(node, field, None), str):
+                setattr(node, field, name.lstrip("_") or name)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.arg | ast.AnnAssign):
+            node.annotation = ast.Constant(None)
+        return node
+
+
+def _only_says(node: ast.AST) -> bool:
+    """Return whether a statement is a docstring or a line of the log."""
+    if not isinstance(node, ast.Expr):
+        return False
+    if isinstance(node.value, ast.Constant):
+        return isinstance(node.value.value, str)
+    called = node.value.func if isinstance(node.value, ast.Call) else None
+    return isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "logger"
 
 
 def _git(repository: Path, *arguments: str) -> str:
@@ -74,14 +191,14 @@ def _git(repository: Path, *arguments: str) -> str:
         ran = subprocess.run(["git", "-C", str(repository), *arguments], capture_output=True, text=True, timeout=60)
     except OSError:
         return ""
-    return ran.stdout.strip()
+    return ran.stdout
 
 
 def main() -> int:
     """Print the pages; the exit status."""
     found = list(out_of_date(REPOSITORY, SOURCES))
-    for page, source in found:
-        print(f"{RESULTS}/{page} is older than {source}: measure again")
+    for page, changed in found:
+        print(f"{RESULTS}/{page} is older than {', '.join(changed)}: measure again")
     return int(bool(found))
 
 

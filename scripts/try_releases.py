@@ -82,11 +82,11 @@ def _reason(problem: ElementTree.Element) -> str:
 
 
 def table(record: Mapping[str, Outcomes]) -> str:
-    """One row per test, one column per release; reasons below."""
+    """One row per test and outcome, with its cases, one column per release; reasons below."""
     releases = [release for release in RELEASES if release in record]
     tests = list(dict.fromkeys(test for release in releases for test in record[release]))
     head = ["", *(release.removeprefix("core_v") for release in releases)]
-    rows = []
+    cases: dict[tuple[str, ...], list[str]] = {}
     notes: list[str] = []
     for test in tests:
         cells = []
@@ -97,7 +97,9 @@ def table(record: Mapping[str, Outcomes]) -> str:
                     notes.append(outcome)
                 outcome = f"{'refused' if outcome.startswith('refused') else 'no'} ({notes.index(outcome) + 1})"
             cells.append("equal" if outcome == "passed" else outcome)
-        rows.append([test.removeprefix("test_").replace("_", " "), *cells])
+        name, _, case = test.removeprefix("test_").replace("_", " ").removesuffix("]").partition("[")
+        cases.setdefault((name, *cells), []).append(case)
+    rows = [[": ".join(filter(None, (name, ", ".join(each)))), *cells] for (name, *cells), each in cases.items()]
     numbered = [f"{number}. `{note}`" for number, note in enumerate(notes, 1)]
     return "\n".join([markdown_table(head, rows), "", *numbered]) + "\n"
 

@@ -22,7 +22,8 @@ _DESCRIPTION = """\
 Join the traces of all ranks of RUN to one file for ui.perfetto.dev.
 
 With --request, first ask the job that runs for iterations: `next`, `next-5`, `last`, `last-5`, `120` or `120-125`,
-counted from 0. That is the same as `touch RUN/requests/next-5`, which any host that sees the directory can do.
+as Megatron's log counts them. That is the same as `touch RUN/requests/next-5`, which any host that sees the directory
+can do.
 """
 
 
@@ -69,7 +70,7 @@ def _run(options: argparse.Namespace) -> None:
 def _ask(directory: Path, name: str, timeout_s: float) -> None:
     """Put the request where the job looks, and take it back if no rank reads it in time."""
     try:
-        parse_request(name, running=0)
+        parse_request(name, running=1)
         request = request_directory(directory) / name
         request.touch()
     except RequestError as error:

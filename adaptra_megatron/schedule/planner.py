@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -20,7 +21,7 @@ from adaptra_megatron.schedule.v_shaped import v_orders
 ACTIONS_PER_SECOND = 50_000_000
 """Simulated actions per second that a deadline is converted with: what one slow core does, so plans are repeatable."""
 
-# Simulations of the whole schedule that a plan may take, and what long pipelines get more, because with few
+# Simulations of the whole schedule that a first search may take, and what long pipelines get more, because with few
 # micro-batches most of their time is filling and draining. On one core: 5 ms for 8 stages and 32 micro-batches, 50 ms
 # for 16 and 128, 0.5 s for 64 and 256.
 _PASSES = 400
@@ -32,10 +33,13 @@ _NOISE = 0.06
 _NO_GAP = 1e-9
 ENOUGH = 0.01
 """Gap to the bound up to which no time is spent beyond the deadline."""
-PATIENCE_S = 0.1
+PATIENCE_S = 0.5
 """Default of `plan`, where no deadline is given: what a search may take in all while its gap is larger."""
-_MOST_FURTHER = 48
-"""Searches of slightly different costs beyond the deadline: small pipelines would have hundreds."""
+_MOST_PASSES = 30_000
+"""Simulations of the whole schedule beyond the deadline: small pipelines would have hundreds of thousands."""
+_NEARBY_SHARE, _MOST_NEARBY = 0.3, 48
+"""Of what follows a first search: for slightly different costs, whose schedules the last search starts from."""
+_STARTS = 3
 
 
 class PlanError(CostError):
@@ -74,9 +78,10 @@ def plan(
 
     Deterministic: the work is limited by a number of simulated actions, never by a clock. `deadline_s` sets that
     number to `deadline_s * ACTIONS_PER_SECOND`; at least one schedule is always made. What a first search leaves of it
-    is spent on the schedules of slightly different costs; `progress` gets how many of these searches are over. While
-    the plan is more than `ENOUGH` above its bound, shorter searches that begin with it follow until `patience_s` are
-    spent in all (counted alike; None: `PATIENCE_S` where there is no deadline, else nothing beyond that). Where
+    goes to the schedules of slightly different costs and then to a longer search, which begins with the best of them;
+    `progress` gets how many of these searches are over. While the plan is more than `ENOUGH` above its bound,
+    `patience_s` are spent instead, where that is more (counted alike; None: `PATIENCE_S` where there is no deadline,
+    else nothing beyond that). Where
     whole backwards take less than split ones, or hold less, stages are found that had better not split theirs. With
     `split` False each backward is whole, for models whose backward cannot be split. In a shared queue a plan is never
     slower than stock's order, where that fits the caps; with a V placement, never slower than an order of `v_shaped`
@@ -90,16 +95,14 @@ def plan(
     budget = one_search if deadline_s is None else _actions("deadline_s", deadline_s)
     if patience_s is None:
         patience_s = PATIENCE_S if deadline_s is None else 0.0
-    first_search = min(budget, max(one_search, budget // 3))
-    due = (budget - first_search) // one_search
-    left = _actions("patience_s", patience_s) - first_search - due * one_search
-    short_search = one_search // 2
-    searches = due + max(0, min(_MOST_FURTHER, left // short_search))
+    patience = min(_actions("patience_s", patience_s), _MOST_PASSES * _actions_of(costs, split))
+    first_search, short_search = min(budget, one_search), one_search // 2
     tell = progress or (lambda doing, done, total: None)
-    tell("planning", 0, 1 + searches)
+    tell("planning", 0, 1)
     known = v_orders(costs.micro_batches, costs.placement)
     codes = [encode_schedule(schedule) for schedule in known]
-    found = _native.plan(problem_from_costs(costs), split, first_search, codes)
+    problem = problem_from_costs(costs)
+    found = _native.plan(problem, split, first_search, codes)
     assert math.isfinite(found["makespan_s"])
     lower_bound = bound_from_native((found["bound_s"], found["bound_kind"], found["bound_place"]), costs)
     best = Plan(
@@ -108,15 +111,23 @@ def plan(
         lower_bound=lower_bound,
         peak_in_flight=(),
     )
+    goes_on = best.gap > ENOUGH and patience > budget
+    enough, left = ENOUGH if goes_on else _NO_GAP, (patience if goes_on else budget) - first_search
+    searches = min(_MOST_NEARBY, int(_NEARBY_SHARE * left) // short_search)
+    starts = [(best.makespan_s, found["orders"])]
     for number in range(searches):
-        if best.gap <= (_NO_GAP if number < due else ENOUGH):
+        if best.gap <= enough:
             break
-        tell("planning", 1 + number, 1 + searches)
-        nearby = problem_from_costs(nearby_costs(costs, number))
-        if number < due:
-            orders = _native.plan(nearby, split, one_search, codes)["orders"]
-        else:
-            orders = _native.plan(nearby, split, short_search, [*codes, encode_schedule(best.schedule)])["orders"]
+        tell("planning", 1 + number, 2 + searches)
+        left -= short_search
+        orders = _native.plan(problem_from_costs(nearby_costs(costs, number)), split, short_search, codes)["orders"]
+        schedule = decode_orders(orders, costs)
+        starts.append((simulate(schedule, costs).makespan_s, orders))
+        best = _faster(best, schedule, costs)
+    if left >= short_search and best.gap > enough:
+        tell("planning", 1 + searches, 2 + searches)
+        starts = sorted(starts, key=operator.itemgetter(0))[:_STARTS]
+        orders = _native.plan(problem, split, left, [*codes, *(orders for _, orders in starts)], enough)["orders"]
         best = _faster(best, decode_orders(orders, costs), costs)
     # As they are: the search splits all backwards of a stage or none.
     for schedule in known if split else ():
@@ -133,11 +144,15 @@ def _actions(name: str, seconds: float) -> int:
     return int(seconds * ACTIONS_PER_SECOND)
 
 
+def _actions_of(costs: Costs, split: bool) -> int:
+    """Simulated actions of a whole schedule."""
+    return costs.stages * costs.chunks * costs.micro_batches * (3 if split else 2)
+
+
 def _one_search(costs: Costs, split: bool) -> int:
-    """Simulated actions of a search without a limit: twice as many where stages may keep backwards whole."""
-    actions = costs.stages * costs.chunks * costs.micro_batches * (3 if split else 2)
+    """Simulated actions of a first search: twice as many where stages may keep backwards whole."""
     searches = 2 if split and (costs.backward_s is not None or min(costs.released_at_backward_input) < 0.0) else 1
-    return searches * max(_PASSES * actions, _ACTIONS_PER_STAGE_SQUARED * costs.stages**2)
+    return searches * max(_PASSES * _actions_of(costs, split), _ACTIONS_PER_STAGE_SQUARED * costs.stages**2)
 
 
 def _faster(best: Plan, schedule: Schedule, costs: Costs) -> Plan:

@@ -157,12 +157,12 @@ class RunTelemetry:
 
     def requests(self) -> tuple[Iterations, ...]:
         """On the rank that takes them: which iterations to trace, new since the last call; to be sent to every rank."""
-        return () if self._box is None else self._box.take(self._running)
+        return () if self._box is None else self._box.take(self._steps.get(self._running, 1))
 
     def begin(self, iteration: int, requests: Sequence[Iterations] = (), job: FiguresOfJob | None = None) -> None:
         """Iteration `iteration` (evaluations count) begins; `requests` and `job` are what the leader sent for it."""
-        self._running = iteration
         self._steps[iteration] = megatron_step(self._iterations + 1)
+        self._running = iteration
         self._steps.pop(iteration - REMEMBERED, None)
         if self._events is not None:
             self._events.iteration = iteration
@@ -194,7 +194,7 @@ class RunTelemetry:
     ) -> None:
         """What this rank did in `iteration`, training or evaluation. `clock_offset_s`: as for TraceWriter.write."""
         if self._requested is not None:
-            self._requested.add(iteration, records, arrivals, clock_offset_s)
+            self._requested.add(iteration, self._numbered(iteration), records, arrivals, clock_offset_s)
         elif self._traces is not None:
             self._traces.write(iteration, records, arrivals, clock_offset_s)
 

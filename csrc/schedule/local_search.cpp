@@ -4,31 +4,23 @@
 namespace adaptra {
 namespace {
 
-constexpr std::size_t kTenure = 12;   // steps for which a move is not undone
-constexpr int kStall = 80;            // steps without a better schedule before a restart
-constexpr int kShakes = 4;            // random moves of a restart
+constexpr std::size_t kTenure = 60;   // steps for which a move is not undone
+constexpr int kStall = 160;           // steps without a better schedule before a restart
+constexpr int kShakes = 10;           // random moves of a restart
 constexpr int kReach = 16;            // longest move, in places
 constexpr double kSame = 1e-12;       // relative: times that differ by less are equal but for rounding
 
 }  // namespace
 
 LocalSearch::LocalSearch(const Problem& problem, const Orders& orders)
-    : problem_(&problem), replay_(problem), current_(orders), best_(orders), tabu_(kTenure) {
-    for (const Order& order : orders) size_ += static_cast<std::int64_t>(order.size());
-    evaluate();
-    best_makespan_ = makespan_;
-}
-
-void LocalSearch::evaluate() {
-    makespan_ = replay_.run(current_);
-    if (makespan_ < kNever) replay_.remaining(current_, left_);
-    simulated_ += 2 * size_;
+    : problem_(&problem), timing_(problem), current_(orders), best_(orders), tabu_(kTenure) {
+    best_makespan_ = makespan_ = timing_.run(current_);
 }
 
 bool LocalSearch::run(std::int64_t actions, double target) {
     const double initial = best_makespan_;
-    const std::int64_t limit = simulated_ + actions;
-    while (simulated_ < limit && best_makespan_ > target) {
+    const std::int64_t limit = simulated_actions() + actions;
+    while (simulated_actions() < limit && best_makespan_ > target) {
         const Move move = best_move(false);
         if (move.stage >= 0) step(move);
         if (makespan_ < best_makespan_ * (1.0 - kSame)) {
@@ -46,7 +38,7 @@ bool LocalSearch::run(std::int64_t actions, double target) {
 void LocalSearch::shake() {
     current_ = best_;
     tabu_.assign(kTenure, Tabu{});
-    evaluate();
+    makespan_ = timing_.run(current_);
     for (int count = 0; count < kShakes; ++count) {
         const Move move = best_move(true);
         if (move.stage < 0) return;
@@ -68,10 +60,10 @@ void LocalSearch::step(const Move& move) {
         std::rotate(begin + low, begin + high, begin + high + 1);
     }
     next_tabu_ = (next_tabu_ + 1) % kTenure;
-    evaluate();
+    makespan_ = timing_.run_moved(current_, move.stage, low, high);
     if (makespan_ == kNever) {  // a stage now waits for what it would only run later
         std::copy(before.begin(), before.end(), begin + low);
-        evaluate();
+        makespan_ = timing_.run_moved(current_, move.stage, low, high);
     }
 }
 
@@ -80,23 +72,23 @@ LocalSearch::Move LocalSearch::best_move(bool shaking) {
     const double critical = makespan_ * (1.0 - kSame);
     for (int stage = 0; stage < problem_->stages; ++stage) {
         const Order& order = current_[stage];
-        const auto& start = replay_.start()[stage];
-        const auto& end = replay_.end()[stage];
-        level_.clear();
+        const auto& start = timing_.start()[stage];
+        const auto& end = timing_.end()[stage];
+        const auto& left = timing_.left()[stage];
         double level = 0.0;
         int first = -1;  // of the critical block at hand
         const int length = static_cast<int>(order.size());
+        level_.resize(length + 1);
         for (int position = 0; position <= length; ++position) {
-            const bool is_critical =
-                position < length && start[position] + left(order[position], stage) >= critical;
+            const bool is_critical = position < length && start[position] + left[position] >= critical;
             const bool adjacent = is_critical && first >= 0 && start[position] - end[position - 1] <= kSame * makespan_;
             if (first >= 0 && !adjacent) {
                 consider_block(stage, first, position - 1, shaking, best);
                 first = -1;
             }
             if (is_critical && first < 0) first = position;
-            level_.push_back(level);
-            if (position < length) level += taken_by(order[position], stage);
+            level_[position] = level;
+            if (position < length) level += timing_.node(order[position], stage).taken;
         }
     }
     return best;
@@ -117,7 +109,7 @@ void LocalSearch::consider_move(const Move& move, bool shaking, Move& best) {
     if (!may_move(move) || !keeps_cap(move)) return;
     Move candidate = move;
     // Ties are common: breaking them at random keeps the search from running in circles.
-    candidate.estimate = shaking ? random() : estimate(move) * (1.0 + 1e-6 * random());
+    candidate.estimate = shaking ? random() : estimate(move, best.estimate) * (1.0 + 1e-6 * random());
     if (candidate.estimate >= best.estimate) return;
     if (!shaking && candidate.estimate >= best_makespan_ * (1.0 - kSame) && is_tabu(move)) return;
     best = candidate;
@@ -156,12 +148,12 @@ bool LocalSearch::keeps_cap(const Move& move) const {
     if (cap == kNever) return true;
     const Order& order = current_[move.stage];
     const bool later = move.from < move.to;
-    const double taken = taken_by(order[move.from], move.stage), more = later ? -taken : taken;
+    const double taken = timing_.node(order[move.from], move.stage).taken, more = later ? -taken : taken;
     if (more <= 0.0) return true;  // others hold less meanwhile
     if (taken > 0.0 && level_[move.to] + taken > cap) return false;
     const int low = std::min(move.from + 1, move.to), high = std::max(move.from - 1, move.to);
     for (int position = low; position <= high; ++position) {
-        const double others = taken_by(order[position], move.stage);
+        const double others = timing_.node(order[position], move.stage).taken;
         if (others > 0.0 && level_[position] + more + others > cap) return false;
     }
     return true;
@@ -181,8 +173,9 @@ bool LocalSearch::is_tabu(const Move& move) const {
     });
 }
 
-// The longest path through any of the shifted actions, with everything else where it was.
-double LocalSearch::estimate(const Move& move) const {
+// The longest path through any of the shifted actions, with everything else where it was; of that which takes at least
+// `enough`, any.
+double LocalSearch::estimate(const Move& move, double enough) const {
     const Order& order = current_[move.stage];
     const int low = std::min(move.from, move.to), high = std::max(move.from, move.to);
     Code shifted[kReach + 1];
@@ -190,55 +183,21 @@ double LocalSearch::estimate(const Move& move) const {
     const int count = high - low + 1;
     std::copy(order.begin() + low, order.begin() + high + 1, shifted);
     std::rotate(shifted, move.from < move.to ? shifted + 1 : shifted + count - 1, shifted + count);
-    double now = low > 0 ? replay_.end()[move.stage][low - 1] : 0.0;
+    double now = low > 0 ? timing_.end()[move.stage][low - 1] : 0.0;
     for (int index = 0; index < count; ++index) {
-        start[index] = std::max(now, replay_.arrival(shifted[index], move.stage));
-        now = start[index] + seconds(shifted[index], move.stage);
+        const Timing::Node& action = timing_.node(shifted[index], move.stage);
+        start[index] = std::max(now, timing_.arrival(action));
+        now = start[index] + action.seconds;
     }
-    double rest = high + 1 < static_cast<int>(order.size()) ? left(order[high + 1], move.stage) : 0.0;
+    double rest = high + 1 < static_cast<int>(order.size()) ? timing_.left()[move.stage][high + 1] : 0.0;
     double longest = 0.0;
     for (int index = count - 1; index >= 0; --index) {
-        rest = seconds(shifted[index], move.stage) + std::max(rest, left_after(shifted[index], move.stage));
+        const Timing::Node& action = timing_.node(shifted[index], move.stage);
+        rest = action.seconds + std::max(rest, timing_.left_after(action));
         longest = std::max(longest, start[index] + rest);
+        if (longest >= enough) break;
     }
     return longest;
-}
-
-double LocalSearch::seconds(Code code, int stage) const {
-    return problem_->seconds(kind_of(code), stage * problem_->chunks + problem_->chunk_in(code),
-                             problem_->micro_batch_in(code));
-}
-
-double LocalSearch::taken_by(Code code, int stage) const {
-    switch (kind_of(code)) {
-        case kForward: return 1.0;
-        case kBackward: return -1.0;
-        case kBackwardInput: return -problem_->released[stage];
-        default: return problem_->released[stage] - 1.0;
-    }
-}
-
-double LocalSearch::left(Code code, int stage) const {
-    const int virtual_stage = problem_->virtual_stage(stage, problem_->chunk_in(code));
-    const int slot = virtual_stage * problem_->micro_batches + problem_->micro_batch_in(code);
-    const Kind kind = kind_of(code);
-    return kind == kForward ? left_.forward[slot] : kind == kBackwardWeight ? left_.weight[slot] : left_.backward[slot];
-}
-
-// What remains after the action on the way through its message or its weight gradient.
-double LocalSearch::left_after(Code code, int stage) const {
-    const Kind kind = kind_of(code);
-    if (kind == kBackwardWeight) return 0.0;
-    const int count = problem_->micro_batches;
-    const int virtual_stage = problem_->virtual_stage(stage, problem_->chunk_in(code));
-    const int slot = virtual_stage * count + problem_->micro_batch_in(code);
-    const double weight = kind == kBackwardInput ? left_.weight[slot] : 0.0;
-    if (kind == kForward) {
-        if (virtual_stage + 1 == problem_->virtual_stages()) return left_.backward[slot];
-        return problem_->transfer(problem_->activation_link[virtual_stage]) + left_.forward[slot + count];
-    }
-    if (virtual_stage == 0) return weight;
-    return std::max(weight, problem_->transfer(problem_->gradient_link[virtual_stage]) + left_.backward[slot - count]);
 }
 
 double LocalSearch::random() {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "replay.hpp"
+#include "timing.hpp"
 
 namespace adaptra {
 
@@ -22,7 +22,7 @@ public:
 
     double makespan() const { return best_makespan_; }
     const Orders& orders() const { return best_; }
-    std::int64_t simulated_actions() const { return simulated_; }
+    std::int64_t simulated_actions() const { return timing_.simulated_actions(); }
 
 private:
     // Moves the action at `from` to `to` on one stage; those between shift by one.
@@ -37,7 +37,6 @@ private:
         Code earlier = -1, later = -1;
     };
 
-    void evaluate();
     void step(const Move& move);
     void shake();
     Move best_move(bool shaking);
@@ -47,20 +46,14 @@ private:
     bool may_swap(Code first, Code second, int stage) const;
     bool keeps_cap(const Move& move) const;
     bool is_tabu(const Move& move) const;
-    double estimate(const Move& move) const;
-    double left(Code code, int stage) const;
-    double left_after(Code code, int stage) const;
-    double seconds(Code code, int stage) const;
-    double taken_by(Code code, int stage) const;  // activations; below 0: given back
+    double estimate(const Move& move, double enough) const;
     double random();
 
     const Problem* problem_;
-    Replay replay_;
-    Urgency left_;
+    Timing timing_;
     Orders current_, best_;
     std::vector<double> level_;  // of the stage at hand: activations held before each position
     double makespan_ = kNever, best_makespan_ = kNever;
-    std::int64_t simulated_ = 0, size_ = 0;
     int stalled_ = 0;
     std::vector<Tabu> tabu_;
     std::size_t next_tabu_ = 0;

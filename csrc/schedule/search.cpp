@@ -14,7 +14,7 @@ namespace adaptra {
 namespace {
 
 constexpr double kSame = 1e-11;          // relative: times that differ by less are equal but for rounding
-constexpr double kRoundShare = 0.2;      // of the budget that is left, per round of local search
+constexpr double kRoundShare = 0.1;      // of the budget that is left, per round of local search
 constexpr int kHorizon = 4;              // of policies that expect messages
 constexpr std::size_t kStarts = 3;       // different schedules that local search starts from
 constexpr int kMemorySteps = 4;          // of bisection, for as fast a schedule that holds less
@@ -87,13 +87,13 @@ struct Seed {
 
 class Search {
 public:
-    Search(const Problem& problem, const Split& split, const std::vector<Orders>& known, double bound,
-           std::int64_t budget)
-        : problem_(problem), split_(split), known_(known), bound_(bound), budget_(budget), shares_queue_(problem.queue_matters()),
+    Search(const Problem& problem, const Split& split, const std::vector<Orders>& known, const Goal& goal)
+        : problem_(problem), split_(split), known_(known), bound_(goal.bound),
+          enough_(goal.bound * (1.0 + std::max(goal.gap, kSame))), budget_(goal.budget), shares_queue_(problem.queue_matters()),
           dispatcher_(problem), replay_(problem), group_(largest_group(problem, split)),
           actions_(actions_of(problem, split)),
           memory_steps_(static_cast<int>(
-              std::min<std::int64_t>(kMemorySteps, kMemoryShare * budget / (kDispatchWeight * actions_)))) {
+              std::min<std::int64_t>(kMemorySteps, kMemoryShare * goal.budget / (kDispatchWeight * actions_)))) {
         if (shares_queue_) launch_.emplace(problem);
     }
 
@@ -114,7 +114,7 @@ private:
     bool spent() const { return best_.simulated_actions >= budget_ - memory_steps_ * dispatch_actions(); }
     std::int64_t dispatch_actions() const { return kDispatchWeight * actions_; }
     double least_cap(int stage) const { return room_needed(problem_, group_, stage, split_[stage]); }
-    bool optimal() const { return best_.makespan <= bound_ * (1.0 + kSame); }
+    bool good_enough() const { return best_.makespan <= enough_; }
     std::vector<double> tapered(const Taper& taper) const;
     Policy policy_with(const std::vector<double>& cap) const;
     Policy urgent_policy_with(const std::vector<double>& cap, double target, int horizon) const;
@@ -122,7 +122,7 @@ private:
     const Problem& problem_;
     const Split split_;
     const std::vector<Orders>& known_;
-    const double bound_;
+    const double bound_, enough_;
     const std::int64_t budget_;
     const bool shares_queue_;
     Dispatcher dispatcher_;
@@ -203,7 +203,7 @@ void Search::seed() {
 }
 
 void Search::seed_as_if_released(double share) {
-    if (optimal() || spent()) return;
+    if (good_enough() || spent()) return;
     Problem strict = problem_;
     for (double& released : strict.released) released = std::min(released, share * released);
     const Urgency remaining = remaining_time(strict);
@@ -220,7 +220,7 @@ void Search::seed_as_if_released(double share) {
 }
 
 void Search::attempt(const Policy& policy) {
-    if (!seeds_.empty() && (optimal() || spent())) return;
+    if (!seeds_.empty() && (good_enough() || spent())) return;
     if (dispatcher_.run(policy) == kNever) return;
     // Replayed, the same orders may take less: the dispatcher idles when it waits for something more urgent.
     const double makespan = makespan_of(dispatcher_.orders());
@@ -260,15 +260,15 @@ void Search::improve() {
     if (shares_queue_) return;  // which moves help there is not told by critical paths
     std::vector<LocalSearch> searches;
     for (const Seed& seed : seeds_) {
-        if (optimal() || spent()) return;
+        if (good_enough() || spent()) return;
         searches.emplace_back(problem_, seed.orders);
         best_.simulated_actions += searches.back().simulated_actions();
     }
     for (LocalSearch& local : searches) {
-        if (optimal() || spent()) return;
+        if (good_enough() || spent()) return;
         local_round(local);
     }
-    while (!optimal() && !spent()) {
+    while (!good_enough() && !spent()) {
         const auto better = [](const LocalSearch& a, const LocalSearch& b) { return a.makespan() < b.makespan(); };
         LocalSearch& local = *std::min_element(searches.begin(), searches.end(), better);
         if (!local_round(local)) continue;
@@ -281,7 +281,7 @@ void Search::improve() {
 bool Search::local_round(LocalSearch& local) {
     const std::int64_t before = local.simulated_actions();
     const double round = std::max(kRoundShare * (budget_ - best_.simulated_actions), 4.0 * actions_);
-    const bool better = local.run(static_cast<std::int64_t>(round), bound_ * (1.0 + kSame));
+    const bool better = local.run(static_cast<std::int64_t>(round), enough_);
     best_.simulated_actions += local.simulated_actions() - before;
     consider(local.orders(), local.makespan());
     return better;
@@ -353,9 +353,8 @@ bool Search::within_caps(const Orders& orders) const {
 
 }  // namespace
 
-SearchResult search(const Problem& problem, const Split& split, const std::vector<Orders>& known, double bound,
-                    std::int64_t budget) {
-    return Search(problem, split, known, bound, budget).run();
+SearchResult search(const Problem& problem, const Split& split, const std::vector<Orders>& known, const Goal& goal) {
+    return Search(problem, split, known, goal).run();
 }
 
 }  // namespace adaptra

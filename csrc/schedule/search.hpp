@@ -13,10 +13,16 @@ struct SearchResult {
     std::int64_t simulated_actions = 0;
 };
 
-// Looks for the orders of least makespan within the caps, among equals those of least memory. Stops when `budget`
-// actions have been simulated or `bound` is reached; the same problem and budget always give the same orders. `known`:
-// complete orders to start from, besides stock's; their backwards are split or joined as `split` says.
-SearchResult search(const Problem& problem, const Split& split, const std::vector<Orders>& known, double bound,
-                    std::int64_t budget);
+// When a search ends: once a schedule takes at most `gap` more than `bound` (0.01: 1%), or `budget` actions have been
+// simulated.
+struct Goal {
+    double bound = 0.0, gap = 0.0;
+    std::int64_t budget = 0;
+};
+
+// Looks for the orders of least makespan within the caps, among equals those of least memory; the same problem and goal
+// always give the same orders. `known`: complete orders to start from, besides stock's; their backwards are split or
+// joined as `split` says.
+SearchResult search(const Problem& problem, const Split& split, const std::vector<Orders>& known, const Goal& goal);
 
 }  // namespace adaptra

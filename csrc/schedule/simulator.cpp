@@ -172,7 +172,7 @@ py::tuple dispatch_finish(const Problem& problem) {
     return py::make_tuple(finish, peaks);
 }
 
-py::dict plan(const Problem& problem, bool split, std::int64_t budget, const std::vector<Orders>& known) {
+py::dict plan(const Problem& problem, bool split, std::int64_t budget, const std::vector<Orders>& known, double gap) {
     if (budget < 0) throw std::invalid_argument("budget must be 0 or more actions");
     for (const Orders& orders : known) {
         check_orders(problem, orders, range_of(orders));
@@ -183,7 +183,7 @@ py::dict plan(const Problem& problem, bool split, std::int64_t budget, const std
     {
         py::gil_scoped_release release;
         bound = lower_bound(problem);
-        found = search_any_split(problem, split, known, bound.seconds, budget);
+        found = search_any_split(problem, split, known, {bound.seconds, gap, budget});
     }
     py::dict result;
     result["makespan_s"] = found.makespan;
@@ -255,7 +255,7 @@ PYBIND11_MODULE(_native, module) {
     module.def("launch_ranks", &launch_ranks, py::arg("problem"), py::arg("orders"));
     module.def("dispatch", &dispatch, py::arg("problem"));
     module.def("plan", &plan, py::arg("problem"), py::arg("split"), py::arg("budget"),
-               py::arg("known") = std::vector<Orders>());
+               py::arg("known") = std::vector<Orders>(), py::arg("gap") = 0.0);
     module.def("lower_bound", &bound, py::arg("problem"));
     add_routing(module);
 }

@@ -12,19 +12,18 @@ constexpr double kTrialShare = 0.5;         // of the budget, for all trials
 // held. Trials are: all stages split, none, and then one stage after the other changed.
 class SplitChoice {
 public:
-    SplitChoice(const Problem& problem, const std::vector<Orders>& known, double bound, std::int64_t budget)
-        : problem_(problem), known_(known), bound_(bound), budget_(budget) {}
+    SplitChoice(const Problem& problem, const std::vector<Orders>& known, const Goal& goal)
+        : problem_(problem), known_(known), goal_(goal) {}
 
     SearchResult run();
 
 private:
     bool attempt(const Split& split, std::int64_t budget);
-    bool spent() const { return simulated_ >= kTrialShare * budget_; }
+    bool spent() const { return simulated_ >= kTrialShare * goal_.budget; }
 
     const Problem& problem_;
     const std::vector<Orders>& known_;
-    const double bound_;
-    const std::int64_t budget_;
+    const Goal goal_;
     std::int64_t simulated_ = 0;
     Split split_;
     SearchResult best_;
@@ -55,13 +54,13 @@ SearchResult SplitChoice::run() {
             if (changed != split_) better |= attempt(changed, trial);
         }
     }
-    attempt(split_, budget_ - simulated_);
+    attempt(split_, goal_.budget - simulated_);
     best_.simulated_actions = simulated_;
     return best_;
 }
 
 bool SplitChoice::attempt(const Split& split, std::int64_t budget) {
-    const SearchResult found = search(as_run(problem_, split), split, known_, bound_, budget);
+    const SearchResult found = search(as_run(problem_, split), split, known_, {goal_.bound, goal_.gap, budget});
     simulated_ += found.simulated_actions;
     if (!split_.empty() && found.makespan >= best_.makespan * (1.0 - kSame)) return false;
     best_ = found;
@@ -80,11 +79,11 @@ bool whole_may_help(const Problem& problem) {
 
 }  // namespace
 
-SearchResult search_any_split(const Problem& problem, bool may_split, const std::vector<Orders>& known, double bound,
-                              std::int64_t budget) {
-    if (may_split && whole_may_help(problem)) return SplitChoice(problem, known, bound, budget).run();
+SearchResult search_any_split(const Problem& problem, bool may_split, const std::vector<Orders>& known,
+                              const Goal& goal) {
+    if (may_split && whole_may_help(problem)) return SplitChoice(problem, known, goal).run();
     const Split split(problem.stages, may_split);
-    return search(as_run(problem, split), split, known, bound, budget);
+    return search(as_run(problem, split), split, known, goal);
 }
 
 }  // namespace adaptra

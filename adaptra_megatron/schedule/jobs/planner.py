@@ -23,12 +23,14 @@ from adaptra_megatron.schedule.jobs.simulation import (
     job_bound,
     simulate_job,
 )
-from adaptra_megatron.schedule.planner import ENOUGH, PATIENCE_S, default_deadline_s, nearby_costs, plan
+from adaptra_megatron.schedule.planner import ENOUGH, default_deadline_s, nearby_costs, plan
 
 _OTHERS = 8
 """Plans after the one for all replicas."""
 _FEW = 4
 """Replicas that a plan is made for, at most, when it is not made for all."""
+_LEAST_S = 0.1
+"""Deadline of the plan for all replicas, where none is given, and of those after it together; at least one search."""
 _NO_GAP = 1e-9
 
 
@@ -52,14 +54,15 @@ def plan_job(
     """The best schedule found for all replicas of `job`.
 
     Deterministic as `plan`, and paid for as there: half of `deadline_s` plans for all replicas at once, the rest for
-    the others; simulating replicas comes on top. None: twice what `plan` takes at most (of equal replicas: as much),
-    until the plan is within `ENOUGH` of its bound. Raises PlanError if no schedule fits the caps.
+    the others; simulating replicas comes on top. None: twice 0.1 s, or
+    two searches where these take longer (of equal replicas: as `plan`), until the plan is within `ENOUGH` of its bound.
+    Raises PlanError if no schedule fits the caps.
     """
     if len(job.groups) == 1:
         return _plan_for_equals(job, deadline_s, split, progress)
     total_s, enough = deadline_s, _NO_GAP
     if total_s is None:
-        total_s, enough = 2.0 * max(PATIENCE_S, default_deadline_s(job.base, split=split)), ENOUGH
+        total_s, enough = 2.0 * max(_LEAST_S, default_deadline_s(job.base, split=split)), ENOUGH
     bound = job_bound(job, progress=progress)
     schedule = plan(worst_costs(job.groups), deadline_s=0.5 * total_s, split=split).schedule
     simulation = simulate_job(schedule, job, progress=progress)

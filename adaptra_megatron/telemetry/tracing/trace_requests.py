@@ -3,8 +3,9 @@
 
 The files are `TRACE_DIR/requests/NAME`, NAME one of `120`, `120-125`, `next`, `next-5`, `last`, `last-5`; so `touch` is
 enough, from any host that sees the leader's directory. The leader looks for them once per iteration, beside the
-training; turns them into numbers of iterations; and sends these along with the decision that every rank reads anyway.
-Each rank keeps its records of the last iterations in memory, so what has just happened can be asked for too.
+training; turns them into Megatron's numbers of iterations; and sends these along with the decision that every rank
+reads anyway. Each rank keeps its records of the last iterations in memory, so what has just happened can be asked for
+too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class RequestError(ValueError):
 
 
 class Iterations(NamedTuple):
-    """From `first` to `last`, both included; numbers as in traces."""
+    """From `first` to `last`, both included; Megatron's numbers, from 1 and over restarts."""
 
     first: int
     last: int
@@ -45,7 +46,7 @@ def request_directory(trace_directory: Path | str) -> Path:
 
 
 def parse_request(name: str, running: int) -> Iterations:
-    """What `name` asks for while iteration `running` runs. Raises RequestError.
+    """What `name` asks for while iteration `running` (Megatron's number) runs. Raises RequestError.
 
     "next" begins two iterations later, when every rank knows of it; "last" ends with the iteration before `running`.
     """
@@ -56,8 +57,10 @@ def parse_request(name: str, running: int) -> Iterations:
         count = min(max(int(found["count"] or 1), 1), MOST_PER_REQUEST)
         if found["word"] == "next":
             return Iterations(running + 2, running + 1 + count)
-        return Iterations(max(0, running - count), max(0, running - 1))
+        return Iterations(max(1, running - count), max(1, running - 1))
     first = int(found["first"])
+    if first == 0:
+        raise RequestError(f"{name!r}: Megatron counts iterations from 1")
     last = int(found["end"] or first)
     if last < first:
         raise RequestError(f"{name!r} ends before it begins: put the smaller number first")
@@ -101,7 +104,8 @@ class RequestedTraces:
     def __init__(self, writer: TraceWriter, *, kept_iterations: int = KEPT_ITERATIONS) -> None:
         self._writer = writer
         self._kept = kept_iterations
-        self._recent: OrderedDict[int, tuple[Sequence[ActionRecord], Sequence[ArrivalRecord], float | None]] = (
+        # By number in traces: also Megatron's number.
+        self._recent: OrderedDict[int, tuple[int, Sequence[ActionRecord], Sequence[ArrivalRecord], float | None]] = (
             OrderedDict()
         )
         self._wanted: list[Iterations] = []
@@ -109,21 +113,25 @@ class RequestedTraces:
     def request(self, requests: Iterable[Iterations]) -> None:
         """Write what is there of `requests`, and the rest when it comes."""
         for wanted in requests:
-            for number in [number for number in self._recent if wanted.first <= number <= wanted.last]:
+            for number in [
+                number for number, (step, *_) in self._recent.items() if wanted.first <= step <= wanted.last
+            ]:
                 self._write(number)
             self._wanted.append(wanted)
 
     def add(
         self,
         iteration: int,
+        step: int,
         records: Sequence[ActionRecord],
         arrivals: Sequence[ArrivalRecord] = (),
         clock_offset_s: float | None = None,
     ) -> None:
-        """Hand over an iteration: it is written if it was asked for, and else forgotten after a while."""
-        self._wanted = [wanted for wanted in self._wanted if wanted.last >= iteration]
-        self._recent[iteration] = records, arrivals, clock_offset_s
-        if any(wanted.first <= iteration for wanted in self._wanted):
+        """Hand over an iteration: it is written if it was asked for, and else forgotten after a while. `step`:
+        Megatron's number, which evaluations share with a training iteration."""
+        self._wanted = [wanted for wanted in self._wanted if wanted.last >= step]
+        self._recent[iteration] = step, records, arrivals, clock_offset_s
+        if any(wanted.first <= step for wanted in self._wanted):
             self._write(iteration)
         while len(self._recent) > self._kept:
             self._recent.popitem(last=False)
@@ -134,4 +142,5 @@ class RequestedTraces:
 
     def _write(self, iteration: int) -> None:
         # Taken out, so that two requests for one iteration write it once.
-        self._writer.write(iteration, *self._recent.pop(iteration))
+        _step, records, arrivals, clock_offset_s = self._recent.pop(iteration)
+        self._writer.write(iteration, records, arrivals, clock_offset_s)

@@ -29,8 +29,8 @@ from adaptra_megatron.telemetry.tracing.trace_requests import (
         ("next-0", (12, 12)),
         ("last", (9, 9)),
         ("last-5", (5, 9)),
-        ("last-50", (0, 9)),
-        ("0-999999999", (0, MOST_PER_REQUEST - 1)),
+        ("last-50", (1, 9)),
+        ("1-999999999", (1, MOST_PER_REQUEST)),
         ("next-999999999", (12, 11 + MOST_PER_REQUEST)),
     ],
 )
@@ -38,7 +38,7 @@ def test_names_of_requests(name: str, expected: tuple[int, int]) -> None:
     assert parse_request(name, running=10) == Iterations(*expected)
 
 
-@pytest.mark.parametrize("name", ["", "soon", "5-", "-5", "7-5", "next-", "1-2-3", ".nfs0001", "1" * 30])
+@pytest.mark.parametrize("name", ["", "soon", "0", "0-3", "5-", "-5", "7-5", "next-", "1-2-3", ".nfs0001", "1" * 30])
 def test_what_names_no_iterations_is_refused(name: str) -> None:
     with pytest.raises(RequestError):
         parse_request(name, running=10)
@@ -64,12 +64,17 @@ def test_a_box_that_cannot_be_made_costs_a_warning(tmp_path: Path, caplog: pytes
     assert "no traces on demand" in caplog.text
 
 
+EVALUATION = 6
+"""Shares the number of the training iteration before it."""
+
+
 def written_iterations(directory: Path, requests: dict[int, list[Iterations]], iterations: int) -> list[int]:
-    """Iterations in the trace of a rank to which `requests` came before the given ones."""
+    """Iterations in the trace of a rank to which `requests` came before the given ones; Megatron's begin at 101."""
     traces = RequestedTraces(TraceWriter(directory, rank=0, stage=0), kept_iterations=4)
     for iteration in range(iterations):
         traces.request(requests.get(iteration, []))
-        traces.add(iteration, [ActionRecord(iteration, 0, "F", 0, 0, 0.0, 0.0, 1.0)])
+        step = 101 + iteration - (iteration >= EVALUATION)
+        traces.add(iteration, step, [ActionRecord(iteration, 0, "F", 0, 0, 0.0, 0.0, 1.0)])
     traces.close()
     (trace,) = read_traces(directory)
     return [record.iteration for record in trace.records]
@@ -79,12 +84,14 @@ def written_iterations(directory: Path, requests: dict[int, list[Iterations]], i
     ("requests", "expected"),
     [
         ({}, []),
-        ({5: [Iterations(7, 8)]}, [7, 8]),
-        ({5: [Iterations(3, 6)]}, [3, 4, 5, 6]),
-        ({8: [Iterations(0, 5)]}, [4, 5]),
-        ({5: [Iterations(7, 9), Iterations(8, 10)]}, [7, 8, 9, 10]),
-        ({5: [Iterations(4, 4)], 6: [Iterations(4, 5)]}, [4, 5]),
-        ({3: [Iterations(9, 9)], 9: [Iterations(7, 8)]}, [7, 8, 9]),
+        ({5: [Iterations(107, 108)]}, [7, 8]),
+        ({5: [Iterations(104, 105)]}, [3, 4]),
+        ({5: [Iterations(104, 106)]}, [3, 4, 5, 6]),
+        ({8: [Iterations(101, 105)]}, [4]),
+        ({5: [Iterations(107, 109), Iterations(108, 110)]}, [7, 8, 9, 10]),
+        ({5: [Iterations(105, 105)], 6: [Iterations(105, 106)]}, [4, 5, 6]),
+        ({3: [Iterations(109, 109)], 9: [Iterations(107, 108)]}, [7, 8, 9]),
+        ({3: [Iterations(7, 9)]}, []),
     ],
 )
 def test_what_was_asked_for_is_written_once(
