@@ -7,14 +7,15 @@ import gc
 import json
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.data_parallel.peers import Exchange, Message, Peers
+from adaptra_megatron.data_parallel.peers import Peers
 from adaptra_megatron.data_parallel.straggler_all_reduce import StragglerAllReduce
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.schedule.all_reduce.costs import Wire, chain_chunks
@@ -25,28 +26,23 @@ from adaptra_megatron.schedule.all_reduce.stragglar import stragglar
 TIMEOUT_S = 60.0
 
 
-@dataclass
 class EmulatedWire:
-    """Peers whose messages each take the time of a wire: what is sent arrives that much later."""
+    """A group's backend whose messages each take the time of a wire: what is sent arrives that much later.
 
-    peers: Exchange
-    wire: Wire
+    Its library's all-reduce takes what the model has for the best one, from when all are there.
+    """
 
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        return self.peers.size
+    def __init__(self, backend: Any, wire: Wire, ranks: int) -> None:
+        """`backend`: torch's ProcessGroupGloo of so many `ranks`."""
+        self._backend, self._wire, self._ranks = backend, wire, ranks
 
-    @property
-    def index(self) -> int:
-        """This process's."""
-        return self.peers.index
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
 
-    def exchange(self, sends: Message | None, receives: Message | None) -> None:
-        """As that of `peers`, later."""
-        if sends is not None:
-            time.sleep(self.wire.rounds_s(1, 1, sends.tensor.nbytes))
-        self.peers.exchange(sends, receives)
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
+        """As that of the backend, later."""
+        time.sleep(self._wire.rounds_s(1, 1, tensors[0].nbytes))
+        return self._backend.send(tensors, peer, tag)
 
 
 def plan(algorithm: str, ranks: int, nbytes: int, wire: Wire) -> AllReduce:
@@ -64,7 +60,8 @@ def main(cases: Path, output: Path) -> None:
     given = json.loads(cases.read_text())
     wire, straggler = Wire(*given["wire"]), ranks - 1
     control = ControlStore.of_job("benchmark")
-    peers = EmulatedWire(Peers.meet(control, "wire", range(ranks), rank, TIMEOUT_S, torch.device("cpu")), wire)
+    peers = Peers.meet(control, "wire", range(ranks), rank, TIMEOUT_S, torch.device("cpu"))
+    peers._backend = EmulatedWire(peers._backend, wire, ranks)
     values = torch.ones(given["nbytes"] // 4)
     gc.disable()
     times = []

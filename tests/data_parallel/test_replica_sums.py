@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from adaptra_megatron.data_parallel.background import Background
 from adaptra_megatron.data_parallel.lateness import PERSISTENT, Lateness
-from adaptra_megatron.data_parallel.peers import Message
+from adaptra_megatron.data_parallel.peers import Begun, Message
 from adaptra_megatron.data_parallel.replica_sums import ReplicaSums
 
 RANKS = 4
@@ -36,8 +36,8 @@ class Member:
     def __init__(self, shared: Rendezvous, index: int, ranks: int, byte_s: float) -> None:
         self._shared, self.index, self.size, self._byte_s = shared, index, ranks, byte_s
 
-    def exchange(self, sends: Message | None, receives: Message | None) -> None:
-        """Over lists."""
+    def begin(self, sends: Message | None, receives: Message | None) -> Begun:
+        """Over lists. Waits at once for what is received."""
         with self._shared.arrived:
             if sends is not None:
                 place = self._shared.inboxes.setdefault((self.index, sends.peer), [])
@@ -47,6 +47,7 @@ class Member:
                 inbox = self._shared.inboxes.setdefault((receives.peer, self.index), [])
                 assert self._shared.arrived.wait_for(lambda: bool(inbox), timeout=30)
                 receives.tensor.copy_(inbox.pop(0))
+        return Begun(None, None)
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """Through all slots."""
