@@ -46,6 +46,7 @@ def _add_parallelism(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no-overlap-p2p-communication", action="store_false", dest="overlap_p2p_comm")
     group.add_argument("--variable-seq-lengths", action="store_true")
     group.add_argument("--use-distributed-optimizer", action="store_true")
+    group.add_argument("--num-distributed-optimizer-instances", type=int, default=1)
     group.add_argument("--overlap-grad-reduce", action="store_true")
     group.add_argument("--ddp-bucket-size", type=int, default=None)
     group.add_argument("--ddp-average-in-collective", action="store_true")

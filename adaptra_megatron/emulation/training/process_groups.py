@@ -48,6 +48,7 @@ def set_up_groups(args: argparse.Namespace) -> None:
         pipeline_model_parallel_size=layout[1],
         context_parallel_size=layout[2],
         virtual_pipeline_model_parallel_size=chunks,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         # With gloo as the job's backend these groups would only be there twice.
         create_gloo_process_groups=args.distributed_backend != "gloo",
