@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -114,6 +115,7 @@ def iterations_s(mode: str, late_s: float) -> tuple[list[float], dict[str, int]]
         argv = [str(SCRIPT), "train", str(given), directory, *flags.split()]
         run_ranks(REPLICAS, argv, timeout_s=400, log_directory=directory)
         taken, used = json.loads((Path(directory) / "0.json").read_text())
+        print(mode, f"{late_s:.2f} s late:", taken, used, file=sys.stderr, flush=True)
     return taken[-COUNTED:], used
 
 

@@ -57,9 +57,10 @@ class EmulatedWire:
 
     def allreduce(self, tensors: Sequence[torch.Tensor]) -> Any:
         """As that of the backend, and the link's time beside it."""
-        self._backend.allreduce(tensors).wait(timedelta(seconds=TIMEOUT_S))
+        work = self._backend.allreduce(tensors)
+        work.wait(timedelta(seconds=TIMEOUT_S))
         time.sleep(stock_s(self._backend.size(), tensors[0].nbytes, self._wire))
-        return Sent(Future())
+        return work
 
     def allgather(self, found: Sequence[Sequence[torch.Tensor]], own: Sequence[torch.Tensor]) -> Any:
         """As that of the backend, and the messages of a ring beside it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -67,22 +66,21 @@ class Member:
         return found
 
 
-def trained(mode: str, late: Callable[[int], float], iterations: int) -> list[ReplicaSums]:
-    """Replicas in threads; the last of them comes so much later to each iteration's first sum."""
+def trained(mode: str, late_s: float, iterations: int, late_to: int = 0) -> list[ReplicaSums]:
+    """Replicas in threads; the last of them comes so much later to one of each iteration's two sums."""
     shared = Rendezvous(RANKS)
     sums = [ReplicaSums(Member(shared, index, RANKS, 1e-6), mode) for index in range(RANKS)]
     wrong: list[BaseException] = []
 
     def replica(index: int) -> None:
         try:
-            for iteration in range(iterations):
-                if index == RANKS - 1:
-                    time.sleep(late(iteration))
-                for measures in (True, False):
-                    values = [torch.full((20_000,), float(index + 1)), torch.full((3,), float(index))]
-                    sums[index].sum_up(values, measures=measures)
-                    assert torch.equal(values[0], torch.full((20_000,), 10.0))
-                    assert torch.equal(values[1], torch.full((3,), 6.0))
+            for place in (0, 1) * iterations:
+                if (index, place) == (RANKS - 1, late_to):
+                    time.sleep(late_s)
+                values = [torch.full((20_000,), float(index + 1)), torch.full((3,), float(index))]
+                sums[index].sum_up(values, place)
+                assert torch.equal(values[0], torch.full((20_000,), 10.0))
+                assert torch.equal(values[1], torch.full((3,), 6.0))
         except BaseException as error:
             wrong.append(error)
             shared.barrier.abort()
@@ -96,19 +94,23 @@ def trained(mode: str, late: Callable[[int], float], iterations: int) -> list[Re
     return sums
 
 
-def test_auto_uses_the_delay_of_a_replica_that_is_always_last_and_only_that(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    sums = trained("auto", lambda iteration: 0.5, 6)
+@pytest.mark.parametrize("place", [0, 1])
+def test_auto_uses_the_delay_of_a_replica_that_is_always_last_and_only_that(
+    place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "adaptra_megatron")
+    sums = trained("auto", 0.5, 6, late_to=place)
     assert all(each.used == sums[0].used for each in sums), "replicas decide differently"
-    assert sums[0].used["stock"] == 6 + PERSISTENT, "the sums behind the first, and all until the delay is sure"
+    assert sums[0].used["stock"] == 6 + PERSISTENT, "the other sums, and all until the delay is sure"
     assert sums[0].used["stragglar"] + sums[0].used["hidden"] == 6 - PERSISTENT
     (line,) = caplog.messages
+    assert f"gradients of bucket {place} " in line
     assert "replica 3 of 4 comes" in line
 
 
 @pytest.mark.parametrize("mode", ["stragglar", "hidden"])
 def test_what_is_asked_for_runs(mode: str) -> None:
-    sums = trained(mode, lambda iteration: 0.0, 2)
+    sums = trained(mode, 0.0, 2)
     assert [each.used for each in sums] == [{mode: 4}] * RANKS
 
 

@@ -36,14 +36,15 @@ class _Replicas:
         self.sums = sums
         self._reduced: list[Any] = []
 
-    def begins_iteration(self, bucket_group: Any) -> bool:
-        """Return whether the reduction of this bucket group is the first of an iteration.
+    def place(self, bucket_group: Any) -> int:
+        """Return how many bucket groups were reduced in this iteration before this one.
 
         Each is reduced once in an iteration, in an order that the first iteration does not have yet.
         """
-        first = not self._reduced or any(each is bucket_group for each in self._reduced)
-        self._reduced = [bucket_group] if first else [*self._reduced, bucket_group]
-        return first
+        if any(each is bucket_group for each in self._reduced):
+            self._reduced = []
+        self._reduced.append(bucket_group)
+        return len(self._reduced) - 1
 
 
 class GradientReduction:
@@ -92,8 +93,7 @@ class GradientReduction:
             values = [bucket.grad_data for bucket in bucket_group.buckets]
         group = self._group(replicas, values[0].device)
         divisor = replicas.size() if settings.average_in_collective else 1
-        measures = group.begins_iteration(bucket_group)
-        task = functools.partial(_reduce, group.sums, values, divisor, measures=measures, reduced=reduced)
+        task = functools.partial(_reduce, group.sums, values, group.place(bucket_group), divisor, reduced)
         if settings.overlap_grad_reduce:
             bucket_group.grad_reduce_handle = self._background.begin(task, values[0].device)
         else:
@@ -126,13 +126,11 @@ class GradientReduction:
         return self._groups[ranks]
 
 
-def _reduce(
-    sums: ReplicaSums, values: Sequence[torch.Tensor], divisor: int, *, measures: bool, reduced: Any = None
-) -> None:
+def _reduce(sums: ReplicaSums, values: Sequence[torch.Tensor], place: int, divisor: int, reduced: Any) -> None:
     """`reduced`: handle of what makes `values`, if that is not done."""
     if reduced is not None:
         reduced.wait()
-    sums.sum_up(values, measures=measures)
+    sums.sum_up(values, place)
     if divisor != 1:
         for each in values:
             each /= divisor

@@ -49,4 +49,4 @@ def test_an_iteration_begins_with_whichever_bucket_group_comes_again() -> None:
     """In the first iteration chunks are reduced in another order than in those with hooks."""
     replicas, (one, two, three) = _Replicas(SimpleNamespace()), "123"  # type: ignore[arg-type]
     order = [one, two, three, three, two, one, three, two, one]
-    assert [replicas.begins_iteration(each) for each in order] == [True, False, False] * 3
+    assert [replicas.place(each) for each in order] == [0, 1, 2] * 3
