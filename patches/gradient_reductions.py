@@ -22,13 +22,34 @@ def _around_straggler(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Cal
     return start_grad_sync
 
 
+def _waiting(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def finish_grad_sync(bucket_group: Any, *given: Any, **keywords: Any) -> None:
+        assert runtime.gradients is not None
+        runtime.gradients.finish(stock, bucket_group, *given, **keywords)
+
+    return finish_grad_sync
+
+
+_BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+_VERSIONS = ">=0.16,<0.20"
+"""The start stands in for the whole function, and has been held against these."""
+
 PATCHES = (
     Patch(
         identity="gradient-reduction",
-        target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
-        versions=">=0.16,<0.17",  # it stands in for the whole function, and has been held against this one
+        target=f"{_BUCKETS}.start_grad_sync",
+        versions=_VERSIONS,
         parameters=("self", "force_all_reduce"),
         reason="with --adaptra-gradient-sync, sums up gradients around the replica that comes last",
         replace=_around_straggler,
+    ),
+    Patch(
+        identity="gradient-reduction-end",
+        target=f"{_BUCKETS}.finish_grad_sync",
+        versions=_VERSIONS,
+        parameters=("self", "force_all_reduce"),
+        reason="waits for sums around a straggler also where there are several instances of the distributed optimizer",
+        replace=_waiting,
     ),
 )

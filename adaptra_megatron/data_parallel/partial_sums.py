@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from adaptra_megatron.data_parallel.peers import Exchange, Message
+from adaptra_megatron.data_parallel.peers import Begun, Exchange, Message
 from adaptra_megatron.data_parallel.straggler_all_reduce import StragglerAllReduce
 from adaptra_megatron.schedule.all_reduce.rings import ring
 
@@ -28,8 +28,8 @@ class _Some:
     def index(self) -> int:
         return self.members.index(self.peers.index)
 
-    def exchange(self, sends: Message | None, receives: Message | None) -> None:
-        self.peers.exchange(self._of_group(sends), self._of_group(receives))
+    def begin(self, sends: Message | None, receives: Message | None) -> Begun:
+        return self.peers.begin(self._of_group(sends), self._of_group(receives))
 
     def _of_group(self, message: Message | None) -> Message | None:
         return None if message is None else Message(message.tensor, self.members[message.peer])

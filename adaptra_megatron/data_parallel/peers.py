@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import time
 import traceback
 from collections import deque
@@ -48,8 +50,18 @@ class Exchange(Protocol):
     def index(self) -> int:
         """This process's among them."""
 
-    def exchange(self, sends: Message | None, receives: Message | None) -> None:
-        """Send and receive at the same time, to and from one member or two. Raises PeerError."""
+    def begin(self, sends: Message | None, receives: Message | None) -> Begun:
+        """Begin to send and to receive, to and from one member or two. Raises PeerError."""
+
+
+class Begun(NamedTuple):
+    """An exchange that has begun. Each way is to be waited for; None where there is none, or none that a host waits
+    for."""
+
+    sent: Callable[[], None] | None
+    """Waits until what was sent may be changed. Raises PeerError."""
+    received: Callable[[], None] | None
+    """Waits until what is received is there. Raises PeerError."""
 
 
 class Peers:
@@ -67,6 +79,9 @@ class Peers:
         self._timeout_s = timeout_s
         self._standing: deque[tuple[Sequence[int], Any]] = deque()
         """Operations on streams and the members that they are with."""
+        self._keys = itertools.count()
+        self._works: dict[int, Any] = {}
+        """Messages that have begun, where the host waits for them."""
 
     @classmethod
     def meet(
@@ -110,12 +125,25 @@ class Peers:
         Returns when both are done, or with NCCL when they stand on the current stream. Raises PeerError if a peer has
         died, or does not come within the timeout.
         """
+        for wait in self.begin(sends, receives):
+            if wait is not None:
+                wait()
+
+    def begin(self, sends: Message | None, receives: Message | None) -> Begun:
+        """Begin what `exchange` does. Messages between two members arrive in the order in which they were begun.
+
+        With NCCL the current stream waits for both ways, and the host for none.
+        """
         self._require_backend()
-        missed: list[int] = []
+        peers = [message.peer for message in (receives, sends) if message is not None]
         try:
-            self._carry_out(sends, receives, missed)
+            keys = self._launch(sends, receives, peers)
         except RuntimeError as cause:
-            raise self._broken(missed, cause) from cause
+            raise self._broken(peers, cause) from cause
+        if not keys:
+            return Begun(None, None)
+        waits = [functools.partial(self._wait, *each) for each in zip(peers, keys, strict=True)]
+        return Begun(waits[-1] if sends is not None else None, waits[0] if receives is not None else None)
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """Put the sum over all members in place of `values`, by the library's own algorithm. Raises PeerError."""
@@ -172,12 +200,13 @@ class Peers:
         # Connections are closed with the last reference to the group, which frames of the error have, too.
         error = self._error(missed, cause)
         self._backend = None
+        self._works.clear()
         traceback.clear_frames(cause.__traceback__)
         return error
 
-    def _carry_out(self, sends: Message | None, receives: Message | None, missed: list[int]) -> None:
-        """`missed`: gets the peers of what is waited for."""
-        backend, limit = self._backend, timedelta(seconds=self._timeout_s)
+    def _launch(self, sends: Message | None, receives: Message | None, peers: Sequence[int]) -> list[int]:
+        """Return keys of the receive and the send in `_works`, or none where they stand on a stream."""
+        backend = self._backend
         operations = [
             (launch, message)
             for launch, message in ((backend.recv, receives), (backend.send, sends))
@@ -185,19 +214,23 @@ class Peers:
         ]
         if backend.supports_coalescing:
             # Two operations of NCCL that are launched apart would wait for each other.
-            missed += [message.peer for _, message in operations]
             backend._start_coalescing()
             for launch, message in operations:
                 launch([message.tensor], message.peer, _TAG)
-            self._enqueued(missed, backend._end_coalescing())
-            return
-        works = []
+            self._enqueued(peers, backend._end_coalescing())
+            return []
+        keys = []
         for launch, message in operations:
-            missed[:] = [message.peer]
-            works.append((message.peer, launch([message.tensor], message.peer, _TAG)))
-        for peer, work in works:
-            missed[:] = [peer]
-            work.wait(limit)
+            keys.append(next(self._keys))
+            self._works[keys[-1]] = launch([message.tensor], message.peer, _TAG)
+        return keys
+
+    def _wait(self, peer: int, key: int) -> None:
+        self._require_backend()
+        try:
+            self._works.pop(key).wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as cause:
+            raise self._broken([peer], cause) from cause
 
     def _error(self, missed: Sequence[int], cause: BaseException) -> PeerError:
         mine = ",".join(str(self._ranks[peer]) for peer in missed)

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -38,85 +39,107 @@ class Group(Exchange, Protocol):
         """What all hand in."""
 
 
+class _Waited(NamedTuple):
+    """One sum."""
+
+    place: int
+    seconds: float
+    """In which this replica was in it."""
+    stock_nbytes: int
+    """See `Lateness.saw`."""
+
+
 class ReplicaSums:
     """One replica's part. All replicas make the same calls in the same order, and so decide alike."""
 
     def __init__(self, peers: Group, mode: str) -> None:
         """`mode`: "stragglar" or "hidden", around the replica that came last before; or "auto": as the model says."""
         self._peers, self._mode = peers, mode
-        self._lateness = Lateness(peers.size)
-        self._chosen = Algorithm.STOCK
+        self._lateness: defaultdict[int, Lateness] = defaultdict(lambda: Lateness(peers.size))
+        """By place."""
+        self._waited: list[_Waited] = []
+        """What has not been shared yet."""
+        self._chosen: defaultdict[int, Algorithm] = defaultdict(lambda: Algorithm.STOCK)
         self._plans: dict[tuple[Algorithm, int, int], StragglerAllReduce] = {}
         self.used: Counter[str] = Counter()
         """How many synchronisations each algorithm had a part in."""
 
-    def sum_up(self, values: Sequence[torch.Tensor], *, measures: bool) -> None:
+    def sum_up(self, values: Sequence[torch.Tensor], place: int) -> None:
         """Put sums over all replicas in place of `values`, contiguous tensors of one dimension.
 
-        `measures`: where replicas come at different times, as they do to the first of an iteration; behind others they
-        are together, and no time is bet on one of them. Raises PeerError when a replica fails.
+        `place`: how many other sums the iteration has had before. At each of them another replica may be late, by
+        another time: so much is known of it one iteration later, for the first one, else two. Raises PeerError when a
+        replica fails.
         """
         device, nbytes = values[0].device, sum(each.nbytes for each in values)
-        if measures and device.type == "cuda":
+        if device.type == "cuda":
             # This replica is here once its gradients are, and not when it has launched what computes them.
             torch.cuda.current_stream(device).synchronize()
         begun_s = time.monotonic()
-        choice = self._choice(nbytes, measures)
+        choice = self._choice(nbytes, place)
         left = choice.nbytes if choice.algorithm is not Algorithm.STOCK else 0
         for tensor in values:
             # The same on all replicas, for sizes are.
             part = min(tensor.numel(), left // tensor.element_size())
             if part:
-                self._around_straggler(choice.algorithm, tensor[:part])
+                self._around_straggler(choice.algorithm, tensor[:part], self._lateness[place])
             if part < tensor.numel():
                 self._peers.all_reduce(tensor[part:])
             left -= part * tensor.element_size()
         self._peers.settle()
         self.used[choice.algorithm.value] += 1
-        if measures:
-            stock_nbytes = nbytes if choice.algorithm is Algorithm.STOCK else 0
-            self._measure(time.monotonic() - begun_s, stock_nbytes, device)
+        stock_nbytes = nbytes if choice.algorithm is Algorithm.STOCK else 0
+        self._waited.append(_Waited(place, time.monotonic() - begun_s, stock_nbytes))
+        if place == 0:
+            self._share(device)
 
-    def _choice(self, nbytes: int, measures: bool) -> Choice:
+    def _choice(self, nbytes: int, place: int) -> Choice:
         if self._mode != "auto":
             return Choice(Algorithm(self._mode), nbytes, 0.0)
-        wire = self._lateness.wire
-        if wire is None or not measures:
+        lateness = self._lateness[place]
+        if lateness.wire is None:
             return Choice(Algorithm.STOCK, nbytes, 0.0)
-        choice = choose(self._peers.size, nbytes, wire, self._lateness.sure_delay_s)
-        if choice.algorithm is not self._chosen and self._peers.index == 0:
-            logger.info(
-                "gradients are summed up by %s from now on: replica %d of %d comes %.1f ms after all others",
+        choice = choose(self._peers.size, nbytes, lateness.wire, lateness.sure_delay_s)
+        if choice.algorithm is not self._chosen[place] and self._peers.index == 0:
+            logger.log(
+                logging.DEBUG if place else logging.INFO,
+                "gradients of bucket %d are summed up by %s from now on: replica %d of %d comes %.1f ms after all "
+                "others",
+                place,
                 choice.algorithm.value,
-                self._lateness.last,
+                lateness.last,
                 self._peers.size,
-                1e3 * self._lateness.sure_delay_s,
+                1e3 * lateness.sure_delay_s,
             )
-        self._chosen = choice.algorithm
+        self._chosen[place] = choice.algorithm
         return choice
 
-    def _around_straggler(self, algorithm: Algorithm, values: torch.Tensor) -> None:
+    def _around_straggler(self, algorithm: Algorithm, values: torch.Tensor, lateness: Lateness) -> None:
         ranks, chunks = self._peers.size, 0
         if algorithm is Algorithm.HIDDEN:
-            wire = self._lateness.wire
+            wire = lateness.wire
             if wire is None:
                 chunks = min(MOST_CHUNKS, -(-values.nbytes // _CHAIN_CHUNK_NBYTES))
             else:
                 chunks = chain_chunks(ranks, values.nbytes, wire)
-        key = algorithm, self._lateness.last, chunks
+        key = algorithm, lateness.last, chunks
         if key not in self._plans:
             plan = hidden(ranks, chunks) if algorithm is Algorithm.HIDDEN else stragglar(ranks)
-            self._plans[key] = StragglerAllReduce(self._peers, plan, self._lateness.last)
+            self._plans[key] = StragglerAllReduce(self._peers, plan, lateness.last)
         self._plans[key](values)
 
-    def _measure(self, waited_s: float, stock_nbytes: int, device: torch.device) -> None:
+    def _share(self, device: torch.device) -> None:
         """Two rounds among replicas that are together: the first shares the times, the second times itself."""
-        waits_s = [float(each) for each in self._shared(waited_s, device)]
+        waited, self._waited = self._waited, []
+        shared = self._shared([each.seconds for each in waited], device)
         begun_s = time.monotonic()
-        self._shared(0.0, device)
-        latencies_s = self._shared((time.monotonic() - begun_s) / (self._peers.size - 1), device)
-        self._lateness.saw(waits_s, min(latencies_s), stock_nbytes)
+        self._shared([0.0], device)
+        latencies_s = self._shared([(time.monotonic() - begun_s) / (self._peers.size - 1)], device)
+        for number, each in enumerate(waited):
+            waits_s = [own[number] for own in shared]
+            self._lateness[each.place].saw(waits_s, min(latencies_s)[0], each.stock_nbytes)
 
-    def _shared(self, value: float, device: torch.device) -> list[float]:
-        own = torch.tensor([value], dtype=torch.float64, device=device)
-        return [float(each) for each in self._peers.gather(own)]
+    def _shared(self, values: Sequence[float], device: torch.device) -> list[list[float]]:
+        """What each replica has handed in, as many values as all others."""
+        own = torch.tensor(values, dtype=torch.float64, device=device)
+        return [each.tolist() for each in self._peers.gather(own)]

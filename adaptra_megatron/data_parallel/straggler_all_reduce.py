@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence, Set
 
 import torch
 
 from adaptra_megatron.data_parallel.peers import Exchange, Message
 from adaptra_megatron.schedule.all_reduce.rounds import AllReduce, Phase, Step
+
+_OPEN = 4
+"""Most sends and receives that have begun before another step does."""
 
 
 class StragglerAllReduce:
@@ -34,26 +38,63 @@ class StragglerAllReduce:
         assert values.dim() == 1, f"{values.dim()} dimensions"
         assert values.is_contiguous()
         for phase, steps in self._phases:
-            if steps:
-                longest = -(-values.numel() // phase.chunks)
-                scratch = torch.empty(longest, dtype=values.dtype, device=values.device)
-                for step in steps:
-                    self._take(step, phase, values, scratch)
+            run = _Run(self._peers, self._members, phase, values)
+            for step in steps:
+                run.begin(step)
+            run.finish()
 
-    def _take(self, step: Step, phase: Phase, values: torch.Tensor, scratch: torch.Tensor) -> None:
-        sends = receives = None
-        if step.sends is not None:
-            sends = self._message(values, phase, step.sends.chunk, step.sends.receiver)
-        if step.receives is not None:
-            receives = target = self._message(values, phase, step.receives.chunk, step.receives.sender)
-            if step.receives.adds and target is not None:
-                receives = Message(scratch[: target.tensor.numel()], target.peer)
-        if sends is not None or receives is not None:
-            self._peers.exchange(sends, receives)
+
+class _Run:
+    """A phase that is carried out over one tensor.
+
+    A step waits for those before it that have one of its chunks, and for no others: so a link does not stand idle while
+    what came over another one is seen to, and additions run beside the next messages.
+    """
+
+    def __init__(self, peers: Exchange, members: Sequence[int], phase: Phase, values: torch.Tensor) -> None:
+        self._peers, self._members, self._phase, self._values = peers, members, phase, values
+        self._open: list[tuple[int, Callable[[], None]]] = []
+        """Halves of steps that are not known to have ended, in order: the chunk, and what ends it."""
+        self._longest = -(-values.numel() // phase.chunks)
+        self._scratch: list[torch.Tensor] = []
+
+    def begin(self, step: Step) -> None:
+        """Begin a step once its chunks are free. Raises PeerError."""
+        self._end({transfer.chunk for transfer in step if transfer is not None}, _OPEN)
+        sends = self._message(step.sends.chunk, step.sends.receiver) if step.sends else None
+        target = self._message(step.receives.chunk, step.receives.sender) if step.receives else None
+        receives = target
         if step.receives is not None and step.receives.adds and target is not None:
-            target.tensor.add_(scratch[: target.tensor.numel()])
+            room = self._scratch.pop() if self._scratch else self._values.new_empty(self._longest)
+            receives = Message(room[: target.tensor.numel()], target.peer)
+        sent, received = self._peers.begin(sends, receives) if sends or receives else (None, None)
+        if step.sends is not None and sent is not None:
+            self._open.append((step.sends.chunk, sent))
+        # Behind the send, for the chunk that is added to may be the one that is sent.
+        if step.receives is not None and target is not None and receives is not target:
+            received = functools.partial(self._add, received, target.tensor, room)
+        if step.receives is not None and received is not None:
+            self._open.append((step.receives.chunk, received))
 
-    def _message(self, values: torch.Tensor, phase: Phase, chunk: int, position: int) -> Message | None:
+    def finish(self) -> None:
+        """Wait until all steps have ended. Raises PeerError."""
+        self._end(set(), 0)
+
+    def _end(self, chunks: Set[int], most: int) -> None:
+        """End what has one of `chunks`, and the oldest of what is open beyond `most`."""
+        beyond = len(self._open) - most
+        ended = [half for number, half in enumerate(self._open) if number < beyond or half[0] in chunks]
+        self._open = [half for number, half in enumerate(self._open) if number >= beyond and half[0] not in chunks]
+        for _, end in ended:
+            end()
+
+    def _add(self, received: Callable[[], None] | None, target: torch.Tensor, room: torch.Tensor) -> None:
+        if received is not None:
+            received()
+        target.add_(room[: target.numel()])
+        self._scratch.append(room)
+
+    def _message(self, chunk: int, position: int) -> Message | None:
         """One chunk to or from the member in a position of the plan; None for an empty one, on both ends."""
-        first, end = phase.bounds(chunk, values.numel())
-        return Message(values[first:end], self._members[position]) if end > first else None
+        first, end = self._phase.bounds(chunk, self._values.numel())
+        return Message(self._values[first:end], self._members[position]) if end > first else None

@@ -66,8 +66,12 @@ def test_without_a_schedule_there_is_no_time(capsys: pytest.CaptureFixture[str])
     assert point["chosen"] == "hidden"
 
 
-def test_the_table_has_a_row_for_each_case(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_the_table_has_a_row_for_each_case(
+    columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is cut off where it does not fit."""
+    monkeypatch.setenv("COLUMNS", columns)
     assert main(["simulate-sync", *WORDS, "--ranks", "8,65", "--delay", "1ms"]) == 0
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("stragglar", "hidden", "auto runs"))

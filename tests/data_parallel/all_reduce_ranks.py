@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.data_parallel.peers import Message, PeerError, Peers
+from adaptra_megatron.data_parallel.peers import Begun, Message, PeerError, Peers
 from adaptra_megatron.data_parallel.straggler_all_reduce import StragglerAllReduce
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.schedule.all_reduce.rings import hidden, ring
@@ -36,13 +36,13 @@ class Mortal:
         self._peers, self._left, self._silent_s = peers, at, silent_s
         self.size, self.index = peers.size, peers.index
 
-    def exchange(self, sends: Message | None, receives: Message | None) -> None:
-        """As `Peers.exchange`."""
+    def begin(self, sends: Message | None, receives: Message | None) -> Begun:
+        """As `Peers.begin`."""
         if self._left == 0:
             time.sleep(self._silent_s)
             os.kill(os.getpid(), signal.SIGKILL)
         self._left -= 1
-        self._peers.exchange(sends, receives)
+        return self._peers.begin(sends, receives)
 
 
 def meet(timeout_s: float) -> Peers:

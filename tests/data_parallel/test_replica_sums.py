@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from adaptra_megatron.data_parallel.background import Background
 from adaptra_megatron.data_parallel.lateness import PERSISTENT, Lateness
-from adaptra_megatron.data_parallel.peers import Message
+from adaptra_megatron.data_parallel.peers import Begun, Message
 from adaptra_megatron.data_parallel.replica_sums import ReplicaSums
 
 RANKS = 4
@@ -36,8 +35,8 @@ class Member:
     def __init__(self, shared: Rendezvous, index: int, ranks: int, byte_s: float) -> None:
         self._shared, self.index, self.size, self._byte_s = shared, index, ranks, byte_s
 
-    def exchange(self, sends: Message | None, receives: Message | None) -> None:
-        """Over lists."""
+    def begin(self, sends: Message | None, receives: Message | None) -> Begun:
+        """Over lists. Waits at once for what is received."""
         with self._shared.arrived:
             if sends is not None:
                 place = self._shared.inboxes.setdefault((self.index, sends.peer), [])
@@ -47,6 +46,7 @@ class Member:
                 inbox = self._shared.inboxes.setdefault((receives.peer, self.index), [])
                 assert self._shared.arrived.wait_for(lambda: bool(inbox), timeout=30)
                 receives.tensor.copy_(inbox.pop(0))
+        return Begun(None, None)
 
     def all_reduce(self, values: torch.Tensor) -> None:
         """Through all slots."""
@@ -66,22 +66,21 @@ class Member:
         return found
 
 
-def trained(mode: str, late: Callable[[int], float], iterations: int) -> list[ReplicaSums]:
-    """Replicas in threads; the last of them comes so much later to each iteration's first sum."""
+def trained(mode: str, late_s: float, iterations: int, late_to: int = 0) -> list[ReplicaSums]:
+    """Replicas in threads; the last of them comes so much later to one of each iteration's two sums."""
     shared = Rendezvous(RANKS)
     sums = [ReplicaSums(Member(shared, index, RANKS, 1e-6), mode) for index in range(RANKS)]
     wrong: list[BaseException] = []
 
     def replica(index: int) -> None:
         try:
-            for iteration in range(iterations):
-                if index == RANKS - 1:
-                    time.sleep(late(iteration))
-                for measures in (True, False):
-                    values = [torch.full((20_000,), float(index + 1)), torch.full((3,), float(index))]
-                    sums[index].sum_up(values, measures=measures)
-                    assert torch.equal(values[0], torch.full((20_000,), 10.0))
-                    assert torch.equal(values[1], torch.full((3,), 6.0))
+            for place in (0, 1) * iterations:
+                if (index, place) == (RANKS - 1, late_to):
+                    time.sleep(late_s)
+                values = [torch.full((20_000,), float(index + 1)), torch.full((3,), float(index))]
+                sums[index].sum_up(values, place)
+                assert torch.equal(values[0], torch.full((20_000,), 10.0))
+                assert torch.equal(values[1], torch.full((3,), 6.0))
         except BaseException as error:
             wrong.append(error)
             shared.barrier.abort()
@@ -95,19 +94,23 @@ def trained(mode: str, late: Callable[[int], float], iterations: int) -> list[Re
     return sums
 
 
-def test_auto_uses_the_delay_of_a_replica_that_is_always_last_and_only_that(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    sums = trained("auto", lambda iteration: 0.5, 6)
+@pytest.mark.parametrize("place", [0, 1])
+def test_auto_uses_the_delay_of_a_replica_that_is_always_last_and_only_that(
+    place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "adaptra_megatron")
+    sums = trained("auto", 0.5, 6, late_to=place)
     assert all(each.used == sums[0].used for each in sums), "replicas decide differently"
-    assert sums[0].used["stock"] == 6 + PERSISTENT, "the sums behind the first, and all until the delay is sure"
+    assert sums[0].used["stock"] == 6 + PERSISTENT, "the other sums, and all until the delay is sure"
     assert sums[0].used["stragglar"] + sums[0].used["hidden"] == 6 - PERSISTENT
     (line,) = caplog.messages
+    assert f"gradients of bucket {place} " in line
     assert "replica 3 of 4 comes" in line
 
 
 @pytest.mark.parametrize("mode", ["stragglar", "hidden"])
 def test_what_is_asked_for_runs(mode: str) -> None:
-    sums = trained(mode, lambda iteration: 0.0, 2)
+    sums = trained(mode, 0.0, 2)
     assert [each.used for each in sums] == [{mode: 4}] * RANKS
 
 

@@ -262,7 +262,8 @@ def refuse_arguments(arguments: Any) -> None:
     `refuse_unsupported` looks again at what came of them, in the first iteration.
     """
     mode = getattr(arguments, "adaptra_gradient_sync", "stock")
-    if mode != "stock" and getattr(arguments, "use_distributed_optimizer", False):
+    instances = getattr(arguments, "num_distributed_optimizer_instances", None) or 1
+    if mode != "stock" and getattr(arguments, "use_distributed_optimizer", False) and instances == 1:
         refuse_sharded_gradients(mode)
     sync_mode = getattr(arguments, "adaptra_sync_mode", "ssgd")
     if sync_mode != "ssgd":
@@ -282,11 +283,12 @@ def refuse_arguments(arguments: Any) -> None:
 
 
 def refuse_sharded_gradients(mode: str) -> NoReturn:
-    """Raise UnsupportedFeatureError for --adaptra-gradient-sync beside a distributed optimizer."""
+    """Raise UnsupportedFeatureError for --adaptra-gradient-sync beside a single distributed optimizer."""
     raise UnsupportedFeatureError(
         f"--adaptra-gradient-sync {mode} does not run with the distributed optimizer (--use-distributed-optimizer): it "
         "reduces and scatters gradients and gathers parameters, so that the straggler must send and receive as much as "
-        "ever, and there is nothing to gain. Drop one of the two"
+        "ever, and there is nothing to gain. Drop one of the two; with several instances of it "
+        "(--num-distributed-optimizer-instances) their sums are made around the straggler"
     )
 
 

@@ -207,6 +207,9 @@ def test_a_distributed_optimizer_has_no_sums_to_make_around_a_straggler(stages: 
     parsed.use_distributed_optimizer = True
     with pytest.raises(UnsupportedFeatureError, match="--use-distributed-optimizer.*Drop one of the two"):
         refuse_arguments(parsed)
+    parsed.num_distributed_optimizer_instances = 2  # whose sums are
+    refuse_arguments(parsed)
+    parsed.num_distributed_optimizer_instances = 1
     parsed.adaptra_gradient_sync = "stock"
     refuse_arguments(parsed)
 

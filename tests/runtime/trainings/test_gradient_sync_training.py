@@ -61,22 +61,22 @@ def test_replicas_without_a_pipeline(tmp_path: Path, fork_server: ForkServer) ->
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("replicas", "flags"),
+    ("replicas", "ranks", "flags"),
     [
-        (4, ""),
-        (3, "--pipeline-model-parallel-size 2"),
-        (3, "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --bf16"),
-        (3, "--tensor-model-parallel-size 2"),
-        (2, "--pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2"),
+        (4, 4, ""),
+        (3, 6, "--pipeline-model-parallel-size 2"),
+        (3, 6, "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --bf16"),
+        (3, 6, "--tensor-model-parallel-size 2"),
+        (2, 4, "--pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2"),
+        (6, 6, "--use-distributed-optimizer --num-distributed-optimizer-instances 3"),
     ],
-    ids=["4 replicas", "pipeline", "untied bf16", "tensor parallel", "chunks of 2 replicas"],
+    ids=["4 replicas", "pipeline", "untied bf16", "tensor parallel", "chunks of 2 replicas", "3 instances"],
 )
-def test_layouts(replicas: int, flags: str, tmp_path: Path, fork_server: ForkServer) -> None:
+def test_layouts(replicas: int, ranks: int, flags: str, tmp_path: Path, fork_server: ForkServer) -> None:
     ways = {
         "stragglar": f"{BUCKETS} {SUMS} stragglar",
         "stragglar, at the end": f"{SUMS} stragglar",
         "hidden": f"{BUCKETS} {SUMS} hidden",
     }
     used = {name: name.partition(",")[0] for name in ways}
-    ranks = replicas if flags == "" else 2 * replicas
     check(replicas, flags, ways, tmp_path, fork_server, ranks=ranks, used=used)
