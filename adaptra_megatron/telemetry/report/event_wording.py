@@ -77,7 +77,7 @@ def event_text(event: Event) -> tuple[str, str]:
     if isinstance(event, RunEnded):
         return "The run ended", event.reason
     assert isinstance(event, RunStarted)
-    return "The run started", event.host
+    return "The run started", f"on {event.host}" if event.host else ""
 
 
 def _state(event: LinkDetection | StageDetection) -> str:
