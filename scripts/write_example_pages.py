@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes pages of made-up runs, for `make test-pages` to look at: PYTHONPATH=tests scripts/write_example_pages.py OUT
 
-OUT/report.html: a link turns slow, a plan answers, a cell is slow. OUT/damaged.html: the same without some of its files.
+OUT/report.html: a link turns slow, a plan answers, a cell is slow. OUT/damaged.html: that, with files missing.
 OUT/long.html: a long run that is slow again and again. OUT/lost.html: a rank of three replicas dies. OUT/analysis.html:
 what would help. OUT/plan.html: the orders of a plan.
 """

@@ -249,7 +249,7 @@ def test_a_run_without_events_still_tells_its_story(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("traced", [(), (5, 9)], ids=["nothing", "two"])
 def test_a_run_of_which_only_what_was_asked_for_was_traced(tmp_path: Path, traced: tuple[int, ...]) -> None:
-    """The log has the time of every iteration: the story is told all the same, but for what only a trace can know."""
+    """The log has the time of every iteration, so the page lacks only what a trace alone can know."""
     slow, planned = Iteration(delay_s=2.0), Iteration(delay_s=1.0, split=True)
     write_run(tmp_path, [Iteration()] * 4 + [slow] * 2 + [planned] * 4, traced=traced)
     reason = {"before": "healthy", "after": "slow", "reason": "a message takes 2 s", "since_iteration": 4}

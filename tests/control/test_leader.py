@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the leading rank does with everybody's measurements."""
+"""What the leading rank does with the measurements of all ranks."""
 
 from __future__ import annotations
 

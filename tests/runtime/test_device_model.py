@@ -111,8 +111,8 @@ class TestTransfers:
 
     def test_a_collective_begins_when_all_members_have(self) -> None:
         def program(seconds: float) -> list[Call]:
-            everybody = Communicator("all")
-            return [Compute("a", seconds), Collective("a", everybody, 3, 1.0, "all")]
+            all_ranks = Communicator("all")
+            return [Compute("a", seconds), Collective("a", all_ranks, 3, 1.0, "all")]
 
         outcome = run(ONE, program(1.0), program(2.0), program(4.0))
         assert [ends(outcome, stage)["all"] for stage in range(3)] == [5.0] * 3

@@ -126,7 +126,8 @@ def headline(findings: Sequence[PartFinding]) -> str:
 
 def _lost(finding: PartFinding) -> list[str]:
     """The ranks, in words, with whose deaths a part began."""
-    return [rank for found in finding.part.beginning if isinstance(found.event, RanksLost) for rank in found.event.ranks]
+    events = (found.event for found in finding.part.beginning)
+    return [rank for event in events if isinstance(event, RanksLost) for rank in event.ranks]
 
 
 def _settled(findings: Sequence[PartFinding]) -> PartFinding:

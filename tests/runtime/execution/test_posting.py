@@ -107,7 +107,7 @@ class TestOtherRules:
             assert outcome.deadlock is None
 
     def test_one_wait_is_enough_for_receives_that_are_posted_ahead(self) -> None:
-        """Of stage 0, which has asked for a gradient, before it launches the forward that this is made from."""
+        """Stage 0 has asked for a gradient before it launches the forward that this is made from."""
         programs = recorded(SMALLEST, LookAhead)
         first = next(index for index, call in enumerate(programs[0]) if isinstance(call, Compute))
         programs[0].insert(first, DeviceWait())
@@ -174,7 +174,7 @@ class TestSizesThatVary:
 
         class NotBeforeSends(Inbox):
             def post_before_send(self, step: Any) -> None:
-                """Nothing."""
+                """Post nothing: receives wait until they are needed."""
 
         for rule, deadlocks in ((Inbox, False), (NotBeforeSends, True)):
             ruled = dataclasses.replace(job, inbox=rule)
@@ -258,7 +258,7 @@ def test_cases_are_what_they_are_meant_to_be() -> None:
 
 
 def reduces_within_backwards(case: Case) -> bool:
-    """Whether the first stage launches a reduction between two transfers."""
+    """Return whether the first stage launches a reduction between two transfers."""
     calls = case.job.record(0)
     kinds = ["reduction" if getattr(call, "communicator", Communicator("")).of_stage else "" for call in calls]
     transfers = [index for index, call in enumerate(calls) if isinstance(call, Transfers)]

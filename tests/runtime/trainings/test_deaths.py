@@ -54,7 +54,7 @@ class Case:
     layout: Layout
     deaths: tuple[str, ...]
     slow: bool = True
-    """Whether what it has of its own is covered by the others: it tells where to look when one fails."""
+    """True of a case that others cover: it tells where to look when one of them fails."""
 
 
 CASES = (

@@ -55,7 +55,7 @@ def _why_host(job: Job, thread: Thread) -> tuple[str, Thread | Work | None]:
 
 
 def _has_come(job: Job, call: Transfers | Collective, rank: Rank, peer: Rank) -> bool:
-    """Whether `peer` is not awaited by `rank` for any connection of `call`."""
+    """Return whether `peer` is not awaited by `rank` for any connection of `call`."""
     key = call.communicator.key(rank)
     if isinstance(call, Collective):
         return peer in job.connecting[key, "all"] or call.communicator.key(peer) != key

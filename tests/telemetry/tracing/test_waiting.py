@@ -83,7 +83,7 @@ def test_what_another_replica_is_to_send_is_no_delay_of_this_pipeline() -> None:
     assert [flight.micro_batch for flight in analysis.flights()] == [0]
 
 
-def test_a_message_that_nobody_waited_for_counts_only_if_its_arrival_is_known() -> None:
+def test_a_message_that_was_not_waited_for_counts_only_if_its_arrival_is_known() -> None:
     records = [ActionRecord(0, 0, "F", 0, 0, 0.0, 0.0, 2.0), ActionRecord(0, 1, "F", 0, 0, 5.0, 5.0, 7.0)]
     assert IterationAnalysis(records).flights() == []
     (flight,) = IterationAnalysis(records, [ArrivalRecord(0, 0, 1, "F", 0, 0, 3.0)]).flights()

@@ -221,7 +221,7 @@ def measured(make: Make) -> None:
     once."""
     transport = make()
     peer, randomness = 1 - dist.get_rank(), random.Random(dist.get_rank())
-    transport.measure(peer)  # nothing has been sent: nobody knows what a usual message is
+    transport.measure(peer)  # nothing has been sent: the size of a usual message is not known
     assert not transport.take_probes()
     on(transport, Path.DEVICE)
     exchange(transport, 0)
@@ -253,7 +253,7 @@ def _measure_in_peace(transport: HostTransport, path: Path) -> None:
     peer, found = 1 - dist.get_rank(), []
     transport.measure(peer)
     transport.measure(peer)  # once is enough: they go one after the other
-    until(lambda: bool(found.extend(transport.take_probes()) or found), f"nobody measures the {path.value} path")
+    until(lambda: bool(found.extend(transport.take_probes()) or found), f"no probe measured the {path.value} path")
     assert [(probe.peer, probe.path) for probe in found] == [(peer, path)] * PathSettings.measuring_probes
     sent_s = [probe.sent_s for probe in found]
     assert sent_s == sorted(sent_s)

@@ -72,7 +72,7 @@ def flush(transport: Transport, within_s: float = 20.0) -> None:
 
 
 def no_more(held: Mapping[str, int], before: Mapping[str, int]) -> bool:
-    """Whether nothing has grown. Some goes late: connections of rank 0's store, once their other ends have gone."""
+    """Return whether nothing has grown. Connections of rank 0's store go late, once their other ends have gone."""
     return all(held[what] <= before[what] for what in before)
 
 
