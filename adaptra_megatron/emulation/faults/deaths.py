@@ -13,14 +13,12 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from adaptra_megatron.emulation.faults.compute import EmulationError
+from adaptra_megatron.emulation.faults.compute import EmulationError, Function
 from adaptra_megatron.job.membership import START_VARIABLE, MembershipRecords
 
 if TYPE_CHECKING:
-    import torch
-
     from adaptra_megatron.runtime.megatron.computation import StageComputation
 
 ARRIVES_S, _LOOKS_S = 150.0, 0.05
@@ -175,26 +173,15 @@ class _MortalComputation:
     """A StageComputation in which a rank may die."""
 
     def __init__(self, computation: StageComputation, deaths: Deaths) -> None:
-        self._computation, self._deaths = computation, deaths
+        self.forward = _after(deaths.action, computation.forward)
+        self.backward = _after(deaths.action, computation.backward)
+        self.weight_gradient = _after(deaths.action, computation.weight_gradient)
 
-    def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
-        self._deaths.action()
-        return self._computation.forward(chunk, micro_batch, input_tensor)
 
-    def backward(
-        self,
-        chunk: int,
-        micro_batch: int,
-        input_tensor: torch.Tensor | None,
-        output_tensor: torch.Tensor,
-        output_gradient: torch.Tensor | None,
-        *,
-        split: bool,
-    ) -> torch.Tensor | None:
-        self._deaths.action()
-        tensors = (input_tensor, output_tensor, output_gradient)
-        return self._computation.backward(chunk, micro_batch, *tensors, split=split)
+def _after(action: Callable[[], None], operation: Function) -> Function:
+    @functools.wraps(operation)
+    def run(*given: Any, **named: Any) -> Any:
+        action()
+        return operation(*given, **named)
 
-    def weight_gradient(self, chunk: int, micro_batch: int) -> None:
-        self._deaths.action()
-        self._computation.weight_gradient(chunk, micro_batch)
+    return cast("Function", run)

@@ -28,7 +28,7 @@ from adaptra_megatron.runtime.execution.inbox import Inbox
 from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import one_f_one_b, stock_order
-from adaptra_megatron.schedule.costs import Costs, uniform_costs
+from adaptra_megatron.schedule.costs import Costs, uniform_costs_for
 from adaptra_megatron.schedule.weight_delays import split_backward
 
 ONE_QUEUE, MANY_QUEUES = Device(queues=1), Device(queues=10_000)
@@ -37,14 +37,7 @@ SERIAL = Device(queues=1, serial=True)
 
 
 def costs_of(schedule: Schedule) -> Costs:
-    return uniform_costs(
-        schedule.stages,
-        schedule.micro_batches,
-        chunks=schedule.chunks,
-        forward_s=1.0,
-        backward_input_s=1.0,
-        backward_weight_s=1.0,
-    )
+    return uniform_costs_for(schedule)
 
 
 def whole(*orders: str) -> Schedule:

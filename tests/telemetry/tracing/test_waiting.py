@@ -11,7 +11,7 @@ from support.schedules import named_schedules, random_schedules
 
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.classic import one_f_one_b
-from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
+from adaptra_megatron.schedule.costs import LinkCost, uniform_costs, uniform_costs_for
 from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
 from adaptra_megatron.telemetry.tracing.waiting import Cause, CauseKind, IterationAnalysis, Phase, idle_seconds
 
@@ -115,15 +115,7 @@ def _played(schedule: Schedule, latencies_s: dict[tuple[int, int], float], backw
         for (source, target), seconds in latencies_s.items()
         if max(source, target) < schedule.stages and source != target
     }
-    costs = uniform_costs(
-        schedule.stages,
-        schedule.micro_batches,
-        chunks=schedule.chunks,
-        forward_s=1.0,
-        backward_input_s=backward_s,
-        backward_weight_s=0.5,
-        links=links,
-    )
+    costs = uniform_costs_for(schedule, backward_input_s=backward_s, backward_weight_s=0.5, links=links)
     return played(schedule, costs, start_s=100.0)
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from host_ranks import ANY, all_agree, exchange
-from transport_checks import CPU, activation, content, expect, flush, host_transport, until
+from transport_checks import CPU, activation, content, expect, flush, host_transport, run_scenarios, until
 
 from adaptra_megatron.transport._ring import die_with_parent
 from adaptra_megatron.transport.delegate.supervisor import Supervisor
@@ -418,11 +418,7 @@ def main(transport_name: str, names: list[str]) -> None:
         transport.describe(ANY)
         return transport
 
-    scenarios = {scenario.__name__: scenario for scenario in SCENARIOS}
-    for name in names:
-        scenarios[name](make)
-        dist.barrier()
-    dist.destroy_process_group()
+    run_scenarios(SCENARIOS, names, make)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_usage import sleeper, usage
-from transport_checks import CPU, MEBIBYTE, activation, content, expect, flush, gradient, host_transport, no_more, until
+from transport_checks import (
+    CPU,
+    MEBIBYTE,
+    activation,
+    content,
+    expect,
+    flush,
+    gradient,
+    host_transport,
+    no_more,
+    run_scenarios,
+    until,
+)
 
 from adaptra_megatron.authentication.handshake import ANSWER_NBYTES, CHALLENGE_NBYTES
 from adaptra_megatron.transport.delegate.heartbeat import INTERVAL_S
@@ -545,11 +557,7 @@ def main(path: str, names: list[str]) -> None:
         transport.describe(ANY)
         return transport
 
-    scenarios = {scenario.__name__: scenario for scenario in SCENARIOS}
-    for name in names:
-        scenarios[name](make)
-        dist.barrier()
-    dist.destroy_process_group()
+    run_scenarios(SCENARIOS, names, make)
 
 
 if __name__ == "__main__":

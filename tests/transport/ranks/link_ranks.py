@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transport_checks import CPU, content, expect, flush, no_more, until
+from transport_checks import CPU, content, expect, flush, no_more, run_scenarios, until
 
 from adaptra_megatron.job.control_store import MOST_SPARE, ControlStore
 from adaptra_megatron.job.gathering import gather_layout
@@ -372,11 +372,7 @@ def main(transport_name: str, names: list[str]) -> None:
         transport.describe(ANY)
         return transport
 
-    scenarios = {scenario.__name__: scenario for scenario in SCENARIOS}
-    for name in names:
-        scenarios[name](make)
-        dist.barrier()
-    dist.destroy_process_group()
+    run_scenarios(SCENARIOS, names, make)
 
 
 if __name__ == "__main__":
