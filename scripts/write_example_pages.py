@@ -30,7 +30,7 @@ from adaptra_megatron.telemetry.events.events import (
     SwitchMeasured,
 )
 
-REASON = "a message of 4 MiB takes 2000 ms, before 0.5 ms; told by nearly all messages of the iteration alike"
+REASON = "a message of 4 MiB takes 2000 ms, before 0.5 ms; seen in nearly all messages of the iteration alike"
 LOST = RanksLost(
     epoch=1,
     ranks={"rank 4 (stage 1 of replica 1 on node7)": "was ended by SIGKILL"},

@@ -66,7 +66,9 @@ def test_floors_import_from_those_below() -> None:
         and floor[str(here)] < floor[str(there)]
     ]
     assert not upwards
-    rooms = {file.stem for file in (ROOT / PACKAGE).iterdir() if file.suffix == ".py" or (file / "__init__.py").exists()}
+    rooms = {
+        file.stem for file in (ROOT / PACKAGE).iterdir() if file.suffix == ".py" or (file / "__init__.py").exists()
+    }
     assert rooms - set(floor) == {"__init__"}, "a room without a floor"
 
 

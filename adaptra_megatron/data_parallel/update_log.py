@@ -79,7 +79,7 @@ class UpdateLog:
             self._add([_BEGUN, self._own])
 
     def hand_in(self, gradient: Gradient) -> None:
-        """Say that this replica has one; what comes of it is told by `next`. Raises SilentStoreError."""
+        """Say that this replica has one; `next` returns what comes of it. Raises SilentStoreError."""
         if self._leads:
             self._add([_ARRIVED, self._own, *gradient])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The leading rank decides on orders and paths together: a job of two replicas of two stages, told by what would be
+"""The leading rank decides on orders and paths together: a job of two replicas of two stages, given what would be
 measured of it."""
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class _Partial:
 
 
 class Outcome(NamedTuple):
-    """What a receiver hears."""
+    """What a receiver gets."""
 
     kind: str
     sequence: int

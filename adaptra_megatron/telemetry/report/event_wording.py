@@ -27,7 +27,7 @@ from adaptra_megatron.telemetry.report.wording import duration
 
 _WHAT = re.compile(r"^((?:link|stage) .*since iteration \d+|link .* takes the \w+ path)\b.*")
 """Matches a reason: what was found or chosen, and why."""
-_BEHIND = ("told by", "the link carries", "a message costs")
+_BEHIND = ("seen in", "the link carries", "a message costs")
 """First words of further parts of such a reason."""
 
 

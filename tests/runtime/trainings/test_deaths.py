@@ -280,7 +280,7 @@ MEASURED = "--adaptra --adaptra-reroute all --adaptra-host-transport shm --emula
 
 
 def of_kind(kind: type, run: Path) -> list[Any]:
-    """Events of a run, with the iterations that they were told in."""
+    """Events of a run, with the iterations that they were logged in."""
     return [found for found in read_events(run) if isinstance(found.event, kind)]
 
 

@@ -81,14 +81,15 @@ def write_events(directory: Path, events: Sequence[tuple[Event, int]], *, ended:
     _write_log(directory, 0, start, [*events, *last])
 
 
-def write_replicas(directory: Path, replicas: int, events: Sequence[tuple[Event, int]]) -> None:
-    """Logs of a job of some replicas that outlives its ranks: rank r of the first stage is of replica r, and rank 0
-    says all."""
+def write_replicas(
+    directory: Path, replicas: int, events: Sequence[tuple[Event, int]], *, reroute: str = "failures"
+) -> None:
+    """Logs of a job of some replicas: rank r of the first stage is of replica r, and rank 0 says all."""
     for rank in range(replicas):
         start = RunStarted(
             layout={"stages": STAGES, "world_size": replicas * STAGES, "replica": rank},
             versions={},
-            config={"reroute": "failures"},
+            config={"reroute": reroute},
         )
         _write_log(directory, rank, start, events if not rank else ())
 
