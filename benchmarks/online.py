@@ -51,7 +51,7 @@ class Case:
     random: bool
     host_path: bool
     iterations: int
-    """That are timed, after one that is not."""
+    """Number of iterations that are timed, after one that is not."""
 
     def costs(self, latency_ms: float) -> Costs:
         cost = LinkCost(latency_ms / 1e3)

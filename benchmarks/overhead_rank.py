@@ -136,10 +136,10 @@ def main(request: dict[str, Any], report: Path) -> None:
     for number in range(request["rounds"]):
         for mode in MODES if number % 2 == 0 else MODES[::-1]:
             found.append(run(mode, request))
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, found)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, found)
     if dist.get_rank() == 0:
-        report.write_text(json.dumps(everybody))
+        report.write_text(json.dumps(gathered))
     leave_job()
 
 

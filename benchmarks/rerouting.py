@@ -71,7 +71,7 @@ class Layout:
 
 
 def layout_of(text: str) -> Layout:
-    """That of D4xP2xM16 or D2xP2xM12xT2."""
+    """The layout that text such as D4xP2xM16 or D2xP2xM12xT2 stands for."""
     found = re.fullmatch(r"D(\d+)xP(\d+)xM(\d+)(?:xT(\d+))?", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not as D4xP2xM16 or D2xP2xM12xT2")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds what a run's event log says against the story that the run was told: nothing missed, nothing made up."""
+"""Holds what a run's event log says against the fault scenario of the run: nothing missed, nothing made up."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOLD_PRECISELY_WITHIN = 8
 PLANNED_WITHIN = 4
 """Iterations from the measurements that a plan was made of to the switch."""
 MESSAGE_NBYTES = 32 * 16 * 4
-"""Size of the messages that findings are told for: `Campaign.arguments` says how wide the network and how long its
+"""Size of the messages that findings report: `Campaign.arguments` says how wide the network and how long its
 sequences are."""
 SAVES_MEMORY = "activations instead of"
 """A plan that is as fast and holds much less is reason enough for itself."""

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes pages of made-up runs, for `make test-pages` to look at: PYTHONPATH=tests scripts/write_example_pages.py OUT
 
-OUT/report.html: a link turns slow, a plan answers, a rank dies. OUT/damaged.html: the same without some of its files.
-OUT/long.html: a long run that is slow again and again. OUT/analysis.html: what would help.
+OUT/report.html: a link turns slow, a plan answers, a cell is slow. OUT/damaged.html: that, with files missing.
+OUT/long.html: a long run that is slow again and again. OUT/lost.html: a rank of three replicas dies. OUT/analysis.html:
+what would help. OUT/plan.html: the orders of a plan.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from support.made_up.runs import Iteration, write_events, write_run
+from support.made_up.runs import Iteration, write_events, write_replicas, write_run
+from support.processes import REPOSITORY
 
 from adaptra_megatron.cli.main import main as adaptra
 from adaptra_megatron.telemetry.events.events import (
@@ -23,25 +25,39 @@ from adaptra_megatron.telemetry.events.events import (
     PathChanged,
     PlanMade,
     PlanSwitched,
+    RanksLost,
     RoutesChosen,
     SwitchMeasured,
 )
 
-REASON = "a message of 4 MiB takes 2000 ms, before 0.5 ms; told by nearly all messages of the iteration alike"
+REASON = "a message of 4 MiB takes 2000 ms, before 0.5 ms; seen in nearly all messages of the iteration alike"
+LOST = RanksLost(
+    epoch=1,
+    ranks={"rank 4 (stage 1 of replica 1 on node7)": "was ended by SIGKILL"},
+    dead_cells=["1.1"],
+    live=8,
+    seconds=0.75,
+    moved=((1, 1, 0, 3), (1, 1, 2, 3)),
+)
 
 
 def main(out: Path) -> int:
     shutil.rmtree(out / "runs", ignore_errors=True)
-    run, long = out / "runs" / "gpt-7b", out / "runs" / "long"
+    run, long, lost = (out / "runs" / name for name in ("gpt-7b", "long", "lost"))
     slow, planned = Iteration(delay_s=2.0), Iteration(delay_s=1.0, split=True)
     write_run(run, [Iteration()] * 8 + [slow] * 4 + [planned] * 8 + [Iteration(split=True)] * 6)
     write_events(run, events(), ended=False)
     write_run(long, ([Iteration()] * 14 + [slow] * 10) * 12)
+    for replica in range(3):
+        write_run(lost, [Iteration()] * (4 if replica == 1 else 9), first_rank=replica, ranks_apart=3)
+    write_replicas(lost, 3, [(LOST, 4)])
     status = 0
     for name, directory, command, option in (
         ("report", run, "report", "-o"),
         ("long", long, "report", "-o"),
+        ("lost", lost, "report", "-o"),
         ("analysis", run, "analyze", "--html"),
+        ("plan", REPOSITORY / "examples" / "costs.json", "plan", "--html"),
     ):
         status |= adaptra([command, str(directory), option, str(out / f"{name}.html")])
     damaged = out / "runs" / "damaged"

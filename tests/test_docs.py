@@ -96,7 +96,7 @@ def test_names_that_are_not_there_are_told() -> None:
 
 
 def is_there(dotted: str) -> bool:
-    """Whether the source has a module of this name, or one with such a name in it, or in one of its classes."""
+    """Return whether the source has a module of this name, or one with such a name in it, or in one of its classes."""
     if (REPOSITORY / dotted).is_file():  # adaptra_megatron.pth
         return True
     parts = dotted.split(".")

@@ -54,7 +54,7 @@ def test_messages_that_are_explained_are_in_the_code(name: str) -> None:
     assert not unknown
 
 
-def test_messages_that_nobody_has_are_told() -> None:
+def test_messages_that_the_code_lacks_are_named() -> None:
     assert is_in_the_code("the delegate ended by signal SIGKILL")
     assert is_in_the_code("stage N has closed its end")
     assert not is_in_the_code("stage N has opened its end")
@@ -62,14 +62,14 @@ def test_messages_that_nobody_has_are_told() -> None:
 
 
 def is_in_the_code(message: str) -> bool:
-    """Whether the words between placeholders are, in order; in runs, as one text may be put into another."""
+    """Return whether the code has the words between placeholders, in order and in runs: texts are put into others."""
     for said_by_others in OTHERS:
         message = message.replace(said_by_others, "")
     return all(covered(piece.split()) for piece in BETWEEN.split(message))
 
 
 def covered(words: list[str]) -> bool:
-    """Whether `words` are runs of words that texts have, and at most one of the runs is a single word."""
+    """Return whether `words` are runs of words that texts have, and at most one of the runs is a single word."""
     first = single = 0
     while first < len(words):
         lengths = range(len(words) - first, 0, -1)

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = "adaptra_megatron"
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    {"log", "sparing_log", "child_process", "schedule", "detector"},
+    {"log", "sparing_log", "child_process", "routable_data", "post_import", "schedule", "detector"},
     {"authentication"},
     {"job"},
     {"launch"},
@@ -22,6 +22,7 @@ FLOORS = (
     {"telemetry"},
     {"config", "given"},
     {"control"},
+    {"epochs"},
     {"runtime"},
     {"patches"},
     {"bootstrap", "enabling", "auto", "emulation"},
@@ -65,6 +66,10 @@ def test_floors_import_from_those_below() -> None:
         and floor[str(here)] < floor[str(there)]
     ]
     assert not upwards
+    rooms = {
+        file.stem for file in (ROOT / PACKAGE).iterdir() if file.suffix == ".py" or (file / "__init__.py").exists()
+    }
+    assert rooms - set(floor) == {"__init__"}, "a room without a floor"
 
 
 @pytest.mark.parametrize("within", [f"{PACKAGE}.{each}" for each in ("transport", "runtime", "emulation", "telemetry")])

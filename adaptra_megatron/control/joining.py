@@ -101,7 +101,7 @@ def _joined(sent: _End, received: _End | None, path: Path, rendezvous: bool) -> 
 
 
 def _add_probes(links: dict[LinkId, LinkSample], measurements: Sequence[StageMeasurement]) -> None:
-    """What was told of paths by other means than their messages."""
+    """What is known of paths by other means than their messages."""
     offset_s = {(measurement.pipeline, measurement.stage): measurement.clock_offset_s for measurement in measurements}
     for measurement in measurements:
         pipeline, stage, own_offset_s = measurement.pipeline, measurement.stage, measurement.clock_offset_s

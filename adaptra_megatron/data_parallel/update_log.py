@@ -86,7 +86,7 @@ class UpdateLog:
             self._add([_BEGUN, self._own])
 
     def hand_in(self, gradient: Gradient) -> None:
-        """Say that this replica has one; what comes of it is told by `next`. Raises SilentStoreError."""
+        """Say that this replica has one; `next` returns what comes of it. Raises SilentStoreError."""
         with self._changed:
             self._handed_in += 1
             self._changed.notify_all()

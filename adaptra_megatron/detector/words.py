@@ -25,7 +25,7 @@ def size(nbytes: float) -> str:
 
 
 def change_in_words(what: str, change: Change, state_since: int) -> str:
-    """Such as `a message of 4 MiB takes 32 ms, before 2 ms (baseline of 20 iterations: 2 ms); told by ...`.
+    """Such as `a message of 4 MiB takes 32 ms, before 2 ms (baseline of 20 iterations: 2 ms); seen in ...`.
 
     `state_since`: the iteration since when the state is what the finding says, which is not said again.
     """
@@ -34,7 +34,7 @@ def change_in_words(what: str, change: Change, state_since: int) -> str:
     text = f"{what} takes {seconds(change.level_s)}{again}{since}, before {seconds(change.previous_s)}"
     if State.SLOW in (change.before, change.state):
         text += f" ({_baseline_in_words(change.baseline)})"
-    return f"{text}; told by {change.evidence}"
+    return f"{text}; seen in {change.evidence}"
 
 
 def _baseline_in_words(baseline: Level) -> str:

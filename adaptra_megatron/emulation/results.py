@@ -45,7 +45,7 @@ class TrainingResult:
     plans: list[tuple[int, str]] = field(default_factory=list)
     """Per iteration: the number of the plan, and a fingerprint of its schedule; empty without adaptra."""
     path_flaps: int = 0
-    """How often a link of this rank was told to prefer the other path."""
+    """How often a link of this rank was set to prefer the other path."""
     compute: dict[str, float] = field(default_factory=dict)
     """`ComputeCounts` of the emulated compute; empty without it."""
     lateness_s: list[float] = field(default_factory=list)

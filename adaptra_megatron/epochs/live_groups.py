@@ -276,37 +276,30 @@ class LiveGroups:
             self.check()
             return Pending(self, launch(self.native(group, device)))
         if renewed:
-            return self._unless_stale(launch, group, device)
+            while not self.stale and not self._done(launch, group, device):
+                pass
+            return Done()
         place = f"{self._key(group)}/{self._commits}/{group.operations}"
         group.operations += 1
         before = [output.clone() for output in outputs]
-        while not self._known(place, outputs):
-            try:
-                self.check()
-                self.wait_for(launch(self.native(group, device)))
-                break
-            except Exception as cause:
-                if not is_communication(cause):
-                    raise
-                assert self._recover is not None
-                self._recover(cause)
+        while not self._known(place, outputs) and not self._done(launch, group, device):
             for output, given in zip(outputs, before, strict=True):
                 output.copy_(given)
         self._keep(place, outputs)
         return Done()
 
-    def _unless_stale(self, launch: Callable[[Any], Any], group: LiveGroup, device: torch.device) -> Work:
-        while not self.stale:
-            try:
-                self.check()
-                self.wait_for(launch(self.native(group, device)))
-                break
-            except Exception as cause:
-                if not is_communication(cause):
-                    raise
-                assert self._recover is not None
-                self._recover(cause)
-        return Done()
+    def _done(self, launch: Callable[[Any], Any], group: LiveGroup, device: torch.device) -> bool:
+        """Carry an operation outside of calls out; False if it lost a member, and the next epoch has begun."""
+        try:
+            self.check()
+            self.wait_for(launch(self.native(group, device)))
+        except Exception as cause:
+            if not is_communication(cause):
+                raise
+            assert self._recover is not None
+            self._recover(cause)
+            return False
+        return True
 
     def wait_for(self, work: Any) -> None:
         """Wait for torch's handle. Raises EpochEndedError once the set of live ranks has changed, RuntimeError after

@@ -73,7 +73,7 @@ class ControlStore:
         return SealedStore(store, self.secret, f"{self._prefix}/{place}")
 
     def seal(self, place: str) -> Seal:
-        """That of the values of `place`."""
+        """The seal of the values of `place`."""
         return Seal(self.secret, f"{self._prefix}/{place}")
 
     def unsealed(self, place: str) -> Any:

@@ -55,9 +55,9 @@ def gather(mine: Entry, group: dist.ProcessGroup | None = None) -> list[Entry]:
     if not 0 < min(of_each) <= max(of_each) <= _MOST_NBYTES:
         raise RuntimeError(f"ranks hand in {of_each} bytes, of {_MOST_NBYTES} at most: install one release on all")
     padded = torch.frombuffer(bytearray(packet.ljust(max(of_each))), dtype=torch.uint8).to(device)
-    everybodys = [torch.empty_like(padded) for _ in ranks]
-    dist.all_gather(everybodys, padded, group=group)
+    gathered = [torch.empty_like(padded) for _ in ranks]
+    dist.all_gather(gathered, padded, group=group)
     try:
-        return [unpacked(entry.cpu().numpy().tobytes(), kind, _MOST_NBYTES) for entry in everybodys]
+        return [unpacked(entry.cpu().numpy().tobytes(), kind, _MOST_NBYTES) for entry in gathered]
     except ValueError as cause:
         raise RuntimeError(f"a rank hands in what is no {kind.__name__} of this release: {cause}") from cause

@@ -35,7 +35,7 @@ class Roster:
         self.start: Start | None = None
         """Known once all hosts have come."""
         self.membership: Membership | None = None
-        """That of the present epoch, with the start."""
+        """Membership of the present epoch, with the start."""
         self.outcome: Outcome | None = None
         self.hosts: dict[int, HostReport] = {}
         """Last reports, by node rank."""

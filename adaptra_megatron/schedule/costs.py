@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.placement import Placement, interleaved
 
 LEAST_RELEASED = -16.0
@@ -233,6 +234,27 @@ def uniform_costs(
         backward_s=None if backward_s is None else table(backward_s),
         shared_queue=shared_queue,
     )
+
+
+def uniform_costs_for(
+    schedule: Schedule,
+    *,
+    forward_s: float = 1.0,
+    backward_input_s: float = 1.0,
+    backward_weight_s: float = 1.0,
+    links: Mapping[tuple[int, int], LinkCost] | None = None,
+) -> Costs:
+    """Uniform costs of the stages, chunks, micro-batches and placement of `schedule`, without caps."""
+    costs = uniform_costs(
+        schedule.stages,
+        schedule.micro_batches,
+        chunks=schedule.chunks,
+        forward_s=forward_s,
+        backward_input_s=backward_input_s,
+        backward_weight_s=backward_weight_s,
+        links=links,
+    )
+    return costs.placed(schedule.placement)
 
 
 def released_per_stage(released: Released, stages: int) -> tuple[float, ...]:

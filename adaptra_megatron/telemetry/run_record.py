@@ -110,6 +110,11 @@ class RunRecord:
     """True where numbers of iterations are those that Megatron prints."""
 
     @property
+    def own_events(self) -> list[StampedEvent]:
+        """The events that are about the pipeline that is shown."""
+        return of_replica(self.ranks[0] if self.ranks else 0, self.events)
+
+    @property
     def stages(self) -> int:
         return self.stage_count or len(self.ranks)
 

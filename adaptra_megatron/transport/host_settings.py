@@ -30,7 +30,7 @@ class HostSettings:
     port_range: PortRange | None = None
     """TCP ports that tcp, verbs and lines listen on; None: any that are free."""
     bind: str | None = None
-    """That address itself, where it is the same for all stages: on one host."""
+    """The address itself, where it is the same for all stages: on one host."""
     lanes: int = 4
     """TCP connections per link; no more than either end has cores for."""
     rnics: tuple[str, ...] = ()

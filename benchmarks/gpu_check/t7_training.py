@@ -254,7 +254,7 @@ class Uncoalesced:
     """What a coalescing manager yields where each operation was waited for as it came."""
 
     def wait(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once: no work is under way."""
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ public:
     void begin_urgent(Waiters& own) { change(own, urgent_, own.urgent, +1); }
     void end_urgent(Waiters& own) { change(own, urgent_, own.urgent, -1); }
 
-    // Whether no other process has written into the words of the process that waits here.
+    // Returns whether no other process has written into the words of the process that waits here.
     bool intact(Waiters& own) const {
         const std::lock_guard<std::mutex> lock(own.mutex);
         return !own.spoilt && waiting_.load() == own.waiting && urgent_.load() == own.urgent;

@@ -73,7 +73,7 @@ struct FrameError : std::runtime_error {
 // cut into, and the message is what its shape and data type say and no larger than `max_message_nbytes`.
 void check_frame(const FrameHeader& header, std::uint64_t slot_nbytes, std::uint64_t max_message_nbytes);
 
-// Whether two frames belong to the same message as far as everything but their position in it goes.
+// Returns whether two frames belong to the same message as far as everything but their position in it goes.
 bool same_message(const FrameHeader& a, const FrameHeader& b);
 
 }  // namespace adaptra

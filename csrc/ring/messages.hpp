@@ -34,7 +34,7 @@ struct Event {
     FrameHeader header;           // of a message, or of a part of one; otherwise only `sequence` counts
     std::shared_ptr<Block> block;  // the message's bytes
     double arrived_s = 0.0;        // monotonic clock
-    // Of a part: where it is in the ring, and whose those slots are until they are released.
+    // Where a part is in the ring: it keeps these slots until they are released.
     std::uint64_t first_slot = 0;
     std::uint64_t slots = 0;
 };

@@ -64,7 +64,7 @@ public:
     }
     // Consumer: wait until there is a slot to take, or `poke` was called since `pokes` was `seen_pokes`.
     Outcome await_filled(std::uint64_t seen_pokes, double deadline_s, Wait manner);
-    // Whether `await_filled` would return at once.
+    // Returns whether `await_filled` would return at once.
     bool changed(std::uint64_t seen_pokes) const;
     // Between the two, filled slots wake only threads that wait urgently.
     void begin_urgent();

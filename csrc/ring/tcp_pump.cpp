@@ -24,7 +24,7 @@ struct Broken : std::runtime_error {
     throw Broken(std::string(doing) + ": " + std::generic_category().message(errno));
 }
 
-// Whether `socket` is ready for `events` by `deadline_s`.
+// Returns whether `socket` is ready for `events` by `deadline_s`.
 bool await(int socket, short events, double deadline_s) {
     pollfd waiting{socket, events, 0};
     const double left_s = std::max(0.0, std::min(kLook_s, deadline_s - monotonic_s()));

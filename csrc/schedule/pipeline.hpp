@@ -63,7 +63,7 @@ struct Problem {
         return std::any_of(links.begin(), links.end(), [](const Link& link) { return link.rendezvous; });
     }
 
-    // Whether anything can stand in front of computation.
+    // Returns whether anything can stand in front of computation.
     bool queue_matters() const { return shared_queue && has_rendezvous(); }
 
     int virtual_stages() const { return stages * chunks; }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However many strangers knock, and however fast: few of them wait at once, and nobody who is proven is sent away."""
+"""However many unauthenticated peers connect, and however fast: few wait at once, and no proven one is refused."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ async def until(condition: Callable[[], bool], otherwise: str) -> None:
     raise AssertionError(otherwise)
 
 
-async def nobody(purpose: Purpose, connection: socket.socket) -> None:
+async def refused_link(purpose: Purpose, connection: socket.socket) -> None:
     raise AssertionError("a stranger was let in")
 
 
 def test_a_burst_of_silent_strangers_does_not_pass_the_limit(listener: socket.socket) -> None:
     async def run() -> None:
-        acceptor = Acceptor(SECRET, TIMEOUT_S, nobody)
+        acceptor = Acceptor(SECRET, TIMEOUT_S, refused_link)
         with contextlib.ExitStack() as stack:
             strangers = 3 * MOST_UNPROVEN
             for _ in range(strangers):  # all wait in the backlog before the first is accepted

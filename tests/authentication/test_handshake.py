@@ -48,7 +48,7 @@ def connecting(secret: bytes = SECRET, timeout_s: float = 5.0) -> Peer:
 
 
 def saying(what: bytes, *, after: int = 0) -> Peer:
-    """Somebody who reads `after` bytes, says `what` and leaves. Returns what was read and what came afterwards."""
+    """A peer that reads `after` bytes, says `what` and leaves. Returns what was read and what came afterwards."""
 
     async def peer(connection: socket.socket) -> tuple[bytes, bytes]:
         loop = asyncio.get_running_loop()

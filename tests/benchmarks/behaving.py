@@ -58,7 +58,7 @@ def garbage(report: Report) -> None:
 
 
 def silent(report: Report) -> None:
-    """Nothing at all."""
+    """Report nothing at all."""
 
 
 def fail_slowly(report: Report) -> None:

@@ -238,7 +238,7 @@ def test_strangers_are_answered_by_a_challenge_alone() -> None:
         threading.Thread(target=_challenge, args=(listener,), daemon=True).start()
         assert flood([port], [], 0.3) > 10
         listener.shutdown(socket.SHUT_RDWR)
-    assert flood([port], ["@adaptra-none"], 0.1) == 0, "who finds nobody"
+    assert flood([port], ["@adaptra-none"], 0.1) == 0, "no one listens there"
 
 
 def _challenge(listener: socket.socket) -> None:

@@ -63,7 +63,7 @@ def without(event: Event) -> list[StampedEvent]:
     return [entry for entry in LOG if entry.event is not event]
 
 
-def test_an_onset_that_nobody_found() -> None:
+def test_an_onset_that_was_not_found() -> None:
     missed, unexplained = check_story(STORY, without(SLOW))
     assert missed.startswith("missed: iteration 10: link 1->2 turns slow")
     assert "said to be healthy" in missed
@@ -77,7 +77,7 @@ def test_an_onset_that_was_found_late() -> None:
     assert "by iteration 13" in missed
 
 
-def test_a_recovery_that_nobody_found() -> None:
+def test_a_recovery_that_was_not_found() -> None:
     missed, _ = check_story(STORY, without(HEALTHY))
     assert missed.startswith("missed: iteration 20: link 1->2 heals")
     assert "by iteration 40" in missed
@@ -110,7 +110,7 @@ def test_so_is_a_plan_for_what_was_measured_then() -> None:
     assert len(check_story(STORY, log)) == 1
     assert check_story(STORY, log, busy=[39]) == []
     assert len(check_story(STORY, log, busy=[37, 43])) == 1
-    assert len(check_story(STORY, [*LOG, at(42, switch(4))], busy=[42])) == 1, "nobody made it"
+    assert len(check_story(STORY, [*LOG, at(42, switch(4))], busy=[42])) == 1, "no stage made it"
 
 
 def test_a_switch_to_a_plan_that_was_turned_down() -> None:

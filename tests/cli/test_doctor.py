@@ -246,7 +246,7 @@ class TestTcp:
 
 
 def importer(*missing: str) -> Any:
-    """Of a Python in which some modules cannot be imported."""
+    """The import of a Python in which some modules cannot be imported."""
 
     def import_module(name: str) -> Any:
         if name in missing:
@@ -313,7 +313,7 @@ class TestPatches:
     @pytest.mark.parametrize(
         ("change", "why"),
         [
-            ({"parameters": ("nobody_has_this",)}, "has no parameter nobody_has_this"),
+            ({"parameters": ("unknown_parameter",)}, "has no parameter unknown_parameter"),
             ({"target": "megatron.core.pipeline_parallel.schedules:gone"}, "there is no megatron.core"),
             ({"versions": ">=9"}, "is written for megatron-core >=9"),
         ],

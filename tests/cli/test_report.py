@@ -159,6 +159,23 @@ def test_dead_cells_are_dead_in_the_grid_and_begin_a_part(tmp_path: Path) -> Non
     assert f"Cells that live, since iteration 4 {caption} replica stage 0 stage 1 stage 2 {grid}" in text
     row = "1 of the ranks died, and 8 went on 750 ms later rank 4 (stage 1 on node7): exit status -9; dead cells: 1.1"
     assert re.search(re.escape(row) + r" \S+ s → \S+ s", text), "what an iteration took before and after"
+    assert "From iteration 4 on rank 4 (stage 1 on node7) was dead: 24.0 s → " in text
+    assert "; 1 rank died" in text, "in the headline"
+
+
+def test_the_chart_of_a_replica_that_plans_for_itself_has_no_marks_of_another(tmp_path: Path) -> None:
+    for replica, delay_s in enumerate((0.0, 2.0)):
+        write_run(tmp_path, [Iteration(delay_s=delay_s)] * 6, first_rank=replica, ranks_apart=2)
+    plan = PlanMade(
+        number=1, adopted=True, reason="costs", predicted_s=9.0, current_predicted_s=24.0, lower_bound_s=9.0
+    )
+    events = [(plan, 2), (PlanSwitched(number=1, before=0), 3)]
+    for reroute, shown in (("off", 0), ("stragglers", 1)):
+        write_replicas(tmp_path, 2, events, reroute=reroute)
+        html = report(tmp_path)
+        assert "the slowest of 2 pipelines (ranks 1, 3, 5)" in html
+        assert (html.count('class="bound"'), html.count('class="mark good"')) == (shown, shown), reroute
+        assert "Plan 1 runs instead of the first order" in html
 
 
 def test_a_run_without_routes_has_no_word_about_them(run_directory: Path) -> None:
@@ -249,7 +266,7 @@ def test_a_run_without_events_still_tells_its_story(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("traced", [(), (5, 9)], ids=["nothing", "two"])
 def test_a_run_of_which_only_what_was_asked_for_was_traced(tmp_path: Path, traced: tuple[int, ...]) -> None:
-    """The log has the time of every iteration: the story is told all the same, but for what only a trace can know."""
+    """The log has the time of every iteration, so the page lacks only what a trace alone can know."""
     slow, planned = Iteration(delay_s=2.0), Iteration(delay_s=1.0, split=True)
     write_run(tmp_path, [Iteration()] * 4 + [slow] * 2 + [planned] * 4, traced=traced)
     reason = {"before": "healthy", "after": "slow", "reason": "a message takes 2 s", "since_iteration": 4}

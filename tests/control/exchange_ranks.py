@@ -185,9 +185,9 @@ def plan_slowly() -> None:
         time.sleep(PLANNING_S / 12)
         dist.barrier()
     assert longest_s < PLANNING_S / 2, longest_s
-    everybodys: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybodys, decisions)
-    assert everybodys == [decisions] * dist.get_world_size()
+    gathered: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, decisions)
+    assert gathered == [decisions] * dist.get_world_size()
     plans = [decision for decision in decisions if decision.order is not None]
     assert [decision.order for decision in plans] == [plan(number + 1) for number in range(len(plans))]
     assert 2 <= len(plans) <= 5, plans
@@ -209,9 +209,9 @@ def lag_behind() -> None:
         exchange.post(iteration, measurement(iteration))
         if rank == 2 and iteration in (0, 3):
             time.sleep(0.6)  # the others run ahead meanwhile: nothing here holds them up
-    everybodys: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybodys, decisions)
-    assert everybodys == [decisions] * dist.get_world_size()
+    gathered: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, decisions)
+    assert gathered == [decisions] * dist.get_world_size()
     dist.barrier()
     exchange.close()
 
@@ -268,7 +268,7 @@ def lose_a_rank() -> None:
 
 
 def lose_the_leader() -> None:
-    """The leader hangs before it has said what to run: all others are told, in time."""
+    """The leader hangs before it has said what to run: all others end with an error, in time."""
     rank = dist.get_rank()
     exchange = exchange_of(lambda _: Decision(1))
     dist.barrier()
@@ -279,7 +279,7 @@ def lose_the_leader() -> None:
 
 
 def lose_the_store() -> None:
-    """The process that serves the job's store dies: nobody can know what the others run."""
+    """The process that serves the job's store dies: no rank can know what the others run."""
     _expect_error(_without_store(), "could not learn the plan of iteration 2")
 
 

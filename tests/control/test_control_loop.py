@@ -13,11 +13,11 @@ from support.processes import RankResult
 RANKS = str(Path(__file__).with_name("exchange_ranks.py"))
 
 
-def test_clocks_are_related_and_decisions_reach_everybody(start_ranks: Callable[..., list[RankResult]]) -> None:
+def test_clocks_are_related_and_decisions_reach_all_ranks(start_ranks: Callable[..., list[RankResult]]) -> None:
     start_ranks(3, [RANKS, "relate_clocks", "decide", "fail_to_plan"], timeout_s=60)
 
 
-def test_late_plans_and_late_ranks_hold_nobody_up(start_ranks: Callable[..., list[RankResult]]) -> None:
+def test_late_plans_and_late_ranks_hold_up_no_rank(start_ranks: Callable[..., list[RankResult]]) -> None:
     results = start_ranks(3, [RANKS, "plan_slowly", "lag_behind", "measure_late"], timeout_s=60)
     for result in results:
         assert "c10d" not in result.output, "a healthy run warns of its network"
@@ -32,7 +32,7 @@ def test_late_plans_and_late_ranks_hold_nobody_up(start_ranks: Callable[..., lis
         ("lose_the_store_with_a_fixed_order", 0, (1, 2)),
     ],
 )
-def test_whoever_is_lost(
+def test_the_rank_that_is_lost(
     start_ranks: Callable[..., list[RankResult]], scenario: str, lost: int | None, survivors: tuple[int, ...]
 ) -> None:
     results = start_ranks(3, [RANKS, scenario], timeout_s=60, check=False, stop_on_failure=False)

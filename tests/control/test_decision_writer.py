@@ -63,7 +63,7 @@ def test_each_iteration_has_one_decision_and_the_latest_one_comes_into_force(
 def test_a_late_decision_carries_what_came_before_it() -> None:
     written: list[tuple[int, Decision]] = []
     writer = DecisionWriter(lambda iteration, decision: written.append((iteration, decision)))
-    assert writer.needed(4) == Decision(0), "nobody has decided anything"
+    assert writer.needed(4) == Decision(0), "nothing has been decided"
     asked, later = (Iterations(3, 4),), (Iterations(7, 8),)
     figures = PackedFigures.of(JobFigures(bubble_fraction=0.5))
     writer.decided(0, Decision(1, plan(1), Forecast(1.0, 2.0), Paths(), Told(asked)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the leading rank does with everybody's measurements."""
+"""What the leading rank does with the measurements of all ranks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_slow_stage_is_told_after_two_iterations(telemetry: RunTelemetry, tmp_
     (event,) = _events(tmp_path, StageDetection)
     assert (event.stage, event.pipeline, event.before, event.after) == (3, 0, "healthy", "slow")
     assert event.slow_down == pytest.approx(1.5, rel=1e-3)
-    assert "told by 2 iterations in a row" in event.reason
+    assert "seen in 2 iterations in a row" in event.reason
 
 
 def test_one_odd_iteration_changes_nothing(telemetry: RunTelemetry, tmp_path: Path) -> None:

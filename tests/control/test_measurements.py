@@ -183,7 +183,7 @@ def test_where_a_message_waits_for_its_receive_it_leaves_with_it_unless_buffers_
     assert (None if estimate is None else estimate.transfer_s) == (None if told is None else _about(told))
 
 
-def test_an_arrival_by_the_host_path_is_seen_whoever_waits_for_it() -> None:
+def test_an_arrival_by_the_host_path_is_seen_by_any_waiter() -> None:
     costs = costs_of(l0_1=0.25)
     assert_close(estimate(measured(costs, posted_ahead_s=-0.001, path=Path.HOST)), costs)
 
@@ -196,7 +196,7 @@ def test_costs_are_those_of_the_path_in_use() -> None:
     assert_close(seen.see(measured(device_again, iteration=3)).costs(), device_again)
 
 
-def test_only_messages_of_stages_that_were_heard_at_both_ends_count() -> None:
+def test_only_messages_that_were_measured_at_both_ends_count() -> None:
     measurements = measured(costs_of(l0_1=0.25))
     links = iteration_sample(measurements[1:]).links
     assert set(links) == {LinkId(0, 1, 2, "device"), LinkId(0, 2, 1, "device"), *_ends(2, 3)}

@@ -124,7 +124,7 @@ def test_an_order_that_fills_the_room_stays_within_the_allowed_memory(
     fraction: float,
     of_others: int,
 ) -> None:
-    """Whatever the sizes: measured under stock's order, then run with as many activations as were told."""
+    """Whatever the sizes: measured under stock's order, then run with as many activations as it said."""
     memory = MadeUpMemory(total=8000 * MB, static=STATIC)
     memory.of_others = of_others
     stage = MadeUpStage(memory, activation, message=message, released=released, scratch=scratch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The leading rank decides on orders and paths together: a job of two replicas of two stages, told by what would be
+"""The leading rank decides on orders and paths together: a job of two replicas of two stages, given what would be
 measured of it."""
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def test_planning_uses_a_high_quantile_of_delays(job: Job) -> None:
     assert costs.link(0, 1).latency_s > 0.03 * np.log(2), "more than the median"
 
 
-def test_nobody_chooses_paths_where_stocks_order_is_observed(telemetry: RunTelemetry) -> None:
+def test_no_path_is_chosen_where_stocks_order_is_observed(telemetry: RunTelemetry) -> None:
     book = PlanBook(AdaptraConfig(policy="observe"), TWO)
     job = Job(PlanLeader(book, telemetry, BY_DEVICE))
     job.run(healthy, 6)

@@ -55,7 +55,7 @@ class Member:
         values.copy_(torch.stack(everything).sum(0))
 
     def settle(self) -> None:
-        """Nothing stands anywhere."""
+        """Return at once: nothing stands on any stream."""
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """All slots."""

@@ -129,7 +129,7 @@ def test_a_finding_says_why_in_numbers_and_goes_into_a_log() -> None:
     (finding,) = Watched().see(*[OK] * 10, SLOW).findings
     assert str(finding) == (
         "link 0->1 of pipeline 0, device path: slow since iteration 10, a message of 1 MiB takes 32.2 ms, "
-        "before 2.2 ms (baseline 2.2 ms, of 9 iterations up to 9); told by nearly all messages of the iteration alike"
+        "before 2.2 ms (baseline 2.2 ms, of 9 iterations up to 9); seen in nearly all messages of the iteration alike"
     )
     document = json.loads(json.dumps(finding.to_json()))
     assert document["subject"] == {"kind": "link", "pipeline": 0, "source": 0, "target": 1, "path": "device"}
@@ -259,7 +259,7 @@ def test_a_stages_findings_quote_the_values_that_they_are_about(spans: list[tupl
             continue
         assert finding.level_s > 1.04 * finding.baseline_s
         (quoted,) = re.findall(r"takes ([\d.]+) ms.*?\(baseline ([\d.]+) ms", finding.reason.partition(";")[0])
-        assert float(quoted[0]) > float(quoted[1]), "a slow stage is not told by what healed"
+        assert float(quoted[0]) > float(quoted[1]), "a slow stage is not judged by what healed"
 
 
 @given(st.lists(st.sampled_from([OK, SLOW, BROKEN, LOST, CHECKPOINT, LinkSample()]), max_size=40))

@@ -21,7 +21,7 @@ LOGGED = re.compile(r"^    ([a-z-]+) \.+: \(", re.MULTILINE)
 
 @pytest.mark.parametrize("chunks", [(), ("--num-layers-per-virtual-pipeline-stage", "1")], ids=["1f1b", "interleaved"])
 def test_timers_of_actions_are_logged(chunks: tuple[str, ...], tmp_path: Path) -> None:
-    """Stock also times its sends, and sends and receives at once; here nobody waits for a send."""
+    """Stock also times its sends, and sends and receives at once; here sends are not waited for."""
     compare_with_stock(2, tmp_path, *PP2, *MOCK_DATA, *TIMERS, *chunks, *NO_DROPOUT)
     stock, ours = (logged_timers(tmp_path / f"{name}-logs") for name in ("stock", "ours"))
     assert stock >= COMPUTED
@@ -49,7 +49,7 @@ def test_tensorboard_has_the_scalars_of_stock_and_ours_beside(tmp_path: Path) ->
     assert added
     assert all(tag.startswith("adaptra/") for tag in added), added
     for tag in ("lm loss", "grad-norm", "lm loss validation"):
-        # Nobody closes Megatron's writer: the end of a process may cut off its latest scalars.
+        # Megatron never closes its writer: the end of a process may cut off its latest scalars.
         both = min(len(ours[tag]), len(stock[tag]))
         assert both >= (1 if tag == "lm loss validation" else 2)
         assert ours[tag][:both] == stock[tag][:both], tag

@@ -97,7 +97,7 @@ def test_all_are_admitted_once_all_have_come(store: SealedStore) -> None:
 
 
 @pytest.mark.parametrize("seer", sorted(BEFORE))
-def test_none_is_where_one_has_died_whoever_sees_it(store: SealedStore, seer: int) -> None:
+def test_none_is_where_one_has_died_whichever_rank_sees_it(store: SealedStore, seer: int) -> None:
     def dead() -> None:
         raise EpochEndedError("rank 2 has died")
 

@@ -51,7 +51,7 @@ class Result:
 
     name: str
     number: int
-    """Of the last case that began."""
+    """Number of the last case that began."""
     tried: int
     """Inputs before it."""
     took_s: float
@@ -104,7 +104,7 @@ def _kill_later(process: subprocess.Popen[bytes]) -> None:
 
 
 def environment(*, sanitized: bool) -> Mapping[str, str]:
-    """Of a worker: with the sanitizer's library before any other, and C++'s, whose exceptions it has to see."""
+    """Environment of a worker: the sanitizer's library before any other, and C++'s, whose exceptions it has to see."""
     found = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     if not sanitized:
         return found

@@ -39,7 +39,7 @@ from fuzz.verbs_talk import anything
 
 _MESSAGES = 8
 _SPREAD = 64
-"""Of what is read, how many times its packet's size it may be: values of one digit are objects."""
+"""How many times its packet's size a message may be: values of one digit are objects."""
 _DEFAULTS = 16
 """Fields of a message that need not be said."""
 _LEAVES = (int, float, str, bytes, type(None), enum.Enum, np.ndarray)

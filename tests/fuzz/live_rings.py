@@ -131,7 +131,7 @@ def _overwrite(victims: list[Ring], writes: list[tuple[int, int, int]], until_s:
 
 
 def _end(ring: Ring, wakes: bool) -> None:
-    """Close a ring. `wakes`: after its doorbells were told that somebody waits, whatever was written there."""
+    """Close a ring. `wakes`: after its doorbells were set as if a thread waited, whatever was written there."""
     if wakes:
         with mmap.mmap(ring.fd, 0) as memory:
             for waiting in (76, 140):

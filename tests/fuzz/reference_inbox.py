@@ -46,7 +46,7 @@ class Header(NamedTuple):
         return cls(*fields[:12], tuple(fields[12:]))
 
     def is_possible(self, slot_nbytes: int, max_message_nbytes: int) -> bool:
-        """Whether a sender writes such a frame."""
+        """Return whether a sender writes such a frame."""
         if self.magic != MAGIC or self.kind not in (DATA, ACK, BYE, VOID):
             return False
         if self.kind != DATA:
@@ -62,13 +62,13 @@ class Header(NamedTuple):
         return self.offset in cut and self.nbytes == min(slot_nbytes, self.total_nbytes - self.offset)
 
     def describes_the_message_of(self, other: Header) -> bool:
-        """Whether two frames are parts of one message."""
+        """Return whether two frames are parts of one message."""
         parts = {"kind": 0, "offset": 0, "nbytes": 0}
         return self._replace(**parts) == other._replace(**parts)
 
 
 def _fits_in_order(factors: list[int]) -> bool:
-    """Whether no product on the way exceeds 64 bits."""
+    """Return whether no product on the way exceeds 64 bits."""
     product = 1
     for factor in factors:
         product *= factor
@@ -85,7 +85,7 @@ class _Partial:
 
 
 class Outcome(NamedTuple):
-    """What a receiver hears."""
+    """What a receiver gets."""
 
     kind: str
     sequence: int
@@ -152,7 +152,7 @@ def heard(event: Event) -> Outcome:
 
 
 def same(ours: Outcome | str, expected: Outcome | str) -> bool:
-    """Whether the real one did as the reference does."""
+    """Return whether the real one did as the reference does."""
     if isinstance(ours, str) or isinstance(expected, str) or ours.header is None or expected.header is None:
         return ours == expected
     used = expected.header.shape[: expected.header.dimensions]

@@ -123,5 +123,5 @@ def spoilt_orders(random: Random, orders: Orders) -> Orders:
 
 
 def _fits(orders: Orders) -> bool:
-    """Whether every number is one that EncodedOrders takes at all."""
+    """Return whether every number is one that EncodedOrders takes at all."""
     return all(-(1 << 31) <= code < 1 << 31 for order in orders for code in order)

@@ -87,7 +87,7 @@ def test_device_memory_is_free_again_once_the_message_is_let_go_of(link: CopiedL
     until(lambda: torch.cuda.memory_allocated(device) == before)
 
 
-def test_what_nobody_reads_waits_for_no_computation(
+def test_what_is_not_read_waits_for_no_computation(
     link: CopiedLink, device: torch.device, stall: Callable[[float], None]
 ) -> None:
     nothing = torch.empty(MEBIBYTE, dtype=torch.uint8, device=device)

@@ -25,7 +25,7 @@ print(asked, looked_up(), store.get("key"))
 
 
 def test_names_of_clients_are_looked_up_in_files_alone() -> None:
-    """Without attempts, every name server is one that does not answer: who asks it is told to ask again."""
+    """Without attempts, every name server is one that does not answer: the resolver says to ask again."""
     environment = {**os.environ, "RES_OPTIONS": "attempts:0"}
     command = [sys.executable, "-c", _PROGRAM]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)

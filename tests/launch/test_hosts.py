@@ -135,7 +135,7 @@ def test_without_the_coordinator_the_others_end_with_an_error_that_says_so(
 
 
 def test_a_host_that_is_sent_away_leaves_at_once_and_the_others_go_on(launches: Launches) -> None:
-    """Its ranks have left even if they end with status 0, as those do that save their state when they are told to."""
+    """Its ranks have left even if they end with status 0, as those do that save their state on a signal."""
     both = start(launches, "--no-kill", script=f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n{WAITING}")
     all_wait(launches, both)
     both[1].signal(signal.SIGTERM)

@@ -31,7 +31,7 @@ class Ends(NamedTuple):
     target: Ring
 
     def connect(self, **wrong: int) -> None:
-        """`wrong`: what the sender is told of the receiver instead of the truth."""
+        """`wrong`: what the sender is given in place of the receiver's own figures."""
         here, there = self.sender.prepare(), self.receiver.prepare()
         self.receiver.connect(here)
         self.sender.connect(there._replace(**wrong))

@@ -104,7 +104,7 @@ def test_packets_are_lost_in_the_middle_of_a_transfer(make_pair: Callable[[str],
     pair = make_pair("ab")
     fault = packets_lost("b")
     exchange(pair.left, pair.right, messages(6), lambda: fault.__enter__())
-    assert pair.states(1) != ["up", "up"], "nobody noticed"
+    assert pair.states(1) != ["up", "up"], "the failure went unnoticed"
     fault.__exit__(None, None, None)
     assert_each_chunk_once(pair.left, pair.right)
     carry_on(pair, 1)

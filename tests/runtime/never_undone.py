@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of `scripts/train_gpt.py` that ends as Megatron's own scripts do: nobody takes the patches back."""
+"""A rank of `scripts/train_gpt.py` that ends as Megatron's own scripts do: it never takes the patches back."""
 
 from __future__ import annotations
 

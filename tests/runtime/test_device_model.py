@@ -30,7 +30,7 @@ from support.schedules import named_schedules, random_schedules
 
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.classic import forward_only, stock_order
-from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
+from adaptra_megatron.schedule.costs import LinkCost, uniform_costs, uniform_costs_for
 from adaptra_megatron.schedule.simulator import simulate
 
 ONE, MANY = Device(queues=1), Device(queues=10_000)
@@ -111,8 +111,8 @@ class TestTransfers:
 
     def test_a_collective_begins_when_all_members_have(self) -> None:
         def program(seconds: float) -> list[Call]:
-            everybody = Communicator("all")
-            return [Compute("a", seconds), Collective("a", everybody, 3, 1.0, "all")]
+            all_ranks = Communicator("all")
+            return [Compute("a", seconds), Collective("a", all_ranks, 3, 1.0, "all")]
 
         outcome = run(ONE, program(1.0), program(2.0), program(4.0))
         assert [ends(outcome, stage)["all"] for stage in range(3)] == [5.0] * 3
@@ -242,14 +242,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 @settings(max_examples=25)
 @given(st.one_of(named_schedules(least_stages=2), random_schedules()))
 def test_without_links_that_take_time_actions_run_when_the_simulator_says(schedule: Schedule) -> None:
-    costs = uniform_costs(
-        schedule.stages,
-        schedule.micro_batches,
-        chunks=schedule.chunks,
-        forward_s=1.0,
-        backward_input_s=2.0,
-        backward_weight_s=0.5,
-    )
+    costs = uniform_costs_for(schedule, backward_input_s=2.0, backward_weight_s=0.5)
     job = Job(iterations=(Iteration(schedule=schedule, costs=costs, planned_for=costs),))
     ranks = {Rank(0, stage): {"training": job.record(stage)} for stage in range(schedule.stages)}
     outcome, simulation = play(ranks, MANY), simulate(schedule, costs)

@@ -25,7 +25,7 @@ from adaptra_megatron.telemetry.records import ActionRecord
 
 MICRO_BATCHES = 4
 WAITED_S, COMPUTED_S = 0.25, 0.5
-"""Of every action, whether it receives or not, so that sums tell which of them were counted."""
+"""Seconds of every action, whether it receives or not, so that sums tell which of them were counted."""
 
 
 @pytest.fixture

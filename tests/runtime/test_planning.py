@@ -36,7 +36,7 @@ def test_a_replica_on_one_host_connects_by_loopback(caplog: pytest.LogCaptureFix
 def test_where_no_address_leads_there_the_job_begins_all_the_same(
     other: str, interface: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of two hosts, and of two containers of one host."""
+    """Two hosts have two clocks, and so have two containers of one host."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with caplog.at_level(logging.WARNING):

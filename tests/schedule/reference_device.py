@@ -137,7 +137,7 @@ class DeviceReference:
         return operation
 
     def _is_made_here(self, action: Action) -> bool:
-        """Whether the same stream has computed what `action` needs, by the time it comes to it."""
+        """Return whether the same stream has computed what `action` needs, by the time it comes to it."""
         message = message_for(action, self.schedule.placement)
         return message is None or message.source == action.stage
 

@@ -191,14 +191,14 @@ class OnlineReference:
         return Kind.BACKWARD_INPUT if cap is None or needed <= cap + 1e-9 else Kind.BACKWARD
 
     def input_fits(self, stage: int, of_kind: dict[Kind, list[Action]]) -> bool:
-        """Whether the cap would hold with one more input gradient."""
+        """Return whether the cap would hold with one more input gradient."""
         cap = self.costs.max_in_flight[stage]
         held = len(of_kind[Kind.FORWARD]) - self.given_back(stage, of_kind, more_inputs=1)
         return cap is None or self.costs.released_at_backward_input[stage] >= 0.0 or held <= cap + 1e-9
 
     def fits(self, stage: int, action: Action, of_kind: dict[Kind, list[Action]]) -> bool:
-        """Whether the cap would hold with all forwards up to the latest in the reference order, and would still with
-        one more input gradient once all weight gradients are over."""
+        """Return whether the cap would hold with all forwards up to the latest in the reference order, and would still
+        with one more input gradient once all weight gradients are over."""
         cap = self.costs.max_in_flight[stage]
         if cap is None:
             return True

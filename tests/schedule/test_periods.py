@@ -10,7 +10,7 @@ from support.schedules import named_schedules
 
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.checks import check_schedule
-from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
+from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs, uniform_costs_for
 from adaptra_megatron.schedule.periods import period_bound, period_s, plan_for_period, repeated
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.registry import make_schedule
@@ -18,14 +18,7 @@ from adaptra_megatron.schedule.simulator import simulate
 
 
 def _costs(schedule: Schedule) -> Costs:
-    return uniform_costs(
-        schedule.stages,
-        schedule.micro_batches,
-        chunks=schedule.chunks,
-        forward_s=1.0,
-        backward_input_s=1.25,
-        backward_weight_s=0.75,
-    )
+    return uniform_costs_for(schedule, backward_input_s=1.25, backward_weight_s=0.75)
 
 
 @given(named_schedules())

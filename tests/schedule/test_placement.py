@@ -17,7 +17,7 @@ from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import interleaved as interleaved_1f1b
-from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, uniform_costs
+from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, uniform_costs, uniform_costs_for
 from adaptra_megatron.schedule.costs_json import costs_from_json, costs_to_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
 from adaptra_megatron.schedule.errors import ScheduleError
@@ -143,14 +143,7 @@ def test_orders_that_deadlock_are_refused_and_no_others(schedule: Schedule, seed
                 changed[first], changed[second] = changed[second], changed[first]
         orders.append(tuple(changed))
     shuffled = dataclasses.replace(schedule, orders=tuple(orders))
-    costs = uniform_costs(
-        schedule.stages,
-        schedule.micro_batches,
-        chunks=schedule.chunks,
-        forward_s=1.0,
-        backward_input_s=1.0,
-        backward_weight_s=1.0,
-    ).placed(schedule.placement)
+    costs = uniform_costs_for(schedule)
     if reference_replay(shuffled, costs) is None:
         with pytest.raises(ScheduleError, match="deadlock"):
             check_schedule(shuffled)

@@ -10,7 +10,7 @@ from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
 
 FOUR = Layout(stages=4, chunks=1, group_size=None, can_split=True)
 WHOLE = dataclasses.replace(FOUR, can_split=False)
-"""Of backwards that must not be split."""
+"""The costs of backwards that must not be split."""
 
 
 def costs(micro_batches: int = 12, *, slow_s: float = 0.0, cap: float | None = 4.0, forward_s: float = 1.0) -> Costs:

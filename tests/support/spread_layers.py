@@ -18,4 +18,4 @@ _layer.submodules.input_layernorm = _layer.submodules.pre_mlp_layernorm = TorchN
 _layer.submodules.self_attention.submodules.core_attention = GatheringAttention
 
 two_layers = TransformerBlockSubmodules(layer_specs=[_layer] * 2, layer_norm=TorchNorm)
-"""Of a stage with two layers."""
+"""Submodules of a stage with two layers."""

@@ -343,7 +343,7 @@ class _Unused:
 
 
 class _Operations:
-    """Of what Megatron's annotations name."""
+    """The operations that Megatron's annotations name."""
 
     Sequential = FusibleOperation = _Unused
 

@@ -12,7 +12,7 @@ def test_take_returns_one_iteration_in_order_and_forgets_it() -> None:
     assert recorder.take(7) == []
 
 
-def test_records_nobody_took_do_not_pile_up() -> None:
+def test_records_that_are_not_taken_do_not_pile_up() -> None:
     recorder = IterationRecorder(stage=0)
     for iteration in range(5):
         recorder.add(iteration, "F", 0, 0, 0.0, 0.0, 1.0)

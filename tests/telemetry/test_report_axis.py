@@ -13,7 +13,7 @@ from adaptra_megatron.telemetry.run_record import RunIteration
 
 
 def bar_widths(seconds: float, axis_s: float | None) -> list[float]:
-    """Of one forward and one backward of half the iteration each."""
+    """Widths of the bars of one forward and one backward of half the iteration each."""
     half = seconds / 2
     records = (ActionRecord(0, 0, "F", 0, 0, 0.0, 0.0, half), ActionRecord(0, 0, "B", 0, 0, half, half, seconds))
     iteration = RunIteration(number=0, start_s=0.0, seconds=seconds, records=records)

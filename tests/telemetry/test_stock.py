@@ -94,7 +94,7 @@ def test_undo_refuses_to_drop_what_was_put_on_top() -> None:
     schedules = small_schedules()
     recording = StockRecording(schedules, 0, lambda *_: None)
     ours = schedules.forward_step
-    schedules.backward_step = lambda: "somebody else's"
+    schedules.backward_step = lambda: "another tool's"
     with pytest.raises(RuntimeError, match=r"schedules\.backward_step was replaced"):
         recording.undo()
     assert schedules.forward_step is ours

@@ -70,21 +70,21 @@ def _names_the_slow_link(text: str) -> bool:
 
 
 def _scrape(port: int) -> str:
-    """Nothing where the run has not opened its port yet, or ends meanwhile."""
+    """What the port serves; "" where the run has not opened its port yet, or ends meanwhile."""
     with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
         return page.read().decode()
     return ""
 
 
 def _value(text: str, name: str, **labels: str) -> float:
-    """Of the only line with that name and these labels; -1 if there is none."""
+    """Value of the only line with that name and these labels; -1 if there is none."""
     lines = [line for line in text.splitlines() if re.match(rf"{name}({{| )", line)]
     lines = [line for line in lines if all(f'{label}="{value}"' in line for label, value in labels.items())]
     return float(lines[0].split()[-1]) if len(lines) == 1 else -1.0
 
 
 def _check_metrics(text: str, latency_s: float) -> None:
-    """Of the leading rank, while the link is slow."""
+    """The leading rank serves its figures while the link is slow."""
     assert _value(text, "adaptra_iterations_total", rank="0", stage="0") > ONSET
     assert 0.0 < _value(text, "adaptra_iteration_seconds") < 10.0
     assert 0.0 < _value(text, "adaptra_bubble_ratio") < 1.0

@@ -18,7 +18,7 @@ TIMEOUT_S = 60.0
     [
         ("opened_and_closed",),
         ("aborted_in_mid_message", "stale_messages"),
-        pytest.param(("aborted_by_the_peer", "nobody_there"), marks=pytest.mark.slow),
+        pytest.param(("aborted_by_the_peer", "no_peer_there"), marks=pytest.mark.slow),
         pytest.param(("a_rank_dies",), marks=pytest.mark.slow),
     ],
     ids=lambda names: "-".join(names),

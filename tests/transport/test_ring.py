@@ -147,7 +147,7 @@ def test_no_wait_outlasts_its_deadline() -> None:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_closing_wakes_whoever_waits(full: bool) -> None:
+def test_closing_wakes_waiting_threads(full: bool) -> None:
     ring, box = Ring.create(2, SLOT), inbox()
     if full:
         write(ring, 0, numpy.zeros(2 * SLOT, numpy.uint8))
@@ -346,7 +346,7 @@ def test_two_processes_under_load(slots: int, slot_nbytes: int, messages: int, l
             process.kill()
 
 
-def test_a_killed_producer_hangs_nobody() -> None:
+def test_a_killed_producer_hangs_no_reader() -> None:
     ring, box = Ring.create(2, SLOT), inbox()
     producer = Path(__file__).with_name("ring_producer.py")
     command = [sys.executable, producer, str(ring.fd), "1", "1000000", "100000"]
@@ -409,7 +409,7 @@ def test_filled_slots_wake_only_the_thread_in_a_hurry_until_it_leaves() -> None:
     woken = wakes_of(task) - before
     assert in_hurry > 25
     assert woken <= 2 * (50 - in_hurry) + 25, f"the patient thread woke {woken} times while another served {in_hurry}"
-    write(ring, 50, numpy.zeros(SLOT, numpy.uint8))  # nobody is in a hurry any more
+    write(ring, 50, numpy.zeros(SLOT, numpy.uint8))  # no thread waits urgently any more
     limit_s = soon()
     while 50 not in served and time.monotonic() < limit_s:
         time.sleep(0.001)
@@ -418,7 +418,7 @@ def test_filled_slots_wake_only_the_thread_in_a_hurry_until_it_leaves() -> None:
     assert 50 in served
 
 
-def test_whoever_is_in_a_hurry_is_served_first_and_a_poke_lets_everybody_go() -> None:
+def test_urgent_waiters_are_served_first_and_a_poke_releases_all() -> None:
     ring, box = Ring.create(8, SLOT), inbox()
     served: list[str] = []
 

@@ -186,7 +186,7 @@ class Exchange:
         self.gain_s = planned_s - comparison.healthy_s
         """Per iteration."""
         self.iterations = downtime_s / self.gain_s if self.gain_s > 1e-6 * planned_s else None
-        """That a healthy job needs until it is ahead; None: it never is."""
+        """Iterations that a healthy job needs until it is ahead; None: it never is."""
         self.after_s = None if self.iterations is None else self.iterations * planned_s
         """From the beginning of the standstill."""
 

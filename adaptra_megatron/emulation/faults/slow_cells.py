@@ -26,7 +26,10 @@ class SlowCell:
 
 
 def parse_slow_cell(text: str) -> SlowCell:
-    """That of `--emulate-slow-cell`. Raises EmulationError for anything else, and for a factor that is not above 0."""
+    """The cell that `--emulate-slow-cell` names.
+
+    Raises EmulationError for anything else, and for a factor that is not above 0.
+    """
     found = _PATTERN.fullmatch(text)
     factor = float(found[3]) if found and found[3].count(".") < 2 and found[3] != "." else 0.0
     if found is None or factor <= 0:
@@ -36,7 +39,7 @@ def parse_slow_cell(text: str) -> SlowCell:
 
 
 class CellSpeed:
-    """That of one cell over the iterations."""
+    """Speed of one cell over the iterations."""
 
     def __init__(self, cells: Sequence[SlowCell], replica: int, stage: int) -> None:
         self._ours = [cell for cell in cells if (cell.replica, cell.stage) == (replica, stage)]

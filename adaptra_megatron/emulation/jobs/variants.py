@@ -74,7 +74,7 @@ class VariantReport:
     plans: list[list[Any]] = field(default_factory=list)
     """By rank, per iteration: the number of the plan, and a fingerprint of its schedule; no ranks for stock."""
     path_flaps: int = 0
-    """How often links were told to prefer the other path, summed over ranks."""
+    """How often links were set to prefer the other path, summed over ranks."""
     adaptra: list[dict[str, Any]] = field(default_factory=list)
     """`AdaptraRuntime.summary()` of each rank; empty for stock."""
     worst_overrun_s: float = 0.0

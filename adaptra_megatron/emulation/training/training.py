@@ -90,8 +90,8 @@ class Trainer:
         watchers: Sequence[Callable[[int], None]] = (),
         runtime: AdaptraRuntime | None = None,
     ) -> None:
-        """`watchers` are told the number of each iteration (from 0) when it begins. `runtime`: where there is one, the
-        plan of each iteration is noted."""
+        """`watchers` are called with the number of each iteration (from 0) when it begins. `runtime`: where it is
+        given, the plan of each iteration is noted."""
         self.args = args
         self._watchers, self._runtime = watchers, runtime
         if args.save:

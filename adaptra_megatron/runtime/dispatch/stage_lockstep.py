@@ -70,7 +70,7 @@ class StageTeam:
             work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as cause:
             raise self._error(
-                f"heard nothing from rank {self._ranks[0]}, which decides, for {timeout_s:g} s", cause
+                f"received nothing from rank {self._ranks[0]}, which decides, for {timeout_s:g} s", cause
             ) from cause
         return int(said.item())
 

@@ -68,7 +68,7 @@ class CollectingStore:
     def delay_wgrad_compute(self) -> bool:
         """Return whether weight gradients of the backward that runs now are delayed.
 
-        Forwards, told from backwards by their recording gradients, are told so always: newer releases hand the store
+        Forwards, which record gradients as backwards do not, always get True: newer releases hand the store
         to the backward only then.
         """
         return self._computes or self._queue.collects or torch.is_grad_enabled()

@@ -27,7 +27,7 @@ class Gradient(NamedTuple):
     square: float
     """Squared norm of it, the mean over a replica's batch; of one stage's parameters."""
     update_square: float | None
-    """That of the mean over all replicas in the update before; None where they were not all together."""
+    """The squared norm of the mean over all replicas in the update before; None where they were not all together."""
 
 
 def predicted_s(times_s: Sequence[float]) -> float:

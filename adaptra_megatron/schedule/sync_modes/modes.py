@@ -129,7 +129,7 @@ def require_times(times_s: Sequence[float]) -> None:
 
 
 def pace(times_s: Sequence[float], mode: Mode, max_staleness: int) -> Pace:
-    """That of replicas whose gradients always take `times_s`, by following updates from one to the next.
+    """The pace of replicas whose gradients always take `times_s`, by following updates from one to the next.
 
     No replica is left behind by more than `max_staleness` updates: the others then wait for it. Raises ScheduleError
     for times that are none, or not as many as `mode` has replicas.

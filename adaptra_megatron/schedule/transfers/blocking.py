@@ -56,7 +56,7 @@ def encoded_programs(schedule: Schedule) -> _native.EncodedOrders:
 
 
 def _call_code(call: Call) -> int:
-    """Calls are told from actions by their sign; bit n of the complement stands for the n-th of `Call`'s fields."""
+    """Calls differ from actions by their sign; bit n of the complement stands for the n-th of `Call`'s fields."""
     return ~sum(1 << bit for bit, wanted in enumerate(call) if wanted)
 
 

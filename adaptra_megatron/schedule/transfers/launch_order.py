@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from adaptra_megatron.schedule import _native
 from adaptra_megatron.schedule.actions import Schedule
-from adaptra_megatron.schedule.costs import Costs, PerChunk, uniform_costs
+from adaptra_megatron.schedule.costs import Costs, PerChunk, uniform_costs_for
 from adaptra_megatron.schedule.native import encode_schedule, problem_from_costs
 from adaptra_megatron.schedule.simulator import check_fits, simulate
 from adaptra_megatron.schedule.transfers.messages import Message, produced
@@ -49,7 +49,7 @@ def launch_ranks(schedule: Schedule, costs: Costs | None = None) -> LaunchRanks:
     `costs`: what actions and links are expected to take; None: every F, I and W one unit, links nothing. Equal on every
     rank that has the same arguments. Raises SimulationError where the orders wait on each other for ever.
     """
-    costs = costs or _unit_costs(schedule)
+    costs = costs or uniform_costs_for(schedule)
     check_fits(schedule, costs)
     try:
         ranks = _native.launch_ranks(problem_from_costs(costs), encode_schedule(schedule))
@@ -91,7 +91,7 @@ def receives_at_ends(schedule: Schedule, stage: int, costs: Costs | None = None)
     for the message is there or about to come. Where sizes are known it is the slower of the two, because a receive may
     be posted later than its message could leave.
     """
-    simulation = simulate(schedule, _positive(costs if costs is not None else _unit_costs(schedule)))
+    simulation = simulate(schedule, _positive(costs if costs is not None else uniform_costs_for(schedule)))
     start_s, end_s = simulation.start_s, simulation.end_s
     is_transfer, is_action = 0, 1  # at equal moments: an action may need what has just ended
     events: list[tuple[float, int, int, int, Message | None]] = [
@@ -122,18 +122,6 @@ def _arriving(schedule: Schedule, stage: int) -> Iterator[tuple[int, int, Messag
             message = produced(action, placement)
             if message is not None and message.target == stage:
                 yield source, index, message
-
-
-def _unit_costs(schedule: Schedule) -> Costs:
-    costs = uniform_costs(
-        schedule.stages,
-        schedule.micro_batches,
-        chunks=schedule.chunks,
-        forward_s=1.0,
-        backward_input_s=1.0,
-        backward_weight_s=1.0,
-    )
-    return costs.placed(schedule.placement)
 
 
 def _positive(costs: Costs) -> Costs:

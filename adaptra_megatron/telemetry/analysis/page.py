@@ -75,7 +75,7 @@ def _chart(analysis: Analysis) -> IterationChart:
         events=(),
         parts=(),
     )
-    chart = IterationChart(run, [], [])
+    chart = IterationChart(run, [], [], "step")
     chart.bounds = [(found.numbers[0], found.numbers[-1] + 1, found.ideal_s)]
     return chart
 
@@ -94,7 +94,8 @@ def _panel(analysis: Analysis) -> Panel:
     iteration = RunIteration(number=step.number, start_s=start_s, seconds=seconds, records=tuple(records))
     actions_s = [record.compute_s for record in records]
     timeline = Timeline(iteration, SLOW_SHARE * statistics.fmean(actions_s))
-    return Panel(iteration, f"replica {replica}, the slowest of the step", timeline.svg(), timeline.data())
+    note = f"replica {replica}, the slowest of it"
+    return Panel(iteration, note, timeline.svg(), timeline.data(), f"step {step.number}")
 
 
 def _records(step: RecordedStep, replica: int) -> list[ActionRecord]:

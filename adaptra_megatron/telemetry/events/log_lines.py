@@ -198,4 +198,4 @@ def _pipelines(events: Sequence[Detection]) -> str:
 
 def _short(reason: str) -> str:
     """A finding's reason without the evidence behind it, which the event log has."""
-    return re.sub(r" \(baseline [^)]*\)", "", reason.partition("; told by")[0])
+    return re.sub(r" \(baseline [^)]*\)", "", reason.partition("; seen in")[0])

@@ -31,13 +31,17 @@ class IterationChart:
     """Positions are in units of the drawing; y counts from the top."""
 
     width, height = 900, 300
-    left, right, top, bottom = 58, 888, 34, 260
+    left, right, top, bottom = 72, 888, 34, 260
     """Edges of the plot inside the drawing."""
     flag_width = 18
 
-    def __init__(self, run: RunRecord, slow: Sequence[tuple[int, int]], marks: Sequence[Mark]) -> None:
-        """`slow`: first and last iterations, in numbers, of the times when a link was slow."""
+    def __init__(
+        self, run: RunRecord, slow: Sequence[tuple[int, int]], marks: Sequence[Mark], counted: str = "iteration"
+    ) -> None:
+        """`slow`: first and last iterations, in numbers, of the times when a link was slow. `counted`: what the
+        recording calls an iteration."""
         self.slow = slow
+        self.counted = counted
         self._marks = sorted(marks, key=lambda mark: mark.iteration)
         self._first, self._last = run.iterations[0].number, run.iterations[-1].number
         self.iterations = _drawn(run.iterations)
@@ -75,7 +79,7 @@ class IterationChart:
     def _bounds(self, run: RunRecord) -> list[tuple[int, int, float]]:
         """Proven lower bounds, each with its first iteration and the one at which it ends, as far as plans say."""
         found: dict[int, float] = {}
-        for stamped in run.events:
+        for stamped in run.own_events:
             event = stamped.event
             if isinstance(event, PlanMade) and event.lower_bound_s is not None and math.isfinite(event.lower_bound_s):
                 found[self._within(stamped.stamp.iteration)] = event.lower_bound_s

@@ -53,11 +53,12 @@ def event_rows(run: RunRecord, findings: Sequence[PartFinding]) -> list[EventRow
     replicas = replicas_of(run.events)
     several = len(set(replicas.values())) > 1
     rows: list[EventRow] = []
+    own = {found.stamp for found in run.own_events}
     marks = 0
     for found in filter(worth_a_row, run.events):
         what, why = event_text(found.event)
         mark = None
-        if (tone := _tone(found.event)) is not None:
+        if found.stamp in own and (tone := _tone(found.event)) is not None:
             marks += 1
             mark = Mark(number=marks, iteration=began_at(found), tone=tone, text=f"{what}: {why}" if why else what)
         replica = str(replicas.get(found.stamp.rank, "")) if several else ""

@@ -27,7 +27,7 @@ from adaptra_megatron.telemetry.report.wording import duration
 
 _WHAT = re.compile(r"^((?:link|stage) .*since iteration \d+|link .* takes the \w+ path)\b.*")
 """Matches a reason: what was found or chosen, and why."""
-_BEHIND = ("told by", "the link carries", "a message costs")
+_BEHIND = ("seen in", "the link carries", "a message costs")
 """First words of further parts of such a reason."""
 
 
@@ -77,7 +77,7 @@ def event_text(event: Event) -> tuple[str, str]:
     if isinstance(event, RunEnded):
         return "The run ended", event.reason
     assert isinstance(event, RunStarted)
-    return "The run started", event.host
+    return "The run started", f"on {event.host}" if event.host else ""
 
 
 def _state(event: LinkDetection | StageDetection) -> str:

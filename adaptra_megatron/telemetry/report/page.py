@@ -85,7 +85,7 @@ def report_page(
             last=findings[-1] if findings else None,
             slow_links=slow_links[-1] if findings else 0,
             saved_s=saved_seconds(findings),
-            switches=sum(isinstance(found.event, PlanSwitched) for found in run.events),
+            switches=sum(isinstance(found.event, PlanSwitched) for found in run.own_events),
             chart=IterationChart(run, slow, [row.mark for row in rows if row.mark is not None]) if findings else None,
             planned=any(isinstance(found.event, PlanMade) for found in run.events),
             rows=rows,

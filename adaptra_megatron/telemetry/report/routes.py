@@ -107,10 +107,10 @@ def _routes_of_loss(lost: RanksLost, iteration: int, events: Sequence[StampedEve
     stages = range(max((start.get("stages", 0) for start in starts), default=0))
     dead, flows = set(map(_cell, lost.dead_cells)), _flows(lost.moved)
     told = {replica for replica, _stage in {*flows, *dead}}
-    everyone = sorted({*told, *replicas_of(events).values()}, key=lambda replica: (replica not in told, replica))
+    replicas = sorted({*told, *replicas_of(events).values()}, key=lambda replica: (replica not in told, replica))
     rows = [
         (replica, [GridCell(None, False, flows.get((replica, s), ()), (replica, s) in dead) for s in stages])
-        for replica in sorted(everyone[:MOST_REPLICAS])
+        for replica in sorted(replicas[:MOST_REPLICAS])
     ]
     return Routes(
         number=None,
@@ -121,7 +121,7 @@ def _routes_of_loss(lost: RanksLost, iteration: int, events: Sequence[StampedEve
         lower_bound_s=None,
         measured_s=(None, None),
         rows=rows,
-        left_out=len(everyone) - len(rows),
+        left_out=len(replicas) - len(rows),
     )
 
 

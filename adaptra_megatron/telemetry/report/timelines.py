@@ -19,7 +19,7 @@ from adaptra_megatron.telemetry.run_record import RunIteration
 from adaptra_megatron.telemetry.tracing.waiting import Cause, Flight, IdlePeriod, IterationAnalysis, Phase
 
 WIDTH = 1200
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 6, 4, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 6, 4, 34
 _ROW, _QUICK_LANE, _SLOW_LANE = 26, 10, 30
 """Heights: of a stage's row, and of the space between two rows, more of it where a slow link is."""
 _NUMBER_SIZE, _LEAST_NUMBER_SIZE, _DIGIT_WIDTH = 10.0, 5.0, 0.6

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from itertools import pairwise
 from statistics import median
 
 from adaptra_megatron.telemetry.events.events import (
     LinkDetection,
     PlanSwitched,
+    RanksLost,
     StageDetection,
     StampedEvent,
 )
@@ -22,6 +23,8 @@ WORTH_SAYING = 0.03
 """Share of an iteration's time below which a difference is no news."""
 MOST_SENTENCES = 8
 MOST_REPETITIONS = 4
+MOST_LOST = 2
+"""Dead ranks that a sentence names."""
 REGULAR = 0.2
 """Share of their median by which gaps may differ and still be called regular."""
 
@@ -49,6 +52,10 @@ def link_names(links: Iterable[Link]) -> str:
     """ "link 3→4", "links 3→4 and 4→3"."""
     names = [link_name(link) for link in sorted(links)]
     return f"link{'s' if len(names) > 1 else ''} {listed(names)}"
+
+
+def _were(subjects: Sized) -> str:
+    return "was" if len(subjects) == 1 else "were"
 
 
 def listed(parts: Sequence[str]) -> str:
@@ -106,13 +113,21 @@ def headline(findings: Sequence[PartFinding]) -> str:
     if not findings:
         return "No iteration is known to have ended"
     last = findings[-1]
+    lost = [rank for finding in findings for rank in _lost(finding)]
+    died = f"; {len(lost)} rank{'s' * (len(lost) > 1)} died" if lost else ""
     settled = [finding for finding in findings if finding is _settled(findings) or finding.part.first > 0]
     worst = max(settled, key=lambda finding: finding.seconds)
     before_s = [finding.seconds for finding in settled if finding.part.first < worst.part.first]
     if not before_s or worst.seconds <= (1.0 + WORTH_SAYING) * min(before_s):
-        return f"Steady: {duration(last.seconds)} an iteration"
+        return f"Steady: {duration(last.seconds)} an iteration{died}"
     slowed = f"Slowed from {duration(min(before_s))} to {duration(worst.seconds)} an iteration"
-    return slowed if last is worst else f"{slowed}; at the end {duration(last.seconds)}"
+    return f"{slowed}{died}" if last is worst else f"{slowed}; at the end {duration(last.seconds)}{died}"
+
+
+def _lost(finding: PartFinding) -> list[str]:
+    """The ranks, in words, with whose deaths a part began."""
+    events = (found.event for found in finding.part.beginning)
+    return [rank for event in events if isinstance(event, RanksLost) for rank in event.ranks]
 
 
 def _settled(findings: Sequence[PartFinding]) -> PartFinding:
@@ -191,12 +206,16 @@ def _change(before: PartFinding, after: PartFinding, best_s: float, matters: set
         if lost_s > WORTH_SAYING * best_s and won_s > 0:
             won = f"; {percent(min(1.0, won_s / lost_s))} of the loss was won back"
         return f"{at} {name}: {numbers}{won}."
+    if lost := _lost(after):
+        return f"{at} {listed(lost) if len(lost) <= MOST_LOST else f'{len(lost)} ranks'} {_were(lost)} dead: {numbers}."
     changed = _changed_links(before, after, matters)
     if changed:
         return f"{at} {changed}: {numbers}."
     stages = [found.event for found in after.part.beginning if isinstance(found.event, StageDetection)]
     if stages:
         return f"{at} {listed([f'stage {event.stage} was {event.after}' for event in stages])}: {numbers}."
+    if abs(after.seconds - before.seconds) < WORTH_SAYING * before.seconds:
+        return f"{at} iterations took as long as before: {numbers}."
     return f"{at} iterations took {'longer' if after.seconds > before.seconds else 'less'}: {numbers}."
 
 
@@ -225,7 +244,7 @@ def _said_of_links(after: PartFinding) -> str:
     parts = []
     for state in sorted(set(states.values())):
         links = {link for link, said_of_it in states.items() if said_of_it == state}
-        parts.append(f"{link_names(links)} {'was' if len(links) == 1 else 'were'} {state}")
+        parts.append(f"{link_names(links)} {_were(links)} {state}")
     return listed(parts) if parts else ""
 
 

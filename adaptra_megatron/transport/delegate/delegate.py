@@ -117,7 +117,7 @@ class Delegate:
         await link.admit(purpose, connection)
 
     def _link(self, peer: int, opening: int) -> LinkSession | None:
-        """That of this opening, which ends what is left of an earlier one; None once it has been closed itself.
+        """The session of this opening, which ends what is left of an earlier one; None once it has been closed itself.
 
         The peer may be first: its connections then wait for what the training process asks for.
         """

@@ -42,7 +42,7 @@ class NcclSide:
     """Raises NcclError where there is no NCCL."""
     device: Device
     identity: str
-    """That of its GPU, unique in the job."""
+    """Identity of its GPU, unique in the job."""
     config: CommunicatorConfig
     watch: LinkWatch
 

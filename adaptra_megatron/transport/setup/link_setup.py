@@ -54,7 +54,7 @@ class LinkMaker:
         """Why the other links of its pipeline were not."""
         self._lock = threading.Lock()
         self._made: list[LinkGroup] = []
-        """That may still hold memory of the device."""
+        """Links that may still hold memory of the device."""
 
     def connect(self, *, wrap: bool) -> None:
         """Make the first session of this rank's links within its pipeline; called by all its stages at the same point.

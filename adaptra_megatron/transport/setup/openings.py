@@ -14,7 +14,7 @@ class Opening(NamedTuple):
     """What one end of a link says of itself."""
 
     number: int = 0
-    """How often the link has been opened, at the end that has done so most often as far as this one has heard."""
+    """How often the link has been opened, at the end that has done so most often as far as this one knows."""
     open: bool = False
 
 

@@ -41,13 +41,13 @@ class Rendezvous:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, timeout_s: float) -> Rendezvous:
-        """That of a process group which is a pipeline, and all that there is to the job; called by all of its ranks."""
+        """Rendezvous of a process group that is a pipeline and the whole job; called by all of its ranks."""
         layout = gather_layout(dist.get_process_group_ranks(group), group=group)
         return cls(ControlStore.of_job(layout.token), layout, timeout_s)
 
     @property
     def stage(self) -> int:
-        """That of this rank."""
+        """Stage of this rank."""
         return 0 if self._alone else self.layout.cell.stage
 
     @property

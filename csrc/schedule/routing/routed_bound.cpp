@@ -86,7 +86,7 @@ RoutedBounds::RoutedBounds(const RoutedProblem& problem, bool split)
     }
 }
 
-// Of I and W where backwards may be either kind: the least of all, so that no kind is rated too long.
+// Least factor of a kind; of I and W, where backwards may be either, the least of all, so that no kind is rated too long.
 double RoutedBounds::least_factor(Kind kind, int stage) const {
     if (problem_.factor.empty()) return 1.0;
     double least = kNever;

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from adaptra_megatron.control.clocks.clock_fit import MAX_DRIFT, ClockFit, ClockLine, Round, Stamps, round_of
 
 LEAST_S = 20e-6
-"""Of any message."""
+"""Least time of any message."""
 
 
 class RemoteClock:

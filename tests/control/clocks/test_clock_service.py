@@ -95,7 +95,7 @@ def test_who_does_not_know_the_secret_is_told_nothing(caplog: pytest.LogCaptureF
     assert said.startswith(f"adaptra: rank 7: the clock of its pipeline's first stage does not answer at {address[0]}")
 
 
-def test_junk_and_silence_hold_up_nobody() -> None:
+def test_junk_and_silence_hold_up_no_peer() -> None:
     with serving(time.monotonic) as address:
         silent = socket.create_connection(address)
         junk = socket.create_connection(address)
@@ -146,7 +146,7 @@ def test_a_clock_outlives_a_time_without_descriptors(caplog: pytest.LogCaptureFi
         follower.close()
 
 
-def test_a_clock_answers_nobody_who_wants_something_else() -> None:
+def test_a_clock_answers_no_peer_with_another_purpose() -> None:
     with serving(time.monotonic) as address, socket.create_connection(address) as link:
         link.setblocking(False)
         asyncio.run(connect(link, SECRET, Purpose(b"p" * JOB_NBYTES, 0, 1, b"s" * SESSION_NBYTES, 0, 1), 5.0))
@@ -173,7 +173,7 @@ def test_a_lost_server_leaves_the_latest_relation_and_is_found_again() -> None:
 
 @judged_by_the_clock
 def test_closing_is_prompt_whatever_the_state(caplog: pytest.LogCaptureFixture) -> None:
-    listener, address = listening()  # accepts nobody
+    listener, address = listening()  # accepts no connection
     follower = ClockFollower(address, SECRET, UNKNOWN, interval_s=60.0)
     wait_for(lambda: follower.connected)
     server = ClockServer(socket.create_server(("127.0.0.1", 0)), SECRET)
@@ -182,7 +182,7 @@ def test_closing_is_prompt_whatever_the_state(caplog: pytest.LogCaptureFixture) 
         clock.close()
         clock.close()
     assert time.monotonic() - begun_s < 1.5
-    assert not caplog.messages, "whoever closes has lost nobody"
+    assert not caplog.messages, "an end that closes reports no loss"
     listener.close()
     assert RelatedClock(3.0).offset_at(1e9) == 3.0
 

@@ -13,7 +13,7 @@ ROUNDS = 3
 
 
 def together(source: int) -> float:
-    """When `source` begins, in seconds of the clock that both ranks have; the other is told at once."""
+    """When `source` begins, in seconds of the clock that both ranks have; the other gets it at once."""
     dist.barrier()
     started_s = torch.tensor([time.monotonic()], dtype=torch.float64)
     dist.broadcast(started_s, source)

@@ -22,7 +22,7 @@ from adaptra_megatron.transport.setup.link_setup import LinkMaker
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 
 GREETINGS = 1
-"""Of a link, when it has come up."""
+"""Messages of a link when it has come up."""
 LATENCY_S = 0.15
 OCCUPANCY_S = 0.05
 SLOW = "0>1:latency_ms=150,occupancy_ms=50,until=2,path="

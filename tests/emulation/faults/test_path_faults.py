@@ -34,7 +34,7 @@ def pair() -> Iterator[tuple[PairGroup, PairGroup]]:
 
 
 def passes(source: PairGroup, target: PairGroup, tag: int) -> bool:
-    """Whether a message gets through. One that does not ends the groups."""
+    """Return whether a message gets through. One that does not ends the groups."""
     buffer = torch.zeros(3)
     work = target.receive(buffer, tag)
     sent = source.send(torch.full((3,), float(tag)), tag)

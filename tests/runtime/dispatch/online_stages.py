@@ -47,7 +47,7 @@ class SimulatedStages:
         self.makespan_s = 0.0
 
     def run(self) -> bool:
-        """Whether every stage finished."""
+        """Return whether every stage finished."""
         for stage in range(len(self._programs)):
             self._start(stage, 0.0)
         while self._events:

@@ -43,7 +43,7 @@ def follow(team: StageTeam) -> None:
 
 
 def lose_the_leader(team: StageTeam) -> None:
-    """Followers are told which rank of which stage is gone, at once."""
+    """Followers get an error that names which rank of which stage is gone, at once."""
     if team.leads:
         team.publish(7)
         dist.barrier()
@@ -81,7 +81,7 @@ def give_up(team: StageTeam) -> None:
 
 
 def lose_a_follower(team: StageTeam) -> None:
-    """The leader is told which one, when it lets go of what it said at the latest."""
+    """The leader gets an error that names which one, at the latest when it drops its decision."""
     if dist.get_rank() == FOLLOWERS[1]:
         os.kill(os.getpid(), signal.SIGKILL)
     if team.leads:
@@ -90,7 +90,7 @@ def lose_a_follower(team: StageTeam) -> None:
         assert f"rank {FOLLOWERS[1]} " in str(caught.value), caught.value
         assert f"rank {LEADER}, stage 3" in str(caught.value)
     else:
-        with contextlib.suppress(StageTeamError):  # the leader leaves when it has heard
+        with contextlib.suppress(StageTeamError):  # the leader leaves when it has the answers
             for _ in range(NUMBERS):
                 team.follow()
     leave("survived")

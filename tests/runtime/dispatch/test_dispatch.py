@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which stages dispatch online in which iteration, what their peers follow, and what is done where nobody can see."""
+"""Which stages dispatch online in which iteration, what their peers follow, and what is done without known arrivals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def program() -> Program:
 
 
 class Links:
-    """A transport whose messages arrive when the test says so, or, while somebody waits, the next that is to come."""
+    """A transport whose messages arrive when the test says so, or, while the rank waits, the next that is to come."""
 
     def __init__(self, *, came_by: dict[int, Path] | None = None, blind: Collection[int] = ()) -> None:
         self.paths = came_by or {}
@@ -231,7 +231,7 @@ def test_where_arrivals_become_invisible_the_plan_says_what_to_wait_for() -> Non
     steps = made.steps(program(), CAP, 0.0)(inbox)
     assert names([next(steps)]) == "F0"
     links.blind.update((0, 2))
-    assert names([next(steps) for _ in range(3)]) == "F1 B0 W0", "each but W0 is waited for by whoever runs it"
+    assert names([next(steps) for _ in range(3)]) == "F1 B0 W0", "each but W0 is waited for by the stage that runs it"
     assert not any(key("F2") in waited for waited, _ in links.waits)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Online dispatch finishes, keeps cap and order, whatever arrives when and whoever else is online."""
+"""Online dispatch finishes, keeps cap and order, whatever arrives when and whichever stages are online."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_followers_hear_what_the_leader_decides(start_ranks: Callable[..., objec
 
 
 @pytest.mark.parametrize(("scenario", "lost"), [("lose_the_leader", 1), ("lose_a_follower", 2)])
-def test_whoever_is_lost_is_named(start_ranks: Callable[..., list[RankResult]], scenario: str, lost: int) -> None:
+def test_the_rank_that_is_lost_is_named(start_ranks: Callable[..., list[RankResult]], scenario: str, lost: int) -> None:
     results = start_ranks(3, [RANKS, scenario], timeout_s=60, check=False, stop_on_failure=False)
     for result in results:
         if result.rank == lost:

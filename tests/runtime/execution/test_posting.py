@@ -28,7 +28,7 @@ from adaptra_megatron.runtime.execution.inbox import Inbox
 from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import one_f_one_b, stock_order
-from adaptra_megatron.schedule.costs import Costs, uniform_costs
+from adaptra_megatron.schedule.costs import Costs, uniform_costs_for
 from adaptra_megatron.schedule.weight_delays import split_backward
 
 ONE_QUEUE, MANY_QUEUES = Device(queues=1), Device(queues=10_000)
@@ -37,14 +37,7 @@ SERIAL = Device(queues=1, serial=True)
 
 
 def costs_of(schedule: Schedule) -> Costs:
-    return uniform_costs(
-        schedule.stages,
-        schedule.micro_batches,
-        chunks=schedule.chunks,
-        forward_s=1.0,
-        backward_input_s=1.0,
-        backward_weight_s=1.0,
-    )
+    return uniform_costs_for(schedule)
 
 
 def whole(*orders: str) -> Schedule:
@@ -107,7 +100,7 @@ class TestOtherRules:
             assert outcome.deadlock is None
 
     def test_one_wait_is_enough_for_receives_that_are_posted_ahead(self) -> None:
-        """Of stage 0, which has asked for a gradient, before it launches the forward that this is made from."""
+        """Stage 0 has asked for a gradient before it launches the forward that this is made from."""
         programs = recorded(SMALLEST, LookAhead)
         first = next(index for index, call in enumerate(programs[0]) if isinstance(call, Compute))
         programs[0].insert(first, DeviceWait())
@@ -174,7 +167,7 @@ class TestSizesThatVary:
 
         class NotBeforeSends(Inbox):
             def post_before_send(self, step: Any) -> None:
-                """Nothing."""
+                """Post nothing: receives wait until they are needed."""
 
         for rule, deadlocks in ((Inbox, False), (NotBeforeSends, True)):
             ruled = dataclasses.replace(job, inbox=rule)
@@ -258,7 +251,7 @@ def test_cases_are_what_they_are_meant_to_be() -> None:
 
 
 def reduces_within_backwards(case: Case) -> bool:
-    """Whether the first stage launches a reduction between two transfers."""
+    """Return whether the first stage launches a reduction between two transfers."""
     calls = case.job.record(0)
     kinds = ["reduction" if getattr(call, "communicator", Communicator("")).of_stage else "" for call in calls]
     transfers = [index for index, call in enumerate(calls) if isinstance(call, Transfers)]

@@ -25,7 +25,7 @@ from adaptra_megatron.schedule.routing.costs import Cell
 REPLICAS, MICRO_BATCHES = 2, 4
 TIMEOUT_S = 5.0
 SECONDS = [[5.0, 1.0, 5.0, 5.0], [1.0, 1.0, 1.0, 4.0], [1.0] * 4, [1.0] * 4]
-"""Of the micro-batches of two iterations: those of replica 0, then those of replica 1, of either."""
+"""Times of the micro-batches of two iterations: those of replica 0, then those of replica 1, of either."""
 
 
 def length(replica: int, number: int) -> float:

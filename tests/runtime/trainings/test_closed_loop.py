@@ -48,7 +48,7 @@ def _stretched(campaign: Campaign, stretch: float) -> Campaign:
 def test_every_turn_of_a_story_is_found_planned_for_and_explained(
     fork_server: ForkServer, tmp_path: Path, stretch: float
 ) -> None:
-    """Whether all of it was is judged by the campaign itself; this shows that it took place, and that plans were in
+    """The campaign itself judges whether all findings were right; this shows that it took place, and that plans were in
     force in time."""
     report = run_campaign(_stretched(STORY, stretch), tmp_path, fork_server, timeout_s=150 * stretch)
     _hold(STORY, report, report.problems)

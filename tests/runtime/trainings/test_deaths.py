@@ -55,7 +55,7 @@ class Case:
     layout: Layout
     deaths: tuple[str, ...]
     slow: bool = True
-    """Whether what it has of its own is covered by the others: it tells where to look when one fails."""
+    """True of a case that others cover: it tells where to look when one of them fails."""
 
 
 CASES = (
@@ -289,7 +289,7 @@ MEASURED = "--adaptra --adaptra-reroute all --adaptra-host-transport shm --emula
 
 
 def of_kind(kind: type, run: Path) -> list[Any]:
-    """Events of a run, with the iterations that they were told in."""
+    """Events of a run, with the iterations that they were logged in."""
     return [found for found in read_events(run) if isinstance(found.event, kind)]
 
 

@@ -30,7 +30,7 @@ CASES = {
     ),
     "interleaved": (False, "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"),
 }
-"""Whether what is swapped can be routed as well, and flags."""
+"""By name: whether what is swapped can be routed as well, and the flags of the training."""
 
 
 @judged_by_the_clock

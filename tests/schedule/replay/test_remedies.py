@@ -63,7 +63,7 @@ def test_where_all_is_even_there_is_nothing_to_exchange(replicas: int, stages: i
 def test_a_slow_cell_is_exchanged_or_routed_around(replicas: int, factor: float, data: st.DataObject) -> None:
     slow = Cell(data.draw(st.integers(0, replicas - 1)), data.draw(st.integers(0, 1)))
     if replicas == 2:
-        factor = 1.8  # of two cells, the median is their mean: slowness is told from fewer than all peers
+        factor = 1.8  # of two cells, the median is their mean: slowness is found from fewer than all peers
     found, seconds = remedied(with_slow_cell(slow, factor), job=(replicas, 2, 6))
     assert seconds["routing"] < 0.9 * found.now_s
     if replicas > 2:

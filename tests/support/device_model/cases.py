@@ -39,7 +39,7 @@ class Case:
     device: Device
     waits: str
     makes_communicators: bool = False
-    """Whether other threads make and abort some beside the training."""
+    """True if other threads make and abort some beside the training."""
 
     def play(self, rule: Callable[..., Inbox] = Inbox) -> Outcome:
         """With receives posted by `rule`."""

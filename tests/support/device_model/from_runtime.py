@@ -47,9 +47,9 @@ class Iteration:
     """What launch orders are made from."""
     training: bool = True
     reduction: str | None = None
-    """Of gradients between replicas: overlapped with backwards, final, or None."""
+    """How gradients of replicas are reduced: overlapped with backwards, final, or None."""
     synchronized: bool = False
-    """Whether the host waits for its device at the end."""
+    """True if the host waits for its device at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class RecordingTransport:
         self._tensor = torch.zeros(1)
 
     def describe(self, specification: TensorSpecification) -> None:
-        """Nothing to note."""
+        """Note nothing: shapes change no order."""
 
     def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
         """Behind what is on the current stream."""
@@ -166,7 +166,7 @@ class RecordingTransport:
         return (), ()
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Release nothing."""
 
     def _transfer(self, source: int, target: int, message: object, stream: str, seconds: float | None = None) -> int:
         cost = self.costs.link(source, target)
@@ -231,11 +231,11 @@ class Reductions:
         self.model_chunks: list[Any] = [self._model(chunk) for chunk in range(iteration.schedule.chunks)]
 
     def by_hooks(self) -> bool:
-        """Whether a backward begins the reduction now."""
+        """Return whether a backward begins the reduction now."""
         return self._overlapped and not self._off
 
     def begin(self, chunk: int) -> None:
-        """Of one chunk."""
+        """Begin the reduction of one chunk."""
         work = self._recorder.collective(Communicator("gradients", of_stage=True), self._replicas, 1e-3)
         self._begun.append(work)
 

@@ -82,7 +82,7 @@ class Job:
         self._at_connection: dict[Hashable, list[Thread]] = defaultdict(list)
         self.told: set[Hashable] = set()
         self.tellings: dict[Work, list[Tell]] = defaultdict(list)
-        """What is told when a work has ended."""
+        """Moments that a work sets when it has ended."""
         self._listeners: dict[Hashable, list[Thread]] = defaultdict(list)
         self._times_s: dict[tuple[Rank, Hashable], tuple[float, float]] = {}
         self._calls: dict[type, Callable[[Thread, Any], bool]] = {
@@ -175,7 +175,7 @@ class Job:
         return work
 
     def _connected(self, thread: Thread, call: Transfers | Collective) -> bool:
-        """Whether all that `call` uses is connected, now that this host has come, too."""
+        """Return whether all that `call` uses is connected, now that this host has come, too."""
         rank, key = thread.device.rank, call.communicator.key(thread.device.rank)
         if isinstance(call, Collective):
             wanted: list[tuple[Hashable, int]] = [((key, "all"), call.members)]

@@ -39,7 +39,7 @@ class LookAhead(Inbox):
             self._post_until(step.receive.source, place + 1)
 
     def post_before_send(self, step: Step) -> None:
-        """Nothing."""
+        """Post nothing before a send."""
 
     def take(self, message: Message) -> torch.Tensor:
         """Room for one more."""

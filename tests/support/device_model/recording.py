@@ -61,7 +61,7 @@ class Recorder:
         self.program.append(DeviceWait())
 
     def _position(self) -> tuple[int, ...]:
-        """Of the current stream: what an event recorded on it now waits for."""
+        """Position on the current stream: what an event recorded on it now waits for."""
         latest = self._latest.get(COMPUTE)
         return (*self._awaited[COMPUTE], *(() if latest is None else (latest,)))
 

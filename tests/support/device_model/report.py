@@ -43,7 +43,7 @@ def _why_host(job: Job, thread: Thread) -> tuple[str, Thread | Work | None]:
     if isinstance(call, Hear):
         for work, tellings in job.tellings.items():
             if any(telling.name == call.name for telling in tellings):
-                return f"listens for {call.name}, which is told after", work
+                return f"listens for {call.name}, which comes after", work
         tellers = (each for state in job.devices.values() for each in state.threads if not each.ended)
         told = (each for each in tellers if any(_tells(other, call.name) for other in each.program[each.position :]))
         return f"listens for {call.name} of", next(told, None)
@@ -55,7 +55,7 @@ def _why_host(job: Job, thread: Thread) -> tuple[str, Thread | Work | None]:
 
 
 def _has_come(job: Job, call: Transfers | Collective, rank: Rank, peer: Rank) -> bool:
-    """Whether `peer` is not awaited by `rank` for any connection of `call`."""
+    """Return whether `peer` is not awaited by `rank` for any connection of `call`."""
     key = call.communicator.key(rank)
     if isinstance(call, Collective):
         return peer in job.connecting[key, "all"] or call.communicator.key(peer) != key

@@ -20,7 +20,7 @@ class Device:
     connected: bool = True
     """False: every communicator connects at its first use."""
     launch_order: str | None = None
-    """Of NCCL_LAUNCH_ORDER_IMPLICIT: `started` or `ended`; None: not set."""
+    """What NCCL_LAUNCH_ORDER_IMPLICIT demands: `started` or `ended`; None: not set."""
     blocks: int | None = None
     """Multiprocessors; None: more than are needed."""
     blocks_per_transfer: int = 1
@@ -77,7 +77,7 @@ class Work:
         self.then: list[Work] = []
         self.on_start: list[Work] = []
         self.hosts: list[Thread] = []
-        """That wait for its end."""
+        """Threads that wait for its end."""
         self.ends: list[Hashable] = []
         """What its transfers are called at this rank."""
         self.open = 0
@@ -105,7 +105,7 @@ class DeviceState:
         self.rank = rank
         self.queues: list[deque[Work]] = [deque() for _ in range(queues)]
         self.running: list[Work | None] = [None] * queues
-        """Of a serial device: what has started last on each queue."""
+        """What, on a serial device, has started last on each queue."""
         self.queue_of: dict[str, int] = {}
         self.latest: dict[str, Work] = {}
         """By stream."""

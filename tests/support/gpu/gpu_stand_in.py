@@ -37,7 +37,7 @@ from adaptra_megatron.transport.single_path.nccl_transport import StreamTranspor
 
 FOR_EVER_S = 1e6
 TILES = 96
-"""Of a product of the model."""
+"""Tiles of a matrix product of the model."""
 
 
 class ModelledPoint:
@@ -97,7 +97,7 @@ class ModelledGpu:
         return [f"stream {number}" for number in range(first, first + count)]
 
     def stand(self, stream: Stream) -> Standing:
-        """Of no block."""
+        """A standing kernel that has no block."""
         return self.take_multiprocessors(stream, 0, 1)
 
     def take_multiprocessors(self, stream: Stream, blocks: int, cluster: int) -> Standing:
@@ -108,7 +108,7 @@ class ModelledGpu:
         return self._standing[number]
 
     def kernel(self, stream: Stream) -> None:
-        """That takes no time."""
+        """Launch a kernel that takes no time."""
         self._launch(Compute(stream, 0.0, len(self._program)))
 
     def record(self, stream: Stream) -> Point:
@@ -124,7 +124,7 @@ class ModelledGpu:
         return 1e-3 * -(-TILES // (self._blocks - self.resident))
 
     def synchronize(self) -> None:
-        """Nothing stands any more, so all is over."""
+        """Return at once: no kernel stands any more."""
         assert self.resident == 0
         assert all(standing.released for standing in self._standing.values()), "this would never return"
         self._program.clear()
@@ -141,7 +141,7 @@ class ModelledGpu:
         }
 
     def reached(self, number: int) -> bool:
-        """Whether the work of that number is over while what stands goes on."""
+        """Return whether the work of that number is over while what stands goes on."""
         program = [
             call._replace(seconds=FOR_EVER_S)
             if isinstance(call, Compute) and index in self._standing and not self._standing[index].released
@@ -198,7 +198,7 @@ class SimulatedGpu:
         return kernel
 
     def synchronize(self) -> None:
-        """Nothing stands any more, so all is over."""
+        """Return at once: no kernel stands any more."""
         self._device.run_until(lambda: not any(stream.operations for stream in self._device.streams))
 
 
@@ -364,7 +364,7 @@ class CpuStage:
         return tensor + number
 
     def synchronize(self) -> None:
-        """Nothing is ever under way."""
+        """Return at once: no copy is ever under way."""
 
 
 class RefusingMaker(LinkMaker):
@@ -412,9 +412,9 @@ class CpuTrainer:
         self._meters.clear()
 
     def peaks(self) -> dict[str, float]:
-        """Nothing is known."""
+        """Peaks of this GPU, none of which is known."""
         return {}
 
     def kept(self) -> dict[str, float] | None:
-        """Nothing."""
+        """Keep nothing."""
         return self._meters[0].kept() if self._meters else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stream of a device whose time is made up: as late as what it was told to do."""
+"""The stream of a device whose time is made up: as late as the test has set."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MadeUpEvent:
         self.time_s = self._streams.current.time_s = max(self._streams.current.time_s, self._streams.begun_s())
 
     def query(self) -> bool:
-        """Whether the device is there by now."""
+        """Return whether the device is there by now."""
         self._streams.check()
         assert self.time_s is not None
         return self._streams.begun_s() >= self.time_s

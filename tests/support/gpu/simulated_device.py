@@ -44,7 +44,7 @@ class SimulatedEvent:
         return 1e3 * (later.done_s - self.done_s)
 
     def query(self) -> bool:
-        """Whether the device has reached it."""
+        """Return whether the device has reached it."""
         self._device.check()
         return self.done
 
@@ -59,11 +59,11 @@ class SimulatedStream:
     def __init__(self, name: str) -> None:
         self.name = name
         self.held = False
-        """Whether it stands still, as one that waits for a peer."""
+        """True if it stands still, as one that waits for a peer."""
         self.operations: deque[SimulatedEvent | tuple[SimulatedEvent] | Callable[[], None]] = deque()
 
     def runnable(self) -> bool:
-        """Whether its next operation could happen now. An event alone is waited for; in a tuple, it is set."""
+        """Return whether its next operation could happen now. An event alone is waited for; in a tuple, it is set."""
         if self.held or not self.operations:
             return False
         first = self.operations[0]
@@ -73,7 +73,7 @@ class SimulatedStream:
 class SimulatedDevice:
     """Implements `cuda_device.Device` on host memory. Copies are by address: nothing keeps memory alive but its user.
 
-    An operation happens only when somebody synchronizes. Which of several then comes first is drawn by lot, unless
+    An operation happens only when a thread synchronizes. Which of several then comes first is drawn by lot, unless
     one kind always goes `first`: "compute" or "copies".
     """
 
@@ -86,7 +86,7 @@ class SimulatedDevice:
         self.patience_s = PATIENCE_S
         self.compute = SimulatedStream("compute")
         self.default = SimulatedStream("default")
-        """Of threads that were told of no stream."""
+        """Stream of threads that have chosen none."""
         self.memory_stream = SimulatedStream("memory")
         self.streams = [self.compute, self.default, self.memory_stream]
         self.locked: dict[int, int] = {}
@@ -179,7 +179,7 @@ class SimulatedDevice:
         self.kept.append((tensor.data_ptr(), stream.name))
 
     def idle(self, stream: SimulatedStream) -> bool:
-        """Whether nothing is left on `stream`; the device works on meanwhile."""
+        """Return whether nothing is left on `stream`; the device works on meanwhile."""
         self.check()
         self.run()
         return not stream.operations

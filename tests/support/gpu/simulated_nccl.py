@@ -47,16 +47,16 @@ class Pair:
     """Two ranks that have one unique id."""
 
     lost: bool = False
-    """Whether what is sent does not arrive."""
+    """True if what is sent does not arrive."""
     spoils: bool = False
-    """Whether it arrives changed."""
+    """True if it arrives changed."""
     ends: dict[int, SimulatedCommunicator] = field(default_factory=dict)
     sends: list[Transfer] = field(default_factory=list)
     receives: list[Transfer] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, transfer: Transfer) -> bool:
-        """Whether it is over, now that it runs."""
+        """Return whether it is over, now that it runs."""
         with self.lock:
             transfer.runs = True
             if transfer.communicator.aborted:
@@ -93,12 +93,12 @@ class SimulatedCommunicator:
         self.looks = 0
         self.launched: list[Transfer] = []
         self.threads: Counter[str] = Counter()
-        """That asked for transfers, by name."""
+        """Threads that asked for transfers, by name."""
         self._in_call = threading.Lock()
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Of one thread at a time."""
+        """Hold the library: one thread at a time calls it."""
         assert not self.freed, "a communicator is used that was freed"
         assert self._in_call.acquire(blocking=False), "two threads call for one communicator"
         try:
@@ -107,7 +107,7 @@ class SimulatedCommunicator:
             self._in_call.release()
 
     def goes_on(self) -> bool:
-        """Whether something does; a transfer that can be launched now is."""
+        """Return whether anything goes on; a transfer that can be launched now is."""
         if self.error is not None:
             raise NcclError(f"what was begun with NCCL failed: {self.error}")
         if len(self.pair.ends) < 2:

@@ -38,10 +38,10 @@ class SimulatedStage:
         self.nccl: Any = SimulatedNccl(fabric, self.device)
         self.watch = LinkWatch(interval_s=0.005)
         self.ended = threading.Event()
-        """Whether the process was ended as a last resort."""
+        """Set when the process was ended as a last resort."""
 
     def maker(self, rendezvous: Rendezvous, gpu: str | None = None) -> LinkMaker:
-        """Of this stage's links."""
+        """Maker of this stage's links."""
         identity = gpu or f"gpu {self.stage}"
         return LinkMaker(
             rendezvous, NcclSide(lambda: self.nccl, self.device, identity, CommunicatorConfig(), self.watch)

@@ -35,7 +35,7 @@ class MadeUpHost:
         return file
 
     def capabilities(self, effective: int) -> None:
-        """Of this process."""
+        """Set the capabilities of this process."""
         self.write("proc/self/status", f"Name:\tpython\nCapEff:\t{effective:016x}\nSeccomp:\t2")
 
     def pci(self, bus_id: str, numa_node: int, vendor: str, kind: str) -> Path:

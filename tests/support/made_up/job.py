@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs that nobody has gathered."""
+"""Layouts and rendezvous of jobs, made without a gather."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def layout(
     hosts: Sequence[str] | None = None,
     token: str = "job",
 ) -> JobLayout:
-    """Of pipelines, the ranks of each by stage. `joined`: groups that meet in collectives. `hosts`: by rank; None: one
-    for all."""
+    """Layout of a job of pipelines, given as the ranks of each by stage. `joined`: groups that meet in collectives.
+    `hosts`: by rank; None: one for all."""
     introductions = [
         Introduction(
             member,
@@ -51,5 +51,5 @@ def layout(
 
 
 def rendezvous(store: Any, ranks: Sequence[int], stage: int, timeout_s: float, token: str = "job") -> Rendezvous:
-    """Of a job that is one pipeline, in any store."""
+    """Rendezvous of a job that is one pipeline, in any store."""
     return Rendezvous(ControlStore(store, SECRET, token), layout([ranks], ranks[stage], token=token), timeout_s)

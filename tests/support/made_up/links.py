@@ -65,7 +65,7 @@ class SyntheticJob:
     micro_batches: int = 32
     nbytes: int = 4 * MIB
     noise: float = 0.1
-    """Of action times, relative."""
+    """Relative noise of action times."""
     pause_every: int = 0
     """Every so many iterations a stage notices nothing for `pause_s`, and one of its actions takes as much longer."""
     pause_s: float = 0.5

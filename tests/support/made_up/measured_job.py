@@ -12,13 +12,13 @@ MICRO_BATCHES, PERIOD_S = 12, 5.0
 
 
 class MeasuredJob:
-    """Every action takes a second, and messages 0->1 what they are told to."""
+    """Every action takes a second, and messages 0->1 as long as each call says."""
 
     def __init__(self) -> None:
         self.iteration = 0
 
     def measure(self, latency_s: float, *, slow_stage: float = 1.0) -> list[StageMeasurement]:
-        """Of the next iteration; stage 3 takes `slow_stage` times as long."""
+        """Measurements of the next iteration; stage 3 takes `slow_stage` times as long."""
         number = self.iteration
         self.iteration += 1
         keys = [MessageKey(number, Direction.ACTIVATION, 0, micro_batch) for micro_batch in range(MICRO_BATCHES)]

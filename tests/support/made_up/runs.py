@@ -27,9 +27,9 @@ class Iteration:
     """1F1B on 3 stages and 6 micro-batches; every F, I and W takes 1 s."""
 
     delay_s: float = 0.0
-    """Of each message between stages 0 and 1, both ways."""
+    """Delay of each message between stages 0 and 1, both ways."""
     split: bool = False
-    """Whether weight gradients have actions of their own, put off by one backward."""
+    """True if weight gradients have actions of their own, put off by one backward."""
     forward_only: bool = False
 
     def records(self, number: int, start_s: float) -> list[ActionRecord]:
@@ -60,7 +60,7 @@ def write_run(
 ) -> None:
     """The traces of one pipeline; its stages are the ranks `first_rank`, `first_rank + ranks_apart`, and so on.
 
-    `traced`: iterations that somebody asked for; None: all.
+    `traced`: iterations that were asked for; None: all.
     """
     writers = [TraceWriter(directory, first_rank + stage * ranks_apart, stage) for stage in range(STAGES)]
     start_s = 100.0
@@ -81,14 +81,15 @@ def write_events(directory: Path, events: Sequence[tuple[Event, int]], *, ended:
     _write_log(directory, 0, start, [*events, *last])
 
 
-def write_replicas(directory: Path, replicas: int, events: Sequence[tuple[Event, int]]) -> None:
-    """Logs of a job of some replicas that outlives its ranks: rank r of the first stage is of replica r, and rank 0
-    says all."""
+def write_replicas(
+    directory: Path, replicas: int, events: Sequence[tuple[Event, int]], *, reroute: str = "failures"
+) -> None:
+    """Logs of a job of some replicas: rank r of the first stage is of replica r, and rank 0 says all."""
     for rank in range(replicas):
         start = RunStarted(
             layout={"stages": STAGES, "world_size": replicas * STAGES, "replica": rank},
             versions={},
-            config={"reroute": "failures"},
+            config={"reroute": reroute},
         )
         _write_log(directory, rank, start, events if not rank else ())
 

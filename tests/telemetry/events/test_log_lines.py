@@ -25,7 +25,7 @@ from adaptra_megatron.telemetry.events.log_lines import MOST_IN_A_ROW, PATIENCE,
 from adaptra_megatron.telemetry.events.numbering import Numbering, renumbered
 
 REASON = (
-    "a message of 64 KiB takes 61 ms, before 0.8 ms (baseline 0.8 ms, of 9 iterations up to 8); told by nearly all; "
+    "a message of 64 KiB takes 61 ms, before 0.8 ms (baseline 0.8 ms, of 9 iterations up to 8); seen in nearly all; "
     "the link carries 3 MiB per second"
 )
 SLOW = LinkDetection(

@@ -11,7 +11,7 @@ from support.played_schedules import played, rank_traces
 
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.classic import interleaved, one_f_one_b, zb_h1
-from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
+from adaptra_megatron.schedule.costs import LinkCost, uniform_costs_for
 from adaptra_megatron.schedule.simulator import peak_in_flight
 from adaptra_megatron.telemetry.records import ArrivalRecord
 from adaptra_megatron.telemetry.tracing.perfetto import Instant, chrome_trace, merge_traces, write_trace
@@ -25,14 +25,13 @@ SCHEDULES = {
 
 
 def traces_of(schedule: Schedule, iterations: int = 2) -> list[RankTrace]:
-    costs = uniform_costs(
-        schedule.stages,
-        schedule.micro_batches,
-        chunks=schedule.chunks,
+    slow = LinkCost(latency_s=0.06)
+    costs = uniform_costs_for(
+        schedule,
         forward_s=0.02,
         backward_input_s=0.03,
         backward_weight_s=0.01,
-        links={(1, 2): LinkCost(latency_s=0.06), (2, 1): LinkCost(latency_s=0.06)},
+        links={(1, 2): slow, (2, 1): slow},
     )
     records = []
     for iteration in range(iterations):

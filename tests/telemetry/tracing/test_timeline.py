@@ -10,21 +10,20 @@ from support.played_schedules import played
 
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.classic import interleaved, one_f_one_b, zb_h1
-from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
+from adaptra_megatron.schedule.costs import LinkCost, uniform_costs_for
 from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.telemetry.tracing import timeline
 from adaptra_megatron.telemetry.tracing.timeline import TimelineRun, draw_timelines, picture_size
 
 
 def run_of(schedule: Schedule, title: str, lower_bound_s: float | None = None) -> TimelineRun:
-    costs = uniform_costs(
-        schedule.stages,
-        schedule.micro_batches,
-        chunks=schedule.chunks,
+    slow = LinkCost(latency_s=0.06)
+    costs = uniform_costs_for(
+        schedule,
         forward_s=0.02,
         backward_input_s=0.02,
         backward_weight_s=0.02,
-        links={(1, 2): LinkCost(latency_s=0.06), (2, 1): LinkCost(latency_s=0.06)},
+        links={(1, 2): slow, (2, 1): slow},
     )
     return TimelineRun(title=title, records=played(schedule, costs, start_s=77.0), lower_bound_s=lower_bound_s)
 

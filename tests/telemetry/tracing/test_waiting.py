@@ -11,7 +11,7 @@ from support.schedules import named_schedules, random_schedules
 
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.classic import one_f_one_b
-from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
+from adaptra_megatron.schedule.costs import LinkCost, uniform_costs, uniform_costs_for
 from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
 from adaptra_megatron.telemetry.tracing.waiting import Cause, CauseKind, IterationAnalysis, Phase, idle_seconds
 
@@ -83,7 +83,7 @@ def test_what_another_replica_is_to_send_is_no_delay_of_this_pipeline() -> None:
     assert [flight.micro_batch for flight in analysis.flights()] == [0]
 
 
-def test_a_message_that_nobody_waited_for_counts_only_if_its_arrival_is_known() -> None:
+def test_a_message_that_was_not_waited_for_counts_only_if_its_arrival_is_known() -> None:
     records = [ActionRecord(0, 0, "F", 0, 0, 0.0, 0.0, 2.0), ActionRecord(0, 1, "F", 0, 0, 5.0, 5.0, 7.0)]
     assert IterationAnalysis(records).flights() == []
     (flight,) = IterationAnalysis(records, [ArrivalRecord(0, 0, 1, "F", 0, 0, 3.0)]).flights()
@@ -115,15 +115,7 @@ def _played(schedule: Schedule, latencies_s: dict[tuple[int, int], float], backw
         for (source, target), seconds in latencies_s.items()
         if max(source, target) < schedule.stages and source != target
     }
-    costs = uniform_costs(
-        schedule.stages,
-        schedule.micro_batches,
-        chunks=schedule.chunks,
-        forward_s=1.0,
-        backward_input_s=backward_s,
-        backward_weight_s=0.5,
-        links=links,
-    )
+    costs = uniform_costs_for(schedule, backward_input_s=backward_s, backward_weight_s=0.5, links=links)
     return played(schedule, costs, start_s=100.0)
 
 

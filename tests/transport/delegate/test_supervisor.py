@@ -27,7 +27,7 @@ from adaptra_megatron.transport.host_link.state import GiveUp
 
 
 class End:
-    """Writes down what it is told."""
+    """Records the calls that it gets."""
 
     def __init__(self) -> None:
         self.finished = False
@@ -77,7 +77,7 @@ def both(one: End, other: End) -> list[Supervisor]:
 
 
 def process_of(keeper: Supervisor) -> int:
-    """Of its delegate."""
+    """Process number of its delegate."""
     until(lambda: keeper.process_id, lambda: "there is no delegate")
     assert keeper.process_id is not None
     return keeper.process_id

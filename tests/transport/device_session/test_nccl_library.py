@@ -58,7 +58,7 @@ int main(void) {
 
 @pytest.fixture(scope="module")
 def directory() -> Path:
-    """Of the package nvidia-nccl: with `lib` and `include`."""
+    """Directory of the package nvidia-nccl: with `lib` and `include`."""
     named = os.environ.get("NCCL_DIRECTORY")
     if named:
         return Path(named).resolve()

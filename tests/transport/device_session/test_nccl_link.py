@@ -263,7 +263,7 @@ def test_headers_bodies_and_probes_come_in_the_senders_order(gpus: Gpus, session
 def test_receives_of_messages_are_launched_at_once_by_who_asks_and_probes_one_after_the_other(
     gpus: Gpus, sessions: Sessions
 ) -> None:
-    """Of those that stand on the device behind another, computation may be held up by the queue that they share."""
+    """A transfer that stands on the device behind another may hold up computation by the queue that they share."""
     receiving, end = sessions.receiving, gpus.end_of(1)
     began(lambda: receiving.receive(0, None), lambda: sessions.sending.probe(0))
     for index in range(1, 4):
@@ -300,7 +300,7 @@ def test_to_abort_wakes_the_receiving_thread_and_ends_both_calls(gpus: Gpus, ses
     sessions.sending.abort()
 
 
-def test_an_abort_that_hangs_holds_up_nobody_and_keeps_the_memory(gpus: Gpus) -> None:
+def test_an_abort_that_hangs_holds_up_no_thread_and_keeps_the_memory(gpus: Gpus) -> None:
     source, target = gpus.pair()
     gpus.libraries[1].abort_hangs.set()
     buffers = [target.empty((NBYTES,), torch.uint8)]
@@ -334,7 +334,7 @@ def test_a_new_session_does_not_begin_behind_what_an_old_one_left(gpus: Gpus) ->
     assert target.wait_until_freed(soon())
 
 
-def test_an_error_of_nccl_ends_the_session_though_nobody_asks(gpus: Gpus, sessions: Sessions) -> None:
+def test_an_error_of_nccl_ends_the_session_without_a_call(gpus: Gpus, sessions: Sessions) -> None:
     began(lambda: sessions.receiving.receive(0, FIXED), lambda: sessions.sending.probe(0, NBYTES))
     gpus.end_of(1).pair.lost = True
     gpus.end_of(1).error = "remote process exited or there was a network error"
@@ -393,7 +393,7 @@ def test_a_peer_that_does_not_come_is_not_waited_for_in_nccl(gpus: Gpus) -> None
     with pytest.raises(RuntimeError):
         gpus.link(0, "alone", sends=True, timeout_s=0.1)
     assert time.monotonic() - start_s < 10.0
-    assert not gpus.fabric.pairs, "NCCL listens for nobody"
+    assert not gpus.fabric.pairs, "NCCL waits for no connection"
 
 
 @pytest.mark.parametrize("dies", ["before it joins", "before it sends"])
@@ -453,7 +453,7 @@ class Links:
         self._worker.start()
 
     def _work(self) -> None:
-        """The sender's device works by itself; the receiver's whenever somebody looks for a message."""
+        """The sender's device works by itself; the receiver's whenever a thread looks for a message."""
         while not self._over.wait(0.001):
             self.gpus.devices[0].run()
 

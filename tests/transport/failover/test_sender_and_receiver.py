@@ -238,7 +238,7 @@ class TwoPaths(RuleBasedStateMachine):
             if session is not None:
                 session.sent[send.index] = send
         for receive in receiver.receives:
-            assert receive.number < self.receiver.posted, "nobody knows yet what this message looks like"
+            assert receive.number < self.receiver.posted, "the shape of this message is not known yet"
             assert receive.specification == (None if receive.number < 0 else receive.number)
             session = self.sessions.get(receive.session)
             if session is not None:

@@ -157,7 +157,7 @@ class TestSending:
         assert torch.equal(link.carry(payload), numbers(2 * MEBIBYTE))
 
     @pytest.mark.parametrize("copying", [False, True])
-    def test_an_error_of_the_device_reaches_everybody_and_nothing_is_stuck(
+    def test_an_error_of_the_device_reaches_all_callers_and_nothing_is_stuck(
         self, make_link: MakeLink, copying: bool
     ) -> None:
         device = SimulatedDevice()
@@ -325,7 +325,7 @@ class TestReceiving:
         device.run()
         assert torch.equal(seen, values)
 
-    def test_a_message_nobody_asks_for_takes_no_device_memory(self, make_link: MakeLink) -> None:
+    def test_a_message_that_is_not_asked_for_takes_no_device_memory(self, make_link: MakeLink) -> None:
         device = SimulatedDevice()
         link = make_link(device)
         before = len(device._memories)
@@ -410,7 +410,7 @@ def test_where_nothing_can_be_page_locked_the_links_threads_copy(
     payload = link.stage(device.tensor(numbers(2 * PART)))
     assert torch.equal(link.carry(payload), numbers(2 * PART))
     receipts = [link.receive(numbers(100, seed), asked=seed == 1) for seed in range(2)]
-    assert (device.copies, device.pageable_copies) == ((4, 4) if refused else (3, 0)), "before anybody takes one"
+    assert (device.copies, device.pageable_copies) == ((4, 4) if refused else (3, 0)), "before one is taken"
     seen = [device.read(receipt.take()) for receipt in receipts]
     device.run()
     assert all(torch.equal(each, numbers(100, seed)) for seed, each in enumerate(seen))

@@ -255,7 +255,7 @@ def test_a_key_that_comes_twice_is_kept_once() -> None:
     arrivals = ReceiveQueue()
     arrivals.arrive(key(0), Arrival(0, HostReceipt(torch.zeros(1)), 1.0))
     arrivals.arrive(key(0), Arrival(9, HostReceipt(torch.ones(1)), 2.0))
-    assert list(arrivals.due) == [9], "the double's sender may let go of it, that of the first not yet"
+    assert list(arrivals.due) == [9], "the duplicate's sender may drop it, that of the first not yet"
     arrivals.post(key(0), 3.0)
     assert list(arrivals.due) == [9, 0]
     arrival, posted_s = arrivals.pop(key(0))
@@ -386,7 +386,7 @@ def test_the_secret_is_in_no_description_of_what_a_delegate_is_told() -> None:
     limits = {"handshake_s": 1.0, "stall_s": 1.0, "max_message_nbytes": 1}
     start = Start(rank=0, job="00", secret=secret, listeners=[], rnics=[], **limits)
     assert secret not in repr(start)
-    assert secret.encode() in packed(start), "the delegate is told"
+    assert secret.encode() in packed(start), "the delegate has it"
 
 
 @given(st.integers(2, 9), st.booleans())

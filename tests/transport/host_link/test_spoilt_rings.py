@@ -42,7 +42,7 @@ OF_A_DESCRIPTION = "description of its slots"
 
 
 class Causes:
-    """Of what an end is told, the causes, which the log has no more than a few of in a row."""
+    """Collects the causes that an end of a link is given; the log has only a few in a row."""
 
     def __init__(self, link: DualLink, heard: list[str]) -> None:
         self._disconnected, self._heard = link.disconnected, heard
@@ -60,7 +60,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def supervisors() -> list[Supervisor]:
-    """Of the links, once these are there."""
+    """Supervisors of the links, once these are there."""
     return []
 
 
@@ -111,7 +111,7 @@ def test_a_spoilt_word_is_healed_by_a_new_session(links: list[DualLink], caplog:
             assert took_s < HEALS_S, f"{word} of the {side} ring, way {how}: {heard}"
         longest_s = max(longest_s, took_s)
         exchange(links)
-        until(lambda: heard, lambda: "no cause was told")
+        until(lambda: heard, lambda: "no cause was given")
         assert re.search(CAUSES.get(word, OF_A_DESCRIPTION), " ".join(heard)), f"{word}, way {how}: {heard}"
     sys.stdout.write(f"healed in {longest_s:.2f} s at most\n")
     said = [text for text in caplog.messages if "the host path is down (" in text]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who wakes whom for a message: a thread that reads what it waits for needs nobody, and looks only briefly."""
+"""Who wakes whom for a message: a thread that reads what it waits for needs no other thread, and looks only briefly."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_thread_that_reads_its_own_message_wakes_no_other(links: list[DualLink
     sender.flush(soon())
 
 
-def test_a_message_that_the_links_own_thread_reads_reaches_whoever_waits(links: list[DualLink]) -> None:
+def test_a_message_that_the_links_own_thread_reads_reaches_the_waiting_thread(links: list[DualLink]) -> None:
     sender, receiver = links
     for number in range(MESSAGES):
         key = MessageKey(number, Direction.GRADIENT, 0, 0)

@@ -99,7 +99,7 @@ def test_a_host_that_does_not_answer_is_named_once_it_is_what_a_stage_fails_for(
     until(lambda: "No route to host" in end.down, "the link is not told")
     assert not end.losses, "it may have another path"
     chain[0][0].fail("TransportError: it has none")
-    until(lambda: bool(end.losses), "nobody is named")
+    until(lambda: bool(end.losses), "no lost rank is named")
     assert end.losses == [(1, "rank 1 is gone, or cut off: its host does not answer")]
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from host_ranks import ANY, all_agree, exchange
-from transport_checks import CPU, activation, content, expect, flush, host_transport, until
+from transport_checks import CPU, activation, content, expect, flush, host_transport, run_scenarios, until
 
 from adaptra_megatron.transport._ring import die_with_parent
 from adaptra_megatron.transport.delegate.supervisor import Supervisor
@@ -221,7 +221,7 @@ def measured(make: Make) -> None:
     once."""
     transport = make()
     peer, randomness = 1 - dist.get_rank(), random.Random(dist.get_rank())
-    transport.measure(peer)  # nothing has been sent: nobody knows what a usual message is
+    transport.measure(peer)  # nothing has been sent: the size of a usual message is not known
     assert not transport.take_probes()
     on(transport, Path.DEVICE)
     exchange(transport, 0)
@@ -253,7 +253,7 @@ def _measure_in_peace(transport: HostTransport, path: Path) -> None:
     peer, found = 1 - dist.get_rank(), []
     transport.measure(peer)
     transport.measure(peer)  # once is enough: they go one after the other
-    until(lambda: bool(found.extend(transport.take_probes()) or found), f"nobody measures the {path.value} path")
+    until(lambda: bool(found.extend(transport.take_probes()) or found), f"no probe measured the {path.value} path")
     assert [(probe.peer, probe.path) for probe in found] == [(peer, path)] * PathSettings.measuring_probes
     sent_s = [probe.sent_s for probe in found]
     assert sent_s == sorted(sent_s)
@@ -418,11 +418,7 @@ def main(transport_name: str, names: list[str]) -> None:
         transport.describe(ANY)
         return transport
 
-    scenarios = {scenario.__name__: scenario for scenario in SCENARIOS}
-    for name in names:
-        scenarios[name](make)
-        dist.barrier()
-    dist.destroy_process_group()
+    run_scenarios(SCENARIOS, names, make)
 
 
 if __name__ == "__main__":

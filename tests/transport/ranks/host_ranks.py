@@ -22,7 +22,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_usage import sleeper, usage
-from transport_checks import CPU, MEBIBYTE, activation, content, expect, flush, gradient, host_transport, no_more, until
+from transport_checks import (
+    CPU,
+    MEBIBYTE,
+    activation,
+    content,
+    expect,
+    flush,
+    gradient,
+    host_transport,
+    no_more,
+    run_scenarios,
+    until,
+)
 
 from adaptra_megatron.authentication.handshake import ANSWER_NBYTES, CHALLENGE_NBYTES
 from adaptra_megatron.transport.delegate.heartbeat import INTERVAL_S
@@ -42,7 +54,7 @@ FAILOVER_S = 6.0
 may be busy with other things. `make soak` measures it."""
 
 MOST_WAKES_PER_S = 20.0
-"""Of a delegate that has only pings to answer: five times as many as there are."""
+"""Limit of a delegate that has only pings to answer: five times as many as there are."""
 
 Make = Callable[..., HostTransport]
 
@@ -52,7 +64,7 @@ def store() -> dist.Store:
 
 
 def alive(process: int) -> bool:
-    """Whether a process runs; one that waits for its parent to notice its death does not."""
+    """Return whether a process runs; one that waits for its parent to notice its death does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -172,7 +184,7 @@ def rank_stopped(make: Make) -> None:
         exchange(transport, iteration)
         ends_s.append(time.monotonic())
         iteration += 1
-    time.sleep(1.5)  # whoever held the silence against the delegate would act now
+    time.sleep(1.5)  # a supervisor that took the silence for a failure would act now
     exchange(transport, iteration)
     counters = transport.counters()
     longest_s = max(after - before for before, after in zip(ends_s, ends_s[1:], strict=False))
@@ -289,7 +301,7 @@ def nothing_leaks(make: Make) -> None:
 
 
 def _abstract_addresses(transport: HostTransport) -> set[str]:
-    """Of this rank's own, as /proc/net/unix has them: other jobs on this machine come and go."""
+    """Abstract addresses of this rank's own sockets in /proc/net/unix: other jobs on this machine come and go."""
     listeners = transport._opener.supervisor._listeners
     names = {listener.getsockname() for listener in listeners if listener.family == socket.AF_UNIX}
     return {"@" + os.fsdecode(name[1:]) for name in names}
@@ -424,7 +436,7 @@ def back_pressure(make: Make) -> None:
 
 
 def closed(make: Make) -> None:
-    """close() ends threads and delegate, twice does no harm, and the peer is told."""
+    """close() ends threads and delegate, twice does no harm, and the peer gets a farewell."""
     transport = make(grace_s=30.0)
     exchange(transport, 0)
     dist.barrier()
@@ -440,7 +452,7 @@ def closed(make: Make) -> None:
     with pytest.raises(
         TransportError, match=r"rank 1 \(stage 1 on .*, link 1->0.*rank 0 \(stage 0 on .* has closed its end"
     ):
-        until(lambda: transport.post_send(gradient(0, iteration=1), 0, torch.zeros(1)), "the farewell is not heard")
+        until(lambda: transport.post_send(gradient(0, iteration=1), 0, torch.zeros(1)), "the farewell did not arrive")
     assert time.monotonic() - start_s < 20.0, "the grace period was waited for though the peer said good-bye"
     transport.close()
 
@@ -494,7 +506,7 @@ def gigabyte(make: Make) -> None:
 
 
 def bound(make: Make) -> None:
-    """The delegate and the threads that copy run where they are told to, a delegate that replaces another too; the
+    """The delegate and the threads that copy run on the CPUs that they are given, a later delegate too; the
     training does not."""
     training = os.sched_getaffinity(0)
     cpus = frozenset({min(training)})
@@ -545,11 +557,7 @@ def main(path: str, names: list[str]) -> None:
         transport.describe(ANY)
         return transport
 
-    scenarios = {scenario.__name__: scenario for scenario in SCENARIOS}
-    for name in names:
-        scenarios[name](make)
-        dist.barrier()
-    dist.destroy_process_group()
+    run_scenarios(SCENARIOS, names, make)
 
 
 if __name__ == "__main__":

@@ -99,10 +99,10 @@ def cannot_listen() -> None:
 
 def a_bug() -> None:
     def listening_host(interface: str | None, *, one_host: bool) -> str:
-        raise KeyError("something that nobody thought of")
+        raise KeyError("something unforeseen")
 
     with instead("listening_host", listening_host):
-        refused(SETTINGS, "KeyError: 'something that nobody thought of'")
+        refused(SETTINGS, "KeyError: 'something unforeseen'")
 
 
 def different_hosts() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transport_checks import CPU, content, expect, flush, no_more, until
+from transport_checks import CPU, content, expect, flush, no_more, run_scenarios, until
 
 from adaptra_megatron.job.control_store import MOST_SPARE, ControlStore
 from adaptra_megatron.job.gathering import gather_layout
@@ -38,7 +38,7 @@ from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 
 PIPELINES = ((0, 1), (2, 3))
 MICRO_BATCHES = 8
-"""Of each replica."""
+"""Number of micro-batches of each replica."""
 ANY = TensorSpecification(None, torch.float32, CPU, MICRO_BATCHES)
 SIZES = (1, 1000, MEBIBYTE // 8, 40_000)
 SOON_S = 20.0
@@ -319,7 +319,7 @@ def a_rank_dies(make: Make) -> None:
     os._exit(0)  # torch.distributed waits for all ranks
 
 
-def nobody_there(make: Make) -> None:
+def no_peer_there(make: Make) -> None:
     """A link that one end alone opens: an error in time, and another try is not harmed."""
     rank, transport = dist.get_rank(), make()
     opposite = (rank + 2) % 4
@@ -351,7 +351,7 @@ SCENARIOS = (
     aborted_in_mid_message,
     aborted_by_the_peer,
     stale_messages,
-    nobody_there,
+    no_peer_there,
     a_rank_dies,
 )
 
@@ -372,11 +372,7 @@ def main(transport_name: str, names: list[str]) -> None:
         transport.describe(ANY)
         return transport
 
-    scenarios = {scenario.__name__: scenario for scenario in SCENARIOS}
-    for name in names:
-        scenarios[name](make)
-        dist.barrier()
-    dist.destroy_process_group()
+    run_scenarios(SCENARIOS, names, make)
 
 
 if __name__ == "__main__":

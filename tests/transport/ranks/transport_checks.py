@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -71,8 +71,17 @@ def flush(transport: Transport, within_s: float = 20.0) -> None:
     transport.flush(time.monotonic() + within_s)
 
 
+def run_scenarios(scenarios: Iterable[Callable[[Any], None]], names: Iterable[str], make: Any) -> None:
+    """Give `make` to the scenarios of these names, one after another, and leave the job."""
+    by_name = {scenario.__name__: scenario for scenario in scenarios}
+    for name in names:
+        by_name[name](make)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
 def no_more(held: Mapping[str, int], before: Mapping[str, int]) -> bool:
-    """Whether nothing has grown. Some goes late: connections of rank 0's store, once their other ends have gone."""
+    """Return whether nothing has grown. Connections of rank 0's store go late, once their other ends have gone."""
     return all(held[what] <= before[what] for what in before)
 
 

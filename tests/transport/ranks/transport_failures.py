@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios of transport_ranks.py in which rank 0 fails and rank 1 is told."""
+"""Scenarios of transport_ranks.py in which rank 0 fails and rank 1 gets an error."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _failure(call: Callable[[], object], least_s: float, most_s: float) -> str:
 
 
 def _leave_together() -> None:
-    """Broken pairs make an orderly tear-down impossible: wait for everybody through the store, and go."""
+    """Broken pairs make an orderly tear-down impossible: wait for all ranks through the store, and go."""
     store = dist.distributed_c10d._get_default_store()
     store.add("left", 1)
     until(lambda: store.add("left", 0) == dist.get_world_size(), "the other rank did not finish")

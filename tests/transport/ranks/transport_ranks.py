@@ -164,7 +164,7 @@ def _watched_sends(refs: list[weakref.ref[Any]]) -> Iterator[None]:
 
 
 def times(transport: Transport) -> None:
-    """Posted before sent before arrived; arrival is when it came, not when somebody asked. Sizes and paths are told."""
+    """Posted before sent before arrived; arrival is when it came, not when asked for. Sizes and paths are recorded."""
     path = Path.HOST if isinstance(transport, HostTransport) else Path.DEVICE
     transport.describe(TensorSpecification((8,), torch.float32, CPU))
     moment = torch.zeros(1, dtype=torch.float64)

@@ -30,7 +30,7 @@ def soon() -> float:
 
 
 def from_either(transport: Transport) -> None:
-    """Whoever sends first wakes the waiting rank, with the message of either neighbour, in time and not before."""
+    """The neighbour that sends first wakes the waiting rank, whichever it is, in time and not before."""
     rank = dist.get_rank()
     for number in range(ROUNDS):
         keys: dict[int, MessageKey] = {0: activation(number), 2: gradient(number)}
@@ -87,7 +87,7 @@ def _wait_for_both(transport: Transport) -> None:
 
 
 def paths_change(transport: Transport) -> None:
-    """The links go by either path, and from one to the other while somebody waits."""
+    """The links go by either path, and from one to the other while a rank waits."""
     assert isinstance(transport, HostTransport)
     rank = dist.get_rank()
     for number in range(ROUNDS):

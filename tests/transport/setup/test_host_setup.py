@@ -102,11 +102,11 @@ class TestHostIdentity:
         assert identity.host_identity() == identity.host_identity()
         assert len(identity.boot_identity()) == 36
 
-    def test_a_masked_boot_is_no_error_and_nobodys(self, tmp_path: Path) -> None:
+    def test_a_masked_boot_is_no_error_and_no_hosts(self, tmp_path: Path) -> None:
         assert identity.boot_identity(tmp_path) != identity.boot_identity(tmp_path)
 
     @pytest.mark.parametrize("missing", ["sys/kernel/random/boot_id", "self/ns/net"])
-    def test_a_host_that_does_not_say_which_one_it_is_is_nobodys(self, missing: str, tmp_path: Path) -> None:
+    def test_a_host_without_an_identity_is_no_hosts(self, missing: str, tmp_path: Path) -> None:
         for name in ("sys/kernel/random/boot_id", "self/ns/net"):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             if name != missing:

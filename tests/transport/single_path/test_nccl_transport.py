@@ -172,7 +172,7 @@ def test_a_receive_comes_behind_what_computation_does_with_its_memory() -> None:
 
 
 def test_messages_are_timed_where_the_device_can_tell() -> None:
-    """A message that has come early is told to have come then, though computation came to it much later."""
+    """A message that has come early counts as arrived then, though computation came to it much later."""
 
     def program(stage: SimulatedStage, rendezvous: Rendezvous) -> Any:
         apart = stage.device.new_stream()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ring seen from an event loop: nothing is lost or doubled, whoever waits for it, and a thread waits only if told."""
+"""A ring seen from an event loop: nothing is lost or doubled, and a thread waits for it only if asked to."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_is_there_is_pulled_without_waiting() -> None:
         assert watch.pull() == []
         fill(ring, 1)
         await asyncio.sleep(0.05)
-        assert not came.is_set(), "nobody asked to be told"
+        assert not came.is_set(), "no notice was asked for"
         assert not watch.over
 
     run(body)

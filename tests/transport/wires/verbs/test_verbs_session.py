@@ -134,7 +134,7 @@ class World:
 
     def release(self, chunk: int) -> None:
         assert chunk not in self.released
-        assert chunk in self.other.written, "let go of what has not arrived"
+        assert chunk in self.other.written, "dropped what has not arrived"
         self.released.append(chunk)
 
     def commit(self, chunk: int) -> int:
