@@ -143,6 +143,17 @@ class Stragglers:
         lags: list[list[float]] = np.median(self._lags()[0], axis=1).tolist()
         return lags
 
+    def last(self) -> list[list[int]]:
+        """By stage and replica, in how many of the latest iterations it was the last one."""
+        return [
+            np.bincount(waits_s.argmin(axis=1), minlength=self._replicas).tolist() for waits_s in self._field("wait_s")
+        ]
+
+    @property
+    def count(self) -> int:
+        """Number of the latest iterations, at most `WINDOW`."""
+        return len(self._rows)
+
     def _field(self, name: str) -> Floats:
         """[stages, iterations, replicas]."""
         return np.stack(self._rows, axis=1)[..., Row._fields.index(name)]
@@ -176,7 +187,7 @@ class Stragglers:
             replica=replica,
             stage=stage,
             lag_s=float(np.median(behind_s[stage, late, replica] if late.any() else behind_s[stage, :, replica])),
-            last=sum(last_arrival(list(row))[0] == replica for row in waits_s),
+            last=self.last()[stage][replica],
             of=len(waits_s),
             since=since,
             share=self._share(waits_s, replica, {*all_late, *self._since}),
