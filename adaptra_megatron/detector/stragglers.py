@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from adaptra_megatron.schedule.routing.costs import Cell
+
 WINDOW = 20
 """Iterations that are looked at together."""
 LEAST = 10
@@ -41,13 +43,6 @@ class Row(NamedTuple):
     """In forwards and backwards, without waiting."""
     data_s: float = 0.0
     """Waiting for the training data's next micro-batch."""
-
-
-class Place(NamedTuple):
-    """A cell: one stage of one replica."""
-
-    replica: int
-    stage: int
 
 
 class Late(NamedTuple):
@@ -100,10 +95,10 @@ class Stragglers:
         self._since: dict[int, int] = {}
         """Of replicas that are late, the iteration since when."""
 
-    def observe(self, rows: Mapping[Place, Row]) -> None:
+    def observe(self, rows: Mapping[Cell, Row]) -> None:
         """Take one iteration of all cells in, in ascending order."""
         self._rows.append(
-            np.array([[rows[Place(replica, stage)] for replica in range(self._replicas)] for stage in self._all_stages])
+            np.array([[rows[Cell(replica, stage)] for replica in range(self._replicas)] for stage in self._all_stages])
         )
 
     @property

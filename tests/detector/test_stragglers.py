@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.detector.stragglers import LEAST, WINDOW, Late, Place, Row, Stragglers, beyond_others, last_arrival
+from adaptra_megatron.detector.stragglers import LEAST, WINDOW, Late, Row, Stragglers, beyond_others, last_arrival
+from adaptra_megatron.schedule.routing.costs import Cell
 
 ITERATION_S, SYNC_S = 1.5, 0.1
 
@@ -30,14 +31,14 @@ class Job:
     def run(
         self,
         iterations: int,
-        late_s: Callable[[Place], float] = lambda place: 0.0,
-        computes_s: Callable[[Place], float] = lambda place: 0.0,
+        late_s: Callable[[Cell], float] = lambda place: 0.0,
+        computes_s: Callable[[Cell], float] = lambda place: 0.0,
         noise_s: float = 0.02,
     ) -> None:
         for _ in range(iterations):
             rows = {}
             for stage in range(self._stages):
-                places = [Place(replica, stage) for replica in range(self._replicas)]
+                places = [Cell(replica, stage) for replica in range(self._replicas)]
                 arrived_s = [1.0 + late_s(place) + self._random.uniform(0, noise_s) for place in places]
                 for place, at_s in zip(places, arrived_s, strict=True):
                     wait_s = max(arrived_s) + SYNC_S - at_s

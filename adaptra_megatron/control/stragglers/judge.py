@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 
 from adaptra_megatron.control.stragglers.reports import MOST_ROWS, LateCell, Reports, Verdict
 from adaptra_megatron.detector.straggler_causes import Cause, HostFigures, explain
-from adaptra_megatron.detector.stragglers import WINDOW, Late, Place, Row, Stragglers
+from adaptra_megatron.detector.stragglers import WINDOW, Late, Row, Stragglers
 from adaptra_megatron.log import logger_of
+from adaptra_megatron.schedule.routing.costs import Cell
 from adaptra_megatron.telemetry.events.events import ArrivalsSeen, Event, StragglerDetection
 
 logger = logger_of(__name__)
@@ -23,13 +24,13 @@ _SEEN_EVERY_S, _SEEN_CELLS = 60.0, 256
 class ArrivalJudge:
     """The job's. For one thread."""
 
-    def __init__(self, names: Mapping[Place, tuple[int, str]], log: Callable[[Event], None]) -> None:
+    def __init__(self, names: Mapping[Cell, tuple[int, str]], log: Callable[[Event], None]) -> None:
         """`names`: rank and host of all cells. `log`: takes findings."""
         self._names, self._log = names, log
-        self._replicas = 1 + max(place.replica for place in names)
-        self._stages = 1 + max(place.stage for place in names)
+        self._replicas = 1 + max(cell.replica for cell in names)
+        self._stages = 1 + max(cell.stage for cell in names)
         self._stragglers = Stragglers(self._replicas, self._stages)
-        self._open: dict[int, dict[Place, Row]] = defaultdict(dict)
+        self._open: dict[int, dict[Cell, Row]] = defaultdict(dict)
         self._judged, self._count = -1, 0
         """The latest iteration that was judged, and how many were since the last event of all arrivals."""
         self._causes: dict[int, dict[str, tuple[Cause, int]]] = {}
@@ -48,7 +49,7 @@ class ArrivalJudge:
             begun, ended = self._stragglers.judge()
             found, over = [*found, *begun], [*over, *ended]
         late = {each.replica: each for each in self._stragglers.late()}
-        hosts = {place: report.host for place, report in reports.items() if report.host is not None}
+        hosts = {cell: report.host for cell, report in reports.items() if report.host is not None}
         for replica in over:
             self._causes.pop(replica, None)
         new = {replica for replica, each in late.items() if self._explain(each, late, hosts)}
@@ -60,14 +61,14 @@ class ArrivalJudge:
             if replica in late:
                 before = "healthy" if replica in begun_now else "late"
                 self._log(self._detection(replica, late[replica], before, "late"))
-                self._say_missing(reports.get(Place(replica, late[replica].stage)))
+                self._say_missing(reports.get(Cell(replica, late[replica].stage)))
         lags_s = self._stragglers.lags_s()
         due_s = self._seen_s + _SEEN_EVERY_S * max(1.0, self._replicas * self._stages / _SEEN_CELLS)
         if self._count and (found or over or (now_s >= due_s and self._count >= WINDOW)):
             self.tell()
             self._seen_s = now_s
         return Verdict(
-            late=tuple(LateCell(place=Place(each.replica, each.stage), cpu=self._cpu(each)) for each in late.values()),
+            late=tuple(LateCell(cell=Cell(each.replica, each.stage), cpu=self._cpu(each)) for each in late.values()),
             lags_s=tuple(map(tuple, lags_s)),
         )
 
@@ -79,12 +80,12 @@ class ArrivalJudge:
             self._log(ArrivalsSeen(until=self._judged, iterations=self._stragglers.count, lags_s=lags_s, last=last))
         self._count = 0
 
-    def _complete(self, reports: Reports) -> list[dict[Place, Row]]:
+    def _complete(self, reports: Reports) -> list[dict[Cell, Row]]:
         """Iterations that all cells have reported by now, in ascending order."""
-        for place, report in reports.items():
+        for cell, report in reports.items():
             for row in report.rows:
                 if row.iteration > self._judged:
-                    self._open[row.iteration][place] = row
+                    self._open[row.iteration][cell] = row
         whole = sorted(number for number, rows in self._open.items() if len(rows) == len(self._names))
         found = [self._open[number] for number in whole]
         if whole:
@@ -94,13 +95,13 @@ class ArrivalJudge:
                 del self._open[number]
         return found
 
-    def _explain(self, late: Late, all_late: Mapping[int, Late], hosts: Mapping[Place, HostFigures]) -> bool:
+    def _explain(self, late: Late, all_late: Mapping[int, Late], hosts: Mapping[Cell, HostFigures]) -> bool:
         """Look for causes; returns whether there is one of a kind that was not there before."""
         others = [
-            figures for place, figures in hosts.items() if place.stage == late.stage and place.replica not in all_late
+            figures for cell, figures in hosts.items() if cell.stage == late.stage and cell.replica not in all_late
         ]
         known = self._causes.setdefault(late.replica, {})
-        causes = explain(late, hosts.get(Place(late.replica, late.stage)), others)
+        causes = explain(late, hosts.get(Cell(late.replica, late.stage)), others)
         new = [cause for cause in causes if cause.kind not in known]
         # The likeliest first, those that do not show now behind them.
         shown = {cause.kind.value: (cause, self._looks) for cause in causes}
@@ -113,7 +114,7 @@ class ArrivalJudge:
             reason = f"it comes with the others in most of the last {WINDOW} iterations"
             return StragglerDetection(replica=replica, before=before, after=after, reason=reason)
         causes = [cause for cause, _ in self._causes.get(replica, {}).values()]
-        rank, host = self._names[Place(replica, late.stage)]
+        rank, host = self._names[Cell(replica, late.stage)]
         parts = [
             f"by {1e3 * late.lag_s:.3g} ms, the last one in {late.last} of the last {late.of} iterations, which costs "
             f"{late.share:.0%} of an iteration",

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from adaptra_megatron.control.wire_format import Decoder
 from adaptra_megatron.detector.straggler_causes import HostFigures
-from adaptra_megatron.detector.stragglers import Place, Row
+from adaptra_megatron.detector.stragglers import Row
+from adaptra_megatron.schedule.routing.costs import Cell
 
 MOST_ROWS = 512
 """Iterations of one report, and iterations that the judge keeps open."""
@@ -34,7 +35,7 @@ class CellReport:
 class LateCell:
     """A cell that its stage's others wait for."""
 
-    place: Place
+    cell: Cell
     cpu: str = ""
     """What its host's CPUs have to do with it, in words; "": nothing, as far as is known."""
 
@@ -50,9 +51,4 @@ class Verdict:
 
 report_of: Decoder[CellReport] = Decoder(CellReport, _MOST_NBYTES)
 verdict_of: Decoder[Verdict] = Decoder(Verdict, _MOST_NBYTES)
-Reports = Mapping[Place, CellReport]
-
-
-def cell_key(place: Place) -> str:
-    """Key of a cell's report."""
-    return f"{place.replica}.{place.stage}"
+Reports = Mapping[Cell, CellReport]
