@@ -99,6 +99,8 @@ ACCEPTED: dict[str, tuple[Any, set[str], str]] = {
     "gradient_sync": ("auto", EVERY, ""),
     "sync_mode": ("auto", EVERY, ""),
     "max_staleness": (2, set(), "sync-mode"),
+    "straggler_monitor": ("off", EVERY, ""),
+    "host_policy": ("pin", EVERY, ""),
     "profile_ranges": (True, EVERY, ""),
     "staggered_optimizer": (True, ADAPTED | FIXED, "policy"),
 }
@@ -321,6 +323,8 @@ def test_help_has_a_group_of_its_own_and_names_units(parser: argparse.ArgumentPa
         "--adaptra-gradient-sync",
         "--adaptra-sync-mode",
         "--adaptra-max-staleness",
+        "--adaptra-straggler-monitor",
+        "--adaptra-host-policy",
         "--adaptra-profile-ranges",
         "--adaptra-staggered-optimizer",
         "--adaptra-rnics",

@@ -119,13 +119,13 @@ class ArrivalJudge:
             f"by {1e3 * late.lag_s:.3g} ms, the last one in {late.last} of the last {late.of} iterations, which costs "
             f"{late.share:.0%} of an iteration",
             *(cause.text for cause in causes),
-            *dict.fromkeys(cause.remedy for cause in causes if cause.remedy),
         ]
         return StragglerDetection(
             replica=replica,
             before=before,
             after=after,
             reason="; ".join(parts),
+            remedy="; ".join(dict.fromkeys(cause.remedy for cause in causes if cause.remedy)),
             stage=late.stage,
             rank=rank,
             host=host,

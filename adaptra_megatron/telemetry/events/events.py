@@ -111,7 +111,9 @@ class StragglerDetection:
     """"healthy" or "late"."""
     after: str
     reason: str
-    """By how much, how often, what it costs, why, and what to do."""
+    """By how much, how often, what it costs, and why."""
+    remedy: str = ""
+    """What to do."""
     stage: int | None = None
     """The stage that the others wait for, as far as can be told."""
     rank: int | None = None

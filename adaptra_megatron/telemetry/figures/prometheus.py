@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from adaptra_megatron.telemetry.figures.scalars import JobFigures, LeaderFigures, LossFigures, RankFigures
+from adaptra_megatron.telemetry.figures.scalars import ArrivalFigures, JobFigures, LeaderFigures, LossFigures, RankFigures
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -50,6 +50,10 @@ METRICS: Mapping[str, Described] = {
     "adaptra_loss_seconds": Described(
         "From when a loss was seen until what was under way had been done again.", ("epoch",)
     ),
+    "adaptra_arrival_lag_seconds": Described(
+        "By how much a cell comes to gradient synchronisation after most others of its stage.", _CELL
+    ),
+    "adaptra_replica_late": Described("1 for a replica that persistently comes last.", ("of_replica",)),
     "adaptra_bubble_ratio": Described("Idle part of an iteration, 0..1, mean over the stages.", of_job=True),
     "adaptra_predicted_seconds": Described("An iteration as the plan in force predicts it.", of_job=True),
     "adaptra_lower_bound_seconds": Described("Proven least time of an iteration at the plan's costs.", of_job=True),
@@ -92,6 +96,7 @@ class _Snapshot:
     rank: RankFigures
     job: JobFigures
     leader: LeaderFigures | None
+    arrivals: ArrivalFigures | None
 
 
 class PrometheusEndpoint:
@@ -138,12 +143,13 @@ class PrometheusEndpoint:
         rank: RankFigures,
         job: JobFigures | None = None,
         leader: LeaderFigures | None = None,
+        arrivals: ArrivalFigures | None = None,
     ) -> None:
         """Serve these from now on; `iterations`: how many are done. Keeps the job's figures where there are no new;
-        serves them on a rank that leads, which has `leader`."""
+        serves them on a rank that leads, which has `leader`. `arrivals`: on the rank that finds who comes last."""
         kept = self._snapshot.job if self._snapshot is not None else JobFigures()
         shown = kept if job is None else job
-        self._snapshot = _Snapshot(iterations=iterations, rank=rank, job=shown, leader=leader)
+        self._snapshot = _Snapshot(iterations=iterations, rank=rank, job=shown, leader=leader, arrivals=arrivals)
 
     def close(self) -> None:
         """Stop serving. May be called twice."""
@@ -166,9 +172,17 @@ class PrometheusEndpoint:
         yield self._metric("adaptra_messages", {(path,): count for path, count in rank.messages_by_path.items()})
         if rank.lost is not None:
             yield from self._lost(rank.lost)
+        if snapshot.arrivals is not None:
+            yield from self._of_arrivals(snapshot.arrivals)
         if snapshot.leader is not None:
             yield from self._of_job(snapshot.job)
             yield from self._of_leader(snapshot.leader)
+
+    def _of_arrivals(self, arrivals: ArrivalFigures) -> Iterator[Metric]:
+        """Who comes last to gradient synchronisation."""
+        lags_s: _Values = {tuple(map(str, cell)): lag_s for cell, lag_s in arrivals.lags_s.items()}
+        yield self._metric("adaptra_arrival_lag_seconds", lags_s)
+        yield self._metric("adaptra_replica_late", {(str(replica),): 1.0 for replica in arrivals.late})
 
     def _of_job(self, job: JobFigures) -> Iterator[Metric]:
         """What all ranks' measurements say, by the rank that leads."""
