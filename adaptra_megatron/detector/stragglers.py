@@ -18,8 +18,10 @@ from adaptra_megatron.schedule.routing.costs import Cell
 
 WINDOW = 20
 """Iterations that are looked at together."""
-LEAST = 10
+LEAST = 15
 """Iterations after which something may be found."""
+UNUSUAL = 5
+"""The first iterations of a process, which set things up and are not judged."""
 OFTEN, SELDOM = 0.8, 0.25
 """Shares of these in which a replica must be late to be found, and at most is late when that is over."""
 WORTH, LEAST_S = 0.05, 0.001
@@ -94,9 +96,13 @@ class Stragglers:
         """Of each iteration, [stages, replicas, fields of Row]."""
         self._since: dict[int, int] = {}
         """Of replicas that are late, the iteration since when."""
+        self._unusual = UNUSUAL
 
     def observe(self, rows: Mapping[Cell, Row]) -> None:
         """Take one iteration of all cells in, in ascending order."""
+        if self._unusual:
+            self._unusual -= 1
+            return
         self._rows.append(
             np.array([[rows[Cell(replica, stage)] for replica in range(self._replicas)] for stage in self._all_stages])
         )

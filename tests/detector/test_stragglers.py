@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.detector.stragglers import LEAST, WINDOW, Late, Row, Stragglers, beyond_others, last_arrival
+from adaptra_megatron.detector.stragglers import LEAST, UNUSUAL, WINDOW, Late, Row, Stragglers, beyond_others, last_arrival
 from adaptra_megatron.schedule.routing.costs import Cell
 
 ITERATION_S, SYNC_S = 1.5, 0.1
@@ -78,6 +78,15 @@ def test_those_who_come_last_at_random_are_not_found(replicas: int, seed: int, n
     assert not job.found
 
 
+def test_the_first_iterations_of_a_process_do_not_count() -> None:
+    job = Job(3, 1)
+    job.run(UNUSUAL, lambda place: 9.0 * (place.replica == 0))
+    job.run(LEAST - 1, lambda place: 0.5 * (place.replica == 0))
+    assert not job.found
+    job.run(1, lambda place: 0.5 * (place.replica == 0))
+    assert [(late.replica, late.since, late.last) for _, late in job.found] == [(0, UNUSUAL, LEAST)]
+
+
 def test_one_pause_of_many_iterations_is_no_straggler_and_on_and_off_is_said_once() -> None:
     job = Job(4, 1)
     job.run(20)
@@ -95,7 +104,7 @@ def test_one_pause_of_many_iterations_is_no_straggler_and_on_and_off_is_said_onc
 
 def test_two_of_eight_that_are_late_alike_are_both_found_and_cost_the_same_time() -> None:
     job = Job(8, 1)
-    job.run(WINDOW, lambda place: 0.3 * (place.replica in (2, 5)), noise_s=0.001)
+    job.run(UNUSUAL + WINDOW, lambda place: 0.3 * (place.replica in (2, 5)), noise_s=0.001)
     late = job.judge.late()
     assert [each.replica for each in late] == [2, 5]
     assert [each.share for each in late] == pytest.approx([0.3 / 1.4] * 2, rel=0.05)
@@ -105,7 +114,7 @@ def test_two_of_eight_that_are_late_alike_are_both_found_and_cost_the_same_time(
 def test_the_stage_that_computes_longer_is_named_though_all_of_the_replica_come_late() -> None:
     job = Job(3, 4)
     job.run(
-        LEAST + 5,
+        LEAST + UNUSUAL + 5,
         lambda place: (0.4 if place.stage == 0 else 0.35) * (place.replica == 2),
         lambda place: 0.3 * (place == (2, 3)),
     )

@@ -127,7 +127,7 @@ class ArrivalJudge:
             reason="; ".join(parts),
             remedy="; ".join(dict.fromkeys(cause.remedy for cause in causes if cause.remedy)),
             stage=late.stage,
-            rank=rank,
+            first_rank=rank,
             host=host,
             lag_s=late.lag_s,
             last=late.last,

@@ -116,8 +116,8 @@ class StragglerDetection:
     """What to do."""
     stage: int | None = None
     """The stage that the others wait for, as far as can be told."""
-    rank: int | None = None
-    """First rank of the stage."""
+    first_rank: int | None = None
+    """That of the stage."""
     host: str | None = None
     lag_s: float | None = None
     """By which it comes after most others, the median."""

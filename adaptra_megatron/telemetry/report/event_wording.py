@@ -93,7 +93,7 @@ def _state(event: LinkDetection | StageDetection) -> str:
 def _straggler_text(event: StragglerDetection) -> str:
     if event.after == "healthy":
         return f"Replica {event.replica} comes with the others again"
-    place = "" if event.rank is None else f" (stage {event.stage}, rank {event.rank} on {event.host})"
+    place = "" if event.first_rank is None else f" (stage {event.stage}, rank {event.first_rank} on {event.host})"
     return f"Replica {event.replica}{place} {'still ' * (event.before == event.after)}comes last"
 
 
