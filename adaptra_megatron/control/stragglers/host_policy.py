@@ -82,7 +82,7 @@ class HostPolicy:
         place = f"to {cpus}" if self._cpus else "nowhere, for it may use one CPU only,"
         nice = f"with priority {NICENESS} lower" if _can_raise_priority() else "with their priority as it is"
         logger.warning(
-            "host policy: rank %d is late, for %s: its %d helper processes (delegates, data-loader workers, planner) %s "
+            "host policy: rank %d is late, for %s: its helpers (delegates, data-loader workers, planner; %d in all) %s "
             "%s, %s, until that is over%s",
             *(self._rank, cause, count, "are pinned" if self._pins else "would be pinned by --adaptra-host-policy pin"),
             *(place, nice, "" if _can_raise_priority() else _NO_PRIORITY),
