@@ -51,6 +51,9 @@ class HostPolicy:
         """`cause`: what the host's CPUs do to this rank, which is late, in words; "": nothing, or nothing any more.
         To be called again and again: helpers that were started meanwhile are seen to as well."""
         if not cause:
+            if self._on:
+                what = "its helpers have their CPUs and priority back" if self._pins else "its helpers would be freed"
+                logger.info("host policy: rank %d: %s: its host's CPUs are not the cause any more", self._rank, what)
             self.undo()
             return
         if not self._on:
@@ -70,9 +73,6 @@ class HostPolicy:
                 with contextlib.suppress(OSError):
                     os.sched_setaffinity(thread, before.cpus)
                     os.setpriority(os.PRIO_PROCESS, thread, before.niceness)
-        if self._on:
-            text = "helpers of rank %d have all CPUs and their priority back" if self._pins else "rank %d is not late"
-            logger.info(f"host policy: {text}: its host's CPUs are not the cause any more", self._rank)
         self._before.clear()
         self._on = self._refused = False
 
