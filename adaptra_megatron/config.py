@@ -217,7 +217,7 @@ class AdaptraConfig:
     host_policy: str = _option(
         "off",
         "What a rank does that comes last because its host's CPUs are busy. off: nothing; pin: delegates, data-loader "
-        "workers and other processes that it has started are pinned to a few CPUs, away from its training threads, with "
+        "workers and other processes that it has started are pinned to a few CPUs, away from its training threads, at "
         "lower priority, until the cause is over; observe: only say so.",
         choices=HOST_POLICIES,
     )

@@ -84,8 +84,8 @@ def beyond_others(values: Floats) -> Floats:
 class Stragglers:
     """Judges the replicas of a job. For one thread; knows nothing of hosts.
 
-    A replica is found late once it was by `WORTH` of an iteration in `OFTEN` of the latest iterations, at any stage, and
-    costs time; that is over once it is late in no more than `SELDOM` of them at each.
+    A replica is found late once it was by `WORTH` of an iteration in `OFTEN` of the latest iterations, at any stage,
+    and costs time; that is over once it is late in no more than `SELDOM` of them at each.
     """
 
     def __init__(self, replicas: int, stages: int) -> None:
@@ -123,7 +123,7 @@ class Stragglers:
             del self._since[replica]
         new = []
         for replica in sorted(often - self._since.keys()):
-            since = self._began(is_late[:, :, replica].any(axis=0))
+            since = self._began(np.any(is_late[:, :, replica], axis=0).tolist())
             late = self._describe(replica, since, behind_s, is_late, often)
             if late.share >= WORTH / 2:
                 new.append(late)
@@ -166,10 +166,10 @@ class Stragglers:
         seconds = np.median(self._field("seconds"), axis=2, keepdims=True)
         return behind_s, behind_s > np.maximum(LEAST_S, WORTH * seconds)
 
-    def _began(self, late: npt.NDArray[np.bool_]) -> int:
+    def _began(self, late: Sequence[bool]) -> int:
         """The first of the iterations from which on a replica was late in most. `late`: [iterations]."""
         numbers = self._field("iteration")[0, :, 0]
-        starts = [at for at in np.flatnonzero(late) if late[at:].mean() >= OFTEN]
+        starts = [at for at, each in enumerate(late) if each and sum(late[at:]) >= OFTEN * len(late[at:])]
         return int(numbers[starts[0] if starts else -1])
 
     def _describe(

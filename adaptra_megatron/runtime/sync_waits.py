@@ -2,9 +2,9 @@
 """How long this rank stands in gradient synchronisation, and how long it waits for data, in each training iteration.
 
 On a CPU, Megatron's `finish_grad_sync` returns when the sums are there: the clock says it all. On a GPU it returns once
-the current stream has been told to wait (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp: WorkNCCL::synchronizeStream),
-so events on that stream are compared: the first is reached when this rank's gradients are computed, the second when the
-reduction's result is there. Work that NCCL's kernel does while it waits for other replicas is on another stream.
+the current stream has been told to wait for NCCL's (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:
+WorkNCCL::synchronizeStream), or has the reduction on it. So events on that stream are compared: the first is reached when
+this rank's gradients are computed, the second when the reduction's result is there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ClockMoments:
     mark = staticmethod(time.monotonic)
 
     def seconds(self, pairs: Iterable[_Pair]) -> float | None:
-        return sum(end_s - begin_s for begin_s, end_s in pairs)
+        return sum((end_s - begin_s for begin_s, end_s in pairs), 0.0)
 
 
 class StreamMoments:

@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.detector.stragglers import LEAST, UNUSUAL, WINDOW, Late, Row, Stragglers, beyond_others, last_arrival
+from adaptra_megatron.detector.stragglers import (
+    LEAST,
+    UNUSUAL,
+    WINDOW,
+    Late,
+    Row,
+    Stragglers,
+    beyond_others,
+    last_arrival,
+)
 from adaptra_megatron.schedule.routing.costs import Cell
 
 ITERATION_S, SYNC_S = 1.5, 0.1

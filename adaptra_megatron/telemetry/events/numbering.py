@@ -16,8 +16,8 @@ from adaptra_megatron.telemetry.events.events import (
     PlanMade,
     RoutesChosen,
     StageDetection,
-    StragglerDetection,
     StampedEvent,
+    StragglerDetection,
 )
 
 _IN_TEXT = re.compile(r"\b(iteration|iterations up to) (\d+)")

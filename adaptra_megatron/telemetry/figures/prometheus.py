@@ -12,7 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from adaptra_megatron.telemetry.figures.scalars import ArrivalFigures, JobFigures, LeaderFigures, LossFigures, RankFigures
+from adaptra_megatron.telemetry.figures.scalars import (
+    ArrivalFigures,
+    JobFigures,
+    LeaderFigures,
+    LossFigures,
+    RankFigures,
+)
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

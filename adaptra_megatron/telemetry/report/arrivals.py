@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How data-parallel replicas came to gradient synchronisation: which were late, and heat maps of replicas and stages."""
+"""How data-parallel replicas came to gradient synchronisation: who was late, and heat maps of replicas and stages."""
 
 from __future__ import annotations
 

@@ -176,8 +176,8 @@ def _recent(events: Sequence[StampedEvent], seconds: dict[int, float]) -> list[f
 
 
 def _findings(events: Sequence[StampedEvent], changed: int) -> tuple[list[str], list[str]]:
-    """Links, stages and replicas that are not healthy, as the detector saw them last, and what to do. `changed`: iteration in
-    which ranks died or came back last, since when what is usual is learnt anew."""
+    """Links, stages and replicas that are not healthy, as the detector saw them last, and what to do. `changed`:
+    iteration in which ranks died or came back last, since when what is usual is learnt anew."""
     latest: dict[object, StampedEvent] = {}
     for found in events:
         if isinstance(event := found.event, LinkDetection):

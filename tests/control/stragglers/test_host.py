@@ -48,7 +48,9 @@ class Psutil(ModuleType):
         child = SimpleNamespace(
             pid=7, cpu_times=lambda: Used(self.own_s, 0.0), cpu_affinity=lambda: list(os.sched_getaffinity(0))
         )
-        parent = SimpleNamespace(**{**vars(child), "pid": 6}, name=lambda: "torchrun", children=lambda recursive: [child])
+        parent = SimpleNamespace(
+            **{**vars(child), "pid": 6}, name=lambda: "torchrun", children=lambda recursive: [child]
+        )
         parent.cpu_times = lambda: Used(0.0, 0.0)
         return SimpleNamespace(parent=lambda: parent)
 

@@ -22,7 +22,9 @@ class Job:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        names = {Cell(replica, stage): (3 * stage + replica, f"node{replica}") for replica in range(3) for stage in (0, 1)}
+        names = {
+            Cell(replica, stage): (3 * stage + replica, f"node{replica}") for replica in range(3) for stage in (0, 1)
+        }
         self.judge = ArrivalJudge(names, self.events.append)
         self._names = names
         self._rows: dict[Cell, list[Row]] = {cell: [] for cell in names}
@@ -32,7 +34,9 @@ class Job:
         for _ in range(iterations):
             for cell, rows in self._rows.items():
                 late = cell.replica == 2
-                rows.append(Row(len(rows), 1.0 + late_s, 0.1 + late_s * (not late), 0.5 + late_s * (late and cell.stage)))
+                rows.append(
+                    Row(len(rows), 1.0 + late_s, 0.1 + late_s * (not late), 0.5 + late_s * (late and cell.stage))
+                )
 
     def look(self, host: HostFigures | None = None, missing: tuple[str, ...] = (), skip: Cell | None = None) -> Verdict:
         self.now_s += 5.0
@@ -58,8 +62,8 @@ def test_a_finding_says_who_since_when_how_much_why_and_what_to_do() -> None:
     assert (event.replica, event.stage, event.first_rank, event.host) == (2, 1, 5, "node2")
     assert (event.before, event.after, event.since_iteration, event.last, event.of) == ("healthy", "late", 30, 20, 20)
     assert event.reason == (
-        "by 250 ms, the last one in 20 of the last 20 iterations, which costs 20% of an iteration; its host's CPUs are 97% "
-        "busy with other processes; its stage 1 computes 250 ms of an iteration longer than others'"
+        "by 250 ms, the last one in 20 of the last 20 iterations, which costs 20% of an iteration; its host's CPUs are "
+        "97% busy with other processes; its stage 1 computes 250 ms of an iteration longer than others'"
     )
     assert event.remedy == "end or move these, or give the job CPUs of its own"
     assert list(event.causes) == ["cpu", "compute"]

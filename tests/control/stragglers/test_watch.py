@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
@@ -22,9 +22,7 @@ from adaptra_megatron.telemetry.events.events import ArrivalsSeen, Event, Stragg
 from adaptra_megatron.telemetry.figures.scalars import ArrivalFigures
 
 SECRET = b"s" * 32
-WORKERS = {
-    rank: Worker(Cell(rank // 2, 0), rank % 2, f"node{rank // 2}", f"boot{rank // 2}/net") for rank in range(6)
-}
+WORKERS = {rank: Worker(Cell(rank // 2, 0), rank % 2, f"node{rank // 2}", f"boot{rank // 2}/net") for rank in range(6)}
 """Three replicas of one stage, each of two lanes."""
 
 
@@ -82,10 +80,10 @@ class Ranks:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     monkeypatch.setattr(watches, "FIRST_S", 0.02)
     monkeypatch.setattr(watches, "LEAST_S", 0.05)
-    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def until(happened: Callable[[], object]) -> None:
