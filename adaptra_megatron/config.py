@@ -210,8 +210,8 @@ class AdaptraConfig:
     )
     straggler_monitor: str = _option(
         "on",
-        "Find data-parallel replicas that persistently come last to gradient synchronisation, and why (on): by how long "
-        "each waits there, with no further communication between training threads. off: measure none of it.",
+        "on: find data-parallel replicas that persistently come last to gradient synchronisation, and why, by how long "
+        "each waits there; nothing is added to what training communicates. off: measure none of it.",
         choices=MONITORS,
     )
     host_policy: str = _option(

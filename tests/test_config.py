@@ -132,6 +132,19 @@ def test_sums_around_a_straggler_do_not_outlive_ranks(reroute: str) -> None:
 @pytest.mark.parametrize(
     ("other", "flag"),
     [
+        ({"straggler_monitor": "off"}, "--adaptra-straggler-monitor off"),
+        ({"sync_mode": "auto"}, "another --adaptra-sync-mode"),
+        ({"reroute": "all"}, "--adaptra-reroute failures or all"),
+    ],
+)
+def test_a_host_policy_needs_the_monitor(other: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"--adaptra-host-policy observe .*{flag}"):
+        AdaptraConfig(host_policy="observe", **other)
+
+
+@pytest.mark.parametrize(
+    ("other", "flag"),
+    [
         ({"reroute": "stragglers"}, "--adaptra-reroute stragglers"),
         ({"reroute": "failures"}, "--adaptra-reroute failures"),
         ({"gradient_sync": "auto"}, "--adaptra-gradient-sync auto"),

@@ -3,8 +3,8 @@
 
 On a CPU, Megatron's `finish_grad_sync` returns when the sums are there: the clock says it all. On a GPU it returns once
 the current stream has been told to wait for NCCL's (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:
-WorkNCCL::synchronizeStream), or has the reduction on it. So events on that stream are compared: the first is reached when
-this rank's gradients are computed, the second when the reduction's result is there.
+WorkNCCL::synchronizeStream), or has the reduction on it. So events on that stream are compared: the first is reached
+when this rank's gradients are computed, the second when the reduction's result is there.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ class RunTelemetry:
         figures = replace(figures, failovers=self._paths.failovers)
         if self._endpoint is not None:
             leader = self._leader.figures(self._switches.saved_s) if self._place.leads else None
-            arrivals = self._arrivals if leader is not None else None
+            arrivals = self._arrivals if leader is not None and not self._place.replica else None
             self._endpoint.show(self._iterations, figures, self._figures_of_job(), leader, arrivals)
         if self._scalars is None:
             self._scalars = megatron_writers()  # not before: they are made while Megatron initializes
