@@ -23,6 +23,9 @@ _Pair = tuple[Any, Any]
 class Moments(Protocol):
     """Marks moments where gradients are computed."""
 
+    def can_mark(self) -> bool:
+        """Return whether a mark made now would be one of this iteration."""
+
     def mark(self) -> Any:
         """Now; waits for nothing."""
 
@@ -35,6 +38,9 @@ class ClockMoments:
 
     mark = staticmethod(time.monotonic)
 
+    def can_mark(self) -> bool:
+        return True
+
     def seconds(self, pairs: Iterable[_Pair]) -> float | None:
         return sum((end_s - begin_s for begin_s, end_s in pairs), 0.0)
 
@@ -46,6 +52,10 @@ class StreamMoments:
         """`new_event`: as torch.cuda.Event with `enable_timing`."""
         self._new_event = new_event
         self._unused: deque[Any] = deque()
+
+    def can_mark(self) -> bool:
+        # An event that is captured is a graph's node, and torch raises for it where it is asked.
+        return not torch.cuda.is_current_stream_capturing()
 
     def mark(self) -> Any:
         event = self._unused.pop() if self._unused else self._new_event()
@@ -94,7 +104,7 @@ class SyncWaits:
 
     def synchronize(self, finish: Callable[[], Result]) -> Result:
         """Call `finish`, which ends the synchronisation of a chunk's gradients."""
-        if self._moments is None:
+        if self._moments is None or not self._moments.can_mark():
             return finish()
         begin = self._moments.mark()
         result = finish()

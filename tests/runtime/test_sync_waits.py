@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from adaptra_megatron.detector.stragglers import Row
 from adaptra_megatron.runtime.stragglers import Arrivals
@@ -106,6 +107,14 @@ def test_on_a_gpu_it_is_what_the_stream_waits_and_nothing_waits_for_that() -> No
     assert stream.events <= 6
     waits.synchronize(reduce)
     assert stream.events <= 6, "events are used again"
+
+
+def test_nothing_is_marked_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, waits = Stream(), SyncWaits()
+    waits.want(StreamMoments(stream.event))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert waits.synchronize(lambda: 7) == 7
+    assert (stream.events, waits.take()) == (0, None)
 
 
 def test_of_a_gpu_that_never_comes_there_the_latest_are_kept() -> None:

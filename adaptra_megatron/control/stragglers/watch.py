@@ -39,7 +39,7 @@ from adaptra_megatron.telemetry.figures.scalars import ArrivalFigures
 
 logger = logger_of(__name__)
 
-FIRST_S, LEAST_S, PER_CELL_S = 0.5, 5.0, 0.01
+FIRST_S, LEAST_S, PER_CELL_S = 0.5, 5.0, 0.02
 """Between two looks: at first; later; and of jobs with many cells, for each of these."""
 _GROWTH = 1.5
 _OVERLAP = 3
