@@ -48,14 +48,14 @@ class ClockMoments:
 class StreamMoments:
     """Of the current stream of a GPU, by events that are made once and used again."""
 
-    def __init__(self, new_event: Callable[[], Any]) -> None:
-        """`new_event`: as torch.cuda.Event with `enable_timing`."""
-        self._new_event = new_event
+    def __init__(self, new_event: Callable[[], Any], captures: Callable[[], bool]) -> None:
+        """`new_event`: as torch.cuda.Event with `enable_timing`. `captures`: whether a CUDA graph is being captured."""
+        self._new_event, self._captures = new_event, captures
         self._unused: deque[Any] = deque()
 
     def can_mark(self) -> bool:
         # An event that is captured is a graph's node, and torch raises for it where it is asked.
-        return not torch.cuda.is_current_stream_capturing()
+        return not self._captures()
 
     def mark(self) -> Any:
         event = self._unused.pop() if self._unused else self._new_event()
@@ -75,7 +75,10 @@ def moments_of(device: torch.device) -> Moments:
     """Those of the device on which gradients are computed."""
     if device.type != "cuda":
         return ClockMoments()
-    return StreamMoments(lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+    return StreamMoments(
+        lambda: torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+        torch.cuda.is_current_stream_capturing,
+    )
 
 
 class IterationWaits(NamedTuple):

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import pytest
-import torch
 
 from adaptra_megatron.detector.stragglers import Row
 from adaptra_megatron.runtime.stragglers import Arrivals
@@ -88,7 +87,7 @@ def test_data_that_end_are_timed_too() -> None:
 
 def test_on_a_gpu_it_is_what_the_stream_waits_and_nothing_waits_for_that() -> None:
     stream, waits, watch = Stream(), SyncWaits(), Watch()
-    waits.want(StreamMoments(stream.event))
+    waits.want(StreamMoments(stream.event, lambda: False))
     arrivals = Arrivals(watch, waits)  # type: ignore[arg-type]
 
     def reduce() -> None:
@@ -109,17 +108,16 @@ def test_on_a_gpu_it_is_what_the_stream_waits_and_nothing_waits_for_that() -> No
     assert stream.events <= 6, "events are used again"
 
 
-def test_nothing_is_marked_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_marked_while_a_graph_is_captured() -> None:
     stream, waits = Stream(), SyncWaits()
-    waits.want(StreamMoments(stream.event))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    waits.want(StreamMoments(stream.event, lambda: True))
     assert waits.synchronize(lambda: 7) == 7
     assert (stream.events, waits.take()) == (0, None)
 
 
 def test_of_a_gpu_that_never_comes_there_the_latest_are_kept() -> None:
     stream, waits, watch = Stream(), SyncWaits(), Watch()
-    waits.want(StreamMoments(stream.event))
+    waits.want(StreamMoments(stream.event, lambda: False))
     arrivals = Arrivals(watch, waits)  # type: ignore[arg-type]
     stream.launched_s = 1.0
     for iteration in range(50):
