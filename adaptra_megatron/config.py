@@ -22,6 +22,8 @@ DISPATCHES = ("planned", "auto", "online")
 REROUTES = ("off", "stragglers", "failures", "all")
 GRADIENT_SYNCS = ("stock", "auto", "stragglar", "hidden")
 SYNC_MODES = ("ssgd", "x-order", "dynamic", "auto")
+MONITORS = ("on", "off")
+HOST_POLICIES = ("off", "observe", "pin")
 
 
 class ConfigError(ValueError):
@@ -213,6 +215,19 @@ class AdaptraConfig:
         type=int,
         metavar="N",
     )
+    straggler_monitor: str = _option(
+        "on",
+        "on: find data-parallel replicas that persistently come last to gradient synchronisation, and why, by how long "
+        "each waits there; nothing is added to what training communicates. off: measure none of it.",
+        choices=MONITORS,
+    )
+    host_policy: str = _option(
+        "off",
+        "What a rank does that comes last because its host's CPUs are busy. off: nothing; pin: delegates, data-loader "
+        "workers and other processes that it has started are pinned to a few CPUs, away from its training threads, at "
+        "lower priority, until the cause is over; observe: only say so.",
+        choices=HOST_POLICIES,
+    )
     staggered_optimizer: bool = _option(
         False,
         "Have each stage step its optimizer and begin the next iteration as soon as its own gradients are ready, "
@@ -239,6 +254,11 @@ class AdaptraConfig:
         """What all ranks of a job have alike, whatever their hosts: flags and values."""
         options = (option for option in OPTIONS if option.name not in _OF_HOSTS)
         return {_flag(option): str(_shown(getattr(self, option.name))) for option in options}
+
+    @property
+    def watches_stragglers(self) -> bool:
+        """Return whether it is measured which replica comes last: in jobs whose replicas wait for all others."""
+        return self.straggler_monitor == "on" and self.sync_mode == "ssgd" and not self.outlives_ranks
 
     @property
     def outlives_ranks(self) -> bool:
@@ -345,6 +365,12 @@ RULES = (
         "and --adaptra-costs exclude each other: a fixed plan needs no costs",
     ),
     Rule(("memory_fraction",), _measures, f"is for plans within measured memory, but {_FIXED}"),
+    Rule(
+        ("host_policy",),
+        lambda config: config.watches_stragglers,
+        "follows the straggler monitor, which needs replicas that wait for all others: not with "
+        "--adaptra-straggler-monitor off, another --adaptra-sync-mode than ssgd, or --adaptra-reroute failures or all",
+    ),
     Rule(
         ("max_staleness",),
         lambda config: config.sync_mode != "ssgd",

@@ -14,6 +14,7 @@ from adaptra_megatron.patches.pipeline_schedules import PATCHES as SCHEDULE_PATC
 from adaptra_megatron.patches.replica_updates import PATCHES as UPDATE_PATCHES
 from adaptra_megatron.patches.staggered_optimizer import PATCHES as STAGGERING_PATCHES
 from adaptra_megatron.patches.starting_again import PATCHES as STARTING_PATCHES
+from adaptra_megatron.patches.straggler_watch import PATCHES as WATCHING_PATCHES
 from adaptra_megatron.patches.table import Patch, PatchError
 from adaptra_megatron.patches.tensor_parallel_layers import PATCHES as LINEAR_PATCHES
 from adaptra_megatron.patches.timers import PATCHES as TIMER_PATCHES
@@ -104,6 +105,7 @@ def enable(
         *(GRADIENT_PATCHES if config.gradient_sync != "stock" else ()),
         *(UPDATE_PATCHES if config.sync_mode != "ssgd" else ()),
         *(STAGGERING_PATCHES if config.staggered_optimizer else ()),
+        *(WATCHING_PATCHES if config.watches_stragglers else ()),
     )
     check_versions((*PATCHES, *optional))
     before = in_force()

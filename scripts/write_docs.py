@@ -39,6 +39,7 @@ def patches_page() -> str:
         STAGGERING_PATCHES,
         TRAINING_PATCHES,
         UPDATE_PATCHES,
+        WATCHING_PATCHES,
     )
 
     from adaptra_megatron.runtime.megatron.compat import DIFFERENCES
@@ -55,6 +56,7 @@ def patches_page() -> str:
                 *GRADIENT_PATCHES,
                 *STAGGERING_PATCHES,
                 *UPDATE_PATCHES,
+                *WATCHING_PATCHES,
             )
         ],
     )

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes pages of made-up runs, for `make test-pages` to look at: PYTHONPATH=tests scripts/write_example_pages.py OUT
 
-OUT/report.html: a link turns slow, a plan answers, a cell is slow. OUT/damaged.html: that, with files missing.
+OUT/report.html: a link turns slow, a plan answers, a replica comes last. OUT/damaged.html: that, with files missing.
 OUT/long.html: a long run that is slow again and again. OUT/lost.html: a rank of three replicas dies. OUT/analysis.html:
 what would help. OUT/plan.html: the orders of a plan.
 """
@@ -18,6 +18,7 @@ from support.processes import REPOSITORY
 
 from adaptra_megatron.cli.main import main as adaptra
 from adaptra_megatron.telemetry.events.events import (
+    ArrivalsSeen,
     Event,
     Fault,
     IterationsTimed,
@@ -27,6 +28,7 @@ from adaptra_megatron.telemetry.events.events import (
     PlanSwitched,
     RanksLost,
     RoutesChosen,
+    StragglerDetection,
     SwitchMeasured,
 )
 
@@ -101,6 +103,30 @@ def events() -> list[tuple[Event, int]]:
                 moved=((1, 0, 1, 3),),
             ),
             18,
+        ),
+        (
+            StragglerDetection(
+                replica=3,
+                before="healthy",
+                after="late",
+                reason="by 3200 ms, the last one in 18 of the last 20 iterations, which costs 12% of an iteration; its "
+                "host's CPUs are 97% busy with other processes",
+                remedy="end or move these, or give the job CPUs of its own",
+                stage=1,
+                first_rank=7,
+                host="node7",
+                since_iteration=14,
+            ),
+            20,
+        ),
+        (
+            ArrivalsSeen(
+                until=20,
+                iterations=20,
+                lags_s=[[0.1, -0.2, 0.4, 2.9, -0.1], [0.0, -0.3, 0.2, 3.2, 0.9], [-0.1, -0.1, 0.3, 2.8, 0.1]],
+                last=[[0, 0, 2, 18, 0], [1, 0, 0, 18, 1], [0, 0, 3, 17, 0]],
+            ),
+            20,
         ),
         (Fault(what="delegate restarted", detail="it was killed", stage=1), 20),
         (IterationsTimed(first=0, seconds=[24.0] * 8 + [40.0] * 4 + [30.0] * 8 + [24.0] * 6, step=501), 25),

@@ -100,6 +100,8 @@ ACCEPTED: dict[str, tuple[Any, set[str], str]] = {
     "gradient_sync": ("auto", EVERY, ""),
     "sync_mode": ("auto", EVERY, ""),
     "max_staleness": (2, set(), "sync-mode"),
+    "straggler_monitor": ("off", EVERY, ""),
+    "host_policy": ("pin", EVERY, ""),
     "profile_ranges": (True, EVERY, ""),
     "staggered_optimizer": (True, ADAPTED | FIXED, "policy"),
 }
@@ -126,6 +128,19 @@ def test_sums_around_a_straggler_do_not_outlive_ranks(reroute: str) -> None:
     with pytest.raises(ConfigError, match=f"--adaptra-gradient-sync hidden .*--adaptra-reroute {reroute} .*drop one"):
         AdaptraConfig(gradient_sync="hidden", reroute=reroute)
     AdaptraConfig(gradient_sync="hidden", reroute="stragglers")
+
+
+@pytest.mark.parametrize(
+    ("other", "flag"),
+    [
+        ({"straggler_monitor": "off"}, "--adaptra-straggler-monitor off"),
+        ({"sync_mode": "auto"}, "another --adaptra-sync-mode"),
+        ({"reroute": "all"}, "--adaptra-reroute failures or all"),
+    ],
+)
+def test_a_host_policy_needs_the_monitor(other: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"--adaptra-host-policy observe .*{flag}"):
+        AdaptraConfig(host_policy="observe", **other)
 
 
 @pytest.mark.parametrize(
@@ -323,6 +338,8 @@ def test_help_has_a_group_of_its_own_and_names_units(parser: argparse.ArgumentPa
         "--adaptra-gradient-sync",
         "--adaptra-sync-mode",
         "--adaptra-max-staleness",
+        "--adaptra-straggler-monitor",
+        "--adaptra-host-policy",
         "--adaptra-profile-ranges",
         "--adaptra-staggered-optimizer",
         "--adaptra-rnics",

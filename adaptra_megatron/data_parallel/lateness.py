@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
+from adaptra_megatron.detector.stragglers import last_arrival
 from adaptra_megatron.schedule.all_reduce.costs import Wire
 
 PERSISTENT = 4
@@ -30,9 +31,8 @@ class Lateness:
     def saw(self, waits_s: Sequence[float], latency_s: float, stock_nbytes: int) -> None:
         """One synchronisation. `waits_s`: seconds that each replica was in it, by index. `latency_s`: of a message.
         `stock_nbytes`: what a library's all-reduce has summed up in it; 0 if that was not all."""
-        last = min(range(self._ranks), key=waits_s.__getitem__)
-        others_s = [wait_s for index, wait_s in enumerate(waits_s) if index != last]
-        self._latest.append((last, min(others_s) - waits_s[last]))
+        last, delay_s = last_arrival(waits_s)
+        self._latest.append((last, delay_s))
         self._latencies_s.append(latency_s)
         if stock_nbytes:
             steps_s = 2 * (self._ranks - 1) * latency_s

@@ -18,6 +18,8 @@ from adaptra_megatron.runtime.job import Job
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall
 from adaptra_megatron.runtime.megatron_timers import add_times
 from adaptra_megatron.runtime.reporting import arrival_records
+from adaptra_megatron.runtime.stragglers import Arrivals
+from adaptra_megatron.runtime.sync_waits import IterationWaits
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
 from adaptra_megatron.transport.messages import MessageTimes, Transport
 
@@ -34,14 +36,25 @@ class EndedIteration(NamedTuple):
     begun_s: float
     disturbance: str | None
     memory: StageMemory | None
+    seconds: float = 0.0
+    waits: IterationWaits | None = None
+    """In gradient synchronisation; None where that is not measured."""
 
 
 class Measuring:
     """Hands in what an iteration measured: at once on the CPU, on a GPU when the next one begins."""
 
-    def __init__(self, job: Job, transport: Transport, dispatcher: Dispatcher, telemetry: RunTelemetry) -> None:
-        """All of them are this rank's."""
+    def __init__(
+        self,
+        job: Job,
+        transport: Transport,
+        dispatcher: Dispatcher,
+        telemetry: RunTelemetry,
+        arrivals: Arrivals | None = None,
+    ) -> None:
+        """All of them are this rank's. `arrivals`: None where no stragglers are looked for."""
         self._job, self._transport, self._dispatcher, self._telemetry = job, transport, dispatcher, telemetry
+        self._arrivals = arrivals
         self.unsettled: EndedIteration | None = None
         """The latest iteration, until what it measured is handed in."""
 
@@ -61,6 +74,9 @@ class Measuring:
         if not call.forward_only:
             self.hand_in(exchange, steering, ended, times, nbytes)
             self._dispatcher.ran(ended.report.steps, records, arrivals)
+            if self._arrivals is not None:
+                computed_s = sum(record.compute_s for record in records)
+                self._arrivals.add(ended.iteration, ended.seconds, ended.waits, computed_s)
         offset_s = self._job.clock.drifted(time.monotonic())
         self._telemetry.traced(ended.iteration, records, arrivals, offset_s)
         if call.config.timers is not None:

@@ -45,6 +45,8 @@ from adaptra_megatron.runtime.reporting import (
 )
 from adaptra_megatron.runtime.rerouting.inputs import RoutableInputs
 from adaptra_megatron.runtime.rerouting.rerouting import Rerouting
+from adaptra_megatron.runtime.stragglers import Arrivals
+from adaptra_megatron.runtime.sync_waits import SyncWaits
 from adaptra_megatron.runtime.transports import make_transport, path_policy
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs_json import costs_from_json
@@ -76,10 +78,12 @@ class Pipeline:
         groups: LiveGroups | None = None,
         optimizers: Sequence[Any] = (),
         joining: Joining | None = None,
+        waits: SyncWaits | None = None,
     ) -> None:
         """Collective over the job's ranks, with the first call of each. `memory`: who tells what is allocated;
         None: the device. `groups`: this process's, where ranks are outlived, and `optimizers`, the distributed ones.
         `joining`: where the others have begun before, and this process takes the place of a rank that had left.
+        `waits`: this process's in gradient synchronisation, where stragglers are looked for.
 
         Raises a plan's error before anything is set up, TransportError and ExchangeError when ranks do not meet.
         """
@@ -152,7 +156,8 @@ class Pipeline:
         """The first iterations of this set of live ranks."""
         self._works = IterationWork(job, self.book, self.dispatcher, self.rerouting, self._meter)
         self._begun_s = 0.0
-        self._measuring = Measuring(self._job, self.transport, self.dispatcher, self.telemetry)
+        self._arrivals = Arrivals.make(self._job, config, self.telemetry, waits)
+        self._measuring = Measuring(self._job, self.transport, self.dispatcher, self.telemetry, self._arrivals)
         self._epoch = 0
         """Number of the one that links and routes were made for."""
         self._losses_told = 0
@@ -277,7 +282,9 @@ class Pipeline:
             ended = ended._replace(memory=self._prepare_next(report))
             now_s = time.monotonic()
             self._disturbances.ended(now_s)
-            figures = rank_figures(self.transport, report, self.book.number, now_s - self._begun_s, self.survival)
+            seconds = now_s - self._begun_s
+            ended = ended._replace(seconds=seconds, waits=None if self._arrivals is None else self._arrivals.take())
+            figures = rank_figures(self.transport, report, self.book.number, seconds, self.survival)
             self.telemetry.trained(figures, *path_states(self.transport, self._job.layout.pipeline))
             self.training_iterations += 1
         self._tell_losses()
@@ -325,6 +332,8 @@ class Pipeline:
         if self.survival is not None:
             self.survival.close(well=self._failure is None)
         self._clock.close()
+        if self._arrivals is not None:
+            self._arrivals.close()
         self.telemetry.close()
         return ended
 

@@ -37,6 +37,7 @@ from adaptra_megatron.runtime.pipeline import Pipeline
 from adaptra_megatron.runtime.profile_ranges import ranged_computation
 from adaptra_megatron.runtime.rejoining import Joining, Training, hand_over, take_place
 from adaptra_megatron.runtime.single_stage import SingleStage
+from adaptra_megatron.runtime.sync_waits import SyncWaits
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.transport.messages import TwoPathTransport
@@ -98,6 +99,8 @@ class AdaptraRuntime:
         synchronous = config.sync_mode == "ssgd"
         self.updates = None if synchronous else ReplicaUpdates(config.sync_mode, config.max_staleness, config.timeout_s)
         """Updates by some of the replicas; None where all make each."""
+        self.sync_waits = SyncWaits() if config.watches_stragglers else None
+        """Where replicas that come last are looked for."""
         # Threads that wait in native code must not outlive the interpreter, and Megatron's scripts undo nothing.
         atexit.register(self._close_at_exit)
 
@@ -129,7 +132,7 @@ class AdaptraRuntime:
         Raises ExchangeError when ranks of the job do not meet at the first.
         """
         if self._single is None:
-            self._single = SingleStage(arguments, self._config)
+            self._single = SingleStage(arguments, self._config, self.sync_waits)
         run = functools.partial(self._single.run, stock, arguments)
         return run() if self.updates is None else self.updates.iterate(run, arguments)
 
@@ -317,7 +320,13 @@ class AdaptraRuntime:
         identity = (*dist.get_process_group_ranks(call.pipeline_group), call.chunks)
         if identity not in self._pipelines:
             pipeline = self._pipelines[identity] = Pipeline(
-                call, self._config, self._memory, self._groups, self.sharded_optimizers, self._joining
+                call,
+                self._config,
+                self._memory,
+                self._groups,
+                self.sharded_optimizers,
+                self._joining,
+                self.sync_waits,
             )
             self._joining = None
             if pipeline.survival is not None and self.training is not None:

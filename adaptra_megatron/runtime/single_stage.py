@@ -13,6 +13,8 @@ from adaptra_megatron.runtime.job import join_job
 from adaptra_megatron.runtime.megatron.compat import default_groups, groups_keyword
 from adaptra_megatron.runtime.megatron.megatron_call import config_of, shared_groups
 from adaptra_megatron.runtime.reporting import make_telemetry
+from adaptra_megatron.runtime.stragglers import Arrivals
+from adaptra_megatron.runtime.sync_waits import SyncWaits
 from adaptra_megatron.telemetry.figures.scalars import RankFigures
 
 logger = logger_of(__name__)
@@ -21,8 +23,9 @@ logger = logger_of(__name__)
 class SingleStage:
     """One rank's. Its iterations are stock's; telemetry tells of them."""
 
-    def __init__(self, arguments: Mapping[str, Any], config: AdaptraConfig) -> None:
-        """Collective over the job's ranks, with the first call of each, which `arguments` are of.
+    def __init__(self, arguments: Mapping[str, Any], config: AdaptraConfig, waits: SyncWaits | None = None) -> None:
+        """Collective over the job's ranks, with the first call of each, which `arguments` are of. `waits`: this
+        process's in gradient synchronisation, where stragglers are looked for.
 
         Raises ExchangeError when ranks do not meet.
         """
@@ -30,6 +33,7 @@ class SingleStage:
         megatron = config_of(model[0] if isinstance(model, list) else model)
         self._job = join_job(groups.pp, shared_groups(megatron, groups), config)
         self._telemetry = make_telemetry(self._job, 1, config, goes_on=False)
+        self._arrivals = Arrivals.make(self._job, config, self._telemetry, waits)
         self.training_iterations = 0
         self._iterations = 0
         if self._job.layout.rank == min(self._job.layout.workers):
@@ -39,15 +43,20 @@ class SingleStage:
         """One call of `stock`, Megatron's schedule without pipelining; returns its result."""
         begun_s = time.monotonic()
         self._telemetry.begin(self._iterations)
+        self._telemetry.switch(0)
         results = stock(**arguments)
         self._iterations += 1
         if not arguments.get("forward_only"):
             self.training_iterations += 1
             seconds = time.monotonic() - begun_s
+            if self._arrivals is not None:
+                self._arrivals.add(self._iterations - 1, seconds, self._arrivals.take(), None)
             self._telemetry.trained(RankFigures(iteration_s=seconds, peak_in_flight=1.0, plan_number=0))
         return results
 
     def close(self) -> None:
         """End threads and files."""
         self._job.clock.close()
+        if self._arrivals is not None:
+            self._arrivals.close()
         self._telemetry.close()

@@ -20,6 +20,7 @@ from adaptra_megatron.telemetry.events.events import (
     RunStarted,
     StageDetection,
     StampedEvent,
+    StragglerDetection,
 )
 from adaptra_megatron.telemetry.events.numbering import Numbering, renumbered
 from adaptra_megatron.telemetry.figures.metrics import iteration_span_s
@@ -203,7 +204,7 @@ def find_parts(iterations: Sequence[RunIteration], events: Sequence[StampedEvent
         return []
     numbers = [iteration.number for iteration in iterations]
     for stamped in events:
-        if isinstance(stamped.event, (LinkDetection, StageDetection, PlanSwitched, RanksLost)):
+        if isinstance(stamped.event, (LinkDetection, StageDetection, StragglerDetection, PlanSwitched, RanksLost)):
             at = next((number for number in numbers if number >= began_at(stamped)), None)
             if at is not None:
                 changes[at].append(stamped)

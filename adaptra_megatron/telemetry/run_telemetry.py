@@ -22,11 +22,19 @@ from adaptra_megatron.telemetry.events.changes import (
     SwitchWatch,
 )
 from adaptra_megatron.telemetry.events.event_log import EventLog
-from adaptra_megatron.telemetry.events.events import Event, LinkDetection, RunEnded, RunStarted, StageDetection
+from adaptra_megatron.telemetry.events.events import (
+    Event,
+    LinkDetection,
+    RunEnded,
+    RunStarted,
+    StageDetection,
+    StragglerDetection,
+)
 from adaptra_megatron.telemetry.events.log_lines import RunLog
 from adaptra_megatron.telemetry.figures.exported import ExportedFigures
 from adaptra_megatron.telemetry.figures.prometheus import LOOPBACK, PrometheusEndpoint
 from adaptra_megatron.telemetry.figures.scalars import (
+    ArrivalFigures,
     JobFigures,
     RankFigures,
     ScalarWriters,
@@ -95,7 +103,7 @@ class FiguresOfJob(Protocol):
 
 
 class RunTelemetry:
-    """One rank's. For the training thread, except `log` and `requests`, which any thread may call."""
+    """One rank's. For the training thread, except `log`, `arrivals` and `requests`, which any thread may call."""
 
     def __init__(self, settings: TelemetrySettings, place: Place, start: RunStarted) -> None:
         """Raises prometheus.PrometheusError if an endpoint is wanted and cannot be opened, and
@@ -113,6 +121,7 @@ class RunTelemetry:
         self._said = RunLog(word=place.word, first=place.replica == 0) if place.leads else None
         self._directory = settings.trace_dir
         self._job: FiguresOfJob | None = None
+        self._arrivals: ArrivalFigures | None = None
         self._scalars: ScalarWriters | None = None
         self._endpoint: PrometheusEndpoint | None = None
         self._figures = _figures(place, start)
@@ -152,8 +161,12 @@ class RunTelemetry:
             self._otel.log(event, self._running, self._numbered(self._running))
         if self._said is not None:
             self._said.take(event)
-        self._found = self._found or isinstance(event, (LinkDetection, StageDetection))
+        self._found = self._found or isinstance(event, (LinkDetection, StageDetection, StragglerDetection))
         self._leader.take(event)
+
+    def arrivals(self, figures: ArrivalFigures) -> None:
+        """Show how replicas come to gradient synchronisation, from any thread: on those ranks that show it."""
+        self._arrivals = figures
 
     def requests(self) -> tuple[Iterations, ...]:
         """On the rank that takes them: which iterations to trace, new since the last call; to be sent to every rank."""
@@ -219,11 +232,12 @@ class RunTelemetry:
         figures = replace(figures, failovers=self._paths.failovers)
         if self._endpoint is not None or self._otel is not None:
             leader = self._leader.figures(self._switches.saved_s) if self._place.leads else None
-            self._figures.show(self._iterations, figures, self._figures_of_job(), leader)
+            arrivals = self._arrivals if leader is not None and not self._place.replica else None
+            self._figures.show(self._iterations, figures, self._figures_of_job(), leader, arrivals)
         if self._scalars is None:
             self._scalars = megatron_writers()  # not before: they are made while Megatron initializes
         if self._scalars.due(step):
-            self._scalars.write(step, scalars(figures, self._figures_of_job()))
+            self._scalars.write(step, scalars(figures, self._figures_of_job(), self._arrivals))
 
     def _numbered(self, iteration: int) -> int:
         """Megatron's number of one of the latest iterations; of an earlier one as if there had been no evaluation."""

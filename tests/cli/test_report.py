@@ -20,6 +20,7 @@ from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.telemetry.events.event_log import EventLog
 from adaptra_megatron.telemetry.events.events import (
+    ArrivalsSeen,
     Fault,
     IterationsTimed,
     LinkDetection,
@@ -30,6 +31,7 @@ from adaptra_megatron.telemetry.events.events import (
     RanksLost,
     RoutesChosen,
     RunStarted,
+    StragglerDetection,
     SwitchMeasured,
 )
 from adaptra_megatron.telemetry.records import ArrivalRecord
@@ -100,6 +102,50 @@ def test_choices_of_paths_are_told_with_what_they_gain(run_directory: Path) -> N
     page = report(run_directory)
     assert "Plan 1 sends link 2→3 over the host path instead of the device path: 58.0 ms a message less" in page
     assert "the device path is slow" in page
+
+
+LATE = StragglerDetection(
+    replica=2,
+    before="healthy",
+    after="late",
+    reason=f"by 180 ms, {HOSTILE}",
+    remedy="end or move these",
+    stage=1,
+    first_rank=9,
+    host="node7",
+    since_iteration=3,
+)
+
+
+def test_arrivals_at_gradient_synchronisation_have_heat_maps(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", [Iteration()] * 12)
+    seen = ArrivalsSeen(
+        until=9, iterations=5, lags_s=((0.0, -0.02, 0.09), (0.0, -0.02, 0.18)), last=((0, 0, 5), (0, 1, 4))
+    )
+    over = StragglerDetection(replica=2, before="late", after="healthy", reason="it comes with the others")
+    told = replace(LATE, before="late", reason="still, for another cause", since_iteration=5)
+    write_events(tmp_path / "run", [(LATE, 6), (seen, 9), (told, 9), (over, 11)])
+    html = report(tmp_path / "run")
+    page = Page(html)
+    text = " ".join(page.text.split())
+    assert "Replica 2 (stage 1, rank 9 on node7) comes last by 180 ms" in text
+    assert "Replica 2 comes with the others again" in text
+    assert "1, rank 9 on node7 3–11 still, for another cause end or move these" in text
+    assert "5 iterations, 5 to 9" in text
+    assert "stage 0 stage 1 0 – – 1 – – last in 1 2 90.0 ms last in 5 180 ms last in 4" in text
+    assert re.findall(r'style="--heat:([0-9.]+)"', html) == ["0.00", "0.00", "0.00", "0.00", "0.50", "1.00"]
+    assert HOSTILE not in html
+    html5lib = pytest.importorskip("html5lib")
+    html5lib.HTMLParser(strict=True).parse(html)
+
+
+def test_of_many_replicas_those_with_the_longest_lags_have_rows(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", [Iteration()] * 3)
+    lags_s = tuple(0.001 * replica for replica in range(40))
+    write_events(tmp_path / "run", [(ArrivalsSeen(until=2, iterations=3, lags_s=(lags_s,), last=((1,) * 40,)), 2)])
+    page = Page(report(tmp_path / "run"))
+    assert "16 other replicas, with shorter lags, are left out" in page.text
+    assert "Replicas that were late" not in page.text
 
 
 ROUTES = RoutesChosen(

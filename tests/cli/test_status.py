@@ -25,6 +25,7 @@ from adaptra_megatron.telemetry.events.events import (
     RanksLost,
     RoutesChosen,
     StageDetection,
+    StragglerDetection,
 )
 
 HEALTHY = IterationsTimed(first=0, seconds=[9.0, *[2.0] * 9])
@@ -81,6 +82,29 @@ def test_what_is_slow_is_named_until_it_heals(tmp_path: Path, capsys: pytest.Cap
     back = replace(moved, before="host", after="device", failover=False)
     write_events(tmp_path, [*events, (well, 10), (back, 10)], ended=False)
     assert {"slow", "paths"} & status(tmp_path, capsys).keys() == {"slow"}
+
+
+def test_a_replica_that_comes_last_is_named_until_it_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = StragglerDetection(
+        replica=5,
+        before="healthy",
+        after="late",
+        reason="by 180 ms",
+        remedy="give the job CPUs of its own",
+        stage=2,
+        first_rank=21,
+        host="node7",
+        since_iteration=4,
+    )
+    write_events(tmp_path / "late", [(HEALTHY, 9), (late, 9)], ended=False)
+    said = status(tmp_path / "late", capsys)
+    assert said["slow"] == ["replica 5 is late since iteration 4: by 180 ms"]
+    assert said["to do"] == ["replica 5, stage 2 on node7: give the job CPUs of its own"]
+    over = StragglerDetection(replica=5, before="late", after="healthy", reason="it comes with the others")
+    write_events(tmp_path / "over", [(HEALTHY, 9), (late, 9), (over, 9)], ended=False)
+    assert status(tmp_path / "over", capsys)["to do"] == ["nothing"]
 
 
 def test_dead_ranks_are_named_with_what_they_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

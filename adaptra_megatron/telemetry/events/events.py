@@ -101,6 +101,52 @@ class StageDetection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StragglerDetection:
+    """A data-parallel replica comes last to gradient synchronisation from now on, or does not any more; or a cause of
+    that has been found. Told by the job's lowest rank."""
+
+    name: ClassVar[str] = "straggler"
+    replica: int
+    before: str
+    """"healthy" or "late"."""
+    after: str
+    reason: str
+    """By how much, how often, what it costs, and why."""
+    remedy: str = ""
+    """What to do."""
+    stage: int | None = None
+    """The stage that the others wait for, as far as can be told."""
+    first_rank: int | None = None
+    """That of the stage."""
+    host: str | None = None
+    lag_s: float | None = None
+    """By which it comes after most others, the median."""
+    last: int | None = None
+    """In how many of the latest `of` iterations it was the last one."""
+    of: int | None = None
+    share: float | None = None
+    """Part of an iteration, 0..1, that would be saved if it came with the others."""
+    causes: Sequence[str] = ()
+    """Kinds, the likeliest first: data, cpu, cpu_stolen, cpu_limit, cpu_queue, network, memory, gpu, compute."""
+    since_iteration: int | None = None
+    """Iteration since which it is late nearly always."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrivalsSeen:
+    """How all cells came to gradient synchronisation lately; at each finding, and now and then."""
+
+    name: ClassVar[str] = "arrivals"
+    until: int
+    """The latest of the iterations that this is about."""
+    iterations: int
+    lags_s: Sequence[Sequence[float]]
+    """By stage and replica: by how much it came after most others, the median; negative where it came before them."""
+    last: Sequence[Sequence[int]]
+    """By stage and replica: in how many of these iterations it was the last one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanMade:
     """The leader has computed a plan. `number` stays the running one's where it was not worth a switch."""
 
@@ -267,6 +313,8 @@ Event = (
     | RunEnded
     | LinkDetection
     | StageDetection
+    | StragglerDetection
+    | ArrivalsSeen
     | PlanMade
     | PathChosen
     | RoutesChosen

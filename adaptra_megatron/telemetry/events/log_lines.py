@@ -21,6 +21,7 @@ from adaptra_megatron.telemetry.events.events import (
     PlanSwitched,
     RoutesChosen,
     StageDetection,
+    StragglerDetection,
     SwitchMeasured,
 )
 
@@ -76,6 +77,10 @@ class RunLog:
         planned = any(isinstance(event, PlanSwitched) for event in events)
         due = [name for name, since in self._changed.items() if planned or iteration - since >= PATIENCE]
         head = f"{self._word}iteration {numbered(iteration)}: "
+        for event in events:
+            if isinstance(event, StragglerDetection):
+                level, text = self._straggler(event, numbered)
+                self._found.log(level, "iteration %d: %s", numbered(iteration), text)
         for name in due:
             del self._changed[name]
             level, text = self._finding(name, numbered)
@@ -123,6 +128,20 @@ class RunLog:
         self._ends[name] = f"{name} {state}{since}" if state != "healthy" else ""
         text = f"{name}{_pipelines(events)} is {state}{since}: {_short(events[0].reason)}"
         return logging.INFO if state == "healthy" else logging.WARNING, text
+
+    def _straggler(self, event: StragglerDetection, numbered: Numbered) -> tuple[int, str]:
+        """Level and text of a line about a replica, which is not the one that says it. What is found of one has stood
+        for many iterations."""
+        name, since = f"replica {event.replica}", ""
+        if event.since_iteration is not None:
+            since = f" since iteration {numbered(event.since_iteration)}"
+        if event.after == "healthy":
+            self._ends[name] = ""
+            return logging.INFO, f"{name} does not come last to gradient synchronisation any more: {event.reason}"
+        self._ends[name] = f"{name} late{since}"
+        place = "" if event.first_rank is None else f" (stage {event.stage}, rank {event.first_rank} on {event.host})"
+        text = f"{name}{place} comes last to gradient synchronisation{since}, {event.reason}"
+        return logging.WARNING, f"{text}; {event.remedy}" if event.remedy else text
 
     def _plan_lines(self, events: Iterable[Event]) -> Iterator[str]:
         """Lines of plans that are in force from now on, and of what they turned out to take."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from adaptra_megatron.telemetry.events.events import (
+    ArrivalsSeen,
     IterationsTimed,
     LinkDetection,
     PathChosen,
@@ -16,6 +17,7 @@ from adaptra_megatron.telemetry.events.events import (
     RoutesChosen,
     StageDetection,
     StampedEvent,
+    StragglerDetection,
 )
 
 _IN_TEXT = re.compile(r"\b(iteration|iterations up to) (\d+)")
@@ -61,7 +63,9 @@ def _renumbered(found: StampedEvent, numbering: Numbering) -> StampedEvent:
         event = replace(event, first=event.first if event.step is None else event.step)
     elif isinstance(event, LinkDetection | StageDetection | PlanMade | PathChosen | RoutesChosen):
         event = replace(event, reason=_IN_TEXT.sub(lambda at: f"{at[1]} {numbering.of(int(at[2]))}", event.reason))
-    if isinstance(event, LinkDetection | StageDetection) and event.since_iteration is not None:
+    elif isinstance(event, ArrivalsSeen):
+        event = replace(event, until=numbering.of(event.until))
+    if isinstance(event, LinkDetection | StageDetection | StragglerDetection) and event.since_iteration is not None:
         event = replace(event, since_iteration=numbering.of(event.since_iteration))
     stamp = replace(found.stamp, iteration=numbering.of(found.stamp.iteration))
     return StampedEvent(stamp=stamp, event=event)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of one rank, as they are told to systems outside: Prometheus and OpenTelemetry."""
+"""The metrics of one rank, as Prometheus and OpenTelemetry get them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from adaptra_megatron.telemetry.figures.scalars import JobFigures, LeaderFigures, LossFigures, RankFigures
+from adaptra_megatron.telemetry.figures.scalars import (
+    ArrivalFigures,
+    JobFigures,
+    LeaderFigures,
+    LossFigures,
+    RankFigures,
+)
 
 _Values = Mapping[tuple[str, ...], float]
 """By the values of a metric's own labels."""
@@ -41,6 +47,10 @@ METRICS: Mapping[str, Described] = {
     "adaptra_loss_seconds": Described(
         "From when a loss was seen until what was under way had been done again.", ("epoch",)
     ),
+    "adaptra_arrival_lag_seconds": Described(
+        "By how much a cell comes to gradient synchronisation after most others of its stage.", _CELL
+    ),
+    "adaptra_replica_late": Described("1 for a replica that persistently comes last.", ("of_replica",)),
     "adaptra_bubble_ratio": Described("Idle part of an iteration, 0..1, mean over the stages.", of_job=True),
     "adaptra_predicted_seconds": Described("An iteration as the plan in force predicts it.", of_job=True),
     "adaptra_lower_bound_seconds": Described("Proven least time of an iteration at the plan's costs.", of_job=True),
@@ -79,6 +89,7 @@ class _Snapshot:
     rank: RankFigures
     job: JobFigures
     leader: LeaderFigures | None
+    arrivals: ArrivalFigures | None
 
 
 class Samples(NamedTuple):
@@ -114,12 +125,13 @@ class ExportedFigures:
         rank: RankFigures,
         job: JobFigures | None = None,
         leader: LeaderFigures | None = None,
+        arrivals: ArrivalFigures | None = None,
     ) -> None:
-        """Tell these from now on; `iterations`: how many are done. Keeps the job's figures where there are no new;
-        tells them on a rank that leads, which has `leader`."""
+        """Export these from now on; `iterations`: how many are done. Keeps the job's figures where there are no new;
+        exports them on a rank that leads, which has `leader`. `arrivals`: on the rank that finds who comes last."""
         kept = self._snapshot.job if self._snapshot is not None else JobFigures()
         shown = kept if job is None else job
-        self._snapshot = _Snapshot(iterations=iterations, rank=rank, job=shown, leader=leader)
+        self._snapshot = _Snapshot(iterations=iterations, rank=rank, job=shown, leader=leader, arrivals=arrivals)
 
     def samples(self) -> Iterator[Samples]:
         """All that is known now; nothing before the first iteration has ended."""
@@ -136,9 +148,17 @@ class ExportedFigures:
         yield self._samples("adaptra_messages", {(path,): count for path, count in rank.messages_by_path.items()})
         if rank.lost is not None:
             yield from self._lost(rank.lost)
+        if snapshot.arrivals is not None:
+            yield from self._of_arrivals(snapshot.arrivals)
         if snapshot.leader is not None:
             yield from self._of_job(snapshot.job)
             yield from self._of_leader(snapshot.leader)
+
+    def _of_arrivals(self, arrivals: ArrivalFigures) -> Iterator[Samples]:
+        """Which replicas come last to gradient synchronisation, and by how much."""
+        lags_s: _Values = {tuple(map(str, cell)): lag_s for cell, lag_s in arrivals.lags_s.items()}
+        yield self._samples("adaptra_arrival_lag_seconds", lags_s)
+        yield self._samples("adaptra_replica_late", {(str(replica),): 1.0 for replica in arrivals.late})
 
     def _of_job(self, job: JobFigures) -> Iterator[Samples]:
         """What all ranks' measurements say, by the rank that leads."""

@@ -67,6 +67,16 @@ class RouteFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ArrivalFigures:
+    """How data-parallel replicas come to gradient synchronisation, as the job's lowest rank has found."""
+
+    lags_s: Mapping[tuple[int, int], float]
+    """By replica and stage: by how much it comes after most others, the median of the latest iterations."""
+    late: Collection[int] = ()
+    """Replicas that persistently come last."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobFigures:
     """What the leader has found from one iteration's measurements of all ranks."""
 
@@ -120,7 +130,9 @@ class RankFigures:
     """None in a job that ends with its first rank."""
 
 
-def scalars(rank: RankFigures, job: JobFigures | None = None) -> dict[str, float]:
+def scalars(
+    rank: RankFigures, job: JobFigures | None = None, arrivals: ArrivalFigures | None = None
+) -> dict[str, float]:
     """Values by tag. Tags are an interface: add, never rename."""
     values = {
         "adaptra/iteration_time_s": rank.iteration_s,
@@ -133,6 +145,12 @@ def scalars(rank: RankFigures, job: JobFigures | None = None) -> dict[str, float
         values["adaptra/dead_cells"] = len(rank.lost.dead_cells)
         values["adaptra/ranks_lost"] = rank.lost.ranks
         values["adaptra/seconds_lost"] = sum(rank.lost.seconds.values())
+    if arrivals is not None:
+        values["adaptra/longest_arrival_lag_s"] = max(0.0, *arrivals.lags_s.values())
+        values["adaptra/late_replicas"] = len(arrivals.late)
+        if len(arrivals.lags_s) <= LINKS_SHOWN:
+            for (replica, stage), lag_s in sorted(arrivals.lags_s.items()):
+                values[f"adaptra/replica_{replica}_stage_{stage}/arrival_lag_s"] = lag_s
     if job is None:
         return values
     if job.bubble_fraction is not None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from adaptra_megatron.telemetry.events.events import (
+    ArrivalsSeen,
     Event,
     Fault,
     IterationsTimed,
@@ -20,6 +21,7 @@ from adaptra_megatron.telemetry.events.events import (
     RunStarted,
     StageDetection,
     StampedEvent,
+    StragglerDetection,
 )
 from adaptra_megatron.telemetry.report.charts import Mark
 from adaptra_megatron.telemetry.report.event_wording import event_text
@@ -75,12 +77,12 @@ def worth_a_row(found: StampedEvent) -> bool:
         return event.adopted or "since iteration" in event.reason
     if isinstance(event, (RunStarted, RunEnded)):
         return found.stamp.rank == 0
-    return not isinstance(event, IterationsTimed)
+    return not isinstance(event, (IterationsTimed, ArrivalsSeen))
 
 
 def _tone(event: Event) -> str | None:
     """The colour of an event's mark; None: it has no mark."""
-    if isinstance(event, (LinkDetection, StageDetection)):
+    if isinstance(event, (LinkDetection, StageDetection, StragglerDetection)):
         return "good" if event.after == "healthy" else "bad"
     if isinstance(event, PlanSwitched):
         return "good"

@@ -7,6 +7,7 @@ import re
 from statistics import median
 
 from adaptra_megatron.telemetry.events.events import (
+    ArrivalsSeen,
     Event,
     Fault,
     IterationsTimed,
@@ -21,6 +22,7 @@ from adaptra_megatron.telemetry.events.events import (
     RunEnded,
     RunStarted,
     StageDetection,
+    StragglerDetection,
     SwitchMeasured,
 )
 from adaptra_megatron.telemetry.report.wording import duration
@@ -38,6 +40,10 @@ def event_text(event: Event) -> tuple[str, str]:
         return f"Link {event.source}→{event.target}{path} is {_state(event)}", event.reason
     if isinstance(event, StageDetection):
         return f"Stage {event.stage} is {_state(event)}", event.reason
+    if isinstance(event, StragglerDetection):
+        return _straggler_text(event), "; ".join(filter(None, (event.reason, event.remedy)))
+    if isinstance(event, ArrivalsSeen):
+        return f"Arrivals at gradient synchronisation in {event.iterations} iterations up to {event.until}", ""
     if isinstance(event, PlanMade):
         return _plan_text(event), _short(event.reason)
     if isinstance(event, PathChosen):
@@ -82,6 +88,13 @@ def event_text(event: Event) -> tuple[str, str]:
 
 def _state(event: LinkDetection | StageDetection) -> str:
     return f"{event.after} (was {event.before})" if event.after != event.before else f"still {event.after}, but changed"
+
+
+def _straggler_text(event: StragglerDetection) -> str:
+    if event.after == "healthy":
+        return f"Replica {event.replica} comes with the others again"
+    place = "" if event.first_rank is None else f" (stage {event.stage}, rank {event.first_rank} on {event.host})"
+    return f"Replica {event.replica}{place} {'still ' * (event.before == event.after)}comes last"
 
 
 def _short(reason: str) -> str:

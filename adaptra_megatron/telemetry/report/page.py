@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from adaptra_megatron.telemetry.events.events import LinkDetection, PlanMade, PlanSwitched, RunEnded, RunStarted
+from adaptra_megatron.telemetry.report.arrivals import arrivals_of
 from adaptra_megatron.telemetry.report.breakdowns import (
     MOST_COLUMNS,
     idle_causes,
@@ -90,6 +91,7 @@ def report_page(
             planned=any(isinstance(found.event, PlanMade) for found in run.events),
             rows=rows,
             routes=routes_of(run.events),
+            arrivals=arrivals_of(run.events),
             plans_kept=sum(isinstance(found.event, PlanMade) and not worth_a_row(found) for found in run.events),
             shown=shown,
             used=[use for use in Use if any(finding.share(use) > 0.0005 for finding in shown)],

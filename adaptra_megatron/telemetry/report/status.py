@@ -24,6 +24,7 @@ from adaptra_megatron.telemetry.events.events import (
     StageDetection,
     Stamp,
     StampedEvent,
+    StragglerDetection,
 )
 from adaptra_megatron.telemetry.events.numbering import renumbered
 from adaptra_megatron.telemetry.report.wording import duration, listed
@@ -175,27 +176,32 @@ def _recent(events: Sequence[StampedEvent], seconds: dict[int, float]) -> list[f
 
 
 def _findings(events: Sequence[StampedEvent], changed: int) -> tuple[list[str], list[str]]:
-    """Links and stages that are not healthy, as the detector saw them last, and what to do. `changed`: iteration in
-    which ranks died or came back last, since when what is usual is learnt anew."""
+    """Links, stages and replicas that are not healthy, as the detector saw them last, and what to do. `changed`:
+    iteration in which ranks died or came back last, since when what is usual is learnt anew."""
     latest: dict[object, StampedEvent] = {}
     for found in events:
         if isinstance(event := found.event, LinkDetection):
             latest["link", event.pipeline, event.source, event.target, event.path] = found
         elif isinstance(event, StageDetection):
             latest["stage", event.pipeline, event.stage] = found
+        elif isinstance(event, StragglerDetection):
+            latest["replica", event.replica] = found
     texts, to_do, stale = [], [], False
     for found in latest.values():
         event = found.event
-        assert isinstance(event, (LinkDetection, StageDetection))
+        assert isinstance(event, (LinkDetection, StageDetection, StragglerDetection))
         if event.after == "healthy":
             continue
         if isinstance(event, LinkDetection):
             name = f"link {event.source}→{event.target}{', host path,' if event.path == 'host' else ''}"
             to_do.append(f"look at the network of {name.partition(',')[0]}; meanwhile orders and paths go around it")
-        else:
+        elif isinstance(event, StageDetection):
             name = f"stage {event.stage}"
             to_do.append(f"look at the GPUs of {name} (clocks, temperature, other work)")
-        if event.pipeline:
+        else:
+            name = f"replica {event.replica}"
+            to_do.append(f"{name}, stage {event.stage} on {event.host}: {event.remedy or 'see what slows it down'}")
+        if not isinstance(event, StragglerDetection) and event.pipeline:
             name += f" of the pipeline of rank {event.pipeline}"
         stale = stale or found.stamp.iteration < changed
         texts.append(f"{name} is {event.after} since iteration {began_at(found)}: {event.reason}")

@@ -13,6 +13,7 @@ from adaptra_megatron.telemetry.events.events import (
     RanksLost,
     StageDetection,
     StampedEvent,
+    StragglerDetection,
 )
 from adaptra_megatron.telemetry.report.findings import Link, PartFinding, Use
 from adaptra_megatron.telemetry.report.repetition import Change, repetitions
@@ -214,6 +215,10 @@ def _change(before: PartFinding, after: PartFinding, best_s: float, matters: set
     stages = [found.event for found in after.part.beginning if isinstance(found.event, StageDetection)]
     if stages:
         return f"{at} {listed([f'stage {event.stage} was {event.after}' for event in stages])}: {numbers}."
+    late = [found.event for found in after.part.beginning if isinstance(found.event, StragglerDetection)]
+    if late:
+        texts = [f"replica {event.replica} {'came last' if event.after == 'late' else 'was in time'}" for event in late]
+        return f"{at} {listed(texts)}: {numbers}."
     if abs(after.seconds - before.seconds) < WORTH_SAYING * before.seconds:
         return f"{at} iterations took as long as before: {numbers}."
     return f"{at} iterations took {'longer' if after.seconds > before.seconds else 'less'}: {numbers}."

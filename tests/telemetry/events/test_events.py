@@ -14,6 +14,7 @@ import pytest
 
 from adaptra_megatron.telemetry.events.event_log import EventFile, EventLog, EventLogError, event_path, read_events
 from adaptra_megatron.telemetry.events.events import (
+    ArrivalsSeen,
     Event,
     EventError,
     Fault,
@@ -27,6 +28,7 @@ from adaptra_megatron.telemetry.events.events import (
     StageDetection,
     Stamp,
     StampedEvent,
+    StragglerDetection,
     SwitchMeasured,
     decode,
     encode,
@@ -39,6 +41,8 @@ EVENTS: list[Event] = [
     START,
     LinkDetection(source=3, target=4, before="healthy", after="slow", reason="80 ms", latency_s=0.08, path="device"),
     StageDetection(stage=2, before="healthy", after="slow", reason="F takes 1.5 x as long", slow_down=1.5),
+    StragglerDetection(replica=5, before="healthy", after="late", reason="by 180 ms", causes=["cpu"], share=0.12),
+    ArrivalsSeen(until=40, iterations=20, lags_s=[[0.0, 0.18]], last=[[2, 18]]),
     PlanMade(number=1, adopted=True, reason="costs", predicted_s=1.5, current_predicted_s=2.0, costs={"stages": 4}),
     PathChosen(number=1, source=3, target=4, before="device", after="host", reason="it is slow", gain_s=0.06),
     PlanSwitched(number=1, before=0, predicted_s=1.5, before_predicted_s=2.0, before_measured_s=2.1),

@@ -19,6 +19,7 @@ from adaptra_megatron.telemetry.events.events import (
     StageDetection,
     Stamp,
     StampedEvent,
+    StragglerDetection,
     SwitchMeasured,
 )
 from adaptra_megatron.telemetry.events.log_lines import MOST_IN_A_ROW, PATIENCE, RunLog
@@ -79,6 +80,34 @@ def test_the_story_of_a_link_that_turns_slow_and_heals(caplog: pytest.LogCapture
         "adaptra: ended by ValueError: no after 22 iterations: 1 plan",
     ]
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
+
+
+def test_a_replica_that_comes_last_is_said_at_once_in_the_jobs_name(caplog: pytest.LogCaptureFixture) -> None:
+    log = RunLog(word="replica 0: ")
+    late = StragglerDetection(
+        replica=5,
+        before="healthy",
+        after="late",
+        reason="by 180 ms; its host's CPUs are busy",
+        remedy="move it",
+        stage=2,
+        first_rank=21,
+        host="node7",
+        since_iteration=9,
+    )
+    say(log, 31, late)
+    log.end(32, 0.0, "", "")
+    say(log, 60, StragglerDetection(replica=5, before="late", after="healthy", reason="it comes with the others"))
+    log.end(61, 0.0, "", "")
+    assert caplog.messages == [
+        "adaptra: iteration 132: replica 5 (stage 2, rank 21 on node7) comes last to gradient synchronisation since "
+        "iteration 110, by 180 ms; its host's CPUs are busy; move it",
+        "adaptra: replica 0: done after 32 iterations: 0 plans, replica 5 late since iteration 110",
+        "adaptra: iteration 161: replica 5 does not come last to gradient synchronisation any more: it comes with the "
+        "others",
+        "adaptra: replica 0: done after 61 iterations: 0 plans",
+    ]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "INFO", "INFO"]
 
 
 def test_pipelines_that_see_the_same_are_one_line(caplog: pytest.LogCaptureFixture) -> None:

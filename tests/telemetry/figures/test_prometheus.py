@@ -11,6 +11,7 @@ import pytest
 from adaptra_megatron.telemetry.figures.exported import ExportedFigures
 from adaptra_megatron.telemetry.figures.prometheus import PrometheusEndpoint, PrometheusError
 from adaptra_megatron.telemetry.figures.scalars import (
+    ArrivalFigures,
     CellFigures,
     JobFigures,
     LeaderFigures,
@@ -123,6 +124,18 @@ def test_dead_cells_and_what_each_loss_took_are_served_where_ranks_are_outlived(
     assert expected.items() <= fetched(endpoint).items()
     values = scalars(replace(RANK, lost=LOST))
     assert (values["adaptra/dead_cells"], values["adaptra/ranks_lost"], values["adaptra/seconds_lost"]) == (2, 4, 1.25)
+
+
+def test_lags_of_cells_are_served_by_those_who_have_them(endpoint: PrometheusEndpoint, figures: ExportedFigures) -> None:
+    figures.show(1, RANK, arrivals=ArrivalFigures(lags_s={(0, 0): 0.0, (5, 2): 0.18}, late=[5]))
+    served = {name: value for name, value in fetched(endpoint).items() if "arrival" in name or "late" in name}
+    assert served == {
+        "adaptra_arrival_lag_seconds of_replica=0 of_stage=0 rank=5": 0.0,
+        "adaptra_arrival_lag_seconds of_replica=5 of_stage=2 rank=5": 0.18,
+        "adaptra_replica_late of_replica=5 rank=5": 1.0,
+    }
+    figures.show(2, RANK)
+    assert not [name for name in fetched(endpoint) if "arrival" in name or "late" in name]
 
 
 def test_a_port_in_use_is_a_clear_error(endpoint: PrometheusEndpoint, figures: ExportedFigures) -> None:

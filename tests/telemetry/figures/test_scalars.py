@@ -10,6 +10,7 @@ import pytest
 from adaptra_megatron.telemetry.figures.scalars import (
     LINKS_SHOWN,
     MEGATRON_VARIABLES,
+    ArrivalFigures,
     JobFigures,
     LinkFigures,
     RankFigures,
@@ -70,6 +71,16 @@ def test_a_long_pipeline_has_no_curve_per_link() -> None:
     values = scalars(RANK, JobFigures(links=links))
     assert values["adaptra/slowest_link_latency_s"] == pytest.approx(0.001 * LINKS_SHOWN)
     assert not any("link_0_to_1" in tag for tag in values)
+
+
+def test_lags_of_cells_at_gradient_synchronisation() -> None:
+    few = scalars(RANK, arrivals=ArrivalFigures(lags_s={(0, 1): -0.1, (1, 1): 0.18}, late=[1]))
+    assert few["adaptra/longest_arrival_lag_s"] == 0.18
+    assert few["adaptra/late_replicas"] == 1
+    assert few["adaptra/replica_0_stage_1/arrival_lag_s"] == -0.1
+    many = scalars(RANK, arrivals=ArrivalFigures(lags_s={(each, 0): -0.1 for each in range(LINKS_SHOWN + 1)}))
+    assert many["adaptra/longest_arrival_lag_s"] == 0.0
+    assert not [tag for tag in many if tag.endswith("/arrival_lag_s")]
 
 
 def test_writers_get_values_at_their_interval() -> None:

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes findings of what all cells report: replicas that come last, why, and since when. No store, no thread."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+from adaptra_megatron.control.stragglers.reports import MOST_ROWS, LateCell, Reports, Verdict
+from adaptra_megatron.detector.straggler_causes import Cause, HostFigures, explain
+from adaptra_megatron.detector.stragglers import WINDOW, Late, Row, Stragglers
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.schedule.routing.costs import Cell
+from adaptra_megatron.telemetry.events.events import ArrivalsSeen, Event, StragglerDetection
+
+logger = logger_of(__name__)
+
+KEPT = 6
+"""Looks for which a cause counts after it has shown last: one that comes and goes is not said again and again."""
+_SEEN_EVERY_S, _SEEN_CELLS = 60.0, 256
+"""Between two events of how all cells arrive, for so many cells at most; of more cells they are as much rarer."""
+
+
+class ArrivalJudge:
+    """The job's. For one thread."""
+
+    def __init__(self, names: Mapping[Cell, tuple[int, str]], log: Callable[[Event], None]) -> None:
+        """`names`: rank and host of all cells. `log`: takes findings."""
+        self._names, self._log = names, log
+        self._replicas = 1 + max(cell.replica for cell in names)
+        self._stages = 1 + max(cell.stage for cell in names)
+        self._stragglers = Stragglers(self._replicas, self._stages)
+        self._open: dict[int, dict[Cell, Row]] = defaultdict(dict)
+        self._judged, self._count = -1, 0
+        """The latest iteration that was judged, and how many were since the last event of all arrivals."""
+        self._causes: dict[int, dict[str, tuple[Cause, int]]] = {}
+        """By late replica and kind: the cause, and the look in which it showed last."""
+        self._looks = 0
+        self._seen_s = float("-inf")
+        self._said_missing = False
+
+    def look(self, reports: Reports, now_s: float) -> Verdict:
+        """Take in what all cells report; `now_s`: seconds of any clock that runs on."""
+        self._looks += 1
+        found: list[Late] = []
+        over: list[int] = []
+        for rows in self._complete(reports):
+            self._stragglers.observe(rows)
+            begun, ended = self._stragglers.judge()
+            found, over = [*found, *begun], [*over, *ended]
+        late = {each.replica: each for each in self._stragglers.late()}
+        hosts = {cell: report.host for cell, report in reports.items() if report.host is not None}
+        for replica in over:
+            self._causes.pop(replica, None)
+        new = {replica for replica, each in late.items() if self._explain(each, late, hosts)}
+        begun_now = {each.replica for each in found}
+        for replica in dict.fromkeys(over):
+            if replica not in late:
+                self._log(self._detection(replica, None, "late", "healthy"))
+        for replica in sorted(begun_now | new):
+            if replica in late:
+                before = "healthy" if replica in begun_now else "late"
+                self._log(self._detection(replica, late[replica], before, "late"))
+                self._say_missing(reports.get(Cell(replica, late[replica].stage)))
+        lags_s = self._stragglers.lags_s()
+        due_s = self._seen_s + _SEEN_EVERY_S * max(1.0, self._replicas * self._stages / _SEEN_CELLS)
+        if self._count and (found or over or (now_s >= due_s and self._count >= WINDOW)):
+            self.tell()
+            self._seen_s = now_s
+        return Verdict(
+            late=tuple(LateCell(cell=Cell(each.replica, each.stage), cpu=self._cpu(each)) for each in late.values()),
+            lags_s=tuple(map(tuple, lags_s)),
+        )
+
+    def tell(self) -> None:
+        """Log how all cells have arrived in the latest iterations, if there are new ones."""
+        if self._count:
+            lags_s = [[round(lag_s, 6) for lag_s in lags_s] for lags_s in self._stragglers.lags_s()]
+            last = self._stragglers.last()
+            self._log(ArrivalsSeen(until=self._judged, iterations=self._stragglers.count, lags_s=lags_s, last=last))
+        self._count = 0
+
+    def _complete(self, reports: Reports) -> list[dict[Cell, Row]]:
+        """Iterations that all cells have reported by now, in ascending order."""
+        for cell, report in reports.items():
+            for row in report.rows:
+                if row.iteration > self._judged:
+                    self._open[row.iteration][cell] = row
+        whole = sorted(number for number, rows in self._open.items() if len(rows) == len(self._names))
+        found = [self._open[number] for number in whole]
+        if whole:
+            self._judged, self._count = whole[-1], self._count + len(whole)
+        for number in sorted(self._open):
+            if number <= self._judged or len(self._open) > MOST_ROWS:
+                del self._open[number]
+        return found
+
+    def _explain(self, late: Late, all_late: Mapping[int, Late], hosts: Mapping[Cell, HostFigures]) -> bool:
+        """Look for causes; returns whether there is one of a kind that was not there before."""
+        others = [
+            figures for cell, figures in hosts.items() if cell.stage == late.stage and cell.replica not in all_late
+        ]
+        known = self._causes.setdefault(late.replica, {})
+        causes = explain(late, hosts.get(Cell(late.replica, late.stage)), others)
+        new = [cause for cause in causes if cause.kind not in known]
+        # The likeliest first, those that do not show now behind them.
+        shown = {cause.kind.value: (cause, self._looks) for cause in causes}
+        kept = {kind: each for kind, each in known.items() if kind not in shown and self._looks - each[1] < KEPT}
+        self._causes[late.replica] = {**shown, **kept}
+        return bool(new)
+
+    def _detection(self, replica: int, late: Late | None, before: str, after: str) -> StragglerDetection:
+        if late is None:
+            reason = f"it comes with the others in most of the last {WINDOW} iterations"
+            return StragglerDetection(replica=replica, before=before, after=after, reason=reason)
+        causes = [cause for cause, _ in self._causes.get(replica, {}).values()]
+        rank, host = self._names[Cell(replica, late.stage)]
+        parts = [
+            f"by {1e3 * late.lag_s:.3g} ms, the last one in {late.last} of the last {late.of} iterations, which costs "
+            f"{late.share:.0%} of an iteration",
+            *(cause.text for cause in causes),
+        ]
+        return StragglerDetection(
+            replica=replica,
+            before=before,
+            after=after,
+            reason="; ".join(parts),
+            remedy="; ".join(dict.fromkeys(cause.remedy for cause in causes if cause.remedy)),
+            stage=late.stage,
+            first_rank=rank,
+            host=host,
+            lag_s=late.lag_s,
+            last=late.last,
+            of=late.of,
+            share=late.share,
+            causes=[cause.kind.value for cause in causes],
+            since_iteration=late.since,
+        )
+
+    def _cpu(self, late: Late) -> str:
+        causes = self._causes.get(late.replica, {}).values()
+        return "; ".join(cause.text for cause, _ in causes if cause.kind.helped_by_pinning)
+
+    def _say_missing(self, report: object) -> None:
+        missing = getattr(report, "missing", ())
+        if missing and not self._said_missing:
+            self._said_missing = True
+            logger.info(
+                "what a late replica's host has to do with it is not known without %s: pip install "
+                "'adaptra-megatron[monitor]' on all hosts",
+                " and ".join(missing),
+            )

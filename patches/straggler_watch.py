@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patches of Megatron's waits for other replicas and for data, which tell stragglers and change nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from adaptra_megatron.patches.table import Patch
+
+if TYPE_CHECKING:
+    from adaptra_megatron.runtime.runtime import AdaptraRuntime
+
+
+def _timed_sync(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def finish_grad_sync(chunk: Any, *given: Any, **keywords: Any) -> Any:
+        assert runtime.sync_waits is not None
+        return runtime.sync_waits.synchronize(functools.partial(stock, chunk, *given, **keywords))
+
+    return finish_grad_sync
+
+
+def _timed_data(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def next_batch(iterator: Any) -> Any:
+        assert runtime.sync_waits is not None
+        return runtime.sync_waits.read(functools.partial(stock, iterator))
+
+    return next_batch
+
+
+PATCHES = (
+    Patch(
+        identity="gradient-sync-time",
+        target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.finish_grad_sync",
+        versions=">=0.14,<0.20",
+        parameters=("self",),
+        reason="times how long gradients of other replicas are waited for, to tell which replica comes last",
+        replace=_timed_sync,
+    ),
+    Patch(
+        identity="data-time",
+        target="megatron.core.rerun_state_machine:RerunDataIterator.__next__",
+        versions=">=0.14,<0.20",
+        parameters=("self",),
+        reason="times how long data are waited for, to tell why a replica comes last",
+        replace=_timed_data,
+    ),
+)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads of all ranks around one store: reports go in, findings and figures come out, hosts follow."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from adaptra_megatron.control.stragglers import watch as watches
+from adaptra_megatron.control.stragglers.host import HostSampler
+from adaptra_megatron.control.stragglers.watch import StragglerWatch
+from adaptra_megatron.detector.straggler_causes import HostFigures
+from adaptra_megatron.detector.stragglers import Row
+from adaptra_megatron.job.control_store import ControlStore
+from adaptra_megatron.job.layout import JobLayout, Worker
+from adaptra_megatron.schedule.routing.costs import Cell
+from adaptra_megatron.telemetry.events.events import ArrivalsSeen, Event, StragglerDetection
+from adaptra_megatron.telemetry.figures.scalars import ArrivalFigures
+
+SECRET = b"s" * 32
+WORKERS = {rank: Worker(Cell(rank // 2, 0), rank % 2, f"node{rank // 2}", f"boot{rank // 2}/net") for rank in range(6)}
+"""Three replicas of one stage, each of two lanes."""
+
+
+class Told:
+    """What a rank's telemetry gets."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.figures: list[ArrivalFigures] = []
+
+    def log(self, event: Event) -> None:
+        self.events.append(event)
+
+    def arrivals(self, figures: ArrivalFigures) -> None:
+        self.figures.append(figures)
+
+
+class Host(HostSampler):
+    """One that says what it is told."""
+
+    def __init__(self, figures: HostFigures) -> None:
+        self.figures, self.missing = figures, []
+
+    def sample(self) -> HostFigures:
+        return self.figures
+
+
+class Ranks:
+    """All of the job, in this process."""
+
+    def __init__(self, store: dist.Store, policy: str) -> None:
+        self.told = [Told() for _ in WORKERS]
+        self.busy = HostFigures(others_cpu=0.97)
+        self.watches = [
+            StragglerWatch(
+                JobLayout(rank, WORKERS, "token"),
+                ControlStore(store, SECRET, "token"),
+                self.told[rank],
+                policy,
+                sampler=lambda rank=rank: Host(self.busy if rank == 2 else HostFigures(others_cpu=0.0)),  # type: ignore[misc]
+            )
+            for rank in WORKERS
+        ]
+
+    def train(self, iterations: int, late_s: float) -> None:
+        for iteration in range(iterations):
+            for rank, each in enumerate(self.watches):
+                if each.measures:
+                    late = rank // 2 == 1
+                    each.add(Row(iteration, 1.0 + late_s, 0.1 + late_s * (not late), 0.5 + late_s * late))
+
+    def close(self) -> None:
+        for each in self.watches:
+            each.close()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+    monkeypatch.setattr(watches, "FIRST_S", 0.02)
+    monkeypatch.setattr(watches, "LEAST_S", 0.05)
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def until(happened: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.mark.timeout(60)
+def test_the_lowest_rank_finds_and_those_that_show_or_act_are_told(
+    store: dist.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    ranks = Ranks(store, "observe")
+    try:
+        assert [each.measures for each in ranks.watches] == [True, False] * 3
+        ranks.train(40, late_s=0.3)
+        until(lambda: [event for event in ranks.told[0].events if isinstance(event, StragglerDetection)])
+        until(lambda: ranks.told[0].figures and ranks.told[5].figures)
+        until(lambda: caplog.text.count("host policy: rank") == 2)
+    finally:
+        ranks.close()
+    (event,) = [event for event in ranks.told[0].events if isinstance(event, StragglerDetection)]
+    assert (event.replica, event.first_rank, event.host) == (1, 2, "node1")
+    assert list(event.causes) == ["cpu", "compute"]
+    assert isinstance(ranks.told[0].events[-1], ArrivalsSeen)
+    assert not [told for told in ranks.told[1:] if told.events]
+    assert ranks.told[5].figures[-1].lags_s[1, 0] == pytest.approx(0.3)
+    assert list(ranks.told[5].figures[-1].late) == [1]
+    said = [record.getMessage() for record in caplog.records if "host policy: rank" in record.getMessage()]
+    assert sorted(line.split("rank ")[1][0] for line in said) == ["2", "3"], "both lanes of the late cell"
+
+
+@pytest.mark.timeout(60)
+def test_without_a_policy_few_ranks_have_a_thread_and_all_threads_end(store: dist.Store) -> None:
+    def running() -> int:
+        return sum(thread.name == "adaptra-stragglers" for thread in threading.enumerate())
+
+    ranks = Ranks(store, "off")
+    assert running() == 4, "three cells report, and the last rank shows"
+    ranks.close()
+    assert running() == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_failure_of_ours_is_logged_and_ends_the_looking_alone(
+    store: dist.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = Ranks(store, "off")
+    try:
+        ranks.watches[0].add("no row")  # type: ignore[arg-type]
+        until(lambda: "stragglers are not looked for any more" in caplog.text)
+    finally:
+        ranks.close()
