@@ -126,7 +126,7 @@ def test_dead_cells_and_what_each_loss_took_are_served_where_ranks_are_outlived(
     assert (values["adaptra/dead_cells"], values["adaptra/ranks_lost"], values["adaptra/seconds_lost"]) == (2, 4, 1.25)
 
 
-def test_lags_of_cells_are_served_by_those_who_have_them(endpoint: PrometheusEndpoint, figures: ExportedFigures) -> None:
+def test_lags_of_cells_are_served_where_they_are_known(endpoint: PrometheusEndpoint, figures: ExportedFigures) -> None:
     figures.show(1, RANK, arrivals=ArrivalFigures(lags_s={(0, 0): 0.0, (5, 2): 0.18}, late=[5]))
     served = {name: value for name, value in fetched(endpoint).items() if "arrival" in name or "late" in name}
     assert served == {
