@@ -21,7 +21,7 @@ from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall
 from adaptra_megatron.runtime.megatron.random_draws import DRAWS
 from adaptra_megatron.runtime.megatron.random_states import MicroBatchRandom
 from adaptra_megatron.runtime.megatron.refusals import UnsupportedFeatureError
-from adaptra_megatron.runtime.rerouting.losses import brought_home
+from adaptra_megatron.runtime.rerouting.losses import brought_home, form_of, reports_like
 from adaptra_megatron.runtime.rerouting.micro_batches import Home, MicroBatchFeed
 from adaptra_megatron.schedule.routing.balance import balanced_replicas
 from adaptra_megatron.schedule.routing.costs import Cell
@@ -77,6 +77,9 @@ class RoutableInputs:
         """The micro-batches whose losses were computed here, in that order."""
         self._like: Any = None
         """The report of any loss function."""
+        self._says_form = replica == 0 and layout.workers[layout.rank].lane == 0 and not joins
+        """Set until this rank has written down what reports look like, for those that are started again: one may have
+        no work in its first iteration."""
         self._peers = data_parallel_group(call.groups)
 
     @property
@@ -141,9 +144,17 @@ class RoutableInputs:
         if self._layout.cell.stage != self._last_place.stage:
             return losses
         self._like = losses[0] if losses else self._like
+        if losses and self._says_form:
+            self._says_form = False
+            if (form := form_of(losses[0])) is not None:
+                self._control.client("reports").set("form", form)
         computed = dict(zip(self._losses_of, losses, strict=True))
         if not losses_moved and self._instead is None:
             return [computed[home] for home in sorted(computed)]
+        if self._like is None:
+            store = self._control.client("reports")
+            store.set_timeout(timedelta(seconds=self._timeout_s))
+            self._like = reports_like(store.get("form"), current_device())
         return list(
             brought_home(computed, self._heirs, self._layout.replicas, self._micro_batches, self._like, self._add_up)
         )

@@ -4,14 +4,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from adaptra_megatron.authentication.tagged_json import packed, unpacked
 from adaptra_megatron.runtime.rerouting.micro_batches import Home
 
 Reports = Mapping[str, torch.Tensor]
 """What a loss function returns last: tensors of numbers by name, alike for all micro-batches."""
+
+
+_MOST_NBYTES = 1 << 16
+
+
+class _Form(NamedTuple):
+    """What all reports have alike."""
+
+    names: list[str]
+    shapes: list[list[int]]
+    dtypes: list[str]
+    """As torch writes them."""
+
+
+def form_of(reports: Any) -> bytes | None:
+    """Names, shapes and dtypes of reports, for processes that have seen none; None where those are no such reports."""
+    if not isinstance(reports, Mapping) or not all(isinstance(each, torch.Tensor) for each in reports.values()):
+        return None
+    values = reports.values()
+    return packed(_Form([*reports], [[*each.shape] for each in values], [str(each.dtype) for each in values]))
+
+
+def reports_like(form: bytes, device: torch.device) -> Reports:
+    """Reports of that form, of no meaning. Raises ValueError for anything else."""
+    names, shapes, dtypes = unpacked(form, _Form, _MOST_NBYTES)
+    known = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    return {
+        name: torch.empty(shape, dtype=known[dtype], device=device)
+        for name, shape, dtype in zip(names, shapes, dtypes, strict=True)
+    }
 
 
 def brought_home(

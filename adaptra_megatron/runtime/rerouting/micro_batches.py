@@ -43,6 +43,9 @@ class MicroBatchFeed(Iterator[Any]):
         """What `own` has yielded in this iteration."""
         self._reads = False
         """Set once this stage has asked for one: stages in the middle do not."""
+        self._taken = self._taken_before = 0
+        """How many `own` has yielded, over the training: now, and when this iteration began. Where this stage has had
+        no work so far, as one may that has just been started again, `own` is behind."""
         self._home = Home(replica, 0)
 
     @property
@@ -61,8 +64,10 @@ class MicroBatchFeed(Iterator[Any]):
         """An iteration begins; `own`: what the training script has handed in for it. `repeated`: it is the one before
         once more, and `own` yields the same again."""
         self.own = own
-        if not repeated:
-            self._first = self._next
+        if repeated:
+            self._taken = self._taken_before
+        elif self._next > self._first:  # else it is attempted again
+            self._first, self._taken_before = self._next, self._taken
 
     def select(self, home: Home) -> None:
         """The next one asked for is this one."""
@@ -84,8 +89,10 @@ class MicroBatchFeed(Iterator[Any]):
         self._read.clear()
 
     def _read_through(self, number: int) -> None:
-        while len(self._read) <= number:
-            self._read.append(next(self.own))
+        while self._taken <= self._first + number:
+            found = next(self.own)
+            self._read += [found] * (self._taken >= self._first)
+            self._taken += 1
 
 
 def source_of(iterator: Any) -> Source | None:

@@ -144,6 +144,24 @@ def test_the_lowest_live_replica_has_the_losses_of_the_dead(
         assert found == [*own, *(number for number in range(REPLICAS * MICRO_BATCHES) if number not in own)]
 
 
+def test_a_rank_that_is_started_again_needs_no_work_to_report_losses(
+    control: ControlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1, of replica 0, has run an iteration; rank 3 is started again, and computes nothing in its first."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda numbers, group: numbers.fill_(2.5))
+    cell_inputs(control, 0, call(data(0, None)))
+    made = call(data(0, None))
+    first = cell_inputs(control, 1, made)
+    first.begin(made, 0, routed=False)
+    for number in range(MICRO_BATCHES):
+        first(0, number)
+    first.end([{"lm loss": torch.ones(2)}] * MICRO_BATCHES, losses_moved=False)
+    made = call(data(1, None))
+    back = RoutableInputs(made, control, layout([(0, 1), (2, 3)], 3), TIMEOUT_S, joins=True)
+    back.begin(made, 1, routed=True)
+    assert [each["lm loss"].tolist() for each in back.end([], losses_moved=True)] == [[2.5, 2.5]] * MICRO_BATCHES
+
+
 @pytest.mark.parametrize(
     ("other", "says"), [(None, "says no lengths"), (lambda replica, number: 1.0 + number, "says other lengths")]
 )

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.runtime.rerouting.losses import Reports, brought_home
+from adaptra_megatron.runtime.rerouting.losses import Reports, brought_home, form_of, reports_like
 from adaptra_megatron.runtime.rerouting.micro_batches import Home
 
 REPLICAS, MICRO_BATCHES = 3, 4
@@ -26,12 +29,15 @@ def test_every_replica_gets_its_own(hosts: list[int]) -> None:
         for cell in range(REPLICAS)
     ]
     parts: list[torch.Tensor] = []
+    form = form_of(reports(homes[0]))
+    assert form is not None
+    like = reports_like(form, torch.device("cpu"))
     for cell in range(REPLICAS):
-        brought_home(computed[cell], [cell], REPLICAS, MICRO_BATCHES, reports(homes[0]), parts.append)
+        brought_home(computed[cell], [cell], REPLICAS, MICRO_BATCHES, like, parts.append)
     whole = torch.stack(parts).sum(dim=0)
     for replica in range(REPLICAS):
         found = brought_home(
-            computed[replica], [replica], REPLICAS, MICRO_BATCHES, reports(homes[0]), lambda mine: mine.copy_(whole)
+            computed[replica], [replica], REPLICAS, MICRO_BATCHES, like, lambda mine: mine.copy_(whole)
         )
         for number, entry in enumerate(found):
             expected = reports(Home(replica, number))
@@ -39,3 +45,8 @@ def test_every_replica_gets_its_own(hosts: list[int]) -> None:
             for name, value in expected.items():
                 assert torch.equal(entry[name], value)
                 assert entry[name].dtype == value.dtype
+
+
+@pytest.mark.parametrize("reports", [{"lm loss": 1.5}, torch.tensor(1.5), None])
+def test_what_could_not_be_brought_home_has_no_form(reports: Any) -> None:
+    assert form_of(reports) is None

@@ -107,7 +107,7 @@ def test_a_feed_yields_what_is_computed_here_in_any_order(
     hosts: list[list[int]], replica: int, chance: random.Random
 ) -> None:
     """`hosts`: by iteration and number, which replica's cell computes this replica's micro-batch; the other replicas'
-    are computed by the next one round the ring."""
+    are computed by the next one round the ring, or not here: an iteration may leave this cell without work."""
     expected = {other: [f"{other}/{number}" for number in range(4 * len(hosts))] for other in range(REPLICAS)}
     own = RoutableMicroBatches(iter(expected[replica]), lambda other, number: expected[other][number])
     feed = MicroBatchFeed(own, replica)
@@ -115,7 +115,7 @@ def test_a_feed_yields_what_is_computed_here_in_any_order(
     for iteration, row in enumerate(hosts):
         feed.begin_iteration(own, repeated=False)
         homes = [Home(replica, number) for number, host in enumerate(row) if host == replica]
-        homes += [Home((replica + 1) % REPLICAS, number) for number in range(4) if number % 2]
+        homes += [Home((replica + 1) % REPLICAS, number) for number in range(4) if chance.random() < 0.3]
         chance.shuffle(homes)
         for home in homes:
             feed.select(home)
