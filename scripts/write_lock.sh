@@ -19,7 +19,7 @@ compile() {
 
 # torch is left out: a build for CPUs and one for GPUs have the same version, and other files. Without it, what it needs
 # for GPUs is left out, too; the rest of what it needs is here.
-extras=(--extra test --extra plot --extra cli --extra metrics --extra otel --extra traces --extra perfetto)
+extras=(--extra test --extra plot --extra cli --extra metrics --extra monitor --extra otel --extra traces --extra perfetto)
 extras+=(--extra completion --extra lint)
 compile pyproject.toml requirements/tested.in "${extras[@]}" --excludes requirements/torch_cuda.txt \
     --no-emit-package torch --output-file requirements/tested.txt

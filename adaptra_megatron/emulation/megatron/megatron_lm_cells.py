@@ -17,9 +17,9 @@ from megatron.training import training
 
 from adaptra_megatron.emulation.faults.compute import parse_compute
 from adaptra_megatron.emulation.faults.deaths import Arrivals, Deaths, parse_death
+from adaptra_megatron.emulation.faults.planners import exact_times
 from adaptra_megatron.emulation.faults.slow_cells import CellSpeed, parse_slow_cell
 from adaptra_megatron.emulation.replacing import Replaced, Replacement
-from adaptra_megatron.emulation.training.planners import exact_times
 from adaptra_megatron.job.membership import START_VARIABLE
 
 

@@ -21,10 +21,10 @@ from adaptra_megatron.emulation.faults.link_story import LinkStory, read_story
 from adaptra_megatron.emulation.faults.links import SlowLinks
 from adaptra_megatron.emulation.faults.path_flaps import PathFlaps
 from adaptra_megatron.emulation.faults.pauses import Pauses
+from adaptra_megatron.emulation.faults.planners import exact_times, prompt_planner
 from adaptra_megatron.emulation.faults.slow_cells import CellSpeed, parse_slow_cell
 from adaptra_megatron.emulation.results import TrainingResult
 from adaptra_megatron.emulation.training.arguments import TrainingArgumentsError
-from adaptra_megatron.emulation.training.planners import exact_times, prompt_planner
 from adaptra_megatron.emulation.training.process_groups import stage_of_rank
 
 if TYPE_CHECKING:

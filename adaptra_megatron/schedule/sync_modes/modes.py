@@ -140,6 +140,8 @@ def pace(times_s: Sequence[float], mode: Mode, max_staleness: int) -> Pace:
     if mode.replicas != count:
         raise ScheduleError(f"{count} times for a mode of {mode.replicas} replicas")
     left_s, read, mass_read = list(times_s), [0] * count, [0.0] * count
+    given: list[list[tuple[int, float]]] = [[] for _ in range(count)]  # versions that others' late gradients read
+    latest: Sequence[int] = range(count)
     total_s = gradients = staleness = mass = 0.0
     groups = mode.groups if mode.kind is Kind.DYNAMIC else tuple((each,) for each in range(count))
     adding = {i for group in groups if mode.adds_to_others(group) for i in group}
@@ -148,8 +150,9 @@ def pace(times_s: Sequence[float], mode: Mode, max_staleness: int) -> Pace:
         added_s = {i: max(left_s[j] for j in group) for group in groups for i in group if i in adding}
         added_s = {i: at_s for i, at_s in added_s.items() if read[i] < version}
         here_s = [added_s[i] + times_s[i] if i in added_s else left_s[i] for i in range(count)]
-        behind = [i for i in range(count) if version + 1 - read[i] > max_staleness]
-        awaited_s = max((added_s.get(i, left_s[i]) for i in behind), default=0.0)
+        late = [i for i in range(count) if version + 1 - min([read[i], *(v for v, _ in given[i])]) > max_staleness]
+        behind = {latest[i % len(latest)] if i in added_s else i for i in late}
+        awaited_s = max([*(added_s.get(i, 0.0) for i in late), *(here_s[i] for i in behind)], default=0.0)
         if mode.kind is Kind.DYNAMIC:
             leading = [group for group in mode.groups if not mode.adds_to_others(group)]
             first_s = min(max(here_s[i] for i in group) for group in leading)
@@ -159,20 +162,25 @@ def pace(times_s: Sequence[float], mode: Mode, max_staleness: int) -> Pace:
         here = [i for i in range(count) if here_s[i] <= step_s]
         if mode.kind is not Kind.DYNAMIC and awaited_s <= first_s:
             here = sorted(here, key=lambda i: (here_s[i], i))[: mode.x]
-        members = set(mode.ready(here)) | {i for i in here if i in behind and i not in added_s}
+        members = set(mode.ready(here)) | behind
         added = [i for i, at_s in added_s.items() if at_s <= step_s]
-        if version >= _SETTLING:
-            total_s, gradients = total_s + step_s, gradients + len(members) + len(added)
-            staleness += sum(mass - mass_read[i] for i in added)
-            staleness += sum(mass - mass_read[i] for i in members if i not in added)
         for i in added:
-            read[i], mass_read[i] = version, mass
-        mass += (len(members) + len(added)) / count
+            given[latest[i % len(latest)]] += [(read[i], mass_read[i]), *given[i]]
+            given[i], read[i], mass_read[i] = [], version, mass
+        used = [*(mass_read[i] for i in members), *(each for i in members for _, each in given[i])]
+        if version >= _SETTLING:
+            total_s, gradients, staleness = (
+                total_s + step_s,
+                gradients + len(used),
+                staleness + sum(mass - u for u in used),
+            )
+        mass += len(used) / count
+        latest = sorted(members)
         for i in range(count):
             reached_s = here_s[i] if i in added else left_s[i]
             left_s[i] = times_s[i] if i in members else max(0.0, reached_s - step_s)
-            if i in members:
-                read[i], mass_read[i] = version + 1, mass
+        for i in members:
+            given[i], read[i], mass_read[i] = [], version + 1, mass
     return Pace(total_s / _AVERAGED, gradients / _AVERAGED, staleness / gradients)
 
 
