@@ -182,7 +182,7 @@ def test_a_stage_that_reads_no_data_reads_none_where_a_cell_computes_nothing(con
 def test_a_cell_of_the_last_stage_that_computes_nothing_at_first_has_the_losses_of_its_replica(
     control: ControlStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replica 0's cell computes all. That of replica 1, whose first cell is dead, comes to the end before it."""
+    """Replica 1's cell computes all. That of replica 0, whose first cell is dead, comes to the end before it."""
     sums: list[torch.Tensor] = []
 
     def all_reduce(numbers: torch.Tensor, group: object) -> None:
@@ -196,16 +196,16 @@ def test_a_cell_of_the_last_stage_that_computes_nothing_at_first_has_the_losses_
     cell_inputs(control, 0, call(data(0, None)))
     cells = [cell_inputs(control, 2 * replica + 1, each) for replica, each in enumerate(calls)]
     for cell, made in zip(cells, calls, strict=True):
-        cell.begin(made, 0, routed=True, dead=frozenset({Cell(1, 0)}))
+        cell.begin(made, 0, routed=True, dead=frozenset({Cell(0, 0)}))
     losses = []
     for number in range(REPLICAS * MICRO_BATCHES):
-        cells[0](0, number)
+        cells[1](0, number)
         losses.append({"lm loss": torch.tensor([float(number), 1.0])})
     with ThreadPoolExecutor() as threads:
-        idle = threads.submit(cells[1].end, [], losses_moved=True)
+        idle = threads.submit(cells[0].end, [], losses_moved=True)
         time.sleep(0.02)
-        busy = threads.submit(cells[0].end, losses, losses_moved=True)
-        found = [[entry["lm loss"].tolist() for entry in each.result(TIMEOUT_S)] for each in (busy, idle)]
+        busy = threads.submit(cells[1].end, losses, losses_moved=True)
+        found = [[entry["lm loss"].tolist() for entry in each.result(TIMEOUT_S)] for each in (idle, busy)]
     numbers = [[float(number), 1.0] for number in range(REPLICAS * MICRO_BATCHES)]
     assert found == [numbers[:MICRO_BATCHES], numbers[MICRO_BATCHES:]]
 
