@@ -203,6 +203,10 @@ def take_over(
                 optimizer = training.optimizers[place]
                 receive_optimizer(receiver, optimizer.optimizer, optimizer.shard_parameters(own=own))
             receiver.finish()
+    for optimizer in training.optimizers:
+        if getattr(optimizer, "shard_group", None) is not None:
+            # Whose shard the others' parameters have as it was a step ago, where they gather them in the next forward.
+            optimizer._copy_main_params_to_model_params()
     return progress, counters, running
 
 

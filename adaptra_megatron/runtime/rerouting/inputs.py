@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from adaptra_megatron.epochs.awaiting import said_by_one
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.runtime.device import current_device
@@ -40,9 +41,11 @@ class RoutableInputs:
         *,
         swap: bool = True,
         joins: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Called by all ranks of the job with their first training iteration. `swap`: whether whole micro-batches are
-        swapped between replicas where their lengths are known. `joins`: the others have begun before.
+        swapped between replicas where their lengths are known. `joins`: the others have begun before. `check`: raises
+        once a rank has died.
 
         Raises UnsupportedFeatureError where replicas cannot take each other's micro-batches, or ranks have other
         lengths of them, RuntimeError when replica 0 does not come in time.
@@ -77,9 +80,9 @@ class RoutableInputs:
         """The micro-batches whose losses were computed here, in that order."""
         self._like: Any = None
         """The report of any loss function."""
-        self._says_form = replica == 0 and layout.workers[layout.rank].lane == 0 and not joins
-        """Set until this rank has written down what reports look like, for those that are started again: one may have
-        no work in its first iteration."""
+        self._check, self._says_form = check, True
+        """Set until this rank has written down what reports look like, for those that have seen none: routes may leave
+        one without work that is started again, or in whose first iteration another dies."""
         self._peers = data_parallel_group(call.groups)
 
     @property
@@ -144,20 +147,29 @@ class RoutableInputs:
         if self._layout.cell.stage != self._last_place.stage:
             return losses
         self._like = losses[0] if losses else self._like
-        if losses and self._says_form:
-            self._says_form = False
-            if (form := form_of(losses[0])) is not None:
-                self._control.client("reports").set("form", form)
         computed = dict(zip(self._losses_of, losses, strict=True))
         if not losses_moved and self._instead is None:
             return [computed[home] for home in sorted(computed)]
-        if self._like is None:
-            store = self._control.client("reports")
-            store.set_timeout(timedelta(seconds=self._timeout_s))
-            self._like = reports_like(store.get("form"), current_device())
+        form = form_of(losses[0]) if losses and self._says_form else None
+        if form is not None or self._like is None:
+            self._share_form(form)
         return list(
             brought_home(computed, self._heirs, self._layout.replicas, self._micro_batches, self._like, self._add_up)
         )
+
+    def _share_form(self, form: bytes | None) -> None:
+        """Say what reports look like; where that is not known here, wait until a cell that has computed some says it.
+        Raises RuntimeError where none does, and as `check`."""
+        with self._control.lent("reports", self._timeout_s) as store:
+            try:
+                form = said_by_one(store, "form", form, self._timeout_s, self._check)
+            except TimeoutError as cause:
+                raise RuntimeError(
+                    f"timed out: no cell of the last stage has computed micro-batches within {self._timeout_s:g} s "
+                    "(--adaptra-timeout-s); look at the first rank whose log stops"
+                ) from cause
+        self._says_form = False
+        self._like = self._like or reports_like(form, current_device())
 
     def ended(self) -> None:
         """The iteration will not be attempted again: its micro-batches are given up."""

@@ -77,7 +77,10 @@ class Rerouting:
         if self._inputs is None:
             layout, control = self._job.layout, self._job.control
             self._inputs = RoutableInputs(
-                call, control, layout, self._job.timeout_s, swap=self._swap, joins=self._joins
+                *(call, control, layout, self._job.timeout_s),
+                swap=self._swap,
+                joins=self._joins,
+                check=lambda: self._check(),
             )
             self._pinned = _pinned(self._inputs, call)
             if self._planner is not None and self._degraded is None:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from support.made_up.job import SECRET, layout
 from torch.distributed import HashStore
 
+from adaptra_megatron.epochs.errors import EpochEndedError
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.routable_data import RoutableMicroBatches
 from adaptra_megatron.runtime.megatron.random_states import MicroBatchRandom
@@ -144,22 +148,83 @@ def test_the_lowest_live_replica_has_the_losses_of_the_dead(
         assert found == [*own, *(number for number in range(REPLICAS * MICRO_BATCHES) if number not in own)]
 
 
-def test_a_rank_that_is_started_again_needs_no_work_to_report_losses(
+def test_a_cell_that_computes_nothing_at_first_reads_what_its_replica_has_next(control: ControlStore) -> None:
+    """Replica 1's last cell is dead, and the routes leave its first one without micro-batches."""
+    calls = [call(data(replica, None)) for replica in range(REPLICAS)]
+    cells = [cell_inputs(control, 2 * replica, each) for replica, each in enumerate(calls)]
+    for cell, made in zip(cells, calls, strict=True):
+        cell.begin(made, 0, routed=True, dead=frozenset({Cell(1, 1)}))
+    for number in range(REPLICAS * MICRO_BATCHES):
+        next(cells[0](0, number).iterator or iter(()))
+    for cell in cells:
+        cell.end([], losses_moved=True)
+    for cell, made in zip(cells, calls, strict=True):
+        cell.ended()
+        cell.begin(made, 1, routed=False)
+    found = [[next(cell(0, number).iterator or iter(())) for number in range(MICRO_BATCHES)] for cell in cells]
+    assert found == [[(each, MICRO_BATCHES + number) for number in range(MICRO_BATCHES)] for each in range(REPLICAS)]
+
+
+def test_a_stage_that_reads_no_data_reads_none_where_a_cell_computes_nothing(control: ControlStore) -> None:
+    calls = [call(data(replica, None)) for replica in range(REPLICAS)]
+    cells = [cell_inputs(control, 2 * replica, each) for replica, each in enumerate(calls)]
+    for cell, made in zip(cells, calls, strict=True):
+        cell.begin(made, 0, routed=True)
+    for number in range(REPLICAS * MICRO_BATCHES):
+        cells[0](0, number)
+    for cell in cells:
+        cell.end([], losses_moved=True)
+    for cell in cells:
+        cell.ended()
+    assert [next(each.data_iterators[0]) for each in calls] == [(0, 0), (1, 0)]
+
+
+def test_a_cell_of_the_last_stage_that_computes_nothing_at_first_has_the_losses_of_its_replica(
     control: ControlStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1, of replica 0, has run an iteration; rank 3 is started again, and computes nothing in its first."""
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda numbers, group: numbers.fill_(2.5))
+    """Replica 1's cell computes all. That of replica 0, whose first cell is dead, comes to the end before it."""
+    sums: list[torch.Tensor] = []
+
+    def all_reduce(numbers: torch.Tensor, group: object) -> None:
+        sums.append(numbers.clone())
+        met.wait(TIMEOUT_S)
+        numbers.copy_(sums[0] + sums[1])
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    met = threading.Barrier(REPLICAS)
+    calls = [call(RoutableMicroBatches(iter([]), lambda *place: place, None)) for _ in range(REPLICAS)]
     cell_inputs(control, 0, call(data(0, None)))
-    made = call(data(0, None))
-    first = cell_inputs(control, 1, made)
-    first.begin(made, 0, routed=False)
-    for number in range(MICRO_BATCHES):
-        first(0, number)
-    first.end([{"lm loss": torch.ones(2)}] * MICRO_BATCHES, losses_moved=False)
-    made = call(data(1, None))
-    back = RoutableInputs(made, control, layout([(0, 1), (2, 3)], 3), TIMEOUT_S, joins=True)
-    back.begin(made, 1, routed=True)
-    assert [each["lm loss"].tolist() for each in back.end([], losses_moved=True)] == [[2.5, 2.5]] * MICRO_BATCHES
+    cells = [cell_inputs(control, 2 * replica + 1, each) for replica, each in enumerate(calls)]
+    for cell, made in zip(cells, calls, strict=True):
+        cell.begin(made, 0, routed=True, dead=frozenset({Cell(0, 0)}))
+    losses = []
+    for number in range(REPLICAS * MICRO_BATCHES):
+        cells[1](0, number)
+        losses.append({"lm loss": torch.tensor([float(number), 1.0])})
+    with ThreadPoolExecutor() as threads:
+        idle = threads.submit(cells[0].end, [], losses_moved=True)
+        time.sleep(0.02)
+        busy = threads.submit(cells[1].end, losses, losses_moved=True)
+        found = [[entry["lm loss"].tolist() for entry in each.result(TIMEOUT_S)] for each in (idle, busy)]
+    numbers = [[float(number), 1.0] for number in range(REPLICAS * MICRO_BATCHES)]
+    assert found == [numbers[:MICRO_BATCHES], numbers[MICRO_BATCHES:]]
+
+
+def test_losses_that_no_cell_says_are_waited_for_until_a_rank_dies(control: ControlStore) -> None:
+    cell_inputs(control, 0, call(data(0, None)))
+    made = call(RoutableMicroBatches(iter([]), lambda *place: place, None))
+    for dies, says, timeout_s in ((True, "has ended", TIMEOUT_S), (False, "no cell of the last stage", 0.05)):
+
+        def check(dies: bool = dies) -> None:
+            if dies:
+                raise EpochEndedError("epoch 1 has ended")
+
+        job = layout([(0, 1), (2, 3)], 3)
+        job.together = True
+        cell = RoutableInputs(made, control, job, timeout_s, check=check)
+        cell.begin(made, 0, routed=True, dead=frozenset({Cell(1, 0)}))
+        with pytest.raises(RuntimeError, match=says):
+            cell.end([], losses_moved=True)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from campaigns.deaths import (
     Layout,
     campaign,
     dumped,
+    last,
     problems,
     train,
 )
@@ -123,6 +124,20 @@ def test_ranks_that_are_started_again_train_with_the_others(
         assert len(dumped(tmp_path / "deaths", rank)["grad norms"]) < ITERATIONS
     assert not problems(case.layout, tmp_path / "peace", tmp_path / "deaths", results)
     assert not any(UNREACHED in result.output for result in results), "the planner process has gone with its rank"
+
+
+@pytest.mark.timeout(150)
+def test_parameters_of_16_bits_are_those_after_the_last_step_where_a_rank_is_back(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """Rank 0 hands over parameters, of which rank 1's shard is that before the last step; rank 2 has the copy of it."""
+    layout = Layout(3, 2, flags=f"{SHARDED} --bf16", iterations=6)
+    assert not any(result.returncode for result in train(layout, tmp_path / "peace", fork_server))
+    assert not any(result.returncode for result in train(layout, tmp_path / "back", fork_server, ("1:3:1",), back=(4,)))
+    found = dumped(tmp_path / "back", 1)
+    norms = last(dumped(tmp_path / "peace", 1), found)["grad norms"]
+    assert 0 < len(norms) < 3, "an evaluation, which gathers them, came between"
+    assert torch.allclose(found["grad norms"], norms, rtol=1e-4, atol=0.0)
 
 
 @pytest.mark.slow
