@@ -89,7 +89,7 @@ def table() -> str:
 
 MODEL = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8"
 MODEL_NBYTES = 38336
-"""Of its gradients: one bucket, as without --overlap-grad-reduce."""
+"""Size of its gradients: one bucket, as without --overlap-grad-reduce."""
 TRAINING_WIRE = Wire(latency_s=0.0003, byte_s=3.0 / MODEL_NBYTES)
 REPLICAS = 8
 SYNC_S = stock_s(REPLICAS, MODEL_NBYTES, TRAINING_WIRE)

@@ -200,7 +200,7 @@ def main() -> None:
 
 
 def rows_of(straggler: str, corpus: Path, options: argparse.Namespace) -> list[str]:
-    """Of the table: each mode against synchronous training from the same seeds."""
+    """Rows of the table: each mode against synchronous training from the same seeds."""
     ends, seeds = STRAGGLERS[straggler], range(1234, 1234 + options.seeds)
     stock = {seed: train(ends, "ssgd", corpus, options.iterations, seed) for seed in seeds}
     rows = []

@@ -139,8 +139,8 @@ def metrics_page() -> str:
 
 What `--adaptra-prometheus-port` serves and `--adaptra-otel` sends ([how](telemetry.md)), made by
 `scripts/write_docs.py` from `adaptra_megatron.telemetry.figures.exported.METRICS`. Names and labels are only ever
-added. Metrics with the label `rank` are each rank's own; those with `replica` are told by the leading rank of that
-replica alone, whose plans and findings they are about. What is not known or not used is not told.
+added. Metrics with the label `rank` are each rank's own; those with `replica` come from the leading rank of that
+replica alone, whose plans and findings they are about. What is not known or not used is left out.
 
 {markdown_table(("metric", "type", "labels", "meaning"), rows)}
 

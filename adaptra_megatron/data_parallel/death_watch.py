@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that see at once when one of them is killed, whatever else they wait for."""
+"""Ranks see at once when one of them is killed, also while they wait for something else."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Row(NamedTuple):
     iteration: int
     """Number in traces: evaluations are counted."""
     seconds: float
-    """Of the iteration, from its beginning until gradients were synchronised."""
+    """Seconds of the iteration, from its beginning until gradients were synchronised."""
     wait_s: float
     """In gradient synchronisation, which ends when all replicas have come and the sums are made."""
     computed_s: float
@@ -93,9 +93,9 @@ class Stragglers:
         assert replicas > 1, "one replica waits for no other"
         self._replicas, self._stages = replicas, stages
         self._rows: deque[npt.NDArray[np.float64]] = deque(maxlen=WINDOW)
-        """Of each iteration, [stages, replicas, fields of Row]."""
+        """What each iteration measured, [stages, replicas, fields of Row]."""
         self._since: dict[int, int] = {}
-        """Of replicas that are late, the iteration since when."""
+        """The iteration since when a replica is late, of those that are."""
         self._unusual = UNUSUAL
 
     def observe(self, rows: Mapping[Cell, Row]) -> None:

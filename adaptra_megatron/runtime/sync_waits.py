@@ -34,7 +34,7 @@ class Moments(Protocol):
 
 
 class ClockMoments:
-    """Of computation that blocks the thread."""
+    """Marks in computation that blocks the thread."""
 
     mark = staticmethod(time.monotonic)
 
@@ -46,7 +46,7 @@ class ClockMoments:
 
 
 class StreamMoments:
-    """Of the current stream of a GPU, by events that are made once and used again."""
+    """Marks in the current stream of a GPU, by events that are made once and used again."""
 
     def __init__(self, new_event: Callable[[], Any], captures: Callable[[], bool]) -> None:
         """`new_event`: as torch.cuda.Event with `enable_timing`. `captures`: whether a CUDA graph is being captured."""

@@ -38,7 +38,7 @@ PATIENCE_S = 0.5
 _MOST_PASSES = 30_000
 """Simulations of the whole schedule beyond the deadline: small pipelines would have hundreds of thousands."""
 _NEARBY_SHARE, _MOST_NEARBY = 0.3, 48
-"""Of what follows a first search: for slightly different costs, whose schedules the last search starts from."""
+"""Share of the time and most searches for slightly different costs, whose schedules the last search starts from."""
 _STARTS = 3
 
 

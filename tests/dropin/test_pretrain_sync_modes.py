@@ -59,7 +59,7 @@ def test_a_slow_replica_is_not_waited_for_and_without_one_the_numbers_are_those_
 
 
 def fingerprint(directory: Path, rank: int) -> str:
-    """Of all parameters that a rank came to."""
+    """Fingerprint of all parameters that a rank came to."""
     from adaptra_megatron.emulation.results import fingerprint
 
     found: dict[str, Any] = torch.load(directory / f"rank{rank}.pt", weights_only=True)["tensors"]

@@ -97,7 +97,7 @@ def test_on_a_gpu_it_is_what_the_stream_waits_and_nothing_waits_for_that() -> No
         stream.launched_s += 1.0  # computing
         waits.synchronize(reduce)
         arrivals.add(iteration, 1.4, arrivals.take(), 0.9)
-        assert len(watch.rows) == max(0, iteration - 1), "what has not happened is waited for by nobody"
+        assert len(watch.rows) == max(0, iteration - 1), "what has not happened is not waited for"
         stream.now_s = stream.launched_s - 1.2 * (iteration < 2)
     arrivals.add(3, 1.4, None, None)
     assert [row.iteration for row in watch.rows] == [0, 1, 2]

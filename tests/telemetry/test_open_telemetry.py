@@ -39,7 +39,7 @@ START = RunStarted(layout={"stages": 2}, versions={"torch": "2.13"}, config={"po
 
 
 class Attributes(dict[str, Any]):
-    """Of a metric's sample, to be looked up by."""
+    """Key of a metric's sample, to look it up by."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items())))

@@ -107,7 +107,7 @@ def _check_traces(run: Path, output: Path) -> None:
 
 
 def _check_ranges(names: list[str]) -> None:
-    """Of the last rank's last iteration, as torch.profiler saw it."""
+    """Names in the last rank's last iteration, as torch.profiler saw it."""
     for number in range(MICRO_BATCHES):
         expected = ("F {}", "W {}", "receive activation {} from rank 1", "wait for activation {}")
         for name in (*expected, "send gradient {} to rank 1"):

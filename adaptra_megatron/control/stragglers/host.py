@@ -109,7 +109,7 @@ class HostSampler:
                     yield f"error {name}", nic.errin + nic.errout + nic.dropin + nic.dropout
 
     def _read_cpus(self, psutil: ModuleType) -> Iterator[tuple[str, float]]:
-        """Of the CPUs that this process may use, in seconds."""
+        """Yield times of the CPUs that this process may use, in seconds."""
         own = os.sched_getaffinity(0)
         times = [each for number, each in enumerate(psutil.cpu_times(percpu=True)) if number in own]
         for name in ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal"):

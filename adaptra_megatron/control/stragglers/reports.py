@@ -22,7 +22,7 @@ VERDICT_KEY = "verdict"
 
 @dataclass(frozen=True, kw_only=True)
 class CellReport:
-    """Of one cell, by its first rank; a later one replaces it."""
+    """A report of one cell, by its first rank; a later one replaces it."""
 
     rows: tuple[Row, ...] = ()
     """The latest iterations: reports overlap, so that none is missed."""

@@ -2,7 +2,7 @@
 """One rank's part in finding stragglers, in a thread beside the training: what its cell reports, what the job's lowest
 rank makes of all reports, and what this host does of that.
 
-Replicas decide on plans apart, and those of one stage have nobody who decides, so reports of all cells go by the job's
+Replicas decide on plans apart, and jobs of one stage have no deciding rank, so reports of all cells go by the job's
 store: each cell's first rank replaces its own now and then, and the lowest rank of the job reads them. No collective,
 and nothing that the training waits for.
 """

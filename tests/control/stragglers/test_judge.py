@@ -55,7 +55,7 @@ class Job:
 def test_a_finding_says_who_since_when_how_much_why_and_what_to_do() -> None:
     job = Job()
     job.train(30)
-    assert job.look(BUSY).late == (), "a busy host that makes nobody wait is no finding"
+    assert job.look(BUSY).late == (), "a busy host for which no replica waits is no finding"
     job.train(WINDOW, late_s=0.25)
     verdict = job.look(BUSY)
     (event,) = job.found

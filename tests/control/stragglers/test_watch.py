@@ -41,7 +41,7 @@ class Told:
 
 
 class Host(HostSampler):
-    """One that says what it is told."""
+    """A host that says what the test gives it."""
 
     def __init__(self, figures: HostFigures) -> None:
         self.figures, self.missing = figures, []
