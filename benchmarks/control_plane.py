@@ -48,10 +48,10 @@ from control_plane_rank import (
 )
 
 from adaptra_megatron.authentication.handshake import connect
+from adaptra_megatron.control.beside.report_link import CONNECT_S
+from adaptra_megatron.control.beside.report_server import purpose_of
 from adaptra_megatron.control.decision_reader import decision_key
 from adaptra_megatron.control.decision_writer import DELAY
-from adaptra_megatron.control.planner_link import CONNECT_S
-from adaptra_megatron.control.planner_process.report_server import purpose_of
 from adaptra_megatron.control.rounds import PLANNER_KEY, address_of, framed
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.job.control_store import ControlStore

@@ -25,8 +25,8 @@ from control_plane import drain, resident_mb
 from control_plane_rank import say
 
 from adaptra_megatron.authentication.handshake import connect
-from adaptra_megatron.control.planner_link import CONNECT_S, HANDSHAKE_S
-from adaptra_megatron.control.planner_process.report_server import ReportServer, purpose_of
+from adaptra_megatron.control.beside.report_link import CONNECT_S, HANDSHAKE_S
+from adaptra_megatron.control.beside.report_server import ReportServer, purpose_of
 from adaptra_megatron.control.rounds import Gathering, framed
 from adaptra_megatron.transport.setup.placement import listen_tcp
 

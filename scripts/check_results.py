@@ -53,7 +53,7 @@ SOURCES: Mapping[str, Sequence[str]] = {
     "control_plane.md": (
         *_in("benchmarks", "control_plane.py", "control_plane_rank.py"),
         *_in(f"{_PACKAGE}/control", "control_loop.py", "decision_reader.py", "decision_writer.py", "wire_format.py"),
-        *_in(f"{_PACKAGE}/control/planner_process", "planner.py", "report_server.py"),
+        *_in(f"{_PACKAGE}/control", "planner_process/planner.py", "beside/report_server.py"),
     ),
     "deaths.md": ("benchmarks/deaths.py", *_ROUTED_PLANS, *_OUTLIVING),
     "deaths_campaign.md": ("campaigns/deaths.py", f"{_PACKAGE}/epochs"),

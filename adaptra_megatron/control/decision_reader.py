@@ -11,11 +11,11 @@ import threading
 import time
 from dataclasses import replace
 
+from adaptra_megatron.control.beside.report_link import ReportLink
+from adaptra_megatron.control.beside.report_server import purpose_of
 from adaptra_megatron.control.decision_writer import DELAY
 from adaptra_megatron.control.decisions import Decision, decision_of
 from adaptra_megatron.control.measurements import StageMeasurement
-from adaptra_megatron.control.planner_link import PlannerLink
-from adaptra_megatron.control.planner_process.report_server import purpose_of
 from adaptra_megatron.control.rounds import PLANNER_KEY, Address, address_of
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.job.control_store import ControlStore
@@ -72,7 +72,7 @@ class DecisionReader:
         """`place`: of the exchange in the job's store. `timeout_s`: how long a decision may be waited for."""
         self._store, self._timeout_s, self._cell = control.client(place), timeout_s, str(layout.cell)
         purpose = purpose_of(control.seal(place).place, layout.rank, layout.leader)
-        self._link = PlannerLink(control.secret, purpose, DELAY + 1, self._wake)
+        self._link = ReportLink(control.secret, purpose, DELAY + 1, self._wake)
         self._inbox: queue.SimpleQueue[tuple[int, StageMeasurement]] = queue.SimpleQueue()
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)

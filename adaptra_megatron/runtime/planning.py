@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +19,10 @@ from adaptra_megatron.control.trace_sharing import SharedRequests
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.epochs.awaiting import said_by_one
 from adaptra_megatron.job.layout import JobLayout
-from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.job import Job
+from adaptra_megatron.runtime.listening import listen_for
 from adaptra_megatron.schedule.routing.costs import Cell
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
-from adaptra_megatron.transport.messages import TransportError
-from adaptra_megatron.transport.setup.placement import listen_tcp, listening_host
-
-logger = logger_of(__name__)
 
 
 def make_planner(
@@ -64,18 +59,14 @@ def make_planner(
     if layout.decides_apart:
         requests = SharedRequests(control.client("requests"), None if replica else telemetry.requests).new
     word = f"replica {replica}: " if layout.decides_apart else ""
-    return PlannerKeeper(begin, _listen(layout, config), telemetry, lambda: book.number, requests, word=word)
-
-
-def _listen(layout: JobLayout, config: AdaptraConfig) -> socket.socket:
-    """Listen for the other ranks of the replica; where no address leads here from other hosts, for those of this host
-    alone."""
-    one_host = layout.share_network(layout.reporters)
-    try:
-        return listen_tcp(listening_host(config.interface, one_host=one_host), config.port_range)[0]
-    except TransportError as cause:
-        logger.warning("measurements of ranks on other hosts cannot be handed in, so plans stay: %s", cause)
-        return listen_tcp("127.0.0.1")[0]  # a firewall between hosts does not matter, and the range may be full
+    return PlannerKeeper(
+        begin,
+        listen_for(layout, layout.reporters, config, "so plans stay"),
+        telemetry,
+        lambda: book.number,
+        requests,
+        word=word,
+    )
 
 
 def agreed_plan(job: Job, mine: Decision | None, check: Callable[[], None]) -> Decision:

@@ -17,12 +17,12 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
+from adaptra_megatron.control.beside.report_server import ReportServer
 from adaptra_megatron.control.clocks import clocks
 from adaptra_megatron.control.clocks.clock_service import RelatedClock
 from adaptra_megatron.control.control_loop import DELAY, ExchangeError, PlanExchange, exchange_place
 from adaptra_megatron.control.decisions import Decision, LinkName, Order, Paths
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
-from adaptra_megatron.control.planner_process.report_server import ReportServer
 from adaptra_megatron.control.rounds import Address, Gathering, Round, round_of
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.gathering import gather_layout

@@ -16,7 +16,7 @@ from support.made_up.job import ControlOver, layout
 from support.made_up.measured_job import MeasuredJob
 from torch.distributed import HashStore
 
-from adaptra_megatron.control import planner_link
+from adaptra_megatron.control.beside import report_link
 from adaptra_megatron.control.control_loop import PlanExchange, exchange_place
 from adaptra_megatron.control.decision_writer import DELAY
 from adaptra_megatron.control.decisions import Decision
@@ -149,8 +149,8 @@ def test_a_rank_that_cannot_connect_says_so_once_and_all_train_on(
 ) -> None:
     """Refused, and as a firewall does: no answer."""
     monkeypatch.setattr(keeper, "LATE_S", 0.2)
-    monkeypatch.setattr(planner_link, "_PAUSE_S", (0.01, 0.02))
-    monkeypatch.setattr(planner_link, "CONNECT_S", 0.2)
+    monkeypatch.setattr(report_link, "_PAUSE_S", (0.01, 0.02))
+    monkeypatch.setattr(report_link, "CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         waiting = [socket.socket() for _ in range(4)]  # more than it has room for, so the next gets no answer

@@ -15,20 +15,19 @@ from typing import Any, Protocol
 
 from adaptra_megatron.authentication.socket_io import send_descriptor
 from adaptra_megatron.child_process import ChildProcess
+from adaptra_megatron.control.beside.channel import ChannelEndedError, send
+from adaptra_megatron.control.beside.process import log_events, log_lines
 from adaptra_megatron.control.decisions import Decision, Routing
 from adaptra_megatron.control.planner_process.messages import (
     Begin,
-    ChannelEndedError,
     Decided,
     Measured,
     Published,
     Waits,
     receive,
-    send,
 )
 from adaptra_megatron.control.rounds import Address
-from adaptra_megatron.log import logger_of
-from adaptra_megatron.telemetry.events.events import Event, decode
+from adaptra_megatron.telemetry.events.events import Event
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 60.0
@@ -39,8 +38,6 @@ LATE_S = 30.0
 """How long a rank may be behind this one with its report before what runs is kept."""
 _MOST_NAMED = 8
 """Ranks in a line of the log."""
-
-logger = logger_of(__name__)
 
 
 class NoDecisionError(RuntimeError):
@@ -136,10 +133,8 @@ class PlannerKeeper:
         except (OSError, ChannelEndedError) as cause:
             raise NoDecisionError(self._lost(cause), None) from cause
         self._pause_s, self._costs = FIRST_PAUSE_S, decided.costs
-        for line in decided.lines:
-            logger_of(line.module).log(line.level, "%s%s", self._word, line.text)
-        for event in decided.events:
-            self._telemetry.log(decode(event).event)
+        log_lines(decided.lines, self._word)
+        log_events(decided.events, self._telemetry.log)
         decision = decided.decision
         if decision is None:
             raise NoDecisionError(decided.failure and f"{self._word}{decided.failure}", decided.until)

@@ -6,58 +6,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
-import os
-import resource
 import socket
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from adaptra_megatron.authentication.socket_io import receive_descriptor
 from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.control.beside.channel import packed
+from adaptra_megatron.control.beside.process import Notes, allow_connections, serve
+from adaptra_megatron.control.beside.report_server import ReportServer
 from adaptra_megatron.control.leader import PlanLeader
 from adaptra_megatron.control.order.plans import PlanBook
 from adaptra_megatron.control.planner_process.messages import (
     Begin,
     Decided,
-    Line,
     Measured,
     Published,
     Waits,
     hear,
-    packed,
 )
-from adaptra_megatron.control.planner_process.report_server import ReportServer
 from adaptra_megatron.control.rounds import Gathering, Reported, round_of
 from adaptra_megatron.schedule.costs_json import costs_to_json
-from adaptra_megatron.telemetry.events.events import Event, Stamp, StampedEvent, encode
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
-from adaptra_megatron.transport._ring import die_with_parent
-
-_NO_STAMP = Stamp(run="", rank=0, sequence=0, iteration=0, wall_s=0.0, monotonic_s=0.0)
-_OTHER_FILES = 32
-"""Descriptors of the process itself, and of connections that have not proven themselves."""
 
 
-class Notes(logging.Handler):
+class PlannerNotes(Notes):
     """What there is to be said along with a decision; the leader's telemetry, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lines: list[Line] = []
-        self.events: list[str] = []
         self.wanted: tuple[Iterations, ...] = ()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line of the package's loggers for the rank, which logs it under its own prefix."""
-        text = record.getMessage().removeprefix("adaptra: ")
-        self.lines.append(Line(module=record.name, level=record.levelno, text=text))
-
-    def log(self, event: Event) -> None:
-        """See RunTelemetry."""
-        self.events.append(encode(StampedEvent(stamp=_NO_STAMP, event=event)))
 
     def requests(self) -> tuple[Iterations, ...]:
         """See RunTelemetry."""
@@ -72,7 +51,7 @@ FIRST_REPORTS_S = 60.0
 class Planner:
     """Decides for one replica."""
 
-    def __init__(self, begin: Begin, notes: Notes) -> None:
+    def __init__(self, begin: Begin, notes: PlannerNotes) -> None:
         """Raises what a given plan or costs are refused with."""
         config = AdaptraConfig(
             policy=begin.policy,
@@ -88,7 +67,7 @@ class Planner:
 
     def answer(self, over: Sequence[Reported]) -> Decided:
         """What was reported is joined, judged and decided on; a failure is said, and the next one may do."""
-        notes, decision, failure = self._notes, None, ""
+        decision, failure = None, ""
         whole = [reported for reported in over if not reported.lost]
         try:
             if whole:
@@ -101,17 +80,15 @@ class Planner:
         except Exception:  # a bug of ours: the training goes on, and the rank's log says what it was
             failure = traceback.format_exc()
         costs = self._leader.costs
-        said = Decided(
+        lines, events = self._notes.take_all()
+        return Decided(
             until=over[-1].iteration,
             decision=decision,
             failure=failure,
-            lines=tuple(notes.lines),
-            events=tuple(notes.events),
+            lines=lines,
+            events=events,
             costs=None if costs is None else json.dumps(costs_to_json(costs)),
         )
-        notes.lines.clear()
-        notes.events.clear()
-        return said
 
     def runs(self, number: int, requests: Sequence[Iterations]) -> None:
         """Plan `number` runs, and `requests` for traces are new."""
@@ -174,34 +151,15 @@ class PlannerProcess:
                 await loop.sock_sendall(self._channel, packed(waits))
 
 
-async def _run(channel: socket.socket) -> None:
-    channel.setblocking(False)
-    listener = socket.socket(fileno=await receive_descriptor(channel))
+async def _work(channel: socket.socket, listener: socket.socket) -> None:
     begin, _ = await hear(channel)
     assert isinstance(begin, Begin), f"{begin} came first"
-    notes = Notes()
-    logger = logging.getLogger("adaptra_megatron")
-    logger.setLevel(begin.log_level)
-    logger.addHandler(notes)
-    logger.propagate = False
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each rank
-    if most < len(begin.reporters) + _OTHER_FILES:
-        logger.warning(
-            "%d ranks connect to this planner process, which may open %d files: raise the hard limit (ulimit -Hn)",
-            *(len(begin.reporters), most),
-        )
+    notes = PlannerNotes()
+    notes.collect(begin.log_level)
+    allow_connections(len(begin.reporters), "planner process")
     await PlannerProcess(channel, listener, begin, Planner(begin, notes)).work()
 
 
 def main(arguments: list[str]) -> None:
     """The process, with the descriptor of its channel and its parent's process id as arguments."""
-    descriptor, parent = map(int, arguments)
-    die_with_parent(parent)
-    try:
-        asyncio.run(_run(socket.socket(fileno=descriptor)))
-    except OSError:  # the channel has ended
-        os._exit(0)
-    except Exception:
-        traceback.print_exc()
-        os._exit(1)
+    serve(arguments, _work)

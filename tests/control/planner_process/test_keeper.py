@@ -19,14 +19,15 @@ from support.made_up.measured_job import MeasuredJob
 
 from adaptra_megatron.authentication.socket_io import send_descriptor
 from adaptra_megatron.child_process import ChildProcess
+from adaptra_megatron.control.beside.channel import ChannelEndedError, send
+from adaptra_megatron.control.beside.report_link import ReportLink
+from adaptra_megatron.control.beside.report_server import purpose_of
 from adaptra_megatron.control.decisions import Decision
 from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.order.plans import Layout
-from adaptra_megatron.control.planner_link import PlannerLink
 from adaptra_megatron.control.planner_process import keeper
 from adaptra_megatron.control.planner_process.keeper import NoDecisionError, PlannerKeeper
-from adaptra_megatron.control.planner_process.messages import Begin, ChannelEndedError, receive, send
-from adaptra_megatron.control.planner_process.report_server import purpose_of
+from adaptra_megatron.control.planner_process.messages import Begin, receive
 from adaptra_megatron.control.rounds import MOST_AWAITED
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.telemetry.events.events import Event, LinkDetection, PlanMade
@@ -63,7 +64,7 @@ class Replica:
         requests = (Iterations(7, 8),)
         self.planner = PlannerKeeper(begin(), listener, self.diary, lambda: 0, lambda: requests, **settings)
         self.woken = threading.Event()
-        self.links = [PlannerLink(SECRET, purpose_of(PLACE, rank, 0), 3, self.woken.set) for rank in (1, 2, 3)]
+        self.links = [ReportLink(SECRET, purpose_of(PLACE, rank, 0), 3, self.woken.set) for rank in (1, 2, 3)]
 
     def report(self, measured: list[StageMeasurement]) -> list[tuple[int, bytes]]:
         """All ranks report one iteration but the leading one, whose report this returns."""
@@ -217,8 +218,8 @@ def test_who_is_waited_for_is_named_and_the_process_is_not_taken_for_dead(
 def test_a_decision_gets_to_all_that_follow_and_a_stranger_gets_nothing(replica: Callable[..., Replica]) -> None:
     four = replica()
     four.decide(0.0)
-    stranger = PlannerLink(b"t" * 32, purpose_of(PLACE, 1, 0), 3, four.woken.set)
-    misdirected = PlannerLink(SECRET, purpose_of("elsewhere", 1, 0), 3, four.woken.set)
+    stranger = ReportLink(b"t" * 32, purpose_of(PLACE, 1, 0), 3, four.woken.set)
+    misdirected = ReportLink(SECRET, purpose_of("elsewhere", 1, 0), 3, four.woken.set)
     for link in (stranger, misdirected):
         four.woken.clear()
         link.keep(four.planner.address)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner process's connections to the ranks that follow: their reports come in, decisions go out.
+"""Connections of a process beside a rank to the ranks that report to it: reports come in, decisions go out.
 
 Decisions are in the job's store as well: a rank that this does not reach looks there.
 """
@@ -37,8 +37,8 @@ def purpose_of(place: str, rank: int, leader: int) -> Purpose:
 
 
 class ReportServer:
-    """Takes reports in from the ranks of a replica, which prove the job's secret, and passes decisions on to all of
-    them that are connected.
+    """Takes reports in from ranks, which prove the job's secret, and passes decisions on to all of them that are
+    connected.
 
     A connection that is lost is the rank's to make again; of two, decisions go by the later one.
     """
@@ -69,7 +69,7 @@ class ReportServer:
         """Take reports in until the connection ends. Raises HandshakeError for one that is meant for something else."""
         rank = purpose.source
         if rank not in self._reporters or purpose != purpose_of(self._place, rank, self._leader):
-            raise HandshakeError(Refusal.MISDIRECTED, "this takes in reports of another replica")
+            raise HandshakeError(Refusal.MISDIRECTED, "this takes in reports of other ranks")
         tune_connection(connection)
         reader, writer = await asyncio.open_connection(sock=connection)
         self._writers[rank] = writer

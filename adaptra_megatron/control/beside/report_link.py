@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A following rank's connection to the planner process of its leading rank: reports go there, decisions come back."""
+"""A rank's connection to a process beside another rank, such as the planner process of its leading rank: reports go
+there, and what follows from them comes back."""
 
 from __future__ import annotations
 
@@ -31,16 +32,27 @@ _SEND_S = 1.0
 _PART_NBYTES = 1 << 16
 
 
-class PlannerLink:
+class ReportLink:
     """Connection for one thread, which it never holds up for long: connections are made in threads of their own.
 
-    The latest reports are sent again over each new connection: another planner process may not have seen them. Where
-    no connection can be made, one line of the log says so, and what is reported is lost.
+    The latest reports are sent again over each new connection: another process may not have seen them. Where no
+    connection can be made, one line of the log says so, and what is reported is lost.
     """
 
-    def __init__(self, secret: bytes, purpose: Purpose, kept: int, wake: Callable[[], None]) -> None:
-        """`kept`: how many reports are sent again. `wake`: has the thread call `keep`, from any thread."""
+    def __init__(
+        self,
+        secret: bytes,
+        purpose: Purpose,
+        kept: int,
+        wake: Callable[[], None],
+        *,
+        process: str = "planner process",
+        effect: str = "Its replica keeps the plan that runs until there is one",
+    ) -> None:
+        """`kept`: how many reports are sent again. `wake`: has the thread call `keep`, from any thread. `process`,
+        `effect`: where this leads, and what comes of it while there is no connection, in words."""
         self._secret, self._purpose, self._wake = secret, purpose, wake
+        self._process, self._effect = process, effect
         self._recent: deque[bytes] = deque(maxlen=kept)
         self._connection: socket.socket | None = None
         self._made: socket.socket | None = None
@@ -85,10 +97,9 @@ class PlannerLink:
         if self._failures > 1 and not self._failure_logged:
             self._failure_logged = True
             logger.warning(
-                "rank %d cannot hand in what it measures: no connection to the planner process of rank %d at %s. Its "
-                "replica keeps the plan that runs until there is one: allow TCP connections to that host between the "
-                "job's hosts, or name another network by --adaptra-interface",
-                *(self._purpose.source, self._purpose.target, self._failure),
+                "rank %d cannot hand in what it measures: no connection to the %s of rank %d at %s. %s: allow TCP "
+                "connections to that host between the job's hosts, or name another network by --adaptra-interface",
+                *(self._purpose.source, self._process, self._purpose.target, self._failure, self._effect),
             )
 
     def receive(self) -> list[tuple[int, bytes]]:

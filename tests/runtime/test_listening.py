@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the planner process listens."""
+"""Where processes beside a rank listen for other ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.made_up.job import layout
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.job.layout import JobLayout
-from adaptra_megatron.runtime.planning import _listen
+from adaptra_megatron.runtime.listening import listen_for
 from adaptra_megatron.transport.ports import PortRange
 
 SAID = "measurements of ranks on other hosts cannot be handed in"
@@ -25,8 +25,12 @@ def two_ranks(*identities: str) -> JobLayout:
     return made
 
 
+def listening(job: JobLayout, config: AdaptraConfig) -> socket.socket:
+    return listen_for(job, [0, 1], config, "so plans stay")
+
+
 def test_a_replica_on_one_host_connects_by_loopback(caplog: pytest.LogCaptureFixture) -> None:
-    with _listen(two_ranks("boot/net", "boot/net"), AdaptraConfig()) as listener:
+    with listening(two_ranks("boot/net", "boot/net"), AdaptraConfig()) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
     assert not caplog.records
 
@@ -40,10 +44,10 @@ def test_where_no_address_leads_there_the_job_begins_all_the_same(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with caplog.at_level(logging.WARNING):
-        listener = _listen(two_ranks("boot/net", other), AdaptraConfig(interface=interface))
+        listener = listening(two_ranks("boot/net", other), AdaptraConfig(interface=interface))
     assert listener.getsockname()[0] == "127.0.0.1"
     listener.close()
-    assert SAID in caplog.text
+    assert f"{SAID}, so plans stay: " in caplog.text
     assert "--adaptra-interface NAME" in caplog.text
 
 
@@ -51,7 +55,7 @@ def test_where_no_port_is_free_the_job_begins_all_the_same(caplog: pytest.LogCap
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         config = AdaptraConfig(port_range=PortRange(port, port))
-        with _listen(two_ranks("boot/net", "boot/net"), config) as listener:
+        with listening(two_ranks("boot/net", "boot/net"), config) as listener:
             assert listener.getsockname()[1] != port
     assert SAID in caplog.text
     assert f"no port of {port}-{port} is free" in caplog.text
