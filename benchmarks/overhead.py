@@ -22,27 +22,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-
 from adaptra_megatron.control.joining import iteration_sample
 from adaptra_megatron.control.measurements import stage_measurement
 from adaptra_megatron.control.stragglers.host import HostSampler
-from adaptra_megatron.control.stragglers.judge import ArrivalJudge
-from adaptra_megatron.control.stragglers.reports import PLACE, CellReport, report_of
-from adaptra_megatron.control.stragglers.watch import LEAST_S, PER_CELL_S
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.detector.detector import Detector
-from adaptra_megatron.detector.straggler_causes import HostFigures
-from adaptra_megatron.detector.stragglers import Row as ArrivalRow
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.launch import run_ranks
-from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.runtime.execution.timers import ClockTimer
 from adaptra_megatron.runtime.reporting import arrival_records
 from adaptra_megatron.runtime.sync_waits import ClockMoments, SyncWaits
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
-from adaptra_megatron.schedule.routing.costs import Cell
 from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
 from adaptra_megatron.transport.paths import Path as LinkPath
@@ -199,27 +190,8 @@ def straggler_parts() -> Iterator[Part]:
         waits.take()
 
     yield Part("waits for replicas and data", each(iteration), "training thread, per iteration")
-    sampler = HostSampler()
-    yield Part("figures of the host", each(sampler.sample), "another thread, every 5 s")
-    store = ControlStore(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), b"s" * 32, "job")
-    client, numbers = store.client(PLACE), itertools.count(0, 5)
-    for cells in (8, 2048):
-        places = [Cell(replica, stage) for replica in range(cells // 4) for stage in range(4)]
-        judge = ArrivalJudge(dict.fromkeys(places, (0, "host")), lambda event: None)
-
-        def look(places: list[Cell] = places, judge: ArrivalJudge = judge) -> float:
-            since = next(numbers)
-            rows = tuple(ArrivalRow(since + later, 4.0, 0.1, 3.0) for later in range(15))
-            report = encoded(CellReport(rows=rows, host=HostFigures()))
-            for cell in places:
-                client.set(str(cell), report)
-            begun_s = time.thread_time()
-            judge.look({cell: report_of(client.peek(str(cell)) or b"") for cell in places}, float(since))
-            return time.thread_time() - begun_s
-
-        pause_s = max(LEAST_S, PER_CELL_S * cells)
-        where = f"a thread of the lowest rank, CPU time, every {pause_s:.0f} s"
-        yield Part(f"a look at {cells} cells", statistics.median(look() for _ in range(9)), where)
+    where = "another thread, every 5 s while a cell of its stage is late"
+    yield Part("figures of the host", each(HostSampler().sample), where)
 
 
 def made_up_records(stage: int, micro_batches: int) -> list[ActionRecord]:

@@ -11,6 +11,7 @@ from adaptra_megatron.control.stragglers.watch import StragglerWatch
 from adaptra_megatron.detector.stragglers import Row
 from adaptra_megatron.runtime.device import current_device
 from adaptra_megatron.runtime.job import Job
+from adaptra_megatron.runtime.listening import listen_for
 from adaptra_megatron.runtime.sync_waits import IterationWaits, SyncWaits, moments_of
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
 
@@ -35,9 +36,14 @@ class Arrivals:
     @classmethod
     def make(cls, job: Job, config: AdaptraConfig, telemetry: RunTelemetry, waits: SyncWaits | None) -> Arrivals | None:
         """None where no replica waits for another, or they are not to be watched."""
-        if waits is None or job.layout.replicas < 2:
+        layout = job.layout
+        if waits is None or layout.replicas < 2:
             return None
-        watch = StragglerWatch(job.layout, job.control, telemetry, config.host_policy)
+        ranks = [layout.reporter(cell) for cell in layout.cells]
+        watch = StragglerWatch(
+            *(layout, job.control, telemetry, config.host_policy),
+            lambda: listen_for(layout, ranks, config, "so replicas that come last are not found"),
+        )
         if watch.measures:
             waits.want(moments_of(current_device()))
         return cls(watch, waits)
@@ -48,6 +54,7 @@ class Arrivals:
 
     def add(self, iteration: int, seconds: float, waits: IterationWaits | None, computed_s: float | None) -> None:
         """A training iteration is over. `computed_s`: in forwards and backwards; None: all but waiting."""
+        self._watch.lasts(seconds)
         if waits is not None:
             self._pending.append(_Pending(iteration, seconds, computed_s, waits))
         while self._pending and (synced_s := self._pending[0].waits.synced_s()) is not None:

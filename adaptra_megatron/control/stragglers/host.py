@@ -55,14 +55,14 @@ class HostSampler:
         self._counters: dict[str, float] = {}
         self._at_s = 0.0
 
-    def sample(self) -> HostFigures:
-        """What has been since the call before; all is None at the first."""
+    def sample(self) -> HostFigures | None:
+        """What has been since the call before; None at the first."""
         before, before_s = self._counters, self._at_s
         self._at_s, self._counters = self._clock(), dict(self._read())
         elapsed_s = self._at_s - before_s
         self._looks += 1
         if not before or elapsed_s <= 0.0:
-            return HostFigures()
+            return None
         grown = {name: max(0.0, value - before[name]) for name, value in self._counters.items() if name in before}
         clock, slowed = self._gpus()
         return HostFigures(

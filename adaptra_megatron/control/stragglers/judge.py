@@ -17,6 +17,8 @@ logger = logger_of(__name__)
 
 KEPT = 6
 """Looks for which a cause counts after it has shown last: one that comes and goes is not said again and again."""
+_FIGURES_WITHIN = 4
+"""Looks within which a host's figures come, which are read only while a cell of its stage is late; see HostSampler."""
 _SEEN_EVERY_S, _SEEN_CELLS = 60.0, 256
 """Between two events of how all cells arrive, for so many cells at most; of more cells they are as much rarer."""
 
@@ -35,6 +37,8 @@ class ArrivalJudge:
         """The latest iteration that was judged, and how many were since the last event of all arrivals."""
         self._causes: dict[int, dict[str, tuple[Cause, int]]] = {}
         """By late replica and kind: the cause, and the look in which it showed last."""
+        self._untold: dict[int, tuple[int, Late]] = {}
+        """By late replica: the look in which it was found, and how late it was then, until that is told."""
         self._looks = 0
         self._seen_s = float("-inf")
         self._said_missing = False
@@ -49,36 +53,62 @@ class ArrivalJudge:
             begun, ended = self._stragglers.judge()
             found, over = [*found, *begun], [*over, *ended]
         late = {each.replica: each for each in self._stragglers.late()}
-        hosts = {cell: report.host for cell, report in reports.items() if report.host is not None}
-        for replica in over:
-            self._causes.pop(replica, None)
-        new = {replica for replica, each in late.items() if self._explain(each, late, hosts)}
-        begun_now = {each.replica for each in found}
         for replica in dict.fromkeys(over):
             if replica not in late:
-                self._log(self._detection(replica, None, "late", "healthy"))
-        for replica in sorted(begun_now | new):
-            if replica in late:
-                before = "healthy" if replica in begun_now else "late"
-                self._log(self._detection(replica, late[replica], before, "late"))
-                self._say_missing(reports.get(Cell(replica, late[replica].stage)))
+                self._tell_over(replica)
+        for each in found:
+            if each.replica in late:
+                self._untold[each.replica] = self._looks, each
+        self._explain_all(late, reports)
         lags_s = self._stragglers.lags_s()
         due_s = self._seen_s + _SEEN_EVERY_S * max(1.0, self._replicas * self._stages / _SEEN_CELLS)
         if self._count and (found or over or (now_s >= due_s and self._count >= WINDOW)):
-            self.tell()
+            self._tell_arrivals()
             self._seen_s = now_s
         return Verdict(
             late=tuple(LateCell(cell=Cell(each.replica, each.stage), cpu=self._cpu(each)) for each in late.values()),
             lags_s=tuple(map(tuple, lags_s)),
         )
 
-    def tell(self) -> None:
+    def finish(self) -> None:
+        """Log what has not been logged yet: findings whose cause is still looked for, and how all cells arrive."""
+        for _, late in list(self._untold.values()):
+            self._tell(late, "healthy")
+        self._tell_arrivals()
+
+    def _tell_arrivals(self) -> None:
         """Log how all cells have arrived in the latest iterations, if there are new ones."""
-        if self._count:
+        if self._count and self._stragglers.count:
             lags_s = [[round(lag_s, 6) for lag_s in lags_s] for lags_s in self._stragglers.lags_s()]
             last = self._stragglers.last()
             self._log(ArrivalsSeen(until=self._judged, iterations=self._stragglers.count, lags_s=lags_s, last=last))
         self._count = 0
+
+    def _tell(self, late: Late, before: str) -> None:
+        self._log(self._detection(late.replica, late, before, "late"))
+        self._untold.pop(late.replica, None)
+
+    def _tell_over(self, replica: int) -> None:
+        if replica in self._untold:
+            self._tell(self._untold[replica][1], "healthy")
+        self._causes.pop(replica, None)
+        self._log(self._detection(replica, None, "late", "healthy"))
+
+    def _explain_all(self, late: Mapping[int, Late], reports: Reports) -> None:
+        """Tell findings once their causes are known, or have been looked for long enough; and later causes."""
+        hosts = {cell: report.host for cell, report in reports.items() if report.host is not None}
+        for replica, each in sorted(late.items()):
+            new = self._explain(each, late, hosts)
+            cell = Cell(replica, each.stage)
+            if replica not in self._untold:
+                if new:
+                    self._tell(each, "late")
+                continue
+            report = reports.get(cell)
+            missing = report is not None and report.missing
+            if cell in hosts or missing or self._looks - self._untold[replica][0] >= _FIGURES_WITHIN:
+                self._tell(each, "healthy")
+                self._say_missing(report)
 
     def _complete(self, reports: Reports) -> list[dict[Cell, Row]]:
         """Iterations that all cells have reported by now, in ascending order."""

@@ -1,33 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's part in finding stragglers, in a thread beside the training: what its cell reports, what the job's lowest
-rank makes of all reports, and what this host does of that.
+"""One rank's part in finding stragglers, in a thread beside the training: what its cell reports, what the job's judge
+makes of all reports, and what this host does of that.
 
-Replicas decide on plans apart, and jobs of one stage have no deciding rank, so reports of all cells go by the job's
-store: each cell's first rank replaces its own now and then, and the lowest rank of the job reads them. No collective,
-and nothing that the training waits for.
+Replicas decide on plans apart, and jobs of one stage have no deciding rank, so the job has one judge: a process beside
+its lowest rank, to which the first rank of each cell connects. What it finds is in the job's store, where ranks look
+that act on it. No collective, and nothing that the training waits for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
+from adaptra_megatron.control.beside.channel import ChannelEndedError
+from adaptra_megatron.control.beside.report_link import ReportLink
+from adaptra_megatron.control.beside.report_server import purpose_of
+from adaptra_megatron.control.rounds import address_of
 from adaptra_megatron.control.stragglers.host import HostSampler
 from adaptra_megatron.control.stragglers.host_policy import HostPolicy
-from adaptra_megatron.control.stragglers.judge import ArrivalJudge
+from adaptra_megatron.control.stragglers.judge_keeper import JudgeKeeper
 from adaptra_megatron.control.stragglers.reports import (
+    ADDRESS_KEY,
+    LAGS_KEY,
+    LATE_KEY,
     MOST_ROWS,
     PLACE,
-    VERDICT_KEY,
     CellReport,
-    Verdict,
-    report_of,
-    verdict_of,
+    LateCell,
+    Pace,
+    lags_of,
+    late_of,
 )
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.detector.stragglers import Row
@@ -41,7 +50,6 @@ logger = logger_of(__name__)
 
 FIRST_S, LEAST_S, PER_CELL_S = 0.5, 5.0, 0.02
 """Between two looks: at first; later; and of jobs with many cells, for each of these."""
-_GROWTH = 1.5
 _OVERLAP = 3
 """Looks for which an iteration is reported again."""
 _END_S = 2.0
@@ -67,28 +75,42 @@ class StragglerWatch:
         control: ControlStore,
         telemetry: Telemetry,
         host_policy: str,
+        listen: Callable[[], socket.socket],
         sampler: Callable[[], HostSampler] = HostSampler,
     ) -> None:
-        """`host_policy`: see --adaptra-host-policy. `sampler`: called in the thread."""
+        """`host_policy`: see --adaptra-host-policy. `listen`: makes a socket, bound to where all hosts of the job
+        connect to this one. `sampler`: called in the thread, as `listen` is."""
         self._layout, self._control, self._telemetry = layout, control, telemetry
-        self._cell = layout.cell
+        self._cell, self._listen = layout.cell, listen
         self._reports = layout.rank == layout.reporter(layout.cell)
-        self._judges = layout.rank == min(layout.workers)
-        shows = layout.rank == max(layout.workers)  # where Megatron's writers are
+        self._judge_rank = min(ranks[0] for ranks in layout.cells.values())
+        self._judges = layout.rank == self._judge_rank
+        self._shows = layout.rank == max(layout.workers)  # where Megatron's writers are
         self._policy = HostPolicy(host_policy, layout.rank) if host_policy != "off" else None
-        self._reads = not self._judges and (shows or self._policy is not None)
         self._make_sampler = sampler
+        self._sampler: HostSampler | None = None
+        """While a cell of this rank's stage is late."""
+        self._pace = Pace(first_s=FIRST_S, most_s=max(LEAST_S, PER_CELL_S * len(layout.cells)))
         self._added: deque[tuple[float, Row]] = deque(maxlen=MOST_ROWS)
         """With the moment at which each was added."""
+        self._reported_s = time.monotonic()
+        """What was added since then has not been reported."""
+        self._iteration_s = 0.0
+        self._late: tuple[LateCell, ...] = ()
+        """As far as this rank has heard."""
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="adaptra-stragglers", daemon=True)
-        if self._reports or self._judges or self._reads:
+        if self._reports or self._judges or self._shows or self._policy is not None:
             self._thread.start()
 
     @property
     def measures(self) -> bool:
         """Return whether this rank's iterations count: it speaks for its cell."""
         return self._reports
+
+    def lasts(self, iteration_s: float) -> None:
+        """So long took the latest iteration: where they are long, looks are rare. For all ranks."""
+        self._iteration_s = iteration_s
 
     def add(self, row: Row) -> None:
         """Take in what this rank measured in an iteration."""
@@ -112,44 +134,106 @@ class StragglerWatch:
 
     def _work(self) -> None:
         store = self._control.client(PLACE)
-        cells = self._layout.cells
-        judge = None
-        if self._judges:
-            names = {cell: (ranks[0], self._layout.workers[ranks[0]].host) for cell, ranks in cells.items()}
-            judge = ArrivalJudge(names, self._telemetry.log)
-        sampler = self._make_sampler() if self._reports else None
-        most_s, pause_s = max(LEAST_S, PER_CELL_S * len(cells)), FIRST_S
-        while not self._ending.wait(pause_s):
-            if sampler is not None:
-                report = self._report(sampler, _OVERLAP * most_s)
-                store.set(str(self._cell), encoded(report))
-            if judge is not None:
-                verdict = self._judge(judge, store)
-                store.set(VERDICT_KEY, encoded(verdict))
-                self._follow(verdict)
-            elif self._reads and (entry := store.peek(VERDICT_KEY)) is not None:
-                self._follow(verdict_of(entry))
-            pause_s = min(most_s, _GROWTH * pause_s)
-        if judge is not None:
-            self._judge(judge, store)
-            judge.tell()
+        with contextlib.ExitStack() as parts:
+            link = judge = None
+            if self._judges:
+                judge = _Judge(self._layout, self._control, store, self._pace, self._listen(), self._telemetry)
+                parts.callback(judge.close)
+            if self._reports:
+                link = self._make_link()
+                parts.callback(link.close)
+            address, number, pause_s = None, 0, self._pace.first_s
+            while not self._ending.wait(self._pace.pause_s(pause_s, self._iteration_s, self._late)):
+                if link is not None:
+                    if address is None and (entry := store.peek(ADDRESS_KEY)) is not None:
+                        address = address_of(entry)
+                    if address is not None:
+                        link.keep(address)
+                    self._report(link, number)
+                if judge is not None and not judge.look():
+                    break
+                self._follow(store)
+                number, pause_s = number + 1, self._pace.after(pause_s)
 
-    def _report(self, sampler: HostSampler, back_s: float) -> CellReport:
-        since_s = time.monotonic() - back_s
-        rows = tuple(row for at_s, row in self._added.copy() if at_s >= since_s)
-        return CellReport(rows=rows, host=sampler.sample(), missing=tuple(sampler.missing))
+    def _make_link(self) -> ReportLink:
+        purpose = purpose_of(self._control.seal(PLACE).place, self._layout.rank, self._judge_rank)
+        effect = "Replicas that come last are not found until there is one"
+        return ReportLink(
+            *(self._control.secret, purpose, 1, lambda: None), process="judge of stragglers", effect=effect
+        )
 
-    def _judge(self, judge: ArrivalJudge, store: SealedStore) -> Verdict:
-        found = {cell: entry for cell in self._layout.cells if (entry := store.peek(str(cell))) is not None}
-        return judge.look({cell: report_of(entry) for cell, entry in found.items()}, time.monotonic())
+    def _report(self, link: ReportLink, number: int) -> None:
+        now_s = time.monotonic()
+        pause_s = self._pace.pause_s(self._pace.most_s, self._iteration_s, self._late)
+        since_s = min(self._reported_s, now_s - _OVERLAP * pause_s)
+        report = CellReport(rows=tuple(row for at_s, row in self._added.copy() if at_s >= since_s))
+        if (sampler := self._sampler) is not None:
+            report = replace(report, host=sampler.sample(), missing=tuple(sampler.missing))
+        link.report(number, encoded(report))
+        if link.connection is not None:
+            self._reported_s = now_s
 
-    def _follow(self, verdict: Verdict) -> None:
-        cells = {
-            (replica, stage): lag_s
-            for stage, lags_s in enumerate(verdict.lags_s)
-            for replica, lag_s in enumerate(lags_s)
-        }
-        if cells:
-            self._telemetry.arrivals(ArrivalFigures(lags_s=cells, late=[each.cell.replica for each in verdict.late]))
+    def _follow(self, store: SealedStore) -> None:
+        """Look at what is found, and do what there is to be done about it."""
+        entry = store.peek(LATE_KEY)
+        late = self._late = () if entry is None else late_of(entry)
+        if self._shows and not self._judges and (entry := store.peek(LAGS_KEY)) is not None:
+            self._telemetry.arrivals(ArrivalFigures(lags_s=lags_of(entry), late=_replicas(late)))
+        if self._reports:
+            explained = any(each.cell.stage == self._cell.stage for each in late)
+            if not explained:
+                self._sampler = None
+            elif self._sampler is None:
+                self._sampler = self._make_sampler()
         if self._policy is not None:
-            self._policy.follow(next((each.cpu for each in verdict.late if each.cell == self._cell), ""))
+            self._policy.follow(next((each.cpu for each in late if each.cell == self._cell), ""))
+
+
+class _Judge:
+    """The judge's process, and the job's store, in which its findings are put."""
+
+    def __init__(
+        self,
+        layout: JobLayout,
+        control: ControlStore,
+        store: SealedStore,
+        pace: Pace,
+        listener: socket.socket,
+        telemetry: Telemetry,
+    ) -> None:
+        self._store, self._telemetry = store, telemetry
+        place = control.seal(PLACE).place
+        self._keeper = JudgeKeeper(control, place, layout, pace, listener, telemetry.log)
+        self._late: tuple[LateCell, ...] | None = None
+        self._ended = False
+        store.set(ADDRESS_KEY, encoded(self._keeper.address))
+
+    def look(self) -> bool:
+        """Put what has been found into the store. Returns False where nothing will be any more."""
+        try:
+            verdict = self._keeper.latest()
+        except ChannelEndedError:
+            self._ended = True
+            logger.warning(
+                "the process that judges stragglers ended by %s; replicas that come last are not found any more",
+                self._keeper.close(),
+            )
+            return False
+        if verdict is not None and verdict.lags_s:
+            self._store.set(LAGS_KEY, encoded(verdict.lags_s))
+            self._telemetry.arrivals(ArrivalFigures(lags_s=verdict.lags_s, late=_replicas(verdict.late)))
+        if verdict is not None and verdict.late != self._late:
+            self._late = verdict.late
+            self._store.set(LATE_KEY, encoded(verdict.late))
+        return True
+
+    def close(self) -> None:
+        """Have it look once more, and end it."""
+        if not self._ended:
+            with contextlib.suppress(ChannelEndedError):
+                self._keeper.finish(_END_S / 2)
+            self._keeper.close()
+
+
+def _replicas(late: tuple[LateCell, ...]) -> list[int]:
+    return [each.cell.replica for each in late]

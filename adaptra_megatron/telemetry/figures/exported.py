@@ -156,7 +156,7 @@ class ExportedFigures:
 
     def _of_arrivals(self, arrivals: ArrivalFigures) -> Iterator[Samples]:
         """Which replicas come last to gradient synchronisation, and by how much."""
-        lags_s: _Values = {tuple(map(str, cell)): lag_s for cell, lag_s in arrivals.lags_s.items()}
+        lags_s: _Values = {tuple(map(str, cell)): lag_s for cell, lag_s in arrivals.by_cell.items()}
         yield self._samples("adaptra_arrival_lag_seconds", lags_s)
         yield self._samples("adaptra_replica_late", {(str(replica),): 1.0 for replica in arrivals.late})
 

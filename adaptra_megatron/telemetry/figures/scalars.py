@@ -70,10 +70,19 @@ class RouteFigures:
 class ArrivalFigures:
     """How data-parallel replicas come to gradient synchronisation, as the job's lowest rank has found."""
 
-    lags_s: Mapping[tuple[int, int], float]
-    """By replica and stage: by how much it comes after most others, the median of the latest iterations."""
+    lags_s: Sequence[Sequence[float]]
+    """By stage and replica: by how much it comes after most others, the median of the latest iterations."""
     late: Collection[int] = ()
     """Replicas that persistently come last."""
+
+    @property
+    def by_cell(self) -> dict[tuple[int, int], float]:
+        """The same by replica and stage, in ascending order."""
+        return {
+            (replica, stage): lag_s
+            for replica, column in enumerate(zip(*self.lags_s, strict=True))
+            for stage, lag_s in enumerate(column)
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,10 +155,10 @@ def scalars(
         values["adaptra/ranks_lost"] = rank.lost.ranks
         values["adaptra/seconds_lost"] = sum(rank.lost.seconds.values())
     if arrivals is not None:
-        values["adaptra/longest_arrival_lag_s"] = max(0.0, *arrivals.lags_s.values())
+        values["adaptra/longest_arrival_lag_s"] = max(0.0, *map(max, arrivals.lags_s))
         values["adaptra/late_replicas"] = len(arrivals.late)
-        if len(arrivals.lags_s) <= LINKS_SHOWN:
-            for (replica, stage), lag_s in sorted(arrivals.lags_s.items()):
+        if sum(map(len, arrivals.lags_s)) <= LINKS_SHOWN:
+            for (replica, stage), lag_s in arrivals.by_cell.items():
                 values[f"adaptra/replica_{replica}_stage_{stage}/arrival_lag_s"] = lag_s
     if job is None:
         return values

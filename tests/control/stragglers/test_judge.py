@@ -108,9 +108,9 @@ def test_how_all_arrive_is_told_now_and_then() -> None:
         job.look()
     seen = [event for event in job.events if isinstance(event, ArrivalsSeen)]
     assert [event.until for event in seen] == [19, 67, 115]
-    job.judge.tell()
+    job.judge.finish()
     assert job.events[-1].until == 119  # type: ignore[union-attr]
-    job.judge.tell()
+    job.judge.finish()
     assert len(job.events) == 4
 
 
@@ -123,3 +123,45 @@ def test_what_to_install_is_said_once_and_the_finding_all_the_same(caplog: pytes
     assert [event.after for event in job.found] == ["late", "healthy", "late"]
     (line,) = [record.getMessage() for record in caplog.records]
     assert "psutil and nvidia-ml-py: pip install 'adaptra-megatron[monitor]'" in line
+
+
+def test_a_finding_is_told_with_its_cause_once_the_hosts_figures_are_there() -> None:
+    """They are read only while a cell is late."""
+    job = Job()
+    job.train(40, late_s=0.25)
+    assert job.look().late
+    job.look()
+    assert not job.found
+    job.look(BUSY)
+    assert [(event.before, list(event.causes)) for event in job.found] == [("healthy", ["cpu", "compute"])]
+
+
+def test_a_finding_whose_hosts_figures_do_not_come_is_told_all_the_same() -> None:
+    job = Job()
+    job.train(40, late_s=0.25)
+    while not job.found:
+        assert job.look().late
+        assert job.now_s <= 30.0
+    assert [list(event.causes) for event in job.found] == [["compute"]]
+    assert job.now_s > 10.0
+
+
+def test_iterations_that_are_not_judged_yet_are_no_arrivals() -> None:
+    job = Job()
+    job.train(UNUSUAL - 1)
+    job.look()
+    job.judge.finish()
+    assert not job.events
+
+
+def test_what_is_over_or_ends_before_it_was_told_is_told_then() -> None:
+    over, ended = Job(), Job()
+    for job in (over, ended):
+        job.train(40, late_s=0.25)
+        job.look()
+        assert not job.found
+    over.train(40)
+    over.look()
+    ended.judge.finish()
+    assert [event.after for event in over.found] == ["late", "healthy"]
+    assert [event.after for event in ended.found] == ["late"]

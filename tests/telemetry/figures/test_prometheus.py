@@ -127,12 +127,12 @@ def test_dead_cells_and_what_each_loss_took_are_served_where_ranks_are_outlived(
 
 
 def test_lags_of_cells_are_served_where_they_are_known(endpoint: PrometheusEndpoint, figures: ExportedFigures) -> None:
-    figures.show(1, RANK, arrivals=ArrivalFigures(lags_s={(0, 0): 0.0, (5, 2): 0.18}, late=[5]))
+    figures.show(1, RANK, arrivals=ArrivalFigures(lags_s=[[0.0, 0.18]], late=[1]))
     served = {name: value for name, value in fetched(endpoint).items() if "arrival" in name or "late" in name}
     assert served == {
         "adaptra_arrival_lag_seconds of_replica=0 of_stage=0 rank=5": 0.0,
-        "adaptra_arrival_lag_seconds of_replica=5 of_stage=2 rank=5": 0.18,
-        "adaptra_replica_late of_replica=5 rank=5": 1.0,
+        "adaptra_arrival_lag_seconds of_replica=1 of_stage=0 rank=5": 0.18,
+        "adaptra_replica_late of_replica=1 rank=5": 1.0,
     }
     figures.show(2, RANK)
     assert not [name for name in fetched(endpoint) if "arrival" in name or "late" in name]

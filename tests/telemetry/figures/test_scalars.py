@@ -74,11 +74,11 @@ def test_a_long_pipeline_has_no_curve_per_link() -> None:
 
 
 def test_lags_of_cells_at_gradient_synchronisation() -> None:
-    few = scalars(RANK, arrivals=ArrivalFigures(lags_s={(0, 1): -0.1, (1, 1): 0.18}, late=[1]))
+    few = scalars(RANK, arrivals=ArrivalFigures(lags_s=[[0.0, 0.0], [-0.1, 0.18]], late=[1]))
     assert few["adaptra/longest_arrival_lag_s"] == 0.18
     assert few["adaptra/late_replicas"] == 1
     assert few["adaptra/replica_0_stage_1/arrival_lag_s"] == -0.1
-    many = scalars(RANK, arrivals=ArrivalFigures(lags_s={(each, 0): -0.1 for each in range(LINKS_SHOWN + 1)}))
+    many = scalars(RANK, arrivals=ArrivalFigures(lags_s=[[-0.1] * (LINKS_SHOWN + 1)]))
     assert many["adaptra/longest_arrival_lag_s"] == 0.0
     assert not [tag for tag in many if tag.endswith("/arrival_lag_s")]
 
