@@ -10,6 +10,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from adaptra_megatron.schedule.all_reduce.registry import ALGORITHMS
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
 from adaptra_megatron.transport.ports import PortRange
 from adaptra_megatron.transport.wires.registry import WIRES
@@ -20,7 +21,7 @@ PATHS = ("device", "host")
 TRACES = ("all", "asked")
 DISPATCHES = ("planned", "auto", "online")
 REROUTES = ("off", "stragglers", "failures", "all")
-GRADIENT_SYNCS = ("stock", "auto", "stragglar", "hidden")
+GRADIENT_SYNCS = ("stock", "auto", *ALGORITHMS)
 SYNC_MODES = ("ssgd", "x-order", "dynamic", "auto")
 MONITORS = ("on", "off")
 HOST_POLICIES = ("off", "observe", "pin")
@@ -191,10 +192,9 @@ class AdaptraConfig:
     gradient_sync: str = _option(
         "stock",
         "How data-parallel replicas sum up gradients, where optimizers are not distributed. stock: as Megatron does; "
-        "stragglar: what can be summed up without the replica that came last before is, while the others wait for it; "
-        "hidden: the same with another algorithm, for delays longer than an all-reduce; auto: whichever of the three a "
-        "model of measured latency, bandwidth and delay says is fastest. Sums are then added up in another order: "
-        "results equal stock's up to rounding, not to the bit.",
+        + "".join(f"{name}: {algorithm.help}; " for name, algorithm in ALGORITHMS.items())
+        + "auto: whichever of these a model of measured latency, bandwidth and delay says is fastest. Sums are then "
+        "added up in another order: results equal stock's up to rounding, not to the bit.",
         choices=GRADIENT_SYNCS,
     )
     sync_mode: str = _option(

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from adaptra_megatron.patches.table import Patch
+from adaptra_megatron.patches.table import SUPPORTED, Patch
 
 if TYPE_CHECKING:
     from adaptra_megatron.runtime.runtime import AdaptraRuntime
@@ -35,7 +35,7 @@ PATCHES = (
     Patch(
         identity="gradient-sync-time",
         target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.finish_grad_sync",
-        versions=">=0.14,<0.20",
+        versions=SUPPORTED,
         parameters=("self",),
         reason="times how long gradients of other replicas are waited for, to tell which replica comes last",
         replace=_timed_sync,
@@ -43,7 +43,7 @@ PATCHES = (
     Patch(
         identity="data-time",
         target="megatron.core.rerun_state_machine:RerunDataIterator.__next__",
-        versions=">=0.14,<0.20",
+        versions=SUPPORTED,
         parameters=("self",),
         reason="times how long data are waited for, to tell why a replica comes last",
         replace=_timed_data,

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks see at once when one of them is killed, also while they wait for something else."""
+"""A watch under --adaptra-sync-mode: replicas see at once when one of them is killed, and stop.
+
+They see it also while they wait for something else. Jobs that outlive their ranks learn it from the launcher:
+`epochs.membership_watch`.
+"""
 
 from __future__ import annotations
 

@@ -15,13 +15,8 @@ from adaptra_megatron.data_parallel.lateness import Lateness
 from adaptra_megatron.data_parallel.peers import Exchange
 from adaptra_megatron.data_parallel.straggler_all_reduce import StragglerAllReduce
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.schedule.all_reduce.choice import Algorithm, Choice, choose
-from adaptra_megatron.schedule.all_reduce.costs import MOST_CHUNKS, chain_chunks
-from adaptra_megatron.schedule.all_reduce.rings import hidden
-from adaptra_megatron.schedule.all_reduce.stragglar import stragglar
-
-_CHAIN_CHUNK_NBYTES = 1 << 20
-"""Chunks of a hidden all-reduce's chain, where nothing has been measured."""
+from adaptra_megatron.schedule.all_reduce.choice import STOCK, Choice, choose
+from adaptra_megatron.schedule.all_reduce.registry import ALGORITHMS
 
 logger = logger_of(__name__)
 
@@ -53,14 +48,14 @@ class ReplicaSums:
     """One replica's part. All replicas make the same calls in the same order, and so decide alike."""
 
     def __init__(self, peers: Group, mode: str) -> None:
-        """`mode`: "stragglar" or "hidden", around the replica that came last before; or "auto": as the model says."""
+        """`mode`: a name in `ALGORITHMS`, around the replica that came last before; or "auto": as the model says."""
         self._peers, self._mode = peers, mode
         self._lateness: defaultdict[int, Lateness] = defaultdict(lambda: Lateness(peers.size))
         """By place."""
         self._waited: list[_Waited] = []
         """What has not been shared yet."""
-        self._chosen: defaultdict[int, Algorithm] = defaultdict(lambda: Algorithm.STOCK)
-        self._plans: dict[tuple[Algorithm, int, int], StragglerAllReduce] = {}
+        self._chosen: defaultdict[int, str] = defaultdict(lambda: STOCK)
+        self._plans: dict[tuple[str, int, int], StragglerAllReduce] = {}
         self.used: Counter[str] = Counter()
         """How many synchronisations each algorithm had a part in."""
 
@@ -77,7 +72,7 @@ class ReplicaSums:
             torch.cuda.current_stream(device).synchronize()
         begun_s = time.monotonic()
         choice = self._choice(nbytes, place)
-        left = choice.nbytes if choice.algorithm is not Algorithm.STOCK else 0
+        left = choice.nbytes if choice.algorithm != STOCK else 0
         for tensor in values:
             # The same on all replicas, for sizes are.
             part = min(tensor.numel(), left // tensor.element_size())
@@ -87,26 +82,26 @@ class ReplicaSums:
                 self._peers.all_reduce(tensor[part:])
             left -= part * tensor.element_size()
         self._peers.settle()
-        self.used[choice.algorithm.value] += 1
-        stock_nbytes = nbytes if choice.algorithm is Algorithm.STOCK else 0
+        self.used[choice.algorithm] += 1
+        stock_nbytes = nbytes if choice.algorithm == STOCK else 0
         self._waited.append(_Waited(place, time.monotonic() - begun_s, stock_nbytes))
         if place == 0:
             self._share(device)
 
     def _choice(self, nbytes: int, place: int) -> Choice:
         if self._mode != "auto":
-            return Choice(Algorithm(self._mode), nbytes, 0.0)
+            return Choice(self._mode, nbytes, 0.0)
         lateness = self._lateness[place]
         if lateness.wire is None:
-            return Choice(Algorithm.STOCK, nbytes, 0.0)
+            return Choice(STOCK, nbytes, 0.0)
         choice = choose(self._peers.size, nbytes, lateness.wire, lateness.sure_delay_s)
-        if choice.algorithm is not self._chosen[place] and self._peers.index == 0:
+        if choice.algorithm != self._chosen[place] and self._peers.index == 0:
             logger.log(
                 logging.DEBUG if place else logging.INFO,
                 "gradients of bucket %d are summed up by %s from now on: replica %d of %d comes %.1f ms after all "
                 "others",
                 place,
-                choice.algorithm.value,
+                choice.algorithm,
                 lateness.last,
                 self._peers.size,
                 1e3 * lateness.sure_delay_s,
@@ -114,18 +109,12 @@ class ReplicaSums:
         self._chosen[place] = choice.algorithm
         return choice
 
-    def _around_straggler(self, algorithm: Algorithm, values: torch.Tensor, lateness: Lateness) -> None:
-        ranks, chunks = self._peers.size, 0
-        if algorithm is Algorithm.HIDDEN:
-            wire = lateness.wire
-            if wire is None:
-                chunks = min(MOST_CHUNKS, -(-values.nbytes // _CHAIN_CHUNK_NBYTES))
-            else:
-                chunks = chain_chunks(ranks, values.nbytes, wire)
-        key = algorithm, lateness.last, chunks
+    def _around_straggler(self, name: str, values: torch.Tensor, lateness: Lateness) -> None:
+        algorithm, ranks = ALGORITHMS[name], self._peers.size
+        chunks = algorithm.chunks(ranks, values.nbytes, lateness.wire)
+        key = name, lateness.last, chunks
         if key not in self._plans:
-            plan = hidden(ranks, chunks) if algorithm is Algorithm.HIDDEN else stragglar(ranks)
-            self._plans[key] = StragglerAllReduce(self._peers, plan, lateness.last)
+            self._plans[key] = StragglerAllReduce(self._peers, algorithm.plan(ranks, chunks), lateness.last)
         self._plans[key](values)
 
     def _share(self, device: torch.device) -> None:

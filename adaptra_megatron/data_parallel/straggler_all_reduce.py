@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's part in an all-reduce that is given as rounds, around a straggler that may be any rank."""
+"""Runs one rank's part in any `AllReduce`, around a straggler that may be any rank.
+
+The algorithms are in `schedule/all_reduce/`.
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0003, 0.01
 
 
 @dataclass(frozen=True)
-class Loss:
+class RankLoss:
     """Ranks that were lost, and how that was got over."""
 
     epoch: int
@@ -105,7 +105,7 @@ class Survival:
         """Those that have been logged."""
         self._lost: dict[str, str] = {}
         """What was lost since then: names of ranks, and why."""
-        self.losses: list[Loss] = []
+        self.rank_losses: list[RankLoss] = []
         """All that have been got over."""
         self._latest: Membership | None = None
         self.epochs = 0
@@ -204,7 +204,8 @@ class Survival:
         if self._struck_s is None:
             return
         epoch, seconds = self.epoch, time.monotonic() - self._struck_s
-        self.losses.append(Loss(epoch.number, self._lost, tuple(sorted(epoch.dead_cells)), len(epoch.live), seconds))
+        dead_cells = tuple(sorted(epoch.dead_cells))
+        self.rank_losses.append(RankLoss(epoch.number, self._lost, dead_cells, len(epoch.live), seconds))
         if self._layout.rank == min(epoch.live):
             logger.warning("what was under way has been redone %.2f s after the loss was seen", seconds)
         self._struck_s, self._lost = None, {}

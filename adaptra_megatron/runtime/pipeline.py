@@ -160,7 +160,7 @@ class Pipeline:
         self._measuring = Measuring(self._job, self.transport, self.dispatcher, self.telemetry, self._arrivals)
         self._epoch = 0
         """Number of the one that links and routes were made for."""
-        self._losses_told = 0
+        self._rank_losses_told = 0
         self.survival: Survival | None = None
         """None where the death of a rank ends the job."""
         if groups is not None:
@@ -287,23 +287,23 @@ class Pipeline:
             figures = rank_figures(self.transport, report, self.book.number, seconds, self.survival)
             self.telemetry.trained(figures, *path_states(self.transport, self._job.layout.pipeline))
             self.training_iterations += 1
-        self._tell_losses()
+        self._tell_rank_losses()
         self.iterations += 1
         self._sent_all = True
         self._measuring.unsettled = ended
         if report.over():
             self._measuring.settle(self.exchange, self._steering)
 
-    def _tell_losses(self) -> None:
+    def _tell_rank_losses(self) -> None:
         survival = self.survival
         if survival is None:
             return
         leads = self._job.layout.rank == min(survival.epoch.live)
         moved = () if self.rerouting is None else self.rerouting.moved_from_dead
-        losses = survival.losses[self._losses_told :] if leads else ()
-        for change in membership_events(losses, survival.take_returns(), moved):
+        rank_losses = survival.rank_losses[self._rank_losses_told :] if leads else ()
+        for change in membership_events(rank_losses, survival.take_returns(), moved):
             self.telemetry.log(change)
-        self._losses_told = len(survival.losses)
+        self._rank_losses_told = len(survival.rank_losses)
 
     def fail(self, cause: BaseException) -> None:
         """An iteration has ended with an error. What is under way is aborted, and the peers learn why."""

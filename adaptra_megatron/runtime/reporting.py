@@ -15,7 +15,7 @@ from adaptra_megatron import __version__
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.decisions import Moved
 from adaptra_megatron.epochs.admissions import Return
-from adaptra_megatron.epochs.survival import Loss, Survival
+from adaptra_megatron.epochs.survival import RankLoss, Survival
 from adaptra_megatron.runtime.execution.executor import IterationReport
 from adaptra_megatron.runtime.job import Job
 from adaptra_megatron.runtime.megatron.compat import megatron_version
@@ -113,10 +113,10 @@ def rank_figures(
 
 
 def membership_events(
-    losses: Sequence[Loss], returns: Sequence[Return], moved: Sequence[Moved]
+    rank_losses: Sequence[RankLoss], returns: Sequence[Return], moved: Sequence[Moved]
 ) -> Iterator[RanksLost | RanksReturned]:
     """Events of ranks that were lost and that came back. `moved`: by the routes since then."""
-    for loss in losses:
+    for loss in rank_losses:
         yield RanksLost(
             epoch=loss.epoch,
             ranks=loss.ranks,
@@ -140,7 +140,7 @@ def _loss_figures(survival: Survival) -> LossFigures:
     return LossFigures(
         dead_cells=sorted((cell.replica, cell.stage) for cell in survival.epoch.dead_cells),
         ranks=survival.ranks_lost,
-        seconds={loss.epoch: loss.seconds for loss in survival.losses},
+        seconds={loss.epoch: loss.seconds for loss in survival.rank_losses},
     )
 
 

@@ -9,7 +9,8 @@ namespace adaptra {
 // [stage]: whether backwards are split there, or I and W run in one go.
 using Split = std::vector<char>;
 
-// How a dispatcher decides. The default is what the executor does online: B > F > W, never idle by choice.
+// How a dispatcher decides. The default is what `simulate_online` does: B > F > W, never idle by choice. The executor's
+// own rule is another, the plan first: runtime/dispatch/online_order.py.
 struct Policy {
     Split split;
     const Urgency* urgency = nullptr;

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from adaptra_megatron.cli.main import main
 from adaptra_megatron.schedule.all_reduce.choice import choose
 from adaptra_megatron.schedule.all_reduce.costs import Wire, critical_delay_s, hidden_s, ring_s, stock_s, stragglar_s
+from adaptra_megatron.schedule.all_reduce.registry import ALGORITHMS
 from adaptra_megatron.schedule.sync_modes.modes import Mode, pace
 
 WORDS = ["--size", "1GiB,64MiB", "--bandwidth", "450GiB/s", "--latency", "3us", "--compute", "1s"]
@@ -43,7 +45,7 @@ def test_every_point_is_the_models(capsys: pytest.CaptureFixture[str]) -> None:
             }
         )
         assert each["critical_delay_s"] == pytest.approx(critical_delay_s(ranks, nbytes, wire))
-        assert (each["chosen"], each["chosen_nbytes"]) == (chosen.algorithm.value, chosen.nbytes)
+        assert (each["chosen"], each["chosen_nbytes"]) == (chosen.algorithm, chosen.nbytes)
         for name, seconds in each["iteration_s"].items():
             assert seconds == pytest.approx(1.0 + delay_s + each["exposed_s"][name])
     assert {each["chosen"] for each in found} == {"stock", "stragglar", "hidden"}
@@ -64,6 +66,17 @@ def test_without_a_schedule_there_is_no_time(capsys: pytest.CaptureFixture[str])
     (point, _) = points(capsys, "--ranks", "65", "--delay", "1s")
     assert point["exposed_s"]["stragglar"] is point["critical_delay_s"] is None
     assert point["chosen"] == "hidden"
+
+
+def test_a_further_row_of_the_table_is_a_further_column(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = replace(ALGORITHMS["hidden"], exposed_s=lambda *given: 0.0, supports=lambda ranks: ranks == 8)
+    monkeypatch.setitem(ALGORITHMS, "third", at_once)  # type: ignore[arg-type]
+    supported, _, unsupported, _ = points(capsys, "--ranks", "8,4", "--delay", "1s")
+    assert (supported["exposed_s"]["third"], supported["chosen"]) == (0.0, "third")
+    assert unsupported["exposed_s"]["third"] is None
+    assert unsupported["chosen"] in ("stragglar", "hidden")
 
 
 @pytest.mark.parametrize("columns", ["80", "200"])

@@ -9,15 +9,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from adaptra_megatron.data_parallel.lateness import Lateness
-from adaptra_megatron.schedule.all_reduce.choice import Algorithm, Choice, choose
-from adaptra_megatron.schedule.all_reduce.costs import (
-    Wire,
-    hidden_s,
-    hidden_waiting_s,
-    stock_s,
-    stragglar_s,
-    stragglar_waiting_s,
-)
+from adaptra_megatron.schedule.all_reduce.choice import STOCK, Choice, choose
+from adaptra_megatron.schedule.all_reduce.costs import Wire, stock_s
+from adaptra_megatron.schedule.all_reduce.registry import ALGORITHMS
 
 WIRE = Wire(latency_s=3e-6, byte_s=1 / (154 * 2**30))
 """By the delay from which on StragglAR gains there, 39 ms: half of s * b with 4 replicas."""
@@ -28,30 +22,30 @@ Arrivals = Callable[[random.Random], Sequence[float]]
 
 def exposed_s(choice: Choice, ranks: int, expected: int, arrivals_s: Sequence[float]) -> float:
     """Seconds from the last arrival until all have the sum. `expected`: the replica that was bet to come last."""
-    if choice.algorithm is Algorithm.STOCK:
+    if choice.algorithm == STOCK:
         return stock_s(ranks, NBYTES, WIRE)
-    is_stragglar = choice.algorithm is Algorithm.STRAGGLAR
-    waiting_s = (stragglar_waiting_s if is_stragglar else hidden_waiting_s)(ranks, choice.nbytes, WIRE)
-    together_s = (stragglar_s if is_stragglar else hidden_s)(ranks, choice.nbytes, WIRE, waiting_s)
+    algorithm = ALGORITHMS[choice.algorithm]
+    waiting_s = algorithm.waiting_s(ranks, choice.nbytes, WIRE)
+    together_s = algorithm.exposed_s(ranks, choice.nbytes, WIRE, waiting_s)
     others_s = max(arrival_s for rank, arrival_s in enumerate(arrivals_s) if rank != expected)
     together_s += max(others_s + waiting_s, arrivals_s[expected]) - max(arrivals_s)
     rest = NBYTES - choice.nbytes
     return together_s + (stock_s(ranks, rest, WIRE) if rest else 0.0)
 
 
-def trained(ranks: int, arrivals: Arrivals, iterations: int, seed: int = 1) -> tuple[float, float, set[Algorithm]]:
+def trained(ranks: int, arrivals: Arrivals, iterations: int, seed: int = 1) -> tuple[float, float, set[str]]:
     """Seconds that are exposed with `auto` and with stock, in all, and what `auto` ran."""
     lateness, generator = Lateness(ranks), random.Random(seed)
     ours_s = stock = 0.0
     used = set()
     for _ in range(iterations):
         arrivals_s = arrivals(generator)
-        choice = Choice(Algorithm.STOCK, NBYTES, 0.0)
+        choice = Choice(STOCK, NBYTES, 0.0)
         if lateness.wire is not None:
             choice = choose(ranks, NBYTES, lateness.wire, lateness.sure_delay_s)
         taken_s = exposed_s(choice, ranks, lateness.last, arrivals_s)
         waits_s = [max(arrivals_s) + taken_s - arrival_s for arrival_s in arrivals_s]
-        lateness.saw(waits_s, WIRE.latency_s, NBYTES if choice.algorithm is Algorithm.STOCK else 0)
+        lateness.saw(waits_s, WIRE.latency_s, NBYTES if choice.algorithm == STOCK else 0)
         ours_s += taken_s
         stock += stock_s(ranks, NBYTES, WIRE)
         used.add(choice.algorithm)
@@ -66,7 +60,7 @@ def test_on_a_log_of_small_gaps_stock_runs(seed: int) -> None:
         return [0.0, 0.0, generator.lognormvariate(-4.962, 0.779), 0.0]
 
     _, _, used = trained(4, arrivals, 49, seed)
-    assert used == {Algorithm.STOCK}
+    assert used == {STOCK}
 
 
 RANDOM: dict[str, Callable[[int, float], Arrivals]] = {

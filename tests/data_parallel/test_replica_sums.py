@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from adaptra_megatron.data_parallel.background import Background
 from adaptra_megatron.data_parallel.lateness import PERSISTENT, Lateness
 from adaptra_megatron.data_parallel.peers import Begun, Message
 from adaptra_megatron.data_parallel.replica_sums import ReplicaSums
+from adaptra_megatron.schedule.all_reduce.registry import ALGORITHMS
+from adaptra_megatron.schedule.all_reduce.rings import hidden
+from adaptra_megatron.schedule.all_reduce.rounds import AllReduce
 
 RANKS = 4
 
@@ -108,10 +112,24 @@ def test_auto_uses_the_delay_of_a_replica_that_is_always_last_and_only_that(
     assert "replica 3 of 4 comes" in line
 
 
-@pytest.mark.parametrize("mode", ["stragglar", "hidden"])
+@pytest.mark.parametrize("mode", ALGORITHMS)
 def test_what_is_asked_for_runs(mode: str) -> None:
     sums = trained(mode, 0.0, 2)
     assert [each.used for each in sums] == [{mode: 4}] * RANKS
+
+
+def test_a_further_row_of_the_table_runs_by_its_own_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int]] = []
+
+    def plan(ranks: int, chunks: int) -> AllReduce:
+        made.append((ranks, chunks))
+        return hidden(ranks, chunks)
+
+    third = replace(ALGORITHMS["hidden"], plan=plan, chunks=lambda ranks, nbytes, wire: 7)
+    monkeypatch.setitem(ALGORITHMS, "third", third)  # type: ignore[arg-type]
+    sums = trained("third", 0.0, 2)
+    assert [each.used for each in sums] == [{"third": 4}] * RANKS
+    assert set(made) == {(RANKS, 7)}
 
 
 waits = st.lists(st.floats(0.001, 10), min_size=RANKS, max_size=RANKS)

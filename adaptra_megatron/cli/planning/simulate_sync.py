@@ -15,8 +15,9 @@ from pathlib import Path
 from adaptra_megatron.cli.planning.inputs import InputError
 from adaptra_megatron.cli.planning.values import PER_SECOND, SECONDS, Range, Value, argument_type, parsed_value
 from adaptra_megatron.cli.tables import print_table
-from adaptra_megatron.schedule.all_reduce.choice import Algorithm, choose
-from adaptra_megatron.schedule.all_reduce.costs import Wire, critical_delay_s, hidden_s, ring_s, stock_s, stragglar_s
+from adaptra_megatron.schedule.all_reduce.choice import STOCK, choose
+from adaptra_megatron.schedule.all_reduce.costs import Wire, critical_delay_s, ring_s, stock_s
+from adaptra_megatron.schedule.all_reduce.registry import ALGORITHMS
 from adaptra_megatron.schedule.all_reduce.stragglar import has_stragglar
 from adaptra_megatron.schedule.sync_modes.modes import Candidate, Kind, candidates
 from adaptra_megatron.schedule.sync_modes.modes import choose as choose_mode
@@ -121,9 +122,11 @@ def _point(ranks: int, nbytes: int, wire: Wire, delay_s: float, options: argpars
     chosen = choose(ranks, nbytes, wire, delay_s)
     exposed_s = {
         "ring": ring_s(ranks, nbytes, wire),
-        Algorithm.STOCK.value: stock_s(ranks, nbytes, wire),
-        Algorithm.STRAGGLAR.value: stragglar_s(ranks, nbytes, wire, delay_s) if has_stragglar(ranks) else None,
-        Algorithm.HIDDEN.value: hidden_s(ranks, nbytes, wire, delay_s),
+        STOCK: stock_s(ranks, nbytes, wire),
+        **{
+            name: each.exposed_s(ranks, nbytes, wire, delay_s) if each.supports(ranks) else None
+            for name, each in ALGORITHMS.items()
+        },
         "auto": chosen.exposed_s,
     }
     iteration_s = {name: None if each is None else compute_s + delay_s + each for name, each in exposed_s.items()}
@@ -137,7 +140,7 @@ def _point(ranks: int, nbytes: int, wire: Wire, delay_s: float, options: argpars
         exposed_s,
         iteration_s,
         critical,
-        chosen.algorithm.value,
+        chosen.algorithm,
         chosen.nbytes,
         {str(each.mode): {**each.pace._asdict(), "progress_s": each.progress_s} for each in modes},
         chosen_mode,
@@ -171,7 +174,7 @@ def _print_text(points: Sequence[Point]) -> None:
                 f"{point.delay_s:.6g}",
                 *known,
                 f"{point.chosen}{part}",
-                f"{point.iteration_s[Algorithm.STOCK.value]:.6g}",
+                f"{point.iteration_s[STOCK]:.6g}",
                 f"{iteration_s:.6g}",
             )
         )

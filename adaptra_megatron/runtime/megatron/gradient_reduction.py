@@ -20,7 +20,7 @@ from adaptra_megatron.data_parallel.replica_sums import ReplicaSums
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.gathering import gather
 from adaptra_megatron.runtime.megatron.refusals import UnsupportedFeatureError, refuse_sharded_gradients
-from adaptra_megatron.schedule.all_reduce.stragglar import MOST_RANKS, has_stragglar
+from adaptra_megatron.schedule.all_reduce.registry import ALGORITHMS
 
 
 class _Token(NamedTuple):
@@ -113,10 +113,11 @@ class GradientReduction:
         """Those of a process group. The first time collective over them; all come to their groups in the same order."""
         ranks = tuple(dist.get_process_group_ranks(replicas))
         if ranks not in self._groups:
-            if self._mode == "stragglar" and not has_stragglar(len(ranks)):
+            running = [name for name, each in ALGORITHMS.items() if each.supports(len(ranks))]
+            if self._mode not in ("auto", *running):
                 raise UnsupportedFeatureError(
-                    f"--adaptra-gradient-sync stragglar does not run with {len(ranks)} replicas: it needs at most "
-                    f"{MOST_RANKS}, or a power of two. Use auto or hidden"
+                    f"--adaptra-gradient-sync {self._mode} does not run with {len(ranks)} replicas: it needs "
+                    f"{ALGORITHMS[self._mode].needs}. Use {' or '.join(('auto', *running))}"
                 )
             token = gather(_Token(secrets.token_hex(16)), replicas)[0].token
             control = ControlStore.of_job(token)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An iteration that may have to run again from its beginning: its data and its random numbers."""
+"""An iteration that runs again because a staggered optimizer step was taken back: its data and its random numbers.
+
+Iterations are redone after a death by `runtime.AdaptraRuntime._attempt_among`.
+"""
 
 from __future__ import annotations
 

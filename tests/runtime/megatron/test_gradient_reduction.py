@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from adaptra_megatron.runtime.megatron.gradient_reduction import GradientReduction, _Replicas, prepare_gradients
 from adaptra_megatron.runtime.megatron.refusals import UnsupportedFeatureError
@@ -45,6 +46,13 @@ def test_sharded_gradients_are_refused_where_the_command_line_did_not_show_them(
     group.ddp_config.use_distributed_optimizer = True
     with pytest.raises(UnsupportedFeatureError, match="--adaptra-gradient-sync hidden .*distributed optimizer"):
         GradientReduction("hidden", None).start(print, group)
+
+
+def test_a_number_of_replicas_without_a_plan_is_refused_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda replicas: list(range(65)))
+    said = "stragglar does not run with 65 replicas: it needs at most 64, or a power of two. Use auto or hidden$"
+    with pytest.raises(UnsupportedFeatureError, match=said):
+        GradientReduction("stragglar", None)._group("replicas", torch.device("cpu"))
 
 
 def test_gradients_that_are_accumulated_elsewhere_are_summed_up_too() -> None:
