@@ -150,9 +150,10 @@ def read_run(directory: Path | str, progress: Progress | None = None) -> RunReco
     if traces and events and all(found.stamp.rank != traces[0].rank for found in events):
         missing.append(f"rank {traces[0].rank} left no log: what was found and planned is not known")
     decided_here = of_replica(traces[0].rank if traces else 0, events)
-    seen = _iterations(traces, found.stages)
-    seen = [replace(each, number=numbered(each.number)) for each in seen]
-    iterations = _with_times(seen, decided_here)
+    attempts = _iterations(traces, found.stages)
+    # After a death an iteration is run again, under one number: the attempt that was committed is the later one.
+    seen = {number: replace(each, number=number) for each in attempts for number in [numbered(each.number)]}
+    iterations = _with_times(list(seen.values()), decided_here)
     return RunRecord(
         directory=directory,
         ranks=tuple(trace.rank for trace in traces),

@@ -12,10 +12,12 @@ from adaptra_megatron.telemetry.events.events import (
     IterationsTimed,
     LinkDetection,
     PlanSwitched,
+    RanksLost,
     RunStarted,
     StampedEvent,
 )
 from adaptra_megatron.telemetry.report.findings import find, saved_seconds
+from adaptra_megatron.telemetry.report.wording import summary
 from adaptra_megatron.telemetry.run_record import RunRecord, of_replica, read_run
 from adaptra_megatron.telemetry.tracing.trace import TraceError, trace_path
 
@@ -72,6 +74,17 @@ def test_evaluations_and_unfinished_iterations_are_left_out(tmp_path: Path) -> N
     path = trace_path(tmp_path, 2)
     path.write_text(path.read_text().rsplit("\n", 2)[0] + "\n")  # the last stage was killed
     assert [iteration.number for iteration in read_run(tmp_path).iterations] == [1, 2], "as Megatron counts"
+
+
+def test_of_an_iteration_that_was_redone_after_a_death_the_later_attempt_counts(tmp_path: Path) -> None:
+    write_run(tmp_path, [FAST, FAST, SLOW, FAST, FAST])
+    loss = RanksLost(epoch=1, ranks={"rank 5": "was killed"}, dead_cells=["1.2"], live=5, seconds=0.5)
+    times = [IterationsTimed(first=first, step=step, seconds=[2.0] * 2) for first, step in ((0, 1), (3, 3))]
+    write_events(tmp_path, [(times[0], 1), (loss, 3), (times[1], 4)])
+    run = read_run(tmp_path)
+    assert [iteration.number for iteration in run.iterations] == [1, 2, 3, 4]
+    assert len({iteration.seconds for iteration in run.iterations}) == 1
+    assert summary(run, find(run))
 
 
 def test_of_a_directory_with_nothing_in_it_nothing_is_made(tmp_path: Path) -> None:
