@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What synchronisation modes bring: time to a validation loss of a small GPT on 8 replicas, one of them a straggler.
 
-    python benchmarks/sync_modes.py [--iterations 56] [--compute-ms 850]
+    python benchmarks/sync_modes.py [--iterations 56] [--compute-ms 850] [--runs 3]
 
 Real processes and numbers; what computation lasts is emulated, by sleeping. One replica takes three times as long, or
 is stopped and continued (SIGSTOP, SIGCONT) by turns, 80% of each three gradients' time; then none is late. Also, in
@@ -37,6 +37,8 @@ REPLICAS, STRAGGLER, SLOWDOWN, STALENESS = 8, 7, 3, 4
 LIMIT_S = 1500.0
 SNAPSHOT_EVERY, EVALUATED = 4, 8
 """Iterations between copies of parameters, and batches with which each is evaluated afterwards."""
+FIRST = 1
+"""Times count from its beginning: in the one before, groups and links are set up."""
 RESULT = Path(__file__).with_name("results") / "sync_modes.md"
 MODES = {"ssgd": "", **{mode: f"--adaptra --adaptra-sync-mode {mode}" for mode in ("x-order", "dynamic", "auto")}}
 STRAGGLERS = {
@@ -110,7 +112,7 @@ def rank(output: Path, stopped_s: float, argv: list[str]) -> None:
     first, copies = dist.get_rank() == 0, []
 
     def copy(iteration: int) -> None:
-        if first and iteration % SNAPSHOT_EVERY == 0:
+        if first and (iteration == FIRST or iteration and iteration % SNAPSHOT_EVERY == 0):
             copies.append((time.monotonic(), iteration, [each.detach().clone() for each in parameters()]))
 
     def parameters() -> Iterator[Any]:
@@ -201,7 +203,19 @@ def rate_rule(by_mean: bool) -> str:
     return f"{float(curvature @ (here * here) / 2):.3g}" if size < 1e3 else "diverges"
 
 
-def report(found: dict[tuple[str, str], dict[str, Any]], options: argparse.Namespace) -> str:
+def _seconds_per_update(losses: list[list[float]]) -> float:
+    (begun_s, first, _), (total_s, updates, _) = losses[1], losses[-1]
+    return (total_s - begun_s) / (updates - first)
+
+
+def _spread(values: list[str]) -> str:
+    """The median of values as they are written down, and extremes where there are several; "never" is infinite."""
+    ordered = sorted(values, key=lambda value: float(value.rstrip(" s%")))
+    middle = ordered[(len(ordered) - 1) // 2]
+    return middle if len(values) == 1 else f"{middle} ({ordered[0]} to {ordered[-1]})"
+
+
+def report(found: dict[tuple[str, str], list[dict[str, Any]]], options: argparse.Namespace) -> str:
     """The page."""
     lines = [
         "# Synchronisation modes",
@@ -210,26 +224,28 @@ def report(found: dict[tuple[str, str], dict[str, Any]], options: argparse.Names
         "",
         f"{REPLICAS} replicas of a small GPT on the demo's corpus, a gradient of {options.compute_ms} ms, "
         f"{options.iterations} updates of all replicas, or so many of some that there are as many gradients; a cosine "
-        f"schedule; one run each, processes on a machine with {os.cpu_count()} cores. The time is until the validation "
-        "loss that synchronous training (ssgd) has after "
-        "three quarters of its updates. Stopped by turns: for 80% of each three gradients' time, in which its emulated "
-        "computation goes on, so that it also takes up to three times as long, and does not answer most of the time.",
+        f"schedule; processes on a machine with {os.cpu_count()} cores; medians of {options.runs} runs, and extremes. "
+        "The time is from the end of the first iteration, in which groups and links are set up, until the validation "
+        "loss that synchronous training (ssgd, one run) has after three quarters of its updates. Stopped by turns: for "
+        "80% of each three gradients' time, in which its emulated computation goes on, so that "
+        "it also takes up to three times as long, and does not answer most of the time.",
         "",
-        "| straggler | mode | time to loss | less than ssgd | seconds per update | final loss | off ssgd's | updates |",
-        "|---|---|---|---|---|---|---|---|",
+        "| straggler | mode | time to loss | less than ssgd | seconds per update | final loss, off ssgd's | updates |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for (straggler, mode), each in found.items():
-        baseline = found.get((straggler, "ssgd"), each)["losses"]
+    for (straggler, mode), runs in found.items():
+        baseline = found.get((straggler, "ssgd"), runs)[0]["losses"]
         target = baseline[3 * (len(baseline) - 1) // 4][2]
-        taken_s, stock_s = (seconds_to(losses, target) for losses in (each["losses"], baseline))
-        (begun_s, first, _), (total_s, updates, final) = each["losses"][1], each["losses"][-1]
-        time_to_loss = f"{taken_s:.0f} s | {1 - taken_s / stock_s:.0%}" if taken_s < float("inf") else "never | -"
-        counted = ", ".join(f"{count} {name}" for name, count in sorted(each["updates"].items())) or "-"
-        lines.append(
-            f"| {straggler} | {mode} | {time_to_loss} | "
-            f"{(total_s - begun_s) / (updates - first):.3f} | "
-            f"{final:.4f} | {final / baseline[-1][2] - 1:+.2%} | {counted} |"
+        stock_s, final = seconds_to(baseline, target), baseline[-1][2]
+        taken_s = [seconds_to(each["losses"], target) for each in runs]
+        columns = (
+            [f"{each:.0f} s" for each in taken_s],
+            [f"{1 - each / stock_s:.0%}" for each in taken_s],
+            [f"{_seconds_per_update(each['losses']):.3f}" for each in runs],
+            [f"{each['losses'][-1][2] / final - 1:+.2%}" for each in runs],
         )
+        updates = ", ".join(f"{count} {name}" for name, count in sorted(runs[0]["updates"].items())) or "-"
+        lines.append(f"| {' | '.join((straggler, mode, *map(_spread, columns), updates))} |")
     lines += [
         "",
         "Updates are counted on the first replica, which is fast. Learning rate, in simulated time: a noisy quadratic, "
@@ -245,6 +261,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--iterations", type=int, default=56)
     parser.add_argument("--compute-ms", type=int, default=850)
+    parser.add_argument("--runs", type=int, default=3, help="of modes other than ssgd, where there is a straggler")
     parser.add_argument("--only", default="", help="straggler/mode pairs with this in their name")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
@@ -256,11 +273,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, ForkServer() as server:
         corpus = Path(directory) / "corpus"
         write_corpus(corpus)
-        found: dict[tuple[str, str], dict[str, Any]] = {}
+        found: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for straggler, modes in STRAGGLERS.items():
             for mode in (mode for mode in modes if options.only in f"{straggler}/{mode}"):
-                found[straggler, mode] = train(straggler, mode, corpus, options, server)
-                options.output.write_text(report(found, options))
+                for _ in range(1 if mode == "ssgd" or straggler == "none" else options.runs):
+                    found.setdefault((straggler, mode), []).append(train(straggler, mode, corpus, options, server))
+                    options.output.write_text(report(found, options))
 
 
 if __name__ == "__main__":

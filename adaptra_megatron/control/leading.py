@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import queue
 import threading
 import time
@@ -24,6 +25,9 @@ from adaptra_megatron.log import logger_of
 from adaptra_megatron.sparing_log import SparingLog
 
 logger = logger_of(__name__)
+
+FORGOTTEN_AT_ONCE = 8
+"""Decisions that are taken out of the store together: a request after a pause costs several in a row."""
 
 
 class Planner(Protocol):
@@ -187,8 +191,11 @@ class Leading:
 
     def _forget(self, until: int) -> None:
         """A rank that has reported an iteration has read what that was to run."""
+        read = bisect.bisect_right(self._kept, until)
+        if read < FORGOTTEN_AT_ONCE:
+            return
         with self._publishing:
-            while self._kept and self._kept[0] <= until:
+            for _ in range(read):
                 self._writing.delete_key(decision_key(self._kept.popleft()))
 
 

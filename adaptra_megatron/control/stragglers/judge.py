@@ -65,10 +65,11 @@ class ArrivalJudge:
         if self._count and (found or over or (now_s >= due_s and self._count >= WINDOW)):
             self._tell_arrivals()
             self._seen_s = now_s
-        return Verdict(
-            late=tuple(LateCell(cell=Cell(each.replica, each.stage), cpu=self._cpu(each)) for each in late.values()),
-            lags_s=tuple(map(tuple, lags_s)),
+        cells = (
+            LateCell(cell=Cell(replica, each.stage), cpu=self._cpu(each), told=replica not in self._untold)
+            for replica, each in late.items()
         )
+        return Verdict(late=tuple(cells), lags_s=tuple(map(tuple, lags_s)))
 
     def finish(self) -> None:
         """Log what has not been logged yet: findings whose cause is still looked for, and how all cells arrive."""

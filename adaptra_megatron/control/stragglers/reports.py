@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -43,6 +43,8 @@ class LateCell:
     cell: Cell
     cpu: str = ""
     """What its host's CPUs have to do with it, in words; "": nothing, as far as is known."""
+    told: bool = True
+    """False while its causes are looked for."""
 
 
 Lags = tuple[tuple[float, ...], ...]
@@ -64,7 +66,7 @@ Reports = Mapping[Cell, CellReport]
 
 
 _ITERATIONS, _LONGEST_S = 4, 120.0
-"""Iterations from one look to the next while no replica is late, and the longest pause for that."""
+"""Iterations from one look to the next, unless causes are looked for, and the longest pause for that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +80,10 @@ class Pace:
         """The pause after one of `pause_s`."""
         return min(self.most_s, 1.5 * pause_s)
 
-    def pause_s(self, pause_s: float, iteration_s: float, late: Sized) -> float:
+    def pause_s(self, pause_s: float, iteration_s: float, late: Iterable[LateCell]) -> float:
         """How long to wait instead of `pause_s` where iterations last `iteration_s` and these cells are late."""
-        return pause_s if late else max(pause_s, min(_LONGEST_S, _ITERATIONS * iteration_s))
+        told = all(each.told for each in late)
+        return max(pause_s, min(_LONGEST_S, _ITERATIONS * iteration_s)) if told else pause_s
 
 
 @dataclass(frozen=True, kw_only=True)
