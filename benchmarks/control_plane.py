@@ -14,7 +14,7 @@ all on the machine's few cores: they tell times from the last measurement to a d
 process use. There, a training process's CPU time holds misses in caches that others have used up, which ranks with
 cores of their own do not share. So it is looked at in *quiet* ones, too: the other replicas rest, and the iteration
 has PERIOD_S, of which all that a rank does for the control plane is a small part. The table has both. A rank's CPU time
-holds what it condenses, packs, sends and reads, in all of its threads.
+holds what it packs, sends and reads, in all of its threads.
 """
 
 from __future__ import annotations

@@ -77,15 +77,13 @@ def recorded(stage: int, stages: int, slow: bool = False) -> Recorded:
 
 
 def measured(lane: int, stage: int, stages: int, slow: bool = False) -> StageMeasurement:
-    """The same, condensed."""
+    """The same, as it is handed in."""
     return stage_measurement(lane, stage, MICRO_BATCHES, *recorded(stage, stages, slow), 0.0)
 
 
 def of_iteration(template: StageMeasurement, iteration: int) -> StageMeasurement:
     """The same in another iteration."""
-    start_s, end_s = template.span_s
-    begin_s = ITERATION_S * iteration
-    return replace(template, iteration=iteration, span_s=(begin_s + start_s, begin_s + end_s))
+    return replace(template, iteration=iteration, clock_offset_s=ITERATION_S * iteration)
 
 
 def connected(port: int) -> TCPStore:

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from adaptra_megatron.control.joining import iteration_sample
-from adaptra_megatron.control.measurements import stage_measurement
+from adaptra_megatron.control.measurements import measurement_of, stage_measurement
 from adaptra_megatron.control.stragglers.host import HostSampler
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.detector.detector import Detector
@@ -143,6 +143,7 @@ def parts(micro_batches: int = 32) -> list[Part]:
     """On one core, medians of many calls; an iteration of a middle stage of a pipeline."""
     timer, records, times = ClockTimer(), made_up_records(1, micro_batches), made_up_times(1, micro_batches)
     measurement = stage_measurement(0, 1, micro_batches, records, times, 0.0)
+    packet = encoded(measurement)
     sample_of = [
         stage_measurement(
             0, stage, micro_batches, made_up_records(stage, micro_batches), made_up_times(stage, micro_batches), 0.0
@@ -168,13 +169,13 @@ def parts(micro_batches: int = 32) -> list[Part]:
             "training thread, per message",
         ),
         Part("arrivals for the trace", each(lambda: arrival_records(1, times[1])), "training thread, per iteration"),
-        Part(
-            "measurement, condensed",
-            each(lambda: stage_measurement(0, 1, micro_batches, records, times, 0.0)),
-            "training thread, per iteration",
-        ),
         Part("measurement, packed", each(lambda: encoded(measurement)), "exchange's thread, per iteration"),
-        Part("joined and judged", each(observe), "leader's thread, per iteration of all ranks"),
+        Part(
+            "measurement, unpacked and condensed",
+            each(lambda: measurement_of(packet)),
+            "planner process, per iteration of each rank",
+        ),
+        Part("joined and judged", each(observe), "planner process, per iteration of all ranks"),
         *straggler_parts(),
     ]
 

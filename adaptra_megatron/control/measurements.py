@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank measured in an iteration, small enough to travel."""
+"""What a rank measured in an iteration: as it travels, and condensed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, get_args
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +47,9 @@ MOST_NBYTES = 1 << 26
 
 @dataclass(frozen=True, eq=False)
 class StageMeasurement:
-    """One rank's iteration. All moments are on its pipeline's common clock, in seconds."""
+    """One rank's iteration. It travels as it was recorded, for a training process has no time to condense it; what is
+    made of records and messages is made where it is used, once. All moments of that are on the pipeline's common clock,
+    in seconds."""
 
     pipeline: int
     """Which of the job's parallel pipelines (the first global rank of its pipeline group)."""
@@ -54,14 +57,12 @@ class StageMeasurement:
     iteration: int
     """Number in traces and keys of messages: evaluations are counted."""
     micro_batches: int
-    span_s: tuple[float, float]
-    """Start of the first action and end of the last one."""
-    durations_s: Mapping[tuple[str, int], npt.NDArray[np.float32]]
-    """By kind ("F", "B", "I", "W") and chunk: seconds of each action, without waiting."""
-    sent: Messages
-    """`peer` is the target; a message is posted and done when it could leave."""
-    received: Messages
-    """`peer` is the source; posted when it was asked for, done when it had arrived."""
+    records: Sequence[ActionRecord] = ()
+    """Times of these and of messages are on the rank's own clock."""
+    sends: Sequence[MessageTimes] = ()
+    receives: Sequence[MessageTimes] = ()
+    begun_s: float = 0.0
+    """Beginning of an iteration without records, by the rank's own clock."""
     memory: StageMemory | None = None
     """None where memory is not measured, or not yet."""
     clock_offset_s: float = 0.0
@@ -72,9 +73,46 @@ class StageMeasurement:
     """Paths of this rank's outgoing links that were broken when the iteration ended."""
     disturbance: str | None = None
     """What may have disturbed all timings of this rank."""
-    sizes: Mapping[tuple[str, int], npt.NDArray[np.float32]] = field(default_factory=dict)
-    """By kind and chunk: bytes of the messages of each action's micro-batch, which are proportional to its tokens; one
-    value where all are alike, and none where they are not known."""
+    nbytes: Mapping[int, int] = field(default_factory=dict)
+    """Of the messages of each micro-batch that has any, also where another replica's cell is at their other end."""
+
+    @cached_property
+    def span_s(self) -> tuple[float, float]:
+        """Start of the first action and end of the last one."""
+        start_s = min((record.start_s for record in self.records), default=self.begun_s)
+        end_s = max((record.end_s for record in self.records), default=self.begun_s)
+        return start_s + self.clock_offset_s, end_s + self.clock_offset_s
+
+    @cached_property
+    def durations_s(self) -> Mapping[tuple[str, int], npt.NDArray[np.float32]]:
+        """By kind ("F", "B", "I", "W") and chunk: seconds of each action, without waiting."""
+        found: dict[tuple[str, int], list[float]] = defaultdict(list)
+        for _, _, kind, chunk, _, _, begun_s, ended_s in self.records:
+            found[kind, chunk].append(ended_s - begun_s)
+        return {key: np.array(values, dtype=np.float32) for key, values in found.items()}
+
+    @cached_property
+    def sizes(self) -> Mapping[tuple[str, int], npt.NDArray[np.float32]]:
+        """By kind and chunk: bytes of the messages of each action's micro-batch, which are proportional to its tokens;
+        one value where all are alike, and none where they are not known."""
+        found: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for _, _, kind, chunk, micro_batch, _, _, _ in self.records if self.nbytes else ():
+            found[kind, chunk].append(self.nbytes.get(micro_batch, 0))
+        return {
+            key: np.array(values[:1] if len(set(values)) == 1 else values, dtype=np.float32)
+            for key, values in found.items()
+            if all(values)
+        }
+
+    @cached_property
+    def sent(self) -> Messages:
+        """`peer` is the target; a message is posted and done when it could leave."""
+        return _messages(self.sends, self.span_s[0] - self.clock_offset_s)
+
+    @cached_property
+    def received(self) -> Messages:
+        """`peer` is the source; posted when it was asked for, done when it had arrived."""
+        return _messages(self.receives, self.span_s[0] - self.clock_offset_s)
 
 
 class BrokenPath(NamedTuple):
@@ -101,26 +139,15 @@ def stage_measurement(
     nbytes: Mapping[int, int] | None = None,
     idle: tuple[int, float] | None = None,
 ) -> StageMeasurement:
-    """Condense one rank's records; `clock_offset_s` is added to its local moments.
+    """One rank's measurement; `clock_offset_s` is added to its local moments.
 
     `idle`: number and beginning of the iteration, for a cell that others relieve of all its work: it has no records.
 
     `ready_s`: when messages had been computed, where they are posted before that (on a GPU). `nbytes`: of the messages
     of each micro-batch that has any.
     """
-    durations_s: dict[tuple[str, int], list[float]] = defaultdict(list)
-    sizes: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for _, _, kind, chunk, micro_batch, _, begun_s, ended_s in records:
-        durations_s[kind, chunk].append(ended_s - begun_s)
-        if nbytes:
-            sizes[kind, chunk].append(nbytes.get(micro_batch, 0))
-    if records:
-        iteration = records[0].iteration
-        start_s, end_s = min(record.start_s for record in records), max(record.end_s for record in records)
-    else:
-        assert idle is not None, "a rank without records says of which iteration"
-        iteration, start_s = idle
-        end_s = start_s
+    iteration, begun_s = (records[0].iteration, 0.0) if records else idle or (None, 0.0)
+    assert iteration is not None, "a rank without records says of which iteration"
     sent, received = times
     if ready_s is not None:
         leave_s = [max(entry.posted_s, ready_s[entry.key]) for entry in sent]
@@ -130,33 +157,30 @@ def stage_measurement(
         stage=stage,
         iteration=iteration,
         micro_batches=micro_batches,
-        span_s=(start_s + clock_offset_s, end_s + clock_offset_s),
-        durations_s={key: np.array(values, dtype=np.float32) for key, values in durations_s.items()},
-        sent=_messages(sent, start_s),
-        received=_messages(received, start_s),
+        records=records,
+        sends=sent,
+        receives=received,
+        begun_s=begun_s,
         memory=memory,
         clock_offset_s=clock_offset_s,
         probes=tuple(probes),
         broken=tuple(broken),
         disturbance=disturbance,
-        sizes={
-            key: np.array(values[:1] if len(set(values)) == 1 else values, dtype=np.float32)
-            for key, values in sizes.items()
-            if all(values)
-        },
+        nbytes=nbytes or {},
     )
 
 
-def _array(annotation: Any, value: object) -> npt.NDArray[Any]:
-    """Raises ValueError for what are no bytes of such an array."""
-    if not isinstance(value, bytes):
-        raise ValueError(f"an array cannot be made of a {type(value).__name__}")
-    (scalar,) = get_args(get_args(annotation)[1])
-    return np.frombuffer(bytearray(value), MESSAGE if scalar is np.void else scalar)
+_DECODED: Decoder[StageMeasurement] = Decoder(StageMeasurement, MOST_NBYTES)
 
 
-measurement_of: Decoder[StageMeasurement] = Decoder(StageMeasurement, MOST_NBYTES, _array)
-"""A measurement as it travelled."""
+def measurement_of(packet: bytes) -> StageMeasurement:
+    """A measurement as it travelled. Raises ValueError for anything else."""
+    found = _DECODED(packet)
+    try:
+        _ = found.durations_s, found.sizes, found.sent, found.received
+    except (struct.error, OverflowError) as cause:
+        raise ValueError(f"a message of a measurement has a number out of range: {cause}") from cause
+    return found
 
 
 def mean_idle_share(measurements: Sequence[StageMeasurement]) -> float:

@@ -12,13 +12,24 @@ from adaptra_megatron.control.measurements import measurement_of
 from adaptra_megatron.control.wire_format import Decoder, encoded
 
 
-@pytest.mark.parametrize(("field", "value"), [("sent", 1 << 40), ("sent", b"odd"), ("stage", "1"), ("span_s", [0.0])])
+@pytest.mark.parametrize(
+    ("field", "value"), [("sends", 1 << 40), ("sends", b"odd"), ("stage", "1"), ("records", [[0.0]])]
+)
 def test_a_field_of_another_type_is_refused(field: str, value: object) -> None:
     packet = encoded(MeasuredJob().measure(0.0)[0])
     said = msgspec.msgpack.decode(packet)
     assert measurement_of(encoded(said)).stage == 0
     with pytest.raises(ValueError, match="invalid field"):
         measurement_of(encoded(said | {field: value}))
+
+
+def test_a_number_that_no_message_has_is_refused() -> None:
+    said = msgspec.msgpack.decode(encoded(MeasuredJob().measure(0.0)[0]))
+    for place, value in ((1, 1 << 20), (4, -1), (3, 1e300)):
+        sends = [list(each) for each in said["sends"]]
+        sends[0][place] = value
+        with pytest.raises(ValueError, match="a number out of range"):
+            measurement_of(encoded(said | {"sends": sends}))
 
 
 def test_what_is_nested_too_deep_or_too_long_is_refused() -> None:

@@ -26,13 +26,15 @@ from adaptra_megatron.control.decisions import (
     Told,
     decision_of,
 )
-from adaptra_megatron.control.measurements import MESSAGE, BrokenPath, StageMeasurement, measurement_of
+from adaptra_megatron.control.measurements import BrokenPath, StageMeasurement, measurement_of
 from adaptra_megatron.control.memory import StageMemory
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.telemetry.figures.scalars import JobFigures, LinkFigures, MemoryFigures
+from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 from adaptra_megatron.transport.delegate import control
 from adaptra_megatron.transport.failover import control_messages
+from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
 from adaptra_megatron.transport.paths import Path, ProbeTimes
 from fuzz.mutations import spoil_stream
 from fuzz.verbs_talk import anything
@@ -131,14 +133,13 @@ _MEASUREMENT = StageMeasurement(
     stage=1,
     iteration=2,
     micro_batches=3,
-    span_s=(1.0, 2.0),
-    durations_s={("F", 0): np.arange(3, dtype=np.float32), ("B", 0): np.arange(2, dtype=np.float32)},
-    sent=np.zeros(2, MESSAGE),
-    received=np.zeros(1, MESSAGE),
+    records=[ActionRecord(2, 1, kind, 0, number, 0.0, 1.0, 2.0) for number in range(3) for kind in "FB"],
+    sends=[MessageTimes(MessageKey(2, Direction.ACTIVATION, 0, 1), 2, 1.0, 2.0, 9, Path.HOST)],
+    receives=[MessageTimes(MessageKey(2, Direction.GRADIENT, 0, 1), 2, 1.0, 2.0, 9, Path.DEVICE)],
     memory=StageMemory(1.0, 2.0, 3.0, None),
     probes=(ProbeTimes(1, Path.HOST, 3, 1.0, 2.0),),
     broken=(BrokenPath(1, Path.DEVICE, "gone"),),
-    sizes={("F", 0): np.arange(3, dtype=np.float32), ("B", 0): np.ones(1, dtype=np.float32)},
+    nbytes={0: 9, 1: 8, 2: 9},
 )
 _DECISION = Decision(
     3,

@@ -9,8 +9,6 @@ import functools
 import time
 from typing import Any
 
-import numpy as np
-
 from adaptra_megatron.control.decision_writer import DecisionWriter
 from adaptra_megatron.control.decisions import Decision
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
@@ -52,11 +50,11 @@ def exact_times(compute: EmulatedCompute) -> Replaced:
     @functools.wraps(stage_measurement)
     def exact(*args: Any, **keywords: Any) -> StageMeasurement:
         measured = stage_measurement(*args, **keywords)
-        durations_s = {
-            (kind, chunk): np.full_like(found, compute.action_seconds(kind, chunk))
-            for (kind, chunk), found in measured.durations_s.items()
-        }
-        return dataclasses.replace(measured, durations_s=durations_s)
+        records = [
+            record._replace(end_s=record.start_s + compute.action_seconds(record.kind, record.chunk))
+            for record in measured.records
+        ]
+        return dataclasses.replace(measured, records=records)
 
     def computing_s(begun_s: float) -> float:
         return compute.action_seconds("B", 0)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,8 +77,7 @@ def context(
         links={(0, 1): LinkCost(latency_s), (1, 0): LinkCost(latency_s)},
         max_in_flight=(cap,) * STAGES,
     )
-    nothing = np.zeros(0)
-    latest = StageMeasurement(0, 0, 5, micro_batches, (0.0, 1.0), {}, nothing, nothing)
+    latest = StageMeasurement(0, 0, 5, micro_batches)
     return Context([latest], Estimates({}, stages), [], {}, 0, lambda _: costs)
 
 

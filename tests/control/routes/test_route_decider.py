@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 
 from adaptra_megatron.control.deciders import Context
@@ -51,8 +50,7 @@ def context(factors: Mapping[Cell, float], number: int = 0) -> Context:
         for stage in range(STAGES)
     }
     costs = uniform_costs(STAGES, MICRO_BATCHES, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
-    nothing = np.zeros(0)
-    latest = StageMeasurement(0, 0, 5, MICRO_BATCHES, (0.0, 1.0), {}, nothing, nothing)
+    latest = StageMeasurement(0, 0, 5, MICRO_BATCHES)
     return Context([latest], Estimates({}, stages), [], {}, number, lambda _: costs)
 
 
