@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
-import struct
+import sys
+from array import array
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,21 +35,98 @@ MESSAGE = np.dtype(
 )
 """One message at one of its ends, moments since the start of the rank's iteration: single precision is microseconds.
 The first five fields are what messages are ordered by."""
-_PACKED_MESSAGE = struct.Struct("<h?IH?Qff")
-"""The same for Python's own tuples: numpy takes three times as long to make an array of them."""
-
-
 Messages = npt.NDArray[np.void]
 """Messages as an array of dtype MESSAGE, in order of `message_order`."""
 MOST_NBYTES = 1 << 26
 """Longest measurement."""
 
 
+class ActionColumns(NamedTuple):
+    """Actions of a rank as they travel, in the order in which they ran: little-endian numbers, a column for each."""
+
+    kinds: str = ""
+    """A letter for each action: F, B, I or W."""
+    chunks: bytes = b""
+    """Of 16 bits."""
+    micro_batches: bytes = b""
+    """Of 32 bits."""
+    starts_s: bytes = b""
+    """On the rank's own clock, of 64 bits, as all moments are."""
+    ends_s: bytes = b""
+
+    @classmethod
+    def of(cls, records: Sequence[ActionRecord]) -> ActionColumns:
+        """Those of `records`."""
+        if not records:
+            return cls()
+        _, _, kinds, chunks, micro_batches, _, starts_s, ends_s = zip(*records, strict=True)
+        columns = _column("H", chunks), _column("I", micro_batches), _column("d", starts_s), _column("d", ends_s)
+        return cls("".join(kinds), *columns)
+
+
+class MessageColumns(NamedTuple):
+    """Messages at one of their ends as they travel."""
+
+    peers: bytes = b""
+    """Of 16 bits, with a sign."""
+    by_host: bytes = b""
+    """1 for the host path, 0 for the device path."""
+    micro_batches: bytes = b""
+    chunks: bytes = b""
+    gradients: bytes = b""
+    """1 for gradients, 0 for activations."""
+    nbytes: bytes = b""
+    """Of 64 bits."""
+    posted_s: bytes = b""
+    done_s: bytes = b""
+
+    @classmethod
+    def of(cls, times: Sequence[MessageTimes]) -> MessageColumns:
+        """Those of messages with these `times`."""
+        if not times:
+            return cls()
+        keys, peers, posted_s, done_s, nbytes, paths = zip(*times, strict=True)
+        _, directions, chunks, micro_batches, _ = zip(*keys, strict=True)
+        return cls(
+            _column("h", peers),
+            bytes([path is _HOST for path in paths]),
+            _column("I", micro_batches),
+            _column("H", chunks),
+            bytes([direction is _GRADIENT for direction in directions]),
+            _column("Q", nbytes),
+            _column("d", posted_s),
+            _column("d", done_s),
+        )
+
+    def messages(self, start_s: float) -> Messages:
+        """Their array, with moments since `start_s`. Raises ValueError for columns that are none."""
+        found = np.empty(len(self.by_host), MESSAGE)
+        for (name, dtype), column in zip(_COLUMNS, self, strict=True):
+            values = np.frombuffer(column, dtype)
+            if len(values) != len(found):
+                raise ValueError(f"columns of messages have {len(found)} and {len(values)} rows")
+            found[name] = values - start_s if dtype is _MOMENTS else values
+        groups, keys = message_order(found)
+        return found[np.lexsort((keys, groups))]
+
+
+_HOST, _GRADIENT = Path.HOST, Direction.GRADIENT
+"""Looked up once: enum's own look-up takes as long as all else that is done with a message here."""
+_MOMENTS = np.dtype("<f8")
+_COLUMNS = tuple((name, _MOMENTS if name.endswith("_s") else MESSAGE[name]) for name in MESSAGE.names or ())
+
+
+def _column(code: str, values: Iterable[Any]) -> bytes:
+    column = array(code, values)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
+
+
 @dataclass(frozen=True, eq=False)
 class StageMeasurement:
-    """One rank's iteration. It travels as it was recorded, for a training process has no time to condense it; what is
-    made of records and messages is made where it is used, once. All moments of that are on the pipeline's common clock,
-    in seconds."""
+    """One rank's iteration. It travels in columns, for a training process has no time to condense it; what is made of
+    these is made where it is used, once. All moments of that are on the pipeline's common clock, in seconds."""
 
     pipeline: int
     """Which of the job's parallel pipelines (the first global rank of its pipeline group)."""
@@ -57,10 +134,10 @@ class StageMeasurement:
     iteration: int
     """Number in traces and keys of messages: evaluations are counted."""
     micro_batches: int
-    records: Sequence[ActionRecord] = ()
+    actions: ActionColumns = ActionColumns()
     """Times of these and of messages are on the rank's own clock."""
-    sends: Sequence[MessageTimes] = ()
-    receives: Sequence[MessageTimes] = ()
+    sends: MessageColumns = MessageColumns()
+    receives: MessageColumns = MessageColumns()
     begun_s: float = 0.0
     """Beginning of an iteration without records, by the rank's own clock."""
     memory: StageMemory | None = None
@@ -77,42 +154,62 @@ class StageMeasurement:
     """Of the messages of each micro-batch that has any, also where another replica's cell is at their other end."""
 
     @cached_property
+    def _moments_s(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Starts and ends of actions by the rank's own clock."""
+        starts_s, ends_s = (np.frombuffer(column, "<f8") for column in self.actions[3:])
+        if not len(self.actions.kinds) == len(starts_s) == len(ends_s):
+            raise ValueError(f"a measurement has {len(starts_s)} starts and {len(ends_s)} ends of actions")
+        return starts_s, ends_s
+
+    @property
+    def _start_s(self) -> float:
+        return float(self._moments_s[0].min(initial=np.inf)) if self.actions.kinds else self.begun_s
+
+    @cached_property
     def span_s(self) -> tuple[float, float]:
         """Start of the first action and end of the last one."""
-        start_s = min((record.start_s for record in self.records), default=self.begun_s)
-        end_s = max((record.end_s for record in self.records), default=self.begun_s)
-        return start_s + self.clock_offset_s, end_s + self.clock_offset_s
+        end_s = float(self._moments_s[1].max()) if self.actions.kinds else self.begun_s
+        return self._start_s + self.clock_offset_s, end_s + self.clock_offset_s
+
+    @cached_property
+    def _places(self) -> Mapping[tuple[str, int], npt.NDArray[np.intp]]:
+        """Positions of the actions of each kind and chunk."""
+        kinds = np.frombuffer(self.actions.kinds.encode(), np.uint8).astype(np.int64)
+        chunks = np.frombuffer(self.actions.chunks, "<u2")
+        if len(kinds) != len(chunks):
+            raise ValueError(f"a measurement has {len(kinds)} kinds of actions and {len(chunks)} chunks")
+        codes = kinds << 16 | chunks
+        return {
+            (chr(code >> 16), code & 0xFFFF): np.flatnonzero(codes == code) for code in dict.fromkeys(codes.tolist())
+        }
 
     @cached_property
     def durations_s(self) -> Mapping[tuple[str, int], npt.NDArray[np.float32]]:
         """By kind ("F", "B", "I", "W") and chunk: seconds of each action, without waiting."""
-        found: dict[tuple[str, int], list[float]] = defaultdict(list)
-        for _, _, kind, chunk, _, _, begun_s, ended_s in self.records:
-            found[kind, chunk].append(ended_s - begun_s)
-        return {key: np.array(values, dtype=np.float32) for key, values in found.items()}
+        starts_s, ends_s = self._moments_s
+        lasted_s = (ends_s - starts_s).astype(np.float32)
+        return {key: lasted_s[places] for key, places in self._places.items()}
 
     @cached_property
     def sizes(self) -> Mapping[tuple[str, int], npt.NDArray[np.float32]]:
         """By kind and chunk: bytes of the messages of each action's micro-batch, which are proportional to its tokens;
         one value where all are alike, and none where they are not known."""
-        found: dict[tuple[str, int], list[int]] = defaultdict(list)
-        for _, _, kind, chunk, micro_batch, _, _, _ in self.records if self.nbytes else ():
-            found[kind, chunk].append(self.nbytes.get(micro_batch, 0))
-        return {
-            key: np.array(values[:1] if len(set(values)) == 1 else values, dtype=np.float32)
-            for key, values in found.items()
-            if all(values)
-        }
+        if not self.nbytes:
+            return {}
+        micro_batches = np.frombuffer(self.actions.micro_batches, "<u4").tolist()
+        nbytes = np.array([self.nbytes.get(each, 0) for each in micro_batches], dtype=np.float32)
+        found = ((key, nbytes[places]) for key, places in self._places.items())
+        return {key: each[:1] if (each == each[0]).all() else each for key, each in found if each.all()}
 
     @cached_property
     def sent(self) -> Messages:
         """`peer` is the target; a message is posted and done when it could leave."""
-        return _messages(self.sends, self.span_s[0] - self.clock_offset_s)
+        return self.sends.messages(self._start_s)
 
     @cached_property
     def received(self) -> Messages:
         """`peer` is the source; posted when it was asked for, done when it had arrived."""
-        return _messages(self.receives, self.span_s[0] - self.clock_offset_s)
+        return self.receives.messages(self._start_s)
 
 
 class BrokenPath(NamedTuple):
@@ -157,9 +254,9 @@ def stage_measurement(
         stage=stage,
         iteration=iteration,
         micro_batches=micro_batches,
-        records=records,
-        sends=sent,
-        receives=received,
+        actions=ActionColumns.of(records),
+        sends=MessageColumns.of(sent),
+        receives=MessageColumns.of(received),
         begun_s=begun_s,
         memory=memory,
         clock_offset_s=clock_offset_s,
@@ -177,9 +274,9 @@ def measurement_of(packet: bytes) -> StageMeasurement:
     """A measurement as it travelled. Raises ValueError for anything else."""
     found = _DECODED(packet)
     try:
-        _ = found.durations_s, found.sizes, found.sent, found.received
-    except (struct.error, OverflowError) as cause:
-        raise ValueError(f"a message of a measurement has a number out of range: {cause}") from cause
+        _ = found.span_s, found.durations_s, found.sizes, found.sent, found.received
+    except (IndexError, OverflowError) as cause:
+        raise ValueError(f"a measurement cannot be taken in: {cause}") from cause
     return found
 
 
@@ -206,23 +303,6 @@ def _spans_s(measurements: Sequence[StageMeasurement]) -> dict[int, float]:
         pipeline: max(1e-6, max(end_s for _, end_s in spans_s) - min(start_s for start_s, _ in spans_s))
         for pipeline, spans_s in of_pipeline.items()
     }
-
-
-def _messages(times: Sequence[MessageTimes], start_s: float) -> Messages:
-    rows = sorted(
-        (
-            peer,
-            path is Path.HOST,
-            key.micro_batch,
-            key.chunk,
-            key.direction is Direction.GRADIENT,
-            nbytes,
-            posted_s - start_s,
-            done_s - start_s,
-        )
-        for key, peer, posted_s, done_s, nbytes, path in times
-    )
-    return np.frombuffer(bytearray().join(itertools.starmap(_PACKED_MESSAGE.pack, rows)), MESSAGE)
 
 
 def message_order(messages: Messages) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

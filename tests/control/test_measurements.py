@@ -209,10 +209,9 @@ def _ends(source: int, target: int) -> set[LinkId]:
 
 def test_what_did_not_arrive_by_the_path_it_was_sent_on_was_lost_there() -> None:
     measurements = measured(costs_of(l0_1=0.25))
-    moved = [
-        each._replace(path=Path.HOST) if each.peer == 0 and each.key.micro_batch >= 5 else each
-        for each in measurements[1].receives
-    ]
+    receives = measurements[1].receives
+    peers, micro_batches = np.frombuffer(receives.peers, "<i2"), np.frombuffer(receives.micro_batches, "<u4")
+    moved = receives._replace(by_host=((peers == 0) & (micro_batches >= 5)).tobytes())
     measurements[1] = dataclasses.replace(measurements[1], receives=moved)
     links = iteration_sample(measurements).links
     assert sorted(links[LinkId(0, 0, 1, "device")].messages.arrived) == [False] * 3 + [True] * 5
@@ -302,10 +301,10 @@ def test_the_share_of_idle_time_is_the_mean_over_ranks() -> None:
     assert iteration_s([*measurements, *elsewhere]) == pytest.approx(10.0)
 
 
-def test_an_iteration_of_256_micro_batches_is_some_dozens_of_kilobytes() -> None:
+def test_an_iteration_of_256_micro_batches_is_some_kilobytes() -> None:
     costs = uniform_costs(STAGES, 256, forward_s=0.01, backward_input_s=0.01, backward_weight_s=0.01)
     nbytes = [len(encoded(measurement)) for measurement in measured(costs)]
-    assert max(nbytes) < 100_000, nbytes
+    assert max(nbytes) < 64_000, nbytes
 
 
 def test_a_measurement_arrives_as_it_was_sent() -> None:
@@ -318,7 +317,7 @@ def test_a_measurement_arrives_as_it_was_sent() -> None:
             assert getattr(come, field.name) == getattr(sent, field.name), field.name
         for name in ("span_s", "durations_s", "sizes", "sent", "received"):
             np.testing.assert_equal(getattr(come, name), getattr(sent, name), name)
-        assert len(come.sent) == len(sent.sends) > 0 or sent.stage in (0, STAGES - 1)
+        assert len(come.sent) == len(sent.sends.by_host) > 0
         assert come.durations_s["F", 0].dtype == np.float32
 
 

@@ -26,7 +26,13 @@ from adaptra_megatron.control.decisions import (
     Told,
     decision_of,
 )
-from adaptra_megatron.control.measurements import BrokenPath, StageMeasurement, measurement_of
+from adaptra_megatron.control.measurements import (
+    ActionColumns,
+    BrokenPath,
+    MessageColumns,
+    StageMeasurement,
+    measurement_of,
+)
 from adaptra_megatron.control.memory import StageMemory
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.telemetry.figures.scalars import JobFigures, LinkFigures, MemoryFigures
@@ -133,9 +139,9 @@ _MEASUREMENT = StageMeasurement(
     stage=1,
     iteration=2,
     micro_batches=3,
-    records=[ActionRecord(2, 1, kind, 0, number, 0.0, 1.0, 2.0) for number in range(3) for kind in "FB"],
-    sends=[MessageTimes(MessageKey(2, Direction.ACTIVATION, 0, 1), 2, 1.0, 2.0, 9, Path.HOST)],
-    receives=[MessageTimes(MessageKey(2, Direction.GRADIENT, 0, 1), 2, 1.0, 2.0, 9, Path.DEVICE)],
+    actions=ActionColumns.of([ActionRecord(2, 1, kind, 0, m, 0.0, 1.0, 2.0) for m in range(3) for kind in "FB"]),
+    sends=MessageColumns.of([MessageTimes(MessageKey(2, Direction.ACTIVATION, 0, 1), 2, 1.0, 2.0, 9, Path.HOST)]),
+    receives=MessageColumns.of([MessageTimes(MessageKey(2, Direction.GRADIENT, 0, 1), 2, 1.0, 2.0, 9, Path.DEVICE)]),
     memory=StageMemory(1.0, 2.0, 3.0, None),
     probes=(ProbeTimes(1, Path.HOST, 3, 1.0, 2.0),),
     broken=(BrokenPath(1, Path.DEVICE, "gone"),),

@@ -4,9 +4,9 @@ that are emulated. For tests of what is decided, and of what decisions do to the
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from adaptra_megatron.control.decision_writer import DecisionWriter
@@ -14,6 +14,7 @@ from adaptra_megatron.control.decisions import Decision
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
 from adaptra_megatron.emulation.faults.compute import EmulatedCompute
 from adaptra_megatron.emulation.replacing import Replaced, Replacement
+from adaptra_megatron.telemetry.records import ActionRecord
 
 DECIDES_WITHIN_S = 120.0
 """How long an iteration waits for its decision."""
@@ -48,13 +49,14 @@ def exact_times(compute: EmulatedCompute) -> Replaced:
     from adaptra_megatron.runtime.megatron import replica_updates
 
     @functools.wraps(stage_measurement)
-    def exact(*args: Any, **keywords: Any) -> StageMeasurement:
-        measured = stage_measurement(*args, **keywords)
-        records = [
+    def exact(
+        pipeline: int, stage: int, micro_batches: int, records: Sequence[ActionRecord], *args: Any, **keywords: Any
+    ) -> StageMeasurement:
+        lasting = [
             record._replace(end_s=record.start_s + compute.action_seconds(record.kind, record.chunk))
-            for record in measured.records
+            for record in records
         ]
-        return dataclasses.replace(measured, records=records)
+        return stage_measurement(pipeline, stage, micro_batches, lasting, *args, **keywords)
 
     def computing_s(begun_s: float) -> float:
         return compute.action_seconds("B", 0)
