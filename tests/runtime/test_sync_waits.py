@@ -50,6 +50,9 @@ class Watch:
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
+    def lasts(self, iteration_s: float) -> None:
+        """All ranks say so."""
+
     def add(self, row: Row) -> None:
         self.rows.append(row)
 

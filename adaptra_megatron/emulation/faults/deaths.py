@@ -21,7 +21,7 @@ from adaptra_megatron.job.membership import START_VARIABLE, MembershipRecords
 if TYPE_CHECKING:
     from adaptra_megatron.runtime.megatron.computation import StageComputation
 
-ARRIVES_S, _LOOKS_S = 150.0, 0.05
+ARRIVES_S, _LOOKS_S = 60.0, 0.05
 POINTS = ("ready", "receiving", "joining", "meeting", "admitting", "sending")
 """Points of an admission: a process that was started again stands ready, receives the state of the job, joins what it
 has with the other ranks of its cell, and meets the others, who admit it, and one of whom sends that state."""
@@ -158,17 +158,23 @@ class Arrivals:
         """True in a process that was started again, until its first iteration: in that, others wait for it."""
 
     def set_iteration(self, iteration: int) -> None:
-        """`iteration` (from 0) is about to begin. Raises EmulationError after ARRIVES_S."""
+        """`iteration` (from 0) is about to begin. Raises EmulationError where no rank dies within ARRIVES_S.
+
+        Where ranks neither leave nor come back for so long, the job may have ended: the training goes on, and sees.
+        """
         joins, self._joins = self._joins, False
         if joins or iteration not in self._iterations:
             return
-        records, deadline_s = MembershipRecords.of_rank(ARRIVES_S), time.monotonic() + ARRIVES_S
-        while (found := records.newest()) is None or len(found.live) < found.world_size or not found.left:
-            if time.monotonic() > deadline_s:
-                raise EmulationError(
-                    f"iteration {iteration}: after {ARRIVES_S:g} s no rank has died, or not all are back"
-                )
+        records, since_s, found = MembershipRecords.of_rank(ARRIVES_S), time.monotonic(), None
+        while found is None or len(found.live) < found.world_size or not found.left:
             time.sleep(_LOOKS_S)
+            before, found = found, records.newest()
+            if found != before:
+                since_s = time.monotonic()
+            elif time.monotonic() > since_s + ARRIVES_S:
+                if found is None or not found.left:
+                    raise EmulationError(f"iteration {iteration}: no rank has died for {ARRIVES_S:g} s")
+                return
 
 
 def _die(*, stops: bool = False) -> None:
