@@ -21,7 +21,7 @@ _MOST_NBYTES = 1 << 22
 PLACE = "stragglers"
 """In the job's store."""
 ADDRESS_KEY, LATE_KEY, LAGS_KEY = "judge", "late", "lags"
-"""Where the judge listens; the cells that are late; and lags of all cells."""
+"""Where the judge listens, empty once it has ended; the cells that are late; and lags of all cells."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ from adaptra_megatron.control.stragglers.reports import (
     late_of,
 )
 from adaptra_megatron.control.wire_format import encoded
-from adaptra_megatron.detector.stragglers import Row
+from adaptra_megatron.detector.stragglers import LEAST, UNUSUAL, Row
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.log import logger_of
@@ -50,6 +50,9 @@ logger = logger_of(__name__)
 
 FIRST_S, LEAST_S, PER_CELL_S = 0.5, 5.0, 0.02
 """Between two looks: at first; later; and of jobs with many cells, for each of these."""
+JUDGED_FROM = UNUSUAL + LEAST // 2
+"""Iterations after which a cell reports, and the judge's process is started: it could not find anything before, and
+jobs that end sooner do without it."""
 _OVERLAP = 3
 """Looks for which an iteration is reported again."""
 _END_S = 2.0
@@ -136,20 +139,18 @@ class StragglerWatch:
         store = self._control.client(PLACE)
         with contextlib.ExitStack() as parts:
             link = judge = None
-            if self._judges:
-                judge = _Judge(self._layout, self._control, store, self._pace, self._listen(), self._telemetry)
-                parts.callback(judge.close)
             if self._reports:
                 link = self._make_link()
                 parts.callback(link.close)
-            address, number, pause_s = None, 0, self._pace.first_s
+            number, pause_s = 0, self._pace.first_s
             while not self._ending.wait(self._pace.pause_s(pause_s, self._iteration_s, self._late)):
-                if link is not None:
-                    if address is None and (entry := store.peek(ADDRESS_KEY)) is not None:
-                        address = address_of(entry)
-                    if address is not None:
-                        link.keep(address)
-                    self._report(link, number)
+                if self._reports and len(self._added) < JUDGED_FROM:
+                    continue
+                if self._judges and judge is None:
+                    judge = _Judge(self._layout, self._control, store, self._pace, self._listen(), self._telemetry)
+                    parts.callback(judge.close)
+                if link is not None and not self._hand_in(link, store, number):
+                    link = None
                 if judge is not None and not judge.look():
                     break
                 self._follow(store)
@@ -162,7 +163,12 @@ class StragglerWatch:
             *(self._control.secret, purpose, 1, lambda: None), process="judge of stragglers", effect=effect
         )
 
-    def _report(self, link: ReportLink, number: int) -> None:
+    def _hand_in(self, link: ReportLink, store: SealedStore, number: int) -> bool:
+        """Report over a connection that is seen to here. Returns False where there is no judge any more."""
+        if link.connection is None and (entry := store.peek(ADDRESS_KEY)) is not None:
+            if not entry:
+                return False
+            link.keep(address_of(entry))
         now_s = time.monotonic()
         pause_s = self._pace.pause_s(self._pace.most_s, self._iteration_s, self._late)
         since_s = min(self._reported_s, now_s - _OVERLAP * pause_s)
@@ -172,6 +178,7 @@ class StragglerWatch:
         link.report(number, encoded(report))
         if link.connection is not None:
             self._reported_s = now_s
+        return True
 
     def _follow(self, store: SealedStore) -> None:
         """Look at what is found, and do what there is to be done about it."""
@@ -218,6 +225,8 @@ class _Judge:
                 "the process that judges stragglers ended by %s; replicas that come last are not found any more",
                 self._keeper.close(),
             )
+            self._store.set(ADDRESS_KEY, b"")
+            self._store.set(LATE_KEY, encoded(()))  # what hosts do about it ends
             return False
         if verdict is not None and verdict.lags_s:
             self._store.set(LAGS_KEY, encoded(verdict.lags_s))

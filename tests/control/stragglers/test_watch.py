@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from adaptra_megatron.control.stragglers import watch as watches
 from adaptra_megatron.control.stragglers.host import HostSampler
-from adaptra_megatron.control.stragglers.watch import StragglerWatch
+from adaptra_megatron.control.stragglers.watch import JUDGED_FROM, StragglerWatch
 from adaptra_megatron.detector.straggler_causes import HostFigures
 from adaptra_megatron.detector.stragglers import Row
 from adaptra_megatron.job.control_store import ControlStore
@@ -149,6 +149,7 @@ def test_a_failure_of_ours_is_logged_and_ends_the_looking_alone(
     monkeypatch.setattr(watches, "JudgeKeeper", lambda *given: 1 // 0)
     ranks = Ranks(store, "off")
     try:
+        ranks.train(JUDGED_FROM, late_s=0.0)
         until(lambda: "stragglers are not looked for any more" in caplog.text)
     finally:
         ranks.close()
@@ -161,14 +162,20 @@ def test_the_end_of_the_judges_process_is_logged_and_ends_the_looking_alone(
 ) -> None:
     ranks = Ranks(store, "off")
     try:
+        ranks.train(JUDGED_FROM - 1, late_s=0.0)
+        time.sleep(0.2)
+        assert not judges(), "so few iterations are not judged"
+        ranks.train(1, late_s=0.0, first=JUDGED_FROM - 1)
         until(lambda: judges())
         for judge in judges():
             judge.kill()
         until(lambda: "replicas that come last are not found any more" in caplog.text)
+        time.sleep(2.5)  # in which each rank would have tried to connect again, more than once
     finally:
         ranks.close()
     assert "the process that judges stragglers ended by signal SIGKILL" in caplog.text
     assert not ranks.told[0].events
+    assert "cannot hand in" not in caplog.text
 
 
 @pytest.mark.timeout(60)

@@ -13,7 +13,7 @@ from adaptra_megatron.emulation.jobs.variants import Variant, check_equal, run_v
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import ArrivalsSeen, StragglerDetection
 
-ITERATIONS = 26
+ITERATIONS = 36
 
 
 @judged_by_the_clock
