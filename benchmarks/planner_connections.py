@@ -67,15 +67,17 @@ async def _take_in(listener: socket.socket, ranks: int, said: Connection) -> Non
         begun_s = time.process_time()
 
 
-async def connected(address: tuple[str, int], ranks: int) -> list[socket.socket]:
-    """All connections, made at once. Raises OSError or HandshakeError for one that fails."""
+async def connected(
+    address: tuple[str, int], ranks: int, secret: bytes = SECRET, place: str = PLACE
+) -> list[socket.socket]:
+    """All connections but rank 0's, made at once. Raises OSError or HandshakeError for one that fails."""
     loop = asyncio.get_running_loop()
 
     async def make(rank: int) -> socket.socket:
         link = socket.socket()
         link.setblocking(False)
         await asyncio.wait_for(loop.sock_connect(link, address), CONNECT_S)
-        await connect(link, SECRET, purpose_of(PLACE, rank, 0), HANDSHAKE_S)
+        await connect(link, secret, purpose_of(place, rank, 0), HANDSHAKE_S)
         link.setblocking(True)
         return link
 

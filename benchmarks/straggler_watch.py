@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
 import statistics
 import sys
 import time
@@ -21,10 +20,8 @@ from collections.abc import Iterator, Sequence
 
 import psutil
 import torch.distributed as dist
-from planner_connections import HANDSHAKE_S, raise_limit
+from planner_connections import connected, raise_limit
 
-from adaptra_megatron.authentication.handshake import connect
-from adaptra_megatron.control.beside.report_server import purpose_of
 from adaptra_megatron.control.rounds import address_of, framed
 from adaptra_megatron.control.stragglers import watch as watches
 from adaptra_megatron.control.stragglers.reports import ADDRESS_KEY, PLACE, CellReport, Pace
@@ -83,8 +80,8 @@ class Job:
         client = control.client(PLACE)
         while (entry := client.peek(ADDRESS_KEY)) is None:
             time.sleep(0.05)
-        address, place = tuple(address_of(entry)), control.seal(PLACE).place
-        self.links = asyncio.run(_connected(address, control.secret, place, range(1, cells)))
+        place = control.seal(PLACE).place
+        self.links = asyncio.run(connected(address_of(entry), cells, control.secret, place))
         (self.judge,) = psutil.Process().children()
 
     def look(self, number: int, late: float) -> tuple[float, float]:
@@ -112,19 +109,6 @@ class Job:
         thread = self.watch._thread.ident
         assert thread is not None
         return time.clock_gettime(time.pthread_getcpuclockid(thread)), times.user + times.system
-
-
-async def _connected(address: tuple[str, int], secret: bytes, place: str, ranks: Sequence[int]) -> list[socket.socket]:
-    loop = asyncio.get_running_loop()
-    found = []
-    for rank in ranks:
-        link = socket.socket()
-        link.setblocking(False)
-        await loop.sock_connect(link, address)
-        await connect(link, secret, purpose_of(place, rank, 0), HANDSHAKE_S)
-        link.setblocking(True)
-        found.append(link)
-    return found
 
 
 def rows(cells: int, looks: int, least_s: float, per_cell_s: float) -> Iterator[tuple[str, ...]]:

@@ -42,16 +42,16 @@ MOST_NBYTES = 1 << 26
 
 
 class ActionColumns(NamedTuple):
-    """Actions of a rank as they travel, in the order in which they ran: little-endian numbers, a column for each."""
+    """Actions of a rank as they travel, in the order in which they ran: one column for each property, little-endian."""
 
     kinds: str = ""
     """A letter for each action: F, B, I or W."""
     chunks: bytes = b""
-    """Of 16 bits."""
+    """Unsigned numbers of 16 bits."""
     micro_batches: bytes = b""
-    """Of 32 bits."""
+    """Unsigned numbers of 32 bits."""
     starts_s: bytes = b""
-    """On the rank's own clock, of 64 bits, as all moments are."""
+    """Floating-point numbers of 64 bits, on the rank's own clock."""
     ends_s: bytes = b""
 
     @classmethod
@@ -65,24 +65,20 @@ class ActionColumns(NamedTuple):
 
 
 class MessageColumns(NamedTuple):
-    """Messages at one of their ends as they travel."""
+    """Messages at one of their ends as they travel: the columns of MESSAGE, in its order and types."""
 
     peers: bytes = b""
-    """Of 16 bits, with a sign."""
     by_host: bytes = b""
-    """1 for the host path, 0 for the device path."""
     micro_batches: bytes = b""
     chunks: bytes = b""
     gradients: bytes = b""
-    """1 for gradients, 0 for activations."""
     nbytes: bytes = b""
-    """Of 64 bits."""
     posted_s: bytes = b""
     done_s: bytes = b""
 
     @classmethod
-    def of(cls, times: Sequence[MessageTimes]) -> MessageColumns:
-        """Those of messages with these `times`."""
+    def of(cls, times: Sequence[MessageTimes], start_s: float) -> MessageColumns:
+        """Those of messages with these `times`; `start_s`: when the rank's iteration started, by the same clock."""
         if not times:
             return cls()
         keys, peers, posted_s, done_s, nbytes, paths = zip(*times, strict=True)
@@ -94,26 +90,26 @@ class MessageColumns(NamedTuple):
             _column("H", chunks),
             bytes([direction is _GRADIENT for direction in directions]),
             _column("Q", nbytes),
-            _column("d", posted_s),
-            _column("d", done_s),
+            _column("f", [at_s - start_s for at_s in posted_s]),
+            _column("f", [at_s - start_s for at_s in done_s]),
         )
 
-    def messages(self, start_s: float) -> Messages:
-        """Their array, with moments since `start_s`. Raises ValueError for columns that are none."""
+    def messages(self) -> Messages:
+        """Their array. Raises ValueError for columns that are none."""
         found = np.empty(len(self.by_host), MESSAGE)
-        for (name, dtype), column in zip(_COLUMNS, self, strict=True):
-            values = np.frombuffer(column, dtype)
+        for name, column in zip(MESSAGE.names or (), self, strict=True):
+            values = np.frombuffer(column, MESSAGE[name])
             if len(values) != len(found):
                 raise ValueError(f"columns of messages have {len(found)} and {len(values)} rows")
-            found[name] = values - start_s if dtype is _MOMENTS else values
+            found[name] = values
         groups, keys = message_order(found)
         return found[np.lexsort((keys, groups))]
 
 
+_ACTION_TYPES = tuple(map(np.dtype, ("<u1", "<u2", "<u4", "<f8", "<f8")))
+"""Those of the columns of actions, letters as their codes."""
 _HOST, _GRADIENT = Path.HOST, Direction.GRADIENT
 """Looked up once: enum's own look-up takes as long as all else that is done with a message here."""
-_MOMENTS = np.dtype("<f8")
-_COLUMNS = tuple((name, _MOMENTS if name.endswith("_s") else MESSAGE[name]) for name in MESSAGE.names or ())
 
 
 def _column(code: str, values: Iterable[Any]) -> bytes:
@@ -135,11 +131,10 @@ class StageMeasurement:
     """Number in traces and keys of messages: evaluations are counted."""
     micro_batches: int
     actions: ActionColumns = ActionColumns()
-    """Times of these and of messages are on the rank's own clock."""
     sends: MessageColumns = MessageColumns()
     receives: MessageColumns = MessageColumns()
     begun_s: float = 0.0
-    """Beginning of an iteration without records, by the rank's own clock."""
+    """Start of the first action, or of an iteration without any, by the rank's own clock."""
     memory: StageMemory | None = None
     """None where memory is not measured, or not yet."""
     clock_offset_s: float = 0.0
@@ -151,42 +146,37 @@ class StageMeasurement:
     disturbance: str | None = None
     """What may have disturbed all timings of this rank."""
     nbytes: Mapping[int, int] = field(default_factory=dict)
-    """Of the messages of each micro-batch that has any, also where another replica's cell is at their other end."""
+    """Bytes of the messages of each micro-batch that has any, also where another replica's cell is at their other
+    end."""
 
     @cached_property
-    def _moments_s(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Starts and ends of actions by the rank's own clock."""
-        starts_s, ends_s = (np.frombuffer(column, "<f8") for column in self.actions[3:])
-        if not len(self.actions.kinds) == len(starts_s) == len(ends_s):
-            raise ValueError(f"a measurement has {len(starts_s)} starts and {len(ends_s)} ends of actions")
-        return starts_s, ends_s
-
-    @property
-    def _start_s(self) -> float:
-        return float(self._moments_s[0].min(initial=np.inf)) if self.actions.kinds else self.begun_s
-
-    @cached_property
-    def span_s(self) -> tuple[float, float]:
-        """Start of the first action and end of the last one."""
-        end_s = float(self._moments_s[1].max()) if self.actions.kinds else self.begun_s
-        return self._start_s + self.clock_offset_s, end_s + self.clock_offset_s
+    def _columns(self) -> tuple[npt.NDArray[Any], ...]:
+        """Kinds as letters' codes, chunks, micro-batches, starts and ends of the actions."""
+        columns = self.actions.kinds.encode(), *self.actions[1:]
+        found = tuple(np.frombuffer(column, dtype) for column, dtype in zip(columns, _ACTION_TYPES, strict=True))
+        if len(counts := set(map(len, found))) > 1:
+            raise ValueError(f"columns of actions have {' and '.join(map(str, sorted(counts)))} rows")
+        return found
 
     @cached_property
     def _places(self) -> Mapping[tuple[str, int], npt.NDArray[np.intp]]:
         """Positions of the actions of each kind and chunk."""
-        kinds = np.frombuffer(self.actions.kinds.encode(), np.uint8).astype(np.int64)
-        chunks = np.frombuffer(self.actions.chunks, "<u2")
-        if len(kinds) != len(chunks):
-            raise ValueError(f"a measurement has {len(kinds)} kinds of actions and {len(chunks)} chunks")
-        codes = kinds << 16 | chunks
+        kinds, chunks, *_others = self._columns
+        codes = kinds.astype(np.int64) << 16 | chunks
         return {
             (chr(code >> 16), code & 0xFFFF): np.flatnonzero(codes == code) for code in dict.fromkeys(codes.tolist())
         }
 
     @cached_property
+    def span_s(self) -> tuple[float, float]:
+        """Start of the first action and end of the last one."""
+        end_s = float(self._columns[-1].max(initial=self.begun_s))
+        return self.begun_s + self.clock_offset_s, end_s + self.clock_offset_s
+
+    @cached_property
     def durations_s(self) -> Mapping[tuple[str, int], npt.NDArray[np.float32]]:
         """By kind ("F", "B", "I", "W") and chunk: seconds of each action, without waiting."""
-        starts_s, ends_s = self._moments_s
+        *_others, starts_s, ends_s = self._columns
         lasted_s = (ends_s - starts_s).astype(np.float32)
         return {key: lasted_s[places] for key, places in self._places.items()}
 
@@ -196,7 +186,7 @@ class StageMeasurement:
         one value where all are alike, and none where they are not known."""
         if not self.nbytes:
             return {}
-        micro_batches = np.frombuffer(self.actions.micro_batches, "<u4").tolist()
+        micro_batches = self._columns[2].tolist()
         nbytes = np.array([self.nbytes.get(each, 0) for each in micro_batches], dtype=np.float32)
         found = ((key, nbytes[places]) for key, places in self._places.items())
         return {key: each[:1] if (each == each[0]).all() else each for key, each in found if each.all()}
@@ -204,12 +194,12 @@ class StageMeasurement:
     @cached_property
     def sent(self) -> Messages:
         """`peer` is the target; a message is posted and done when it could leave."""
-        return self.sends.messages(self._start_s)
+        return self.sends.messages()
 
     @cached_property
     def received(self) -> Messages:
         """`peer` is the source; posted when it was asked for, done when it had arrived."""
-        return self.receives.messages(self._start_s)
+        return self.receives.messages()
 
 
 class BrokenPath(NamedTuple):
@@ -243,8 +233,11 @@ def stage_measurement(
     `ready_s`: when messages had been computed, where they are posted before that (on a GPU). `nbytes`: of the messages
     of each micro-batch that has any.
     """
-    iteration, begun_s = (records[0].iteration, 0.0) if records else idle or (None, 0.0)
-    assert iteration is not None, "a rank without records says of which iteration"
+    if records:
+        iteration, begun_s = records[0].iteration, min(record.start_s for record in records)
+    else:
+        assert idle is not None, "a rank without records says of which iteration"
+        iteration, begun_s = idle
     sent, received = times
     if ready_s is not None:
         leave_s = [max(entry.posted_s, ready_s[entry.key]) for entry in sent]
@@ -255,8 +248,8 @@ def stage_measurement(
         iteration=iteration,
         micro_batches=micro_batches,
         actions=ActionColumns.of(records),
-        sends=MessageColumns.of(sent),
-        receives=MessageColumns.of(received),
+        sends=MessageColumns.of(sent, begun_s),
+        receives=MessageColumns.of(received, begun_s),
         begun_s=begun_s,
         memory=memory,
         clock_offset_s=clock_offset_s,
@@ -273,10 +266,7 @@ _DECODED: Decoder[StageMeasurement] = Decoder(StageMeasurement, MOST_NBYTES)
 def measurement_of(packet: bytes) -> StageMeasurement:
     """A measurement as it travelled. Raises ValueError for anything else."""
     found = _DECODED(packet)
-    try:
-        _ = found.span_s, found.durations_s, found.sizes, found.sent, found.received
-    except (IndexError, OverflowError) as cause:
-        raise ValueError(f"a measurement cannot be taken in: {cause}") from cause
+    _ = found.span_s, found.durations_s, found.sizes, found.sent, found.received  # which raise it, too
     return found
 
 

@@ -7,7 +7,6 @@ A message is a frozen dataclass, or a NamedTuple, as in `tagged_json`. No torch 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -16,8 +15,8 @@ Message = TypeVar("Message")
 
 
 def _plain(value: Any) -> Any:
-    """Bytes of one of numpy's arrays, or the number that one of its scalars is."""
-    return value.tobytes() if value.ndim else value.item()
+    """The number that one of numpy's scalars is."""
+    return value.item()
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
@@ -31,12 +30,9 @@ def encoded(message: Any) -> bytes:
 class Decoder(Generic[Message]):
     """Makes messages of one type again. Nothing is built of what came before it has been checked."""
 
-    def __init__(
-        self, kind: type[Message], most_nbytes: int, array: Callable[[Any, object], Any] | None = None
-    ) -> None:
-        """`array(annotation, value)`: makes numpy's arrays, where a message has any; may raise ValueError."""
+    def __init__(self, kind: type[Message], most_nbytes: int) -> None:
         self._most_nbytes = most_nbytes
-        self._decode = msgspec.msgpack.Decoder(kind, dec_hook=array).decode
+        self._decode = msgspec.msgpack.Decoder(kind).decode
 
     def __call__(self, packet: bytes | msgspec.Raw) -> Message:
         """Raises ValueError for anything but a message of that type."""

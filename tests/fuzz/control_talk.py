@@ -134,14 +134,17 @@ def _noted(packet: bytes) -> Any:
     return tagged_json.unpacked(packet, control_messages._KINDS, 2 * control_messages.NOTE_NBYTES)
 
 
+_GRADIENT = MessageKey(2, Direction.GRADIENT, 0, 1)
 _MEASUREMENT = StageMeasurement(
     pipeline=0,
     stage=1,
     iteration=2,
     micro_batches=3,
     actions=ActionColumns.of([ActionRecord(2, 1, kind, 0, m, 0.0, 1.0, 2.0) for m in range(3) for kind in "FB"]),
-    sends=MessageColumns.of([MessageTimes(MessageKey(2, Direction.ACTIVATION, 0, 1), 2, 1.0, 2.0, 9, Path.HOST)]),
-    receives=MessageColumns.of([MessageTimes(MessageKey(2, Direction.GRADIENT, 0, 1), 2, 1.0, 2.0, 9, Path.DEVICE)]),
+    sends=MessageColumns.of([MessageTimes(MessageKey(2, Direction.ACTIVATION, 0, 1), 2, 1.0, 2.0, 9, Path.HOST)], 0.5),
+    receives=MessageColumns.of(
+        [MessageTimes(MessageKey(2, Direction.GRADIENT, 0, 1), 2, 1.0, 2.0, 9, Path.DEVICE)], 0.5
+    ),
     memory=StageMemory(1.0, 2.0, 3.0, None),
     probes=(ProbeTimes(1, Path.HOST, 3, 1.0, 2.0),),
     broken=(BrokenPath(1, Path.DEVICE, "gone"),),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -95,7 +95,7 @@ def _sizes(head: bytes) -> tuple[int, int]:
 
 def _exactly(channel: socket.socket, nbytes: int) -> bytes:
     found = bytearray(nbytes)
-    rest: Any = memoryview(found)
+    rest = memoryview(found)
     while rest:
         received = channel.recv_into(rest)
         if not received:

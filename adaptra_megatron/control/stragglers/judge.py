@@ -38,7 +38,7 @@ class ArrivalJudge:
         self._causes: dict[int, dict[str, tuple[Cause, int]]] = {}
         """By late replica and kind: the cause, and the look in which it showed last."""
         self._untold: dict[int, tuple[int, Late]] = {}
-        """By late replica: the look in which it was found, and how late it was then, until that is told."""
+        """By late replica: the look in which it was found, and how late it was then, until that is logged."""
         self._looks = 0
         self._seen_s = float("-inf")
         self._said_missing = False

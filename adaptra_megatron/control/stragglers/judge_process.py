@@ -43,12 +43,7 @@ class JudgeProcess:
 
     async def work(self) -> None:
         """Until the rank has it finish. Raises ChannelEndedError where the channel ends before."""
-        listening = asyncio.create_task(self._listen())
-        looking = asyncio.create_task(self._look())
-        await asyncio.wait((listening, looking), return_when=asyncio.FIRST_EXCEPTION)
-        for task in (listening, looking):
-            if task.done():
-                task.result()
+        await asyncio.gather(self._listen(), self._look())
 
     async def _listen(self) -> None:
         message, _ = await TO_JUDGE.hear(self._channel)

@@ -187,11 +187,8 @@ class StragglerWatch:
         if self._shows and not self._judges and (entry := store.peek(LAGS_KEY)) is not None:
             self._telemetry.arrivals(ArrivalFigures(lags_s=lags_of(entry), late=_replicas(late)))
         if self._reports:
-            explained = any(each.cell.stage == self._cell.stage for each in late)
-            if not explained:
-                self._sampler = None
-            elif self._sampler is None:
-                self._sampler = self._make_sampler()
+            wanted = any(each.cell.stage == self._cell.stage for each in late)
+            self._sampler = (self._sampler or self._make_sampler()) if wanted else None
         if self._policy is not None:
             self._policy.follow(next((each.cpu for each in late if each.cell == self._cell), ""))
 
