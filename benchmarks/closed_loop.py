@@ -23,8 +23,8 @@ from pathlib import Path
 from statistics import median
 
 from adaptra_megatron.control.control_loop import DELAY
-from adaptra_megatron.emulation.faults.link_faults import LinkFault
-from adaptra_megatron.emulation.faults.link_story import LinkStory
+from adaptra_megatron.emulation.faults.network.link_faults import LinkFault
+from adaptra_megatron.emulation.faults.network.link_story import LinkStory
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, run_variants
 from adaptra_megatron.schedule.bounds import lower_bound

@@ -30,8 +30,8 @@ from adaptra_megatron.detector.detector import Detector
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.launch import run_ranks
 from adaptra_megatron.runtime.execution.timers import ClockTimer
-from adaptra_megatron.runtime.reporting import arrival_records
-from adaptra_megatron.runtime.sync_waits import ClockMoments, SyncWaits
+from adaptra_megatron.runtime.measurement.reporting import arrival_records
+from adaptra_megatron.runtime.measurement.sync_waits import ClockMoments, SyncWaits
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.telemetry.records import ActionRecord

@@ -31,9 +31,10 @@ from adaptra_megatron.emulation.replacing import Replaced, Replacement  # noqa: 
 from adaptra_megatron.emulation.training.arguments import parse_arguments  # noqa: E402
 from adaptra_megatron.emulation.training.process_groups import leave_job  # noqa: E402
 from adaptra_megatron.emulation.training.training import train  # noqa: E402
-from adaptra_megatron.runtime import measuring, pipeline  # noqa: E402
+from adaptra_megatron.runtime import pipeline  # noqa: E402
 from adaptra_megatron.runtime.dispatch import dispatch  # noqa: E402
 from adaptra_megatron.runtime.execution import executor, timers  # noqa: E402
+from adaptra_megatron.runtime.measurement import measuring  # noqa: E402
 from adaptra_megatron.transport.single_path import gloo_transport  # noqa: E402
 
 MODES = ("nothing", "everything")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from adaptra_megatron.emulation.faults.link_story import LinkStory, random_story
+from adaptra_megatron.emulation.faults.network.link_story import LinkStory, random_story
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer, ForkServerError
 from adaptra_megatron.emulation.jobs.launch import Echo, LaunchError
 from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, run_variants

@@ -23,7 +23,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adaptra_megatron.emulation.faults.soak_plan import (
+from adaptra_megatron.emulation.jobs.fork_server import ForkServer, ForkServerError
+from adaptra_megatron.emulation.jobs.job_store import JobStore
+from adaptra_megatron.emulation.jobs.launch import LaunchError
+from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, run_variants
+from adaptra_megatron.emulation.soak.soak_plan import (
     PLAN_FILE,
     Campaign,
     Fault,
@@ -32,10 +36,6 @@ from adaptra_megatron.emulation.faults.soak_plan import (
     make_plan,
     write_plan,
 )
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer, ForkServerError
-from adaptra_megatron.emulation.jobs.job_store import JobStore
-from adaptra_megatron.emulation.jobs.launch import LaunchError
-from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, run_variants
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from campaigns.soak_driver import SoakDriver

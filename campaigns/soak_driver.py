@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from adaptra_megatron.emulation.faults.soak_plan import Fault, Kind
-from adaptra_megatron.emulation.faults.soak_progress import Progress
-from adaptra_megatron.emulation.faults.spoilt_rings import WAYS, WORDS, in_use, rings_of, spoil_one_of
-from adaptra_megatron.emulation.faults.strangers import flood
+from adaptra_megatron.emulation.faults.network.spoilt_rings import WAYS, WORDS, in_use, rings_of, spoil_one_of
+from adaptra_megatron.emulation.faults.network.strangers import flood
+from adaptra_megatron.emulation.soak.soak_plan import Fault, Kind
+from adaptra_megatron.emulation.soak.soak_progress import Progress
 from campaigns.soak_processes import Process, delegate_of, pending, sockets, wait_until
 
 _POLL_S = 0.002

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adaptra_megatron.emulation.faults.soak_plan import HASTY_PATHS, LONGEST_RECOVERY_S, Fault, Kind
+from adaptra_megatron.emulation.soak.soak_plan import HASTY_PATHS, LONGEST_RECOVERY_S, Fault, Kind
 from campaigns.soak_driver import Done
 
 _HELD_UP = frozenset({Kind.STOP_RANK, Kind.STOP_RANK_LONG, Kind.STOP_STORE})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from adaptra_megatron.emulation.faults.link_story import FIRST_TURN, Direction, LinkStory, Turn, direction_of
+from adaptra_megatron.emulation.faults.network.link_story import FIRST_TURN, Direction, LinkStory, Turn, direction_of
 from adaptra_megatron.telemetry.events.events import (
     LinkDetection,
     PathChosen,

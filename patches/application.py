@@ -117,7 +117,7 @@ def enable(
     from megatron.core.tensor_parallel import layers
 
     from adaptra_megatron.epochs.live_groups import live_groups
-    from adaptra_megatron.runtime.megatron.linear_wgrad import WeightGradientQueue
+    from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
     from adaptra_megatron.runtime.runtime import AdaptraRuntime
 
     groups = live_groups(config) if groups is None else groups

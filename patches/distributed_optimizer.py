@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _with_copies(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
-    from adaptra_megatron.runtime.megatron.shard_copies import with_copies
+    from adaptra_megatron.runtime.megatron.state.shard_copies import with_copies
 
     replacement: Callable[..., Any] = with_copies(stock, runtime.sharded_optimizers)
     return replacement

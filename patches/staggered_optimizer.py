@@ -28,7 +28,7 @@ def _step(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., A
 
 
 def _reduce_unless_norm(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
-    from adaptra_megatron.runtime.megatron.gradient_norm import KnownNorm, PendingNorm
+    from adaptra_megatron.runtime.megatron.gradients.gradient_norm import KnownNorm, PendingNorm
 
     @functools.wraps(stock)
     def reduce_max_stat(stat: Any, *given: Any, **keywords: Any) -> Any:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster on one machine without a GPU: Megatron-core on CPU, emulated compute, slow links, training, launching.
+"""A cluster on one machine without a GPU: Megatron-core on CPU, emulated compute, faults, training, launching.
 
-Modules: `megatron_on_cpu` (Megatron-core on a CPU-only torch), `compute` (operations that last a given time),
-`links` (slow links), `corpus` (text to train on), `training` (the training job), `variants` (several trainings in one
-set of processes, compared bitwise), `published` (the published cases, rerun), `launch` (starts the processes of a job).
+`megatron` (Megatron-core on a CPU-only torch), `training` (the training job, its text, what happens to it), `faults`
+(compute that lasts a given time, cells that are slow, pause or die), `faults.network` (slow and dead links and host
+paths), `jobs` (starts the processes of a job), `soak` (what a fault campaign runs in them), `demo` and
+`transport_bench` (of `make demo` and `adaptra bench transport`).
 """

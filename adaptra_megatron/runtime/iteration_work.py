@@ -14,7 +14,7 @@ from adaptra_megatron.runtime.execution.activations import ActivationAccount
 from adaptra_megatron.runtime.execution.addresses import Addresses
 from adaptra_megatron.runtime.execution.executor import Steps, planned_steps
 from adaptra_megatron.runtime.execution.program import Program, compile_program
-from adaptra_megatron.runtime.megatron.gradient_sync import gather_parameters
+from adaptra_megatron.runtime.megatron.gradients.gradient_sync import gather_parameters
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall
 from adaptra_megatron.runtime.rerouting.rerouting import Rerouting
 from adaptra_megatron.schedule.actions import Schedule

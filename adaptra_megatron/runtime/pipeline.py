@@ -30,23 +30,23 @@ from adaptra_megatron.runtime.execution.first_iterations import COLD, FirstItera
 from adaptra_megatron.runtime.execution.timers import make_timer
 from adaptra_megatron.runtime.iteration_work import IterationWork
 from adaptra_megatron.runtime.job import Job, join_job
-from adaptra_megatron.runtime.measuring import EndedIteration, Measuring
-from adaptra_megatron.runtime.megatron.computation import StageComputation
-from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, shared_groups
-from adaptra_megatron.runtime.outliving import hold_copies, outlive, refuse_outliving
-from adaptra_megatron.runtime.planning import agreed_plan, make_planner
-from adaptra_megatron.runtime.profile_ranges import RangedTransport
-from adaptra_megatron.runtime.rejoining import Counters, Joining
-from adaptra_megatron.runtime.reporting import (
+from adaptra_megatron.runtime.measurement.measuring import EndedIteration, Measuring
+from adaptra_megatron.runtime.measurement.profile_ranges import RangedTransport
+from adaptra_megatron.runtime.measurement.reporting import (
     make_telemetry,
     membership_events,
     path_states,
     rank_figures,
 )
+from adaptra_megatron.runtime.measurement.stragglers import Arrivals
+from adaptra_megatron.runtime.measurement.sync_waits import SyncWaits
+from adaptra_megatron.runtime.megatron.computation import StageComputation
+from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, shared_groups
+from adaptra_megatron.runtime.outliving import hold_copies, outlive, refuse_outliving
+from adaptra_megatron.runtime.planning import agreed_plan, make_planner
+from adaptra_megatron.runtime.rejoining import Counters, Joining
 from adaptra_megatron.runtime.rerouting.inputs import RoutableInputs
 from adaptra_megatron.runtime.rerouting.rerouting import Rerouting
-from adaptra_megatron.runtime.stragglers import Arrivals
-from adaptra_megatron.runtime.sync_waits import SyncWaits
 from adaptra_megatron.runtime.transports import make_transport, path_policy
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs_json import costs_from_json

@@ -25,7 +25,7 @@ from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.job.process_groups import epoch_group
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.job import Job, joined_job
-from adaptra_megatron.runtime.megatron.training_state import (
+from adaptra_megatron.runtime.megatron.state.training_state import (
     StateReceiver,
     StateSender,
     model_tensors,

@@ -21,23 +21,23 @@ from adaptra_megatron.epochs.live_groups import LiveGroups
 from adaptra_megatron.job.membership import MembershipRecords
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.execution.executor import IterationReport
+from adaptra_megatron.runtime.measurement.profile_ranges import ranged_computation
+from adaptra_megatron.runtime.measurement.sync_waits import SyncWaits
 from adaptra_megatron.runtime.megatron.computation import MegatronComputation, StageComputation
-from adaptra_megatron.runtime.megatron.gradient_reduction import GradientReduction
+from adaptra_megatron.runtime.megatron.gradients.gradient_reduction import GradientReduction
+from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
+from adaptra_megatron.runtime.megatron.gradients.te_wgrad import EngineLayers
 from adaptra_megatron.runtime.megatron.iteration import finish_gradients, forget_gradients, iteration
-from adaptra_megatron.runtime.megatron.linear_wgrad import WeightGradientQueue
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, pipeline_call
-from adaptra_megatron.runtime.megatron.random_draws import flags_drawn_in_other_order
 from adaptra_megatron.runtime.megatron.refusals import refuse_for_staggering
-from adaptra_megatron.runtime.megatron.repeated_iteration import RepeatableIteration
 from adaptra_megatron.runtime.megatron.replica_updates import ReplicaUpdates
 from adaptra_megatron.runtime.megatron.staggered_optimizer import StaggeredOptimizer, ValidatedComputation
-from adaptra_megatron.runtime.megatron.te_wgrad import EngineLayers
+from adaptra_megatron.runtime.megatron.state.random_draws import flags_drawn_in_other_order
+from adaptra_megatron.runtime.megatron.state.repeated_iteration import RepeatableIteration
 from adaptra_megatron.runtime.outliving import CONNECT_S
 from adaptra_megatron.runtime.pipeline import Pipeline
-from adaptra_megatron.runtime.profile_ranges import ranged_computation
 from adaptra_megatron.runtime.rejoining import Joining, Training, hand_over, take_place
 from adaptra_megatron.runtime.single_stage import SingleStage
-from adaptra_megatron.runtime.sync_waits import SyncWaits
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.transport.messages import TwoPathTransport

@@ -10,11 +10,11 @@ from typing import Any
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.job import join_job
+from adaptra_megatron.runtime.measurement.reporting import make_telemetry
+from adaptra_megatron.runtime.measurement.stragglers import Arrivals
+from adaptra_megatron.runtime.measurement.sync_waits import SyncWaits
 from adaptra_megatron.runtime.megatron.compat import default_groups, groups_keyword
 from adaptra_megatron.runtime.megatron.megatron_call import config_of, shared_groups
-from adaptra_megatron.runtime.reporting import make_telemetry
-from adaptra_megatron.runtime.stragglers import Arrivals
-from adaptra_megatron.runtime.sync_waits import SyncWaits
 from adaptra_megatron.telemetry.figures.scalars import RankFigures
 
 logger = logger_of(__name__)

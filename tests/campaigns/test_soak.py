@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.timing import judged_by_the_clock
 
-from adaptra_megatron.emulation.faults.soak_plan import Campaign, Kind
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
+from adaptra_megatron.emulation.soak.soak_plan import Campaign, Kind
 from campaigns.soak import STAGES, run_round
 from campaigns.soak_report import percentile, table
 

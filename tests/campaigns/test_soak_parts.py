@@ -20,7 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptra_megatron.authentication.handshake import CHALLENGE_NBYTES
-from adaptra_megatron.emulation.faults.soak_plan import (
+from adaptra_megatron.emulation.faults.network.spoilt_rings import rings_of, spoil_one_of
+from adaptra_megatron.emulation.faults.network.strangers import flood
+from adaptra_megatron.emulation.soak.soak_plan import (
     HASTY_PATHS,
     Campaign,
     Kind,
@@ -29,9 +31,7 @@ from adaptra_megatron.emulation.faults.soak_plan import (
     read_plan,
     write_plan,
 )
-from adaptra_megatron.emulation.faults.soak_progress import Progress
-from adaptra_megatron.emulation.faults.spoilt_rings import rings_of, spoil_one_of
-from adaptra_megatron.emulation.faults.strangers import flood
+from adaptra_megatron.emulation.soak.soak_progress import Progress
 from adaptra_megatron.transport._ring import Ring
 from campaigns.soak_driver import Done
 from campaigns.soak_processes import Process, delegate_of, leftovers, pending, sockets, state

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from adaptra_megatron.emulation.faults.link_faults import LinkFault
-from adaptra_megatron.emulation.faults.link_story import LinkStory
+from adaptra_megatron.emulation.faults.network.link_faults import LinkFault
+from adaptra_megatron.emulation.faults.network.link_story import LinkStory
 from adaptra_megatron.telemetry.events.events import (
     Event,
     LinkDetection,

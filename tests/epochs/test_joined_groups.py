@@ -11,7 +11,7 @@ import pytest
 from adaptra_megatron.epochs.live_group import LiveGroup
 from adaptra_megatron.epochs.live_groups import LiveGroups, alike
 from adaptra_megatron.job.layout import JobLayout, Worker
-from adaptra_megatron.runtime.megatron.optimizer_instances import OptimizerInstance
+from adaptra_megatron.runtime.megatron.state.optimizer_instances import OptimizerInstance
 from adaptra_megatron.schedule.routing.costs import Cell
 
 REPLICAS, STAGES = 4, 2

@@ -17,7 +17,7 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.execution.addresses import Addresses
 from adaptra_megatron.runtime.execution.executor import IterationReport
 from adaptra_megatron.runtime.execution.program import compile_program
-from adaptra_megatron.runtime.megatron_timers import add_times
+from adaptra_megatron.runtime.measurement.megatron_timers import add_times
 from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.schedule.weight_delays import split_backward

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from adaptra_megatron.runtime.profile_ranges import RangedTransport, ranged_computation
+from adaptra_megatron.runtime.measurement.profile_ranges import RangedTransport, ranged_computation
 from adaptra_megatron.transport.messages import Direction, MessageKey, Transport, TransportError
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from adaptra_megatron.detector.stragglers import Row
-from adaptra_megatron.runtime.stragglers import Arrivals
-from adaptra_megatron.runtime.sync_waits import ClockMoments, StreamMoments, SyncWaits
+from adaptra_megatron.runtime.measurement.stragglers import Arrivals
+from adaptra_megatron.runtime.measurement.sync_waits import ClockMoments, StreamMoments, SyncWaits
 
 
 class Stream:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from adaptra_megatron.emulation.faults.link_story import Pause
+from adaptra_megatron.emulation.faults.network.link_story import Pause
 
 if TYPE_CHECKING:
     from adaptra_megatron.runtime.megatron.computation import StageComputation

@@ -45,7 +45,7 @@ def exact_times(compute: EmulatedCompute) -> Replaced:
     """A decorator around `stage_measurement`, in force until undone: actions are reported to have lasted what `compute`
     has them last in the present iteration, by kind and chunk. Times of messages stay as they were measured. Where
     replicas make updates apart, a gradient is reported to have taken as long as one backward of the first stage."""
-    from adaptra_megatron.runtime import measuring
+    from adaptra_megatron.runtime.measurement import measuring
     from adaptra_megatron.runtime.megatron import replica_updates
 
     @functools.wraps(stage_measurement)

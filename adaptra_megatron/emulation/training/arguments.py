@@ -184,7 +184,7 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         "--emulate-link-story",
         default=None,
         metavar="FILE",
-        help="what happens to the links over the iterations (adaptra_megatron.emulation.faults.link_story), and pauses",
+        help="what happens to links, and pauses (adaptra_megatron.emulation.faults.network.link_story)",
     )
     group.add_argument(
         "--dump-state", default=None, metavar="DIR", help="write losses, parameters and optimizer state of every rank"

@@ -16,10 +16,10 @@ from megatron.core.pipeline_parallel import schedules
 
 from adaptra_megatron.emulation.faults.compute import EmulatedCompute, parse_compute
 from adaptra_megatron.emulation.faults.deaths import Arrivals, Deaths, parse_death
-from adaptra_megatron.emulation.faults.link_faults import LinkFault, parse_link_fault
-from adaptra_megatron.emulation.faults.link_story import LinkStory, read_story
-from adaptra_megatron.emulation.faults.links import SlowLinks
-from adaptra_megatron.emulation.faults.path_flaps import PathFlaps
+from adaptra_megatron.emulation.faults.network.link_faults import LinkFault, parse_link_fault
+from adaptra_megatron.emulation.faults.network.link_story import LinkStory, read_story
+from adaptra_megatron.emulation.faults.network.links import SlowLinks
+from adaptra_megatron.emulation.faults.network.path_flaps import PathFlaps
 from adaptra_megatron.emulation.faults.pauses import Pauses
 from adaptra_megatron.emulation.faults.planners import exact_times, prompt_planner
 from adaptra_megatron.emulation.faults.slow_cells import CellSpeed, parse_slow_cell
@@ -28,7 +28,7 @@ from adaptra_megatron.emulation.training.arguments import TrainingArgumentsError
 from adaptra_megatron.emulation.training.process_groups import stage_of_rank
 
 if TYPE_CHECKING:
-    from adaptra_megatron.emulation.faults.soak_rank import SoakRank
+    from adaptra_megatron.emulation.soak.soak_rank import SoakRank
     from adaptra_megatron.runtime.megatron.computation import StageComputation
 
 
@@ -123,7 +123,7 @@ class Conditions:
     def _soak(self, directory: str | None, stack: contextlib.ExitStack) -> SoakRank | None:
         if directory is None:
             return None
-        from adaptra_megatron.emulation.faults.soak_rank import SoakRank
+        from adaptra_megatron.emulation.soak.soak_rank import SoakRank
 
         return stack.enter_context(SoakRank(Path(directory), self._stage, self._stages))
 

@@ -23,7 +23,7 @@ from adaptra_megatron.runtime.execution.inbox import Inbox
 from adaptra_megatron.runtime.execution.program import Program, Step
 from adaptra_megatron.runtime.execution.timers import ActionTimer
 from adaptra_megatron.runtime.megatron.computation import StageComputation
-from adaptra_megatron.runtime.megatron.gradient_sync import GradientSync, ParameterSync
+from adaptra_megatron.runtime.megatron.gradients.gradient_sync import GradientSync, ParameterSync
 from adaptra_megatron.runtime.megatron.iteration import free_content
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall
 from adaptra_megatron.schedule.actions import Kind

@@ -11,7 +11,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from adaptra_megatron.runtime.megatron.compat import backward_step
-from adaptra_megatron.runtime.megatron.linear_wgrad import DelayedGradient, WeightGradientQueue
+from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import DelayedGradient, WeightGradientQueue
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall
 
 

@@ -26,10 +26,10 @@ from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.gathering import gather
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.megatron.compat import data_parallel_group, default_groups, groups_keyword
-from adaptra_megatron.runtime.megatron.gradient_reduction import check_gradients
+from adaptra_megatron.runtime.megatron.gradients.gradient_reduction import check_gradients
 from adaptra_megatron.runtime.megatron.megatron_call import config_of
 from adaptra_megatron.runtime.megatron.refusals import refuse_for_sync_mode, refuse_to_split
-from adaptra_megatron.runtime.megatron.training_state import (
+from adaptra_megatron.runtime.megatron.state.training_state import (
     StateReceiver,
     StateSender,
     model_tensors,

@@ -23,9 +23,9 @@ from megatron.core.optimizer import clip_grads
 
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.megatron.computation import StageComputation
-from adaptra_megatron.runtime.megatron.gradient_norm import KnownNorm, PendingNorm
+from adaptra_megatron.runtime.megatron.gradients.gradient_norm import KnownNorm, PendingNorm
 from adaptra_megatron.runtime.megatron.refusals import UnsupportedFeatureError, refuse_for_staggering
-from adaptra_megatron.runtime.megatron.step_undo import StepUndo
+from adaptra_megatron.runtime.megatron.state.step_undo import StepUndo
 
 logger = logger_of(__name__)
 

@@ -19,9 +19,9 @@ from adaptra_megatron.runtime.megatron.compat import data_parallel_group
 from adaptra_megatron.runtime.megatron.computation import Input
 from adaptra_megatron.runtime.megatron.iteration import repeats_iteration
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall
-from adaptra_megatron.runtime.megatron.random_draws import DRAWS
-from adaptra_megatron.runtime.megatron.random_states import MicroBatchRandom
 from adaptra_megatron.runtime.megatron.refusals import UnsupportedFeatureError
+from adaptra_megatron.runtime.megatron.state.random_draws import DRAWS
+from adaptra_megatron.runtime.megatron.state.random_states import MicroBatchRandom
 from adaptra_megatron.runtime.rerouting.losses import brought_home, form_of, reports_like
 from adaptra_megatron.runtime.rerouting.micro_batches import Home, MicroBatchFeed
 from adaptra_megatron.schedule.routing.balance import balanced_replicas

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from rounds import ROUNDS, together
 
-from adaptra_megatron.emulation.faults.link_faults import LinkFault, parse_link_fault
-from adaptra_megatron.emulation.faults.links import SlowLinks
+from adaptra_megatron.emulation.faults.network.link_faults import LinkFault, parse_link_fault
+from adaptra_megatron.emulation.faults.network.links import SlowLinks
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Direction, MessageKey, TensorSpecification

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.emulation.faults.link_faults import LinkClock, LinkFault, LinkFaultError, parse_link_fault
+from adaptra_megatron.emulation.faults.network.link_faults import LinkClock, LinkFault, LinkFaultError, parse_link_fault
 from adaptra_megatron.transport.paths import Path
 
 times = st.floats(0, 10)

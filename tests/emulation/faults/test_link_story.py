@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.emulation.faults.link_faults import LinkFault
-from adaptra_megatron.emulation.faults.link_story import (
+from adaptra_megatron.emulation.faults.network.link_faults import LinkFault
+from adaptra_megatron.emulation.faults.network.link_story import (
     FIRST_TURN,
     Direction,
     LinkStory,

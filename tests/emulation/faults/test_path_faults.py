@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.emulation.faults.path_faults import Mode, PathFaults
+from adaptra_megatron.emulation.faults.network.path_faults import Mode, PathFaults
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.process_groups import epoch_group
 from adaptra_megatron.transport.device_session.pair_group import PairEnds, PairGroup

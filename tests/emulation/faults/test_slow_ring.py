@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy
 import pytest
 
-from adaptra_megatron.emulation.faults.slow_ring import SlowRing
+from adaptra_megatron.emulation.faults.network.slow_ring import SlowRing
 from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event, Inbox, Ring, RingClosedError
 
 SLOT = 4096

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaptra_megatron.emulation.faults.link_faults import LinkFault, parse_link_fault
+from adaptra_megatron.emulation.faults.network.link_faults import LinkFault, parse_link_fault
 from adaptra_megatron.emulation.training.arguments import TrainingArgumentsError
 from adaptra_megatron.emulation.training.conditions import faults_of_pipeline
 

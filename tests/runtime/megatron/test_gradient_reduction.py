@@ -11,7 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.runtime.megatron.gradient_reduction import GradientReduction, _Replicas, prepare_gradients
+from adaptra_megatron.runtime.megatron.gradients.gradient_reduction import (
+    GradientReduction,
+    _Replicas,
+    prepare_gradients,
+)
 from adaptra_megatron.runtime.megatron.refusals import UnsupportedFeatureError
 
 

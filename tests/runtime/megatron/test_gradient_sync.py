@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.schedules import named_schedules, random_schedules
 
 from adaptra_megatron.runtime.execution.program import compile_program
-from adaptra_megatron.runtime.megatron.gradient_sync import GradientSync, ParameterSync
+from adaptra_megatron.runtime.megatron.gradients.gradient_sync import GradientSync, ParameterSync
 from adaptra_megatron.schedule.actions import Kind, Schedule
 
 

@@ -12,7 +12,11 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from adaptra_megatron.runtime.megatron.linear_wgrad import DelayedGradient, LinearWeightGradient, WeightGradientQueue
+from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import (
+    DelayedGradient,
+    LinearWeightGradient,
+    WeightGradientQueue,
+)
 
 LINEAR = layers.LinearWithGradAccumulationAndAsyncCommunication
 SEQUENCE, BATCH, WIDTH, MICRO_BATCHES = 5, 3, 8, 4

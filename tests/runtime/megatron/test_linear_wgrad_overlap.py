@@ -17,8 +17,12 @@ from hypothesis import strategies as st
 from megatron.core.tensor_parallel import layers
 from megatron.core.utils import GlobalMemoryBuffer
 
-from adaptra_megatron.runtime.megatron import linear_wgrad
-from adaptra_megatron.runtime.megatron.linear_wgrad import GATHER_BUFFERS, LinearWeightGradient, WeightGradientQueue
+from adaptra_megatron.runtime.megatron.gradients import linear_wgrad
+from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import (
+    GATHER_BUFFERS,
+    LinearWeightGradient,
+    WeightGradientQueue,
+)
 
 LINEAR = layers.LinearWithGradAccumulationAndAsyncCommunication
 SEQUENCE, BATCH, WIDTH, MICRO_BATCHES = 4, 2, 6, 3

@@ -13,7 +13,11 @@ from megatron.core.transformer import TransformerConfig
 
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.variants import Variant, check_equal, run_variants
-from adaptra_megatron.runtime.megatron.random_draws import DRAWS, NO_STOCHASTIC_ROUNDING, flags_drawn_in_other_order
+from adaptra_megatron.runtime.megatron.state.random_draws import (
+    DRAWS,
+    NO_STOCHASTIC_ROUNDING,
+    flags_drawn_in_other_order,
+)
 from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 

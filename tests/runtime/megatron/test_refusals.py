@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.runtime.megatron.linear_wgrad import WeightGradientQueue
+from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
 from adaptra_megatron.runtime.megatron.megatron_call import pipeline_call
 from adaptra_megatron.runtime.megatron.refusals import (
     REFUSALS,

@@ -11,9 +11,9 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from adaptra_megatron.runtime.megatron import repeated_iteration
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall
-from adaptra_megatron.runtime.megatron.repeated_iteration import RepeatableIteration
+from adaptra_megatron.runtime.megatron.state import repeated_iteration
+from adaptra_megatron.runtime.megatron.state.repeated_iteration import RepeatableIteration
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from adaptra_megatron.job.layout import JobLayout, Worker
-from adaptra_megatron.runtime.megatron.shard_copies import holders_of
+from adaptra_megatron.runtime.megatron.state.shard_copies import holders_of
 from adaptra_megatron.schedule.routing.costs import Cell
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptra_megatron.runtime.megatron.step_undo import StepUndo
+from adaptra_megatron.runtime.megatron.state.step_undo import StepUndo
 
 SETTINGS: dict[str, dict[str, Any]] = {"adam": {}, "fused": {"fused": True}, "in a tensor": {"lr": torch.tensor(0.1)}}
 

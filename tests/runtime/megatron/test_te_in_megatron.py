@@ -59,8 +59,8 @@ def _train(fused: bool, fp8: str | None, *, split: bool) -> dict[str, torch.Tens
     """Main gradients by name, after all forwards, then backwards, then weight gradients where they are split."""
     from megatron.core.tensor_parallel import layers
 
-    from adaptra_megatron.runtime.megatron.linear_wgrad import DelayedGradient, WeightGradientQueue
-    from adaptra_megatron.runtime.megatron.te_wgrad import EngineLayers
+    from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import DelayedGradient, WeightGradientQueue
+    from adaptra_megatron.runtime.megatron.gradients.te_wgrad import EngineLayers
 
     queue = WeightGradientQueue(layers)
     linear = layers.LinearWithGradAccumulationAndAsyncCommunication

@@ -13,8 +13,8 @@ import torch
 from megatron.core.tensor_parallel import layers
 from support import stand_in_te
 
-from adaptra_megatron.runtime.megatron.linear_wgrad import DelayedGradient, WeightGradientQueue
-from adaptra_megatron.runtime.megatron.te_wgrad import CollectingStore, EngineLayers, why_whole
+from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import DelayedGradient, WeightGradientQueue
+from adaptra_megatron.runtime.megatron.gradients.te_wgrad import CollectingStore, EngineLayers, why_whole
 
 WIDTH, ROWS, MICRO_BATCHES = 8, 6, 4
 WHOLE = "B0 B1 B2 B3"

@@ -18,8 +18,8 @@ from torch.distributed import HashStore
 from adaptra_megatron.epochs.errors import EpochEndedError
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.routable_data import RoutableMicroBatches
-from adaptra_megatron.runtime.megatron.random_states import MicroBatchRandom
 from adaptra_megatron.runtime.megatron.refusals import UnsupportedFeatureError
+from adaptra_megatron.runtime.megatron.state.random_states import MicroBatchRandom
 from adaptra_megatron.runtime.rerouting import inputs as rerouted_inputs
 from adaptra_megatron.runtime.rerouting import rerouting
 from adaptra_megatron.runtime.rerouting.inputs import RoutableInputs

@@ -26,7 +26,7 @@ from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 install(with_fused_weight_gradient=True)
 
-from adaptra_megatron.emulation.faults.path_faults import Mode, PathFaults  # noqa: E402
+from adaptra_megatron.emulation.faults.network.path_faults import Mode, PathFaults  # noqa: E402
 from adaptra_megatron.emulation.replacing import Replaced, Replacement  # noqa: E402
 from adaptra_megatron.emulation.training.arguments import parse_arguments  # noqa: E402
 from adaptra_megatron.emulation.training.process_groups import leave_job  # noqa: E402

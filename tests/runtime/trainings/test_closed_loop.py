@@ -13,7 +13,7 @@ import pytest
 from support.timing import judged_by_the_clock
 
 from adaptra_megatron.control.control_loop import DELAY
-from adaptra_megatron.emulation.faults.link_story import FIRST_TURN
+from adaptra_megatron.emulation.faults.network.link_story import FIRST_TURN
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.variants import Variant, check_equal, run_variants
 from adaptra_megatron.schedule.classic import stock_order

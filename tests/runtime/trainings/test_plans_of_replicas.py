@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from adaptra_megatron.emulation.faults.link_faults import LinkFault
-from adaptra_megatron.emulation.faults.link_story import LinkStory
+from adaptra_megatron.emulation.faults.network.link_faults import LinkFault
+from adaptra_megatron.emulation.faults.network.link_story import LinkStory
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.variants import Variant, check_equal, run_variants
 

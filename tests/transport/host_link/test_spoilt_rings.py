@@ -17,7 +17,7 @@ from support.raw_frames import Frame, put_frame
 from support.supervised import supervised
 from transport_checks import until
 
-from adaptra_megatron.emulation.faults.spoilt_rings import WORDS, spoil
+from adaptra_megatron.emulation.faults.network.spoilt_rings import WORDS, spoil
 from adaptra_megatron.transport.delegate.supervisor import Supervisor
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
 from adaptra_megatron.transport.host_link.state import MOST_SPOILT

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adaptra_megatron.emulation.faults.link_faults import LinkFault
+from adaptra_megatron.emulation.faults.network.link_faults import LinkFault
 from adaptra_megatron.transport.paths import Path as LinkPath
 
 FIRST_TURN = 9

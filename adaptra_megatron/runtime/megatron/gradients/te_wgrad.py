@@ -24,7 +24,7 @@ import torch
 from packaging.version import Version
 
 from adaptra_megatron.log import is_first_rank, logger_of
-from adaptra_megatron.runtime.megatron.linear_wgrad import WeightGradientQueue
+from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
 
 logger = logger_of(__name__)
 

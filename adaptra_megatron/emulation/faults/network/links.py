@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from adaptra_megatron.emulation.faults.link_faults import LinkClock, LinkFault
+from adaptra_megatron.emulation.faults.network.link_faults import LinkClock, LinkFault
+from adaptra_megatron.emulation.faults.network.slow_host_paths import SlowHostPaths
 from adaptra_megatron.emulation.faults.precise_sleep import sleep_until
-from adaptra_megatron.emulation.faults.slow_host_paths import SlowHostPaths
 from adaptra_megatron.emulation.replacing import Replaced, Replacement
 from adaptra_megatron.transport.device_session.pair_group import PairGroup
 from adaptra_megatron.transport.paths import Path

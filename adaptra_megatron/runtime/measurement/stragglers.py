@@ -12,7 +12,7 @@ from adaptra_megatron.detector.stragglers import Row
 from adaptra_megatron.runtime.device import current_device
 from adaptra_megatron.runtime.job import Job
 from adaptra_megatron.runtime.listening import listen_for
-from adaptra_megatron.runtime.sync_waits import IterationWaits, SyncWaits, moments_of
+from adaptra_megatron.runtime.measurement.sync_waits import IterationWaits, SyncWaits, moments_of
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
 
 _MOST_PENDING = 8

@@ -15,11 +15,11 @@ from adaptra_megatron.runtime.device import current_device
 from adaptra_megatron.runtime.dispatch.dispatch import Dispatcher
 from adaptra_megatron.runtime.execution.executor import IterationReport
 from adaptra_megatron.runtime.job import Job
+from adaptra_megatron.runtime.measurement.megatron_timers import add_times
+from adaptra_megatron.runtime.measurement.reporting import arrival_records
+from adaptra_megatron.runtime.measurement.stragglers import Arrivals
+from adaptra_megatron.runtime.measurement.sync_waits import IterationWaits
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall
-from adaptra_megatron.runtime.megatron_timers import add_times
-from adaptra_megatron.runtime.reporting import arrival_records
-from adaptra_megatron.runtime.stragglers import Arrivals
-from adaptra_megatron.runtime.sync_waits import IterationWaits
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
 from adaptra_megatron.transport.messages import MessageTimes, Transport
 

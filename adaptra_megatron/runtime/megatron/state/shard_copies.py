@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from adaptra_megatron.job.layout import JobLayout
-from adaptra_megatron.runtime.megatron.optimizer_instances import OptimizerInstance
 from adaptra_megatron.runtime.megatron.refusals import UnsupportedFeatureError
+from adaptra_megatron.runtime.megatron.state.optimizer_instances import OptimizerInstance
 
 if TYPE_CHECKING:
     from adaptra_megatron.epochs.live_group import LiveGroup

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from adaptra_megatron.emulation.faults.path_faults import Mode, PathFaults
-from adaptra_megatron.emulation.faults.soak_plan import HASTY_PATHS, PLAN_FILE, Fault, Kind, read_plan
-from adaptra_megatron.emulation.faults.soak_progress import Progress
+from adaptra_megatron.emulation.faults.network.path_faults import Mode, PathFaults
 from adaptra_megatron.emulation.replacing import Replaced, Replacement
+from adaptra_megatron.emulation.soak.soak_plan import HASTY_PATHS, PLAN_FILE, Fault, Kind, read_plan
+from adaptra_megatron.emulation.soak.soak_progress import Progress
 from adaptra_megatron.runtime import transports
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes

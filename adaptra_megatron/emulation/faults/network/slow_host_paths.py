@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from adaptra_megatron.emulation.faults.link_faults import LinkClock, LinkFault
-from adaptra_megatron.emulation.faults.slow_ring import SlowRing
+from adaptra_megatron.emulation.faults.network.link_faults import LinkClock, LinkFault
+from adaptra_megatron.emulation.faults.network.slow_ring import SlowRing
 from adaptra_megatron.emulation.replacing import Replaced, Replacement
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
