@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Iteration times of real processes on an emulated cluster: stock Megatron, ZB-H1's order and adaptra, on a slow link.
 
-    python benchmarks/pipeline.py [--quick] [--output benchmarks/results/pipeline.md]
+    python benchmarks/pipeline.py [--quick] [--stretch 2] [--output benchmarks/results/pipeline.md]
 
 Every row is one job in which stock, ZB-H1 and adaptra train the same model one after the other on the same processes:
 compute is emulated (each F, B, W lasts a given time), one middle link is slow both ways. Losses are compared bitwise.
 Times are medians over the iterations after adaptra has found its plan. An iteration is a whole training step; the
 pipeline is its forward_backward function alone, which is what the lower bound (proven for adaptra's cap and the times
 emulated) and the simulator (given the times that adaptra measured) speak of: the optimizer is not in them.
+`--stretch N`: compute and delays last N times as long as the table says, and what is measured is divided by N, for
+machines whose cores are too slow for so many ranks.
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ class Case:
     """F, B, W of one chunk."""
     latency_ms: float
     cap: float
+    stretch: float = 1.0
+    """How many times as long compute and delays are emulated."""
 
     @property
     def slow_link(self) -> tuple[int, int]:
@@ -74,12 +78,14 @@ class Case:
             f"--pipeline-model-parallel-size {self.stages} --num-layers {self.stages * self.chunks}",
             f"--global-batch-size {self.micro_batches} --train-iters {iterations}",
             "--mock-data --no-gradient-accumulation-fusion --hidden-size 32 --seq-length 16",
-            f"--emulate-compute-ms {','.join(f'{value:g}' for value in self.compute_ms)}",
+            f"--emulate-compute-ms {','.join(f'{self.stretch * value:g}' for value in self.compute_ms)}",
         ]
         if self.chunks > 1:
             words.append(f"--num-virtual-stages-per-pipeline-rank {self.chunks}")
         if self.latency_ms:
-            words.append(f"--emulate-slow-link {source}-{target}:latency_ms={self.latency_ms:g},path=both")
+            words.append(
+                f"--emulate-slow-link {source}-{target}:latency_ms={self.stretch * self.latency_ms:g},path=both"
+            )
         return tuple(" ".join(words).split())
 
 
@@ -93,7 +99,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Row:
-    """What one case measured."""
+    """What one case measured, divided by its stretch."""
 
     case: Case
     stock: Times
@@ -108,13 +114,13 @@ class Row:
     simulated_peak: float
 
 
-def cases(quick: bool) -> Iterable[Case]:
+def cases(quick: bool, stretch: float) -> Iterable[Case]:
     latencies = (0.0, 60.0) if quick else (0.0, 20.0, 40.0, 60.0)
     for compute_ms in ((20.0, 20.0, 20.0), (16.0, 18.0, 10.0)):
         for latency_ms in latencies:
-            yield Case(8, 1, 24, compute_ms, latency_ms, cap=12)
+            yield Case(8, 1, 24, compute_ms, latency_ms, cap=12, stretch=stretch)
     for latency_ms in latencies:
-        yield Case(4, 2, 16, (20.0, 20.0, 20.0), latency_ms, cap=12)
+        yield Case(4, 2, 16, (20.0, 20.0, 20.0), latency_ms, cap=12, stretch=stretch)
 
 
 def measure(case: Case, server: ForkServer) -> Row:
@@ -151,24 +157,28 @@ def summarise(case: Case, reports: dict[str, VariantReport], zero_bubble: Schedu
     measured = costs_from_json(adaptra.adaptra[0]["measured_costs"])
     ran = schedule_from_csv(adaptra.adaptra[0]["schedule_csv"], chunks=case.chunks)
     stock = stock_order(case.stages, case.micro_batches, case.chunks)
+
+    def simulated_s(order: Schedule, *, blocking: bool = False) -> float:
+        return simulate(order, measured, blocking=blocking).makespan_s / case.stretch
+
     return Row(
         case=case,
-        stock=times(reports["stock"]),
-        zero_bubble=times(reports["zero-bubble"]),
-        adaptra=times(adaptra),
+        stock=times(reports["stock"], case.stretch),
+        zero_bubble=times(reports["zero-bubble"], case.stretch),
+        adaptra=times(adaptra, case.stretch),
         bound_s=lower_bound(case.costs()).seconds,
-        simulated_stock_s=simulate(stock, measured, blocking=True).makespan_s if case.chunks == 1 else None,
-        simulated_zero_bubble_s=simulate(zero_bubble, measured).makespan_s,
-        simulated_adaptra_s=simulate(ran, measured).makespan_s,
+        simulated_stock_s=simulated_s(stock, blocking=True) if case.chunks == 1 else None,
+        simulated_zero_bubble_s=simulated_s(zero_bubble),
+        simulated_adaptra_s=simulated_s(ran),
         peak_in_flight=max(rank["peak_in_flight"] for rank in adaptra.adaptra),
         simulated_peak=max(peak_in_flight(ran, measured.released_at_backward_input)),
     )
 
 
-def times(report: VariantReport) -> Times:
+def times(report: VariantReport, stretch: float) -> Times:
     return Times(
-        statistics.median(report.iteration_seconds[-TIMED_ITERATIONS:]),
-        statistics.median(report.pipeline_seconds[-TIMED_ITERATIONS:]),
+        statistics.median(report.iteration_seconds[-TIMED_ITERATIONS:]) / stretch,
+        statistics.median(report.pipeline_seconds[-TIMED_ITERATIONS:]) / stretch,
     )
 
 
@@ -203,12 +213,13 @@ def table(rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="only latencies 0 and 60 ms")
+    parser.add_argument("--stretch", type=float, default=1.0, help="times as long that all is emulated")
     parser.add_argument("--output", type=Path, default=None, help="also write the table to this file")
     arguments = parser.parse_args()
     rows = []
     started = time.monotonic()
     with ForkServer() as server:
-        for case in cases(arguments.quick):
+        for case in cases(arguments.quick, arguments.stretch):
             rows.append(measure(case, server))
             print(f"[{time.monotonic() - started:5.0f} s] {table(rows[-1:]).splitlines()[-1]}", flush=True)
     text = table(rows)
