@@ -82,15 +82,16 @@ demo: $(INSTALLED)
 	$(BIN)/python -m adaptra_megatron.emulation.demo.demo
 
 # A test may fail because the machine had no time for its processes, so a failed one runs once more, and the summary says why.
-# Numbers that differ are wrong every time. Tests of one process run beside those that start ranks, in the time that these
-# leave: ranks wait for each other, and have deadlines.
+# Numbers that differ are wrong every time. Two runs of pytest share the machine, since ranks mostly wait for each other: the
+# trainings in one; in the other what has one process, then what mostly waits, and last the fault campaign, which has deadlines.
 PYTEST_ALL := $(BIN)/python -m pytest -q -m 'not slow and not megatron_lm' --durations=30 --reruns 1 --rerun-except ResultsDifferError
-ONE_PROCESS := $(addprefix tests/,authentication benchmarks cli detector fuzz gpu patches schedule) $(wildcard tests/test_*.py)
+BESIDE_TRAININGS := $(addprefix tests/,authentication benchmarks cli detector fuzz gpu patches schedule) $(wildcard tests/test_*.py) \
+	$(addprefix tests/,job launch telemetry transport campaigns)
 test: $(INSTALLED)
 	@mkdir -p build
-	nice -n 5 $(PYTEST_ALL) -p no:cacheprovider $(ONE_PROCESS) >build/one_process.txt 2>&1 & beside=$$!; \
-	  $(PYTEST_ALL) $(ONE_PROCESS:%=--ignore=%); ranks=$$?; \
-	  wait $$beside; one=$$?; cat build/one_process.txt; exit $$((ranks ? ranks : one))
+	nice -n 5 $(PYTEST_ALL) -p no:cacheprovider $(BESIDE_TRAININGS) >build/beside_trainings.txt 2>&1 & beside=$$!; \
+	  $(PYTEST_ALL) $(BESIDE_TRAININGS:%=--ignore=%); trainings=$$?; \
+	  wait $$beside; others=$$?; cat build/beside_trainings.txt; exit $$((trainings ? trainings : others))
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m slow
