@@ -186,16 +186,6 @@ def ratio(real: Times, simulated_s: float | None) -> str:
     return "-" if simulated_s is None else f"{real.pipeline_s / simulated_s:.3f}"
 
 
-def heading(stretch: float) -> str:
-    command, said = "python benchmarks/pipeline.py", ""
-    if stretch != 1:
-        command, said = (
-            f"{command} --stretch {stretch:g}",
-            f", all emulated {stretch:g} times as long, and divided by that",
-        )
-    return f"# Pipelines in real processes\n\nWritten by `{command}`{said}.\n\n"
-
-
 def table(rows: list[Row]) -> str:
     """GitHub table, one row per case. Milliseconds are of whole iterations, with the pipeline's in brackets."""
     lines = [
@@ -232,7 +222,12 @@ def main() -> None:
         for case in cases(arguments.quick, arguments.stretch):
             rows.append(measure(case, server))
             print(f"[{time.monotonic() - started:5.0f} s] {table(rows[-1:]).splitlines()[-1]}", flush=True)
-    text = heading(arguments.stretch) + table(rows)
+    stretch = f"{arguments.stretch:g}"
+    text = (
+        "# Pipelines in real processes\n\n"
+        f"Written by `python benchmarks/pipeline.py --stretch {stretch}`: all emulated {stretch} times as long, "
+        f"and divided by that.\n\n{table(rows)}"
+    )
     print(text)
     if arguments.output is not None:
         arguments.output.write_text(text)

@@ -29,7 +29,7 @@ def test_columns_that_do_not_fit_each_other_are_refused(column: int) -> None:
     for name, place in (("sends", column), ("actions", column % 5)):
         columns = list(said[name])
         columns[place] = columns[place][: len(columns[place]) // 2]
-        with pytest.raises(ValueError, match="rows|kinds|starts"):
+        with pytest.raises(ValueError, match="rows"):
             measurement_of(encoded(said | {name: columns}))
 
 
