@@ -3,7 +3,8 @@
 
     python benchmarks/closed_loop.py [changes] [bandwidth] [healthy] [observe] [--output FILE]
 
-changes    8 stages; one link after another turns slow and heals: speed from iteration to iteration, against the bounds
+changes    8 stages; one link after another turns slow, on both of its paths, and heals: speed from iteration to
+           iteration, against the bounds
 bandwidth  one direction of a link carries a tenth of what it did
 healthy    links in order: adaptra with everything on beside the same order with nothing measured
 observe    policy observe beside the same order with nothing measured
@@ -31,6 +32,7 @@ from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.transport.paths import Path as LinkPath
 
 TIMEOUT_S = 280.0
 SETTLED = 3
@@ -107,6 +109,7 @@ class Spell:
                 latency_s=self.latency_ms / 1e3,
                 from_iteration=self.onset,
                 until_iteration=self.heal,
+                paths=frozenset(LinkPath),
             )
             for source, target in (self.link, self.link[::-1])
         ]
@@ -160,9 +163,10 @@ def changes(server: ForkServer, directory: Path) -> str:
     healthy_s = median(seconds[SPELLS[0].onset - SETTLED : SPELLS[0].onset])
     return "\n".join(
         [
-            f"{_cluster(CLUSTER)} One job; a link turns slow both ways, heals ten iterations later, and then another "
-            "does. Milliseconds of the forward_backward function over all ranks. The plan of an onset in iteration k "
-            "is in force in k + 2, so two iterations are slow; the bound is that of the cap and the link's latency.",
+            f"{_cluster(CLUSTER)} One job; a link turns slow both ways and on both paths, heals ten iterations "
+            "later, and then another does. Milliseconds of the forward_backward function over all ranks. The plan of "
+            "an onset in iteration k is in force in k + 2, so two iterations are slow; the bound is that of the cap "
+            "and the link's latency.",
             "",
             *lines,
             "",
@@ -190,8 +194,8 @@ def bandwidth(server: ForkServer, directory: Path) -> str:
     for source, target in ((3, 4), (4, 3)):
         link = f"--emulate-slow-link {source}>{target}:"
         slow = (
-            f"{link}occupancy_ms={USUAL_MS:g},until={BANDWIDTH_ONSET} "
-            f"{link}occupancy_ms={LOST_MS:g},from={BANDWIDTH_ONSET}"
+            f"{link}occupancy_ms={USUAL_MS:g},until={BANDWIDTH_ONSET},path=both "
+            f"{link}occupancy_ms={LOST_MS:g},from={BANDWIDTH_ONSET},path=both"
         )
         run = directory / f"{source}-{target}"
         variant = Variant("adaptra", adapting(CLUSTER, BANDWIDTH_ITERATIONS, run / "run", *slow.split()))
