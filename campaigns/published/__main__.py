@@ -3,7 +3,7 @@
 
     python -m campaigns.published [--simulated | --cases 'single/7B/*' ...] [--again] [--output FILE]
 
-Each real case is one job of about a minute; what it measured is kept in --directory, and measured again only with
+Each real case is one job of one to three minutes; what it measured is kept in --directory, and measured again only with
 --again, so that a few cases can be run at a time on a machine that is quiet for a few minutes only. What the tables
 compare, and how it is modelled, is in docs/published.md.
 """

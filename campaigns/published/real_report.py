@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from campaigns.published.real import STRETCH, TIMED_ITERATIONS, RealCase, RealSystem
+from campaigns.published.real import STRETCH_PER_STAGE, TIMED_ITERATIONS, RealCase, RealSystem
 
 _EXPLANATION = f"""\
 Milliseconds per iteration of real processes (medians of {TIMED_ITERATIONS}): Megatron-core 0.16 trains, each F, B and W
 takes the published time of its stage, messages over the slow links come late on both paths. Compute and delays are
-{STRETCH:g} times as long as published, and all measured times divided by that. All systems of a row trained one after
-the other on the same processes; weights and optimizer states are bitwise stock's. The first column has no delay; the
-lower bounds are of the compute and the delays alone, without the optimizer or anything that a message costs. Overruns
-are operations that took longer than they were to take because the machine was busy.
+{4 * STRETCH_PER_STAGE:g} times as long as published with 4 stages, {8 * STRETCH_PER_STAGE:g} times with 8, and all
+measured times are divided by that. All systems of a row trained one after the other on the same processes; weights and
+optimizer states are bitwise stock's. The first column has no delay; the lower bounds are of the compute and the delays
+alone, without the optimizer or anything that a message costs. Overruns are operations that took longer than they were
+to take because the machine was busy.
 """
 _HEALTHY = RealSystem.HEALTHY
 

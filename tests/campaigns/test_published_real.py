@@ -11,12 +11,12 @@ NOTHING = Published(one_f_one_b_ms=None, zero_bubble_ms=None, host_path_ms=None,
 
 
 def test_all_systems_train_over_the_slow_link_with_stocks_numbers(fork_server: ForkServer) -> None:
-    stage = StageTime(forward_ms=2.0, backward_input_ms=2.0, backward_weight_ms=1.0)
+    stage = StageTime(forward_ms=4.0, backward_input_ms=4.0, backward_weight_ms=2.0)
     case = Case(
         experiment="small",
         model=Model(name="two-stages", stages=(stage, stage), measured=True),
         links=((0, 1),),
-        delay_ms=10.0,
+        delay_ms=20.0,
         published=NOTHING,
         healthy=NOTHING,
     )
