@@ -12,6 +12,7 @@ wait for, is not in it), median over the last iterations; bounds are proven for 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -85,7 +86,15 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
     stock, adaptra, traces = trained()
-    lines = ["| replica | slow link | this replica, s | its bound, s | ratio |", "|---|---|---|---|---|"]
+    lines = [
+        "# Replicas with slow links of their own",
+        "",
+        f"Written by `python benchmarks/replicas.py` on {os.cpu_count()} cores, "
+        f"which {REPLICAS * STAGES} processes share.",
+        "",
+        "| replica | slow link | this replica, s | its bound, s | ratio |",
+        "|---|---|---|---|---|",
+    ]
     for replica in range(REPLICAS):
         slow = "none"
         if replica in SLOW_LINKS:
