@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from adaptra_megatron.authentication.seal import Seal, TamperedError
@@ -54,3 +55,12 @@ class SealedStore:
         """See `peek`, which never waits. Raises TamperedError, too."""
         found = peek(self._store, key)
         return None if found is None else self._seal.opened(key, found)
+
+    def put_once(self, key: str, value: bytes, /) -> bytes:
+        """Store `value` under `key` unless it has one; return the one that is there. Raises TamperedError."""
+        return self._seal.opened(key, self._store.compare_set(key, "", self._seal.closed(key, value)))
+
+    def get_all(self, keys: Sequence[str], /) -> list[bytes]:
+        """Return what is under all `keys`, which are there, by one request. Raises TamperedError, too."""
+        found = self._store.multi_get(list(keys))
+        return [self._seal.opened(key, value) for key, value in zip(keys, found, strict=True)]

@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.authentication.tagged_json import unpacked
-from adaptra_megatron.epochs.admission import admitted_so_far, all_meet, read_ticket
-from adaptra_megatron.epochs.epoch import Epoch, refuse_lost_stages
+from adaptra_megatron.epochs.admission import admitted_so_far, read_ticket
 from adaptra_megatron.epochs.errors import EpochEndedError, UnrecoverableError
+from adaptra_megatron.epochs.generation import Generation, refuse_lost_stages
 from adaptra_megatron.epochs.last_word import heed
+from adaptra_megatron.epochs.protocol import Await, Done, Interrupted, Phase, Put, PutOnce, Rank
+from adaptra_megatron.epochs.protocol_store import ProtocolStore
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.identity import host_identity
 from adaptra_megatron.job.layout import JobLayout, LayoutRecord
@@ -37,19 +39,26 @@ class JobRecord(NamedTuple):
     """Flags that are the same on all ranks, and their values."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Joined:
     """What a process is part of once it has been called in."""
 
     layout: JobLayout
     control: ControlStore
-    epoch: Epoch
-    before: frozenset[int]
-    """Ranks that have taken part before."""
-    call: int
-    """Number of the first call of Megatron's schedules that it takes part in."""
+    rank: Rank
+    """Its state in the protocol."""
     left: Sequence[Departure]
     """All so far."""
+
+    @property
+    def generation(self) -> Generation:
+        """The one that it takes part in first."""
+        return self.rank.generation
+
+    @property
+    def before(self) -> frozenset[int]:
+        """Ranks that have taken part before."""
+        return self.rank.before
 
 
 class Newcomer:
@@ -98,14 +107,10 @@ class Newcomer:
             time.sleep(_LOOKS_S)
 
         ticket = read_ticket(store, arrival, self.timeout_s, check)
-        membership = self._records.of_epoch(ticket.epoch)
+        membership = self._records.of_epoch(ticket.membership)
         for each in membership.arrived:
             self.layout.move(each.rank, each.ready.host, each.ready.identity)
-        live = frozenset(ticket.live)
-        dead = frozenset(worker.cell for rank, worker in self.layout.workers.items() if rank not in live)
-        control = self.control.in_epoch(ticket.epoch)
-        epoch = Epoch(ticket.epoch, live, dead, control, ticket.admitted, ticket.epoch)
-        return Joined(self.layout, self.control, epoch, frozenset(ticket.before), ticket.call, membership.left)
+        return Joined(self.layout, self.control, Rank.rejoins(self.layout, ticket), membership.left)
 
     def _refuse_lost_stages(self, store: SealedStore) -> None:
         """Raise JobLostError where all that could have called this process in are dead themselves."""
@@ -114,23 +119,34 @@ class Newcomer:
             refuse_lost_stages(self.layout, newest, admitted)
 
     def check(self, joined: Joined) -> None:
-        """Raise EpochEndedError once a rank has died, also one that stands ready again. Takes a moment."""
-        newest, epoch = self._records.newest(), joined.epoch
-        left = () if newest is None else newest.left
-        if any(each.rank in epoch.live and each.epoch > epoch.number for each in left):
-            raise EpochEndedError(f"a rank has died while {self.layout.name(self.layout.rank)} was to take its place")
+        """Raise EpochEndedError once a rank has failed, also one that stands ready again. Takes a moment."""
+        newest = self._records.newest()
+        if newest is not None and joined.rank.is_struck_by(newest):
+            name = self.layout.name(self.layout.rank)
+            raise EpochEndedError(f"a rank has failed while {name} was to take its place")
         time.sleep(_LOOKS_S)
 
     def meet(self, joined: Joined) -> None:
-        """Come to the point from which all train together. Raises UnrecoverableError where another rank has died or was
-        late meanwhile, so that this process has no place."""
-        check = functools.partial(self.check, joined)
-        with joined.epoch.control.lent("admission", self.timeout_s) as store:
-            if not all_meet(store, self.layout.rank, joined.epoch, joined.before, self.timeout_s, check):
-                raise UnrecoverableError(
-                    f"{self.layout.name(self.layout.rank)} has not been admitted, as another rank has died or was late "
-                    "meanwhile"
-                )
+        """Come to the point from which all train together, with the state of the job. Raises UnrecoverableError where
+        another rank has failed or was late meanwhile, so that this process has no place."""
+        steps = ProtocolStore(self.control, self.control.client("survival"), self.timeout_s)
+        rank = joined.rank
+        while rank.phase not in (Phase.BETWEEN, Phase.LEFT):
+            request = rank.request
+            try:
+                if isinstance(request, (Put, PutOnce, Await)):
+                    rank = rank.after(steps.carry_out(request, functools.partial(self.check, joined)))
+                else:  # the state has been received
+                    rank = rank.after(Done())
+            except (EpochEndedError, TimeoutError):
+                rank = rank.after(Interrupted())
+            joined.rank = rank
+        steps.release()
+        if rank.phase is Phase.LEFT:
+            raise UnrecoverableError(
+                f"{self.layout.name(self.layout.rank)} has not been admitted, as another rank has failed or was late "
+                "meanwhile"
+            )
 
     def _arrival(self, ready: Readiness) -> Arrival:
         deadline_s = time.monotonic() + _SEEN_S

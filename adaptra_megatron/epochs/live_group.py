@@ -6,6 +6,7 @@ Its size and its ranks are those of the start, for data-parallel sizes, scalings
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,38 @@ from adaptra_megatron.epochs.handles import Done, Then, Together
 if TYPE_CHECKING:
     from adaptra_megatron.epochs.live_groups import LiveGroups
 
-Launch = Callable[[Any], Any]
-"""Begins an operation of torch's own group of those that live; returns torch's handle."""
+Launch = Callable[[Any, list[torch.Tensor]], Any]
+"""Begins an operation of torch's own group of those that live, with these outputs; returns torch's handle. Outputs are
+new each time that an operation is repeated: what an earlier try has left under way writes into others."""
+
+_IGNORE_FAILED = frozenset({"megatron.core.timers", "megatron.training.dist_signal_handler"})
+"""Modules whose outputs are set before they gather, and which take the parts of failed members for nothing: times of 0
+(Timers._get_elapsed_time_all_ranks), no signal (all_gather_item)."""
+
+
+class UnwrittenError(RuntimeError):
+    """A collective would leave the parts of failed members in its output as memory held them before."""
+
+    def __init__(self, group: str, missing: Sequence[int]) -> None:
+        self.group, self.missing = group, tuple(missing)
+        super().__init__(
+            f"gathering over {group}: ranks {', '.join(map(str, missing))} have failed, and no other has their parts, "
+            "so the output would hold whatever memory held before; reduce instead, or set the output and gather within "
+            "LiveGroups.ignoring_failed_members()"
+        )
+
+
+def ignores_failed_members() -> bool:
+    """Return whether the caller of a collective is known to set its output before, and to take no notice of parts that
+    stay as they are."""
+    frame = sys._getframe(1)
+    while (caller := frame.f_back) is not None:
+        name = str(caller.f_globals.get("__name__", ""))
+        if not name.startswith(("torch.", "adaptra_megatron.")):
+            return name in _IGNORE_FAILED
+        frame = caller
+    return False
+
 
 _ProcessGroup: Any = dist.ProcessGroup  # whose stubs do not know that Python may derive from it
 
@@ -28,10 +59,11 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose stubs do not know that Python ma
 class LiveGroup(_ProcessGroup):  # type: ignore[misc]
     """One of this process's. Operations are those of torch.distributed, which calls these methods.
 
-    Where members have died: reductions are over those that live; gathering leaves what the dead would have said as it
-    is in the output. A group that spans stages of one replica is joined with those of the other replicas, and for each
-    stage the lowest live replica counts: after data-parallel reduction all of a stage hold the same. In the same way
-    groups within one of several optimizer instances are joined with those of the others, for each shard.
+    Where members have failed: reductions are over those that live; gathering what only the failed had raises
+    UnwrittenError, but for callers that are known to take no notice of it. A group that spans stages of one replica is
+    joined with those of the other replicas, and for each stage the lowest live replica counts: after data-parallel
+    reduction all of a stage hold the same. In the same way groups within one of several optimizer instances are joined
+    with those of the others, for each shard.
     """
 
     def __init__(self, groups: LiveGroups, ranks: Sequence[int], rank: int, description: str) -> None:
@@ -39,7 +71,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(list(ranks).index(rank), len(ranks))
         self.ranks = tuple(ranks)
         self.members = self.ranks
-        """Global ranks that take part in the present epoch."""
+        """Global ranks that take part in the present generation."""
         self.speaks = True
         """True where this rank's addend counts in sums."""
         self.stand_ins: dict[int, int] = {}
@@ -63,8 +95,6 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         """True while only live members are numbered: see `LiveGroups.numbered_alive`."""
         self._seen_as: int | None = None
         self.description = description
-        self.operations = 0
-        """Number of those outside of calls since the last commit."""
         self._groups = groups
 
     @property
@@ -145,11 +175,11 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         if options.reduceOp == dist.ReduceOp.SUM:
             behalves, self.behalves = self.behalves, behalves
 
-        def launch(native: Any) -> Any:
-            self._reduced(tensors, options)
+        def launch(native: Any, outputs: list[torch.Tensor]) -> Any:
+            self._reduced(outputs, options)
             for add in behalves:
-                add(tensors[0])
-            return native.allreduce(tensors, options)
+                add(outputs[0])
+            return native.allreduce(outputs, options)
 
         return self._run(tensors, launch)
 
@@ -157,9 +187,9 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         """The same of several tensors."""
         options = dist.AllreduceCoalescedOptions() if opts is None else opts
 
-        def launch(native: Any) -> Any:
-            self._reduced(tensors, options)
-            return native.allreduce_coalesced(tensors, options)
+        def launch(native: Any, outputs: list[torch.Tensor]) -> Any:
+            self._reduced(outputs, options)
+            return native.allreduce_coalesced(outputs, options)
 
         return self._run(tensors, launch)
 
@@ -181,9 +211,9 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         options = dist.BroadcastOptions()
         options.rootTensor = opts.rootTensor
 
-        def launch(native: Any) -> Any:
+        def launch(native: Any, outputs: list[torch.Tensor]) -> Any:
             options.rootRank = self._place(opts.rootRank)
-            return native.broadcast(tensors, options)
+            return native.broadcast(outputs, options)
 
         return self._run(tensors, launch)
 
@@ -203,10 +233,15 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
         """The same for several tensors."""
-        chunks = [list(output.view(-1).chunk(self.size())) for output in outputs]
-        launches = [self._gathering(each, given.reshape(-1), opts) for each, given in zip(chunks, inputs, strict=True)]
-        renewed = self.holders is not None or self.has_shards
-        return self._run(outputs, lambda native: Together([each(native) for each in launches]), renewed=renewed)
+        gather = self._gathering(opts)
+
+        def launch(native: Any, outputs: list[torch.Tensor]) -> Any:
+            parts = [list(output.view(-1).chunk(self.size())) for output in outputs]
+            return Together(
+                [gather(native, each, given.reshape(-1)) for each, given in zip(parts, inputs, strict=True)]
+            )
+
+        return self._run(outputs, launch, renewed=self.holders is not None or self.has_shards)
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -215,14 +250,21 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         return self.all_gather_single_coalesced(outputs, inputs, opts)
 
     def _gathered(self, outputs: list[torch.Tensor], given: torch.Tensor, opts: Any) -> Work:
-        return self._run(outputs, self._gathering(outputs, given, opts))
+        gather = self._gathering(opts)
+        return self._run(outputs, lambda native, found: gather(native, found, given))
 
-    def _gathering(self, outputs: list[torch.Tensor], given: torch.Tensor, opts: Any) -> Launch:
+    def _gathering(self, opts: Any) -> Callable[[Any, list[torch.Tensor], torch.Tensor], Any]:
+        """Return what gathers a tensor of each member into one of as many outputs."""
         options = AllgatherOptions() if opts is None else opts
+        # The frames of the caller are those of now: the operation may be repeated later.
+        ignores = self.holders is not None or self._groups.ignores_failed or ignores_failed_members()
 
-        def launch(native: Any) -> Any:
+        def launch(native: Any, outputs: list[torch.Tensor], given: torch.Tensor) -> Any:
             if self.whole:
                 return native.allgather([outputs], [given], options)
+            missing = [rank for rank in self.ranks if rank not in self.stand_ins]
+            if missing and not ignores:
+                raise UnwrittenError(self.description, missing)
             found = [torch.empty_like(given) for _ in self.members]
             self._groups.wait_for(native.allgather([found], [given], options))
             for place, (rank, output) in enumerate(zip(self.ranks, outputs, strict=True)):
@@ -250,16 +292,16 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         return self.allreduce([torch.zeros(1, device=self._groups.device)])
 
     def _whole_only(self, name: str, outputs: Sequence[torch.Tensor], launch: Launch) -> Work:
-        def checked(native: Any) -> Any:
+        def checked(native: Any, outputs: list[torch.Tensor]) -> Any:
             if not self.whole:
                 raise RuntimeError(f"{name} over {self.description} cannot be done where members have died")
-            return launch(native)
+            return launch(native, outputs)
 
         return self._run(outputs, checked)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
         """As torch's. Raises RuntimeError, as the following, where members have died."""
-        return self._whole_only("scatter", outputs, lambda native: native.scatter(outputs, inputs, opts))
+        return self._whole_only("scatter", outputs, lambda native, found: native.scatter(found, inputs, opts))
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
         """As torch's."""
@@ -276,8 +318,14 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
         """The same for several tensors."""
-        launches = [self._scattering(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
-        return self._run(outputs, lambda native: Together([each(native) for each in launches]))
+        # Inputs are reduced in place.
+        scatters = [self._scattering(opts) for _ in outputs]
+
+        def launch(native: Any, changed: list[torch.Tensor]) -> Any:
+            pairs = zip(scatters, changed[: len(outputs)], changed[len(outputs) :], strict=True)
+            return Together([scatter(native, output, given) for scatter, output, given in pairs])
+
+        return self._run([*outputs, *inputs], launch)
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -285,13 +333,14 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         """The same, by its name before torch 2.13."""
         return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
 
-    def _scattering(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Launch:
+    def _scattering(self, opts: Any) -> Callable[[Any, torch.Tensor, torch.Tensor], Any]:
+        """Return what reduces a tensor over all members, and gives this one its part."""
         options = dist.AllreduceOptions()
         options.reduceOp = opts.reduceOp
 
-        def launch(native: Any) -> Any:
+        def launch(native: Any, output: torch.Tensor, given: torch.Tensor) -> Any:
             parts = given.view(self.size(), -1)
-            if self.whole and not isinstance(native, dist.ProcessGroupGloo):
+            if self.whole and not native.is_gloo:
                 reduced = native._reduce_scatter_base(output, given, opts)
                 if self.holders is None:
                     return reduced
@@ -309,7 +358,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
 
     def hand_on(self, given: torch.Tensor, received: torch.Tensor) -> Work:
         """Give `given`, flat, to the holder of this rank's shard, and receive what that of the held one gives."""
-        return self._run([received], lambda native: self._handing_on(native, given, received))
+        return self._run([received], lambda native, found: self._handing_on(native, given, found[0]))
 
     def _handing_on(self, native: Any, given: torch.Tensor, received: torch.Tensor) -> Any:
         assert self.holders is not None
@@ -319,7 +368,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Work:
         """As torch's."""
-        return self._whole_only("alltoall", outputs, lambda native: native.alltoall(outputs, inputs, opts))
+        return self._whole_only("alltoall", outputs, lambda native, found: native.alltoall(found, inputs, opts))
 
     def alltoall_base(
         self, output: torch.Tensor, given: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any
@@ -328,7 +377,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         return self._whole_only(
             "alltoall",
             [output],
-            lambda native: native.alltoall_base(output, given, output_splits, input_splits, opts),
+            lambda native, found: native.alltoall_base(found[0], given, output_splits, input_splits, opts),
         )
 
     def all_to_all_single(

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All process groups of one process that outlive their members, and what stands behind them in each epoch.
+"""All process groups of one process that outlive their members, and what stands behind them in each generation.
 
 Inside a call of Megatron's schedules an operation that loses a member raises, and the call is attempted again. Outside
-of calls each has a number, its result is kept, and it is repeated: by what another rank has kept if any has it, for
-then some rank may have gone on with it, or else among those that live. So all ranks see one result of each.
-
-Results are kept from one commit to the next: a rank that commits call n has seen all others come to the end of their
-attempts at n, so all of them have done what comes before n. Replicas may be several operations apart, since what they
-do between commits need not join them.
+of calls each has one result: it is repeated, on new tensors, until it is done or another rank has it (`kept_results`).
+Before the next generation begins, nothing of the one before may write any more (`fence`).
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ import itertools
 import os
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,25 +29,23 @@ from torch.distributed.distributed_c10d import PrefixStore, _world
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.epochs.early_watch import EarlyWatch
 from adaptra_megatron.epochs.errors import EpochEndedError, is_communication
+from adaptra_megatron.epochs.fence import FENCE_S, Fence, FencedGroup
+from adaptra_megatron.epochs.generation import FIRST, Generation
 from adaptra_megatron.epochs.handles import Done, Pending
-from adaptra_megatron.epochs.live_group import LiveGroup
+from adaptra_megatron.epochs.kept_results import KeptResults
+from adaptra_megatron.epochs.live_group import Launch, LiveGroup
 from adaptra_megatron.epochs.places import place_to_take, refuse_newcomer
+from adaptra_megatron.epochs.sockets import GlooSockets, connected_group
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.job.membership import Departure
-from adaptra_megatron.job.process_groups import epoch_group, nccl_group
+from adaptra_megatron.job.process_groups import nccl_group
 
 Made = TypeVar("Made")
 
 SLICE = timedelta(milliseconds=20)
 """For how long a wait looks away from the set of live ranks."""
-MOST_KEPT_NBYTES = 16 << 20
-"""Largest results of one operation that are kept."""
 _NAME = "adaptra"
-
-Results = Mapping[str, Sequence[bytes] | None]
-"""By "<group>/<number of commits>/<number of the operation since then>": bytes of each output; None where that was too
-much to keep."""
 
 
 def live_groups(config: AdaptraConfig) -> LiveGroups | None:
@@ -83,23 +78,24 @@ class LiveGroups:
         self.stale = False
         """Set where members have died: what was to be gathered of shards may not have been, until it is gathered again
         in a call."""
+        self.ignores_failed = False
+        """See `ignoring_failed_members`."""
         self._groups: list[LiveGroup] = []
         self.rank = 0
         """This process's global one."""
         self._description = "group"
-        self._natives: dict[tuple[LiveGroup, str], Any] = {}
+        self._natives: dict[tuple[LiveGroup, str], FencedGroup] = {}
+        self._fence = Fence()
         self._timeout_s = 0.0
         self._store: Any = None
         self._control: ControlStore | None = None
         """Where groups meet; None: in the job's store, before there is anything to outlive."""
-        self._epoch = 0
+        self._generation = FIRST
         self._inside = False
         self._layout: JobLayout | None = None
         self._recover: Callable[[Exception], None] | None = None
-        self._commits = 0
-        """Since this rank, or the last one that was started again, takes part."""
-        self._kept: dict[str, list[bytes] | None] = {}
-        self._others: Results = {}
+        self.kept = KeptResults()
+        """Of operations outside of calls."""
         self._undo: list[Callable[[], None]] = []
 
     # What torch.distributed sees.
@@ -159,30 +155,24 @@ class LiveGroups:
         """Where collectives of objects and barriers have their tensors."""
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
-    # What each epoch puts behind them.
+    # What each generation puts behind them.
 
     def begin(self, layout: JobLayout, control: ControlStore, recover: Callable[[Exception], None]) -> None:
-        """Outlive members from now on. `recover`: goes on in the next epoch, in which an operation outside of calls
-        that has failed is repeated, or raises."""
+        """Outlive members from now on. `recover`: goes on in the next generation, in which an operation outside of
+        calls that has failed is repeated, or raises."""
         if self.early_watch is not None:
             self.early_watch.close()
         self._layout, self._recover = layout, recover
         self._control = control
 
-    def enter(self, epoch: int, control: ControlStore, live: frozenset[int], results: Results) -> None:
-        """Go on with the `live` ranks. `results`: what any of them has kept."""
+    def enter(self, generation: Generation, control: ControlStore) -> None:
+        """Go on with the ranks of `generation`, once `leave` has returned. `control`: its part of the job's store."""
         assert self._layout is not None
-        self.leave()
-        self._epoch, self._control, self._others = epoch, control, results
+        self._generation, self._control = generation.id, control
         for group in self._groups:
-            _set_members(group, self._layout, live)
+            _set_members(group, self._layout, generation.live)
         self.stale = True
         self.ended.clear()
-
-    def number_anew(self) -> None:
-        """All that have met have done all operations so far, and those who join them have numbered none."""
-        self.committed()
-        self._commits = 0
 
     def lost_shards(self, live: frozenset[int]) -> list[tuple[int, ...]]:
         """Ranks that do not live and had the same shard, which no other has: its owner first."""
@@ -194,40 +184,41 @@ class LiveGroups:
         known += [tuple(ranks) for group in self._groups if group.has_shards for ranks in (group.alike or {}).values()]
         return sorted({ranks for ranks in known if live.isdisjoint(ranks)})
 
-    def leave(self) -> None:
-        """Give up what the present epoch's groups have under way: closed connections wake the members at once.
+    def leave(self) -> int:
+        """End what the present generation's groups have under way, and return once nothing of it can write any more.
 
-        Not in this thread, which would wait for gloo's own to end.
+        Returns how many operations were under way. Raises OperationStillRunsError as `Fence.wait`.
         """
-        natives, self._natives = self._natives, {}
-        # No name here may be the last to hold one of gloo's.
-        for native in [each for each in natives.values() if not isinstance(each, dist.ProcessGroupGloo)]:
-            native.abort()
-        threading.Thread(target=natives.clear, name="adaptra-leave", daemon=True).start()
+        fence, self._fence = self._fence, Fence()
+        self._natives.clear()
+        fence.close()
+        return fence.wait(min(FENCE_S, self._timeout_s))
 
-    def native(self, group: LiveGroup, device: torch.device) -> Any:
+    def native(self, group: LiveGroup, device: torch.device) -> FencedGroup:
         """Torch's own group of those that take part, made when first needed, by all of them."""
         key = group, device.type
         if key not in self._natives:
-            self._natives[key] = interruptible(
+            native, sockets = interruptible(
                 lambda: self._make_native(group, device.type), self.check, self._timeout_s, "a process group"
             )
+            self._natives[key] = self._fence.guarded(native, group.description, tuple(group.members), sockets)
         return self._natives[key]
 
-    def _make_native(self, group: LiveGroup, device: str) -> Any:
+    def _make_native(self, group: LiveGroup, device: str) -> tuple[Any, GlooSockets | None]:
+        """Make torch's group; for gloo also its connections."""
         members, place = list(group.members), hashlib.blake2b(digest_size=12)
         place.update(f"{group.description}/{group.members}/{device}".encode())
-        name = f"live/{place.hexdigest()}"
+        name, rank = f"live/{place.hexdigest()}", members.index(self.rank)
         if self._control is None:
             store = PrefixStore(name, self._store.clone() if hasattr(self._store, "clone") else self._store)
-            if device == "cpu":
-                timeout = timedelta(seconds=self._timeout_s)
-                return dist.ProcessGroupGloo(store, members.index(self.rank), len(members), timeout)
-            return nccl_group(store, members.index(self.rank), len(members), self._timeout_s)
+        elif device == "cpu":
+            with self._control.lent(name, self._timeout_s, sealed=False) as lent:
+                return connected_group(lent, rank, len(members), self._timeout_s)
+        else:
+            store = self._control.unsealed(name)
         if device == "cpu":
-            return epoch_group(self._control, name, members, self.rank, self._timeout_s)
-        store = self._control.unsealed(name)
-        return nccl_group(store, members.index(self.rank), len(members), self._timeout_s)
+            return connected_group(store, rank, len(members), self._timeout_s)
+        return nccl_group(store, rank, len(members), self._timeout_s), None
 
     # Operations.
 
@@ -261,42 +252,53 @@ class LiveGroups:
             for group, ranks in before.items():
                 group.renumbered, known[group] = False, ranks
 
+    @contextmanager
+    def ignoring_failed_members(self) -> Iterator[None]:
+        """Leave what only failed members had as it is in the outputs of what is gathered meanwhile: for callers that
+        have set these before."""
+        self.ignores_failed = True
+        try:
+            yield
+        finally:
+            self.ignores_failed = False
+
     def check(self) -> None:
         """Raise EpochEndedError once the set of live ranks has changed."""
         if self.ended.is_set():
-            raise EpochEndedError(f"epoch {self._epoch} has ended: the set of live ranks has changed")
+            raise EpochEndedError(f"generation {self._generation} has ended: the set of live ranks has changed")
 
-    def run(
-        self, group: LiveGroup, outputs: Sequence[torch.Tensor], launch: Callable[[Any], Any], *, renewed: bool = False
-    ) -> Work:
+    def run(self, group: LiveGroup, outputs: Sequence[torch.Tensor], launch: Launch, *, renewed: bool = False) -> Work:
         """Carry an operation out. `outputs`: what it changes, and reads. `renewed`: where it fails outside of calls it
         is not repeated, for all do it again while they are `stale`."""
         device = outputs[0].device
         if self._inside or self._layout is None:
             self.check()
-            return Pending(self, launch(self.native(group, device)))
+            return Pending(self, launch(self.native(group, device), list(outputs)))
         if renewed:
-            while not self.stale and not self._done(launch, group, device):
+            while not self.stale and not self._done(launch, list(outputs), group, device):
                 pass
             return Done()
-        place = f"{self._key(group)}/{self._commits}/{group.operations}"
-        group.operations += 1
-        before = [output.clone() for output in outputs]
-        while not self._known(place, outputs) and not self._done(launch, group, device):
-            for output, given in zip(outputs, before, strict=True):
-                output.copy_(given)
-        self._keep(place, outputs)
+        name = self._key(group)
+        while not self.kept.known(name, outputs):
+            fresh = [output.clone() for output in outputs]
+            if self._done(launch, fresh, group, device):
+                # An output may be a part of an input, which comes after it.
+                for output, found in reversed(list(zip(outputs, fresh, strict=True))):
+                    output.copy_(found)
+                break
+        self.kept.keep(name, outputs)
         return Done()
 
-    def _done(self, launch: Callable[[Any], Any], group: LiveGroup, device: torch.device) -> bool:
-        """Carry an operation outside of calls out; False if it lost a member, and the next epoch has begun."""
+    def _done(self, launch: Launch, outputs: list[torch.Tensor], group: LiveGroup, device: torch.device) -> bool:
+        """Carry an operation outside of calls out; False if it lost a member, and the next generation has begun."""
         try:
             self.check()
-            self.wait_for(launch(self.native(group, device)))
+            self.wait_for(launch(self.native(group, device), outputs))
         except Exception as cause:
             if not is_communication(cause):
                 raise
             assert self._recover is not None
+            traceback.clear_frames(cause.__traceback__)  # which hold handles of groups that are given up
             self._recover(cause)
             return False
         return True
@@ -328,44 +330,16 @@ class LiveGroups:
         while not event.query():
             self.check()
 
-    # What is kept of operations outside of calls.
-
-    def committed(self) -> None:
-        """All live ranks have done all operations so far. Those of joined groups count on from the same: one optimizer
-        instance may have gathered for a checkpoint what the others need not."""
-        self._kept.clear()
-        self._others = {}
-        self._commits += 1
-        for group in self._groups:
-            group.operations = 0
-
-    def kept(self) -> Results:
-        """Results of the operations since the last commit."""
-        return dict(self._kept)
-
-    def _known(self, place: str, outputs: Sequence[torch.Tensor]) -> bool:
-        if place not in self._others:
-            return False
-        found = self._others[place]
-        if found is None:
-            raise RuntimeError(f"the result of {place} is lost: it has more than {MOST_KEPT_NBYTES >> 20} MiB")
-        for output, packet in zip(outputs, found, strict=True):
-            flat = torch.frombuffer(bytearray(packet), dtype=torch.uint8)
-            output.copy_(flat.view(output.dtype).view(output.shape) if output.numel() else output)
-        return True
-
-    def _keep(self, place: str, outputs: Sequence[torch.Tensor]) -> None:
-        if sum(output.nbytes for output in outputs) > MOST_KEPT_NBYTES:
-            self._kept[place] = None
-            return
-        flat = [output.detach().cpu().contiguous().reshape(-1) for output in outputs]
-        self._kept[place] = [each.view(torch.uint8).numpy().tobytes() if each.numel() else b"" for each in flat]
+    def operations(self) -> dict[str, int]:
+        """Return how many operations outside of calls each group has carried out since the last commit, by its name."""
+        return self.kept.counts([self._key(group) for group in self._groups])
 
     def _key(self, group: LiveGroup) -> str:
         """Equal for groups that are joined where ranks have died: those of the same stages and lanes of replicas."""
         assert self._layout is not None
         joined = alike(group, self._layout)
-        return f"{group.description}/{sorted(ranks[0] for ranks in joined.values()) or list(group.ranks)}"
+        ranks = sorted(ranks[0] for ranks in joined.values()) or list(group.ranks)
+        return hashlib.blake2b(f"{group.description}/{ranks}".encode(), digest_size=12).hexdigest()
 
 
 def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s: float, what: str) -> Made:

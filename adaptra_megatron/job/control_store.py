@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job's store, for the control of one epoch: keys that no other epoch has, sealed by the job's secret."""
+"""The job's store, for the control of one generation: keys that no other generation has, sealed by the job's secret."""
 
 from __future__ import annotations
 
@@ -39,22 +39,24 @@ class SecretError(RuntimeError):
 class ControlStore:
     """Makes clients of the store, one for each thread: a client answers one request at a time, and some wait."""
 
-    def __init__(self, store: Any, secret: bytes, token: str, epoch: int = 0, spare: deque[Any] | None = None) -> None:
-        """`store`: torch.distributed's. `token`: the job's, of its layout. `epoch`: counts the sets of live cells.
-        `spare`: clients that `lent` has taken back, MOST_SPARE at most: the others are closed."""
+    def __init__(
+        self, store: Any, secret: bytes, token: str, generation: str = "0", spare: deque[Any] | None = None
+    ) -> None:
+        """`store`: torch.distributed's. `token`: the job's, of its layout. `generation`: identity of the present
+        one. `spare`: clients that `lent` has taken back, MOST_SPARE at most: the others are closed."""
         self.secret = secret
         self._spare: deque[Any] = deque(maxlen=MOST_SPARE) if spare is None else spare
-        self._store, self._token, self._prefix = store, token, f"adaptra/{token}/{epoch}"
+        self._store, self._token, self._prefix = store, token, f"adaptra/{token}/{generation}"
 
     @classmethod
     def of_job(cls, token: str) -> ControlStore:
-        """The store that torch.distributed was initialised with, in the first epoch. Raises as `job_secret`."""
+        """The store that torch.distributed was initialised with, in the first generation. Raises as `job_secret`."""
         store: Any = _get_default_store()
         return cls(store, job_secret(store), token)
 
-    def in_epoch(self, epoch: int) -> ControlStore:
-        """The same store for another epoch."""
-        return ControlStore(self._store, self.secret, self._token, epoch, self._spare)
+    def in_generation(self, identity: object) -> ControlStore:
+        """The same store for the generation of this identity."""
+        return ControlStore(self._store, self.secret, self._token, str(identity), self._spare)
 
     @property
     def timeout_s(self) -> float:

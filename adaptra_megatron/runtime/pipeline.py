@@ -18,7 +18,7 @@ from adaptra_megatron.control.memory import MemoryMeter, MemorySource, StageMemo
 from adaptra_megatron.control.order.plans import Layout, PlanBook
 from adaptra_megatron.control.paths.steering import LinkSteering
 from adaptra_megatron.control.planner_process.keeper import PlannerKeeper
-from adaptra_megatron.epochs.epoch import Epoch
+from adaptra_megatron.epochs.generation import FIRST, Generation
 from adaptra_megatron.epochs.live_groups import LiveGroups, interruptible
 from adaptra_megatron.epochs.survival import Survival
 from adaptra_megatron.log import logger_of
@@ -105,7 +105,7 @@ class Pipeline:
             self._job = joining.job
         job, control, self._clock, limit_s = self._job
         if joining is not None:
-            control = joining.joined.epoch.control
+            control = joining.joined.control.in_generation(joining.joined.generation.id)
         clock = DeviceClock(CudaEvents()) if device.type == "cuda" else None
         meeting = Rendezvous(control, job, max(limit_s, SETUP_LEAST_S), alone=joining is not None)
         self.transport = make_transport(meeting, call.chunks, config, clock, limit_s)
@@ -158,8 +158,8 @@ class Pipeline:
         self._begun_s = 0.0
         self._arrivals = Arrivals.make(self._job, config, self.telemetry, waits)
         self._measuring = Measuring(self._job, self.transport, self.dispatcher, self.telemetry, self._arrivals)
-        self._epoch = 0
-        """Number of the one that links and routes were made for."""
+        self._generation = FIRST
+        """The one that links and routes were made for."""
         self._rank_losses_told = 0
         self.survival: Survival | None = None
         """None where the death of a rank ends the job."""
@@ -222,31 +222,32 @@ class Pipeline:
         """Return whether micro-batches of `call` may be computed by other replicas."""
         return self.rerouting is not None and (self.survival is not None or not call.forward_only)
 
-    def enter(self, call: PipelineCall, epoch: Epoch) -> None:
-        """Go on with the ranks that live in `epoch`, from `call` on; does nothing where that was entered before.
+    def enter(self, call: PipelineCall, generation: Generation) -> None:
+        """Go on with the ranks that live in `generation`, from `call` on; does nothing where that was entered before.
 
         Links, measuring and planning begin anew, from the plan that the lowest live rank has in force. Raises
         RuntimeError where that does not say it, EpochEndedError where another rank dies meanwhile.
         """
-        if epoch.number == self._epoch:
+        if generation.id == self._generation:
             return
         rerouting, survival = self.rerouting, self.survival
         assert rerouting is not None
         assert survival is not None
-        self._epoch = epoch.number
-        job = self._job._replace(layout=self._job.layout.alive(epoch.live), control=epoch.control)
+        self._generation = generation.id
+        control = self._job.control.in_generation(generation.id)
+        job = self._job._replace(layout=self._job.layout.alive(generation.live), control=control)
         leads = job.layout.rank == job.layout.leader
         self.exchange.leave()
         self._go_on_from(agreed_plan(job, self.running if leads else None, survival.check))
         number = 0 if self.planner is None else self.planner.number
         self.planner = None
         if leads:
-            dead = epoch.dead_cells
+            dead = generation.dead_cells
             self.planner = make_planner(job, self.book, self._config, self._policy, self.telemetry, dead, number)
-        rerouting.enter(epoch, self.planner, survival.check)
+        rerouting.enter(generation, control, self.planner, survival.check)
         first = self.training_iterations
         self.exchange = PlanExchange(job.control, job.layout, self.planner, job.timeout_s, first=first)
-        if not epoch.dead_cells:
+        if not generation.dead_cells:
             resume = functools.partial(self.dispatcher.resume, job.control, job.layout)
             interruptible(resume, survival.check, job.timeout_s, "what the ranks of a cell follow one of them by")
         survival.check()  # what interrupted the exchange may have come before this one
@@ -298,7 +299,7 @@ class Pipeline:
         survival = self.survival
         if survival is None:
             return
-        leads = self._job.layout.rank == min(survival.epoch.live)
+        leads = self._job.layout.rank == min(survival.generation.live)
         moved = () if self.rerouting is None else self.rerouting.moved_from_dead
         rank_losses = survival.rank_losses[self._rank_losses_told :] if leads else ()
         for change in membership_events(rank_losses, survival.take_returns(), moved):

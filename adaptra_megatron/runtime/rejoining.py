@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, Protocol
 
 from adaptra_megatron.control.decisions import Decision, decision_of
 from adaptra_megatron.control.wire_format import encoded
-from adaptra_megatron.epochs.epoch import Epoch
+from adaptra_megatron.epochs.generation import Generation
 from adaptra_megatron.epochs.joining import Joined, Newcomer
 from adaptra_megatron.epochs.live_groups import interruptible
+from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.job.process_groups import epoch_group
 from adaptra_megatron.log import logger_of
@@ -120,10 +121,10 @@ class Handing(NamedTuple):
     """
 
 
-def handings(training: Training, layout: JobLayout, epoch: Epoch, before: frozenset[int]) -> list[Handing]:
+def handings(training: Training, layout: JobLayout, generation: Generation, before: frozenset[int]) -> list[Handing]:
     """Those that this rank has a part in, in the order in which all are done: no circle of waits."""
     found = []
-    for target in sorted(epoch.live - before):
+    for target in sorted(generation.live - before):
         worker = layout.workers[target]
         peers = [
             rank
@@ -171,31 +172,38 @@ class Trains(Protocol):
         """The plan that runs."""
 
 
-def hand_over(training: Training, pipeline: Trains, epoch: Epoch, before: frozenset[int]) -> None:
-    """Give the newcomers of `epoch` what they are to have of this rank.
+def hand_over(training: Training, pipeline: Trains, generation: Generation, before: frozenset[int]) -> None:
+    """Give the newcomers of `generation` what they are to have of this rank.
 
     Raises RuntimeError where a newcomer does not take it within the timeout.
     """
     layout, timeout_s = pipeline.job.layout, pipeline.job.timeout_s
-    for handing in handings(training, layout, epoch, before):
-        with _channel(handing, layout.rank, epoch, timeout_s) as channel:
+    control = pipeline.job.control.in_generation(generation.id)
+    for handing in handings(training, layout, generation, before):
+        with _channel(handing, layout.rank, control, timeout_s) as channel:
             sender = StateSender(channel)
             _send(sender, training, pipeline, handing)
             sender.finish()
 
 
 def take_over(
-    training: Training, layout: JobLayout, epoch: Epoch, before: frozenset[int], timeout_s: float
+    training: Training,
+    layout: JobLayout,
+    control: ControlStore,
+    generation: Generation,
+    before: frozenset[int],
+    timeout_s: float,
 ) -> tuple[Mapping[str, Any], Counters, Decision]:
-    """Fill this process with what the others hand over; the training's progress, the pipeline's counters, and the plan
-    that runs.
+    """Fill this process with what the others hand over. `control`: part of the store of `generation`.
+
+    Returns the training's progress, the pipeline's counters, and the plan that runs.
 
     Raises StateError where that does not fit, RuntimeError where a rank does not hand over within the timeout.
     """
     progress: Mapping[str, Any] = {}
     counters, running = Counters(0, 0), Decision(0)
-    for handing in handings(training, layout, epoch, before):
-        with _channel(handing, layout.rank, epoch, timeout_s) as channel:
+    for handing in handings(training, layout, generation, before):
+        with _channel(handing, layout.rank, control, timeout_s) as channel:
             receiver = StateReceiver(channel)
             if handing.whole:
                 progress, counters, running = _receive_whole(receiver, training)
@@ -254,9 +262,9 @@ def _scalers(training: Training) -> list[Any]:
 
 
 @contextmanager
-def _channel(handing: Handing, rank: int, epoch: Epoch, timeout_s: float) -> Iterator[Callable[[Any], None]]:
+def _channel(handing: Handing, rank: int, control: ControlStore, timeout_s: float) -> Iterator[Callable[[Any], None]]:
     ends = handing.source, handing.target
-    group = epoch_group(epoch.control, f"hand-over/{ends[0]}-{ends[1]}", ends, rank, timeout_s)
+    group = epoch_group(control, f"hand-over/{ends[0]}-{ends[1]}", ends, rank, timeout_s)
     other = 1 - ends.index(rank)
 
     def carry(tensor: Any) -> None:
@@ -279,7 +287,15 @@ def take_place(newcomer: Newcomer, training: Training) -> tuple[Joining, Mapping
     joined = newcomer.stand_ready()
     begun_s = time.monotonic()
     progress, counters, running = interruptible(
-        functools.partial(take_over, training, layout, joined.epoch, joined.before, newcomer.timeout_s),
+        functools.partial(
+            take_over,
+            training,
+            layout,
+            joined.control.in_generation(joined.generation.id),
+            joined.generation,
+            joined.before,
+            newcomer.timeout_s,
+        ),
         functools.partial(newcomer.check, joined),
         newcomer.timeout_s,
         "the state of the job",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.memory import MemorySource
-from adaptra_megatron.epochs.epoch import Epoch
+from adaptra_megatron.epochs.generation import Generation
 from adaptra_megatron.epochs.joining import Newcomer
 from adaptra_megatron.epochs.live_groups import LiveGroups
 from adaptra_megatron.job.membership import MembershipRecords
@@ -163,7 +163,7 @@ class AdaptraRuntime:
             return write()
         groups = self._groups
 
-        def attempt(epoch: Epoch, number: int) -> Any:
+        def attempt(generation: Generation, number: int) -> Any:
             self._gather_again()
             with groups.numbered_alive():
                 return write()
@@ -205,14 +205,15 @@ class AdaptraRuntime:
             ran = self._attempt(pipeline, repeatable.call, 1)
         return ran
 
-    def _attempt_among(self, pipeline: Pipeline, call: PipelineCall, epoch: Epoch, number: int) -> _Ran:
+    def _attempt_among(self, pipeline: Pipeline, call: PipelineCall, generation: Generation, number: int) -> _Ran:
         """`number`: of tries that did not commit, in which other ranks may have died."""
-        pipeline.enter(call, epoch)
+        pipeline.enter(call, generation)
         self._gather_again()
         if number and not call.forward_only:
             forget_gradients(call)
-        # Of an epoch, not of a try: a rank that was between two calls as others died has not tried yet.
-        return self._attempt(pipeline, call, epoch.number, degraded=bool(epoch.dead_cells))
+        assert pipeline.survival is not None
+        # Not the number of the try: a rank that was between two calls as others failed has not tried yet.
+        return self._attempt(pipeline, call, pipeline.survival.turn, degraded=bool(generation.dead_cells))
 
     def _gather_again(self) -> None:
         """Gather parameters from the shards that are stepped, where a rank may have died while that was done."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.epochs.epoch import Epoch
+from adaptra_megatron.epochs.generation import Generation
 from adaptra_megatron.epochs.live_groups import LiveGroups
 from adaptra_megatron.epochs.survival import Survival
 from adaptra_megatron.job.control_store import ControlStore
@@ -75,15 +75,17 @@ def main(replicas: int, stages: int, deaths: list[str]) -> None:
     )
     ours = [death.split(":") for death in deaths if int(death.split(":")[0]) == rank]
     mortal = Mortal({int(death[1]) for death in ours}, errs=any(len(death) == 3 for death in ours))
-    for name in ("native", "_known", "_keep", "enter"):
+    for name in ("native", "enter", "leave"):
         mortal.before(groups, name)
-    for name in ("_commit", "_done", "_meet"):
+    for name in ("known", "keep"):
+        mortal.before(groups.kept, name)
+    for name in ("_answer", "_after"):
         mortal.before(survival, name)
     weight, seen = torch.tensor([1.0 + stage], dtype=torch.float64), []
 
-    def attempt(epoch: Epoch, number: int) -> torch.Tensor:
+    def attempt(generation: Generation, number: int) -> torch.Tensor:
         """The gradient of a stage: 1 for each replica's work, wherever that is done."""
-        live = [each for each in of_stage[stage] if each in epoch.live]
+        live = [each for each in of_stage[stage] if each in generation.live]
         shares = [sum(1 for each in range(replicas) if live[each % len(live)] == mine) for mine in live]
         gradient = torch.tensor([float(shares[live.index(rank)])], dtype=torch.float64)
         dist.all_reduce(gradient, group=data)
@@ -99,7 +101,8 @@ def main(replicas: int, stages: int, deaths: list[str]) -> None:
         told = torch.tensor([float(call)] if stage == stages - 1 else [-1.0])
         dist.broadcast(told, src=dist.get_process_group_ranks(pipeline)[-1], group=pipeline)
         parts = [torch.full((1,), -1.0, dtype=torch.float64) for _ in range(replicas)]
-        dist.all_gather(parts, weight, group=data)
+        with groups.ignoring_failed_members():
+            dist.all_gather(parts, weight, group=data)
         weight = weight + gradient / norm.sqrt()
         seen.append([float(norm), float(flag), float(told), max(float(part) for part in parts)])
     dist.barrier()

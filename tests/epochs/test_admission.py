@@ -1,61 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When processes that take the places of ranks are let in, and by whose word."""
+"""The end of attempts, and who is known to take part again."""
 
 from __future__ import annotations
 
 import threading
-import time
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
-from adaptra_megatron.authentication.sealed_store import SealedStore
-from adaptra_megatron.epochs.admission import (
-    admitted_so_far,
-    all_meet,
-    call_off,
-    hand_tickets,
-    newcomers,
-    note_admitted,
-)
-from adaptra_megatron.epochs.epoch import Epoch
-from adaptra_megatron.epochs.errors import EpochEndedError
-from adaptra_megatron.job.layout import JobLayout, Worker
-from adaptra_megatron.job.membership import Arrival, Departure, Membership, Readiness
-from adaptra_megatron.schedule.routing.costs import Cell
-
-LAYOUT = JobLayout(0, {rank: Worker(Cell(rank // 2 % 2, rank // 4), rank % 2, "host", "boot/net") for rank in range(8)})
-"""Two replicas of two stages, each cell with two lanes."""
-DEAD = Epoch(1, frozenset({0, 1, 4, 5, 6, 7}), frozenset({Cell(1, 0)}), cast(Any, None))
-BEFORE, LIVE = frozenset({0, 1}), frozenset({0, 1, 2})
-
-
-def membership(*arrived: tuple[int, int], left: tuple[tuple[int, int], ...] = ((2, 1), (3, 2))) -> Membership:
-    departures = tuple(Departure(rank, epoch, "host", "why", 0.0) for rank, epoch in left)
-    arrivals = tuple(Arrival(rank, epoch, Readiness(1, 1, "host", "boot/net")) for rank, epoch in arrived)
-    return Membership(9, 8, 0.0, departures, arrivals)
-
-
-@pytest.mark.parametrize(
-    ("found", "ranks"),
-    [
-        (membership(), set()),
-        (membership((2, 3)), set()),
-        (membership((2, 3), (3, 4)), {2, 3}),
-        (membership((2, 3), (3, 4), left=((2, 1), (3, 2), (3, 5))), set()),
-        (membership((2, 3), left=((2, 1),)), set()),
-        (membership((2, 3), (3, 4), (6, 8), left=((2, 1), (3, 2), (6, 7))), {2, 3}),
-    ],
-    ids=["none", "one-lane", "both", "one-left-again", "the-other-is-about-to-end", "half-of-another-cell"],
-)
-def test_newcomers_are_those_of_whole_cells(found: Membership, ranks: set[int]) -> None:
-    assert newcomers(LAYOUT, found, DEAD).keys() == ranks
-
-
-def test_who_was_admitted_is_no_newcomer() -> None:
-    admitted = Epoch(4, frozenset(range(8)), frozenset(), cast(Any, None), {2: 3, 3: 4}, 4)
-    assert not newcomers(LAYOUT, membership((2, 3), (3, 4)), admitted)
+from adaptra_megatron.authentication.sealed_store import SealedStore, TamperedError
+from adaptra_megatron.epochs import commit
+from adaptra_megatron.epochs.admission import admitted_so_far, note_admitted
+from adaptra_megatron.epochs.commit import CommitDesk, ReplicasDifferError, Word, together
+from adaptra_megatron.epochs.protocol import Ticket
 
 
 @pytest.fixture
@@ -64,22 +23,20 @@ def store() -> SealedStore:
 
 
 def test_who_takes_part_again_is_known_once_that_is_decided(store: SealedStore) -> None:
-    epoch = Epoch(4, frozenset(range(8)), frozenset(), cast(Any, None), {2: 3, 3: 4}, 4)
-    ticket = hand_tickets(store, epoch, 5, DEAD.live)
     assert admitted_so_far(store) == {}
-    note_admitted(store, ticket)
-    assert admitted_so_far(store) == {2: 3, 3: 4}
+    note_admitted(store, Ticket(4, 6, 5, 2, (0, 1), (0,), {1: 3}, {}))
+    assert admitted_so_far(store) == {1: 3}
 
 
-def meet_all(store: SealedStore, checks: dict[int, Any], timeout_s: float = 20.0) -> dict[int, bool]:
-    """What each rank of `checks` comes to, in threads."""
-    found: dict[int, bool] = {}
-    epoch = Epoch(2, LIVE, frozenset(), cast(Any, None))
+def arrivals(store: SealedStore, words: dict[int, Word], call: int = 0) -> dict[int, Word | None]:
+    """What each rank comes to, in threads."""
+    found: dict[int, Word | None] = {}
 
-    def meet(rank: int) -> None:
-        found[rank] = all_meet(store.clone(), rank, epoch, BEFORE, timeout_s, checks[rank])
+    def arrive(rank: int) -> None:
+        desk = CommitDesk(SealedStore(store._store, b"0" * 32, "here"), rank, 20.0)
+        found[rank] = desk.arrive(call, frozenset(words), words[rank], lambda: None)
 
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in checks]
+    threads = [threading.Thread(target=arrive, args=(rank,)) for rank in words]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -87,25 +44,55 @@ def meet_all(store: SealedStore, checks: dict[int, Any], timeout_s: float = 20.0
     return found
 
 
-def nothing() -> None:
-    return
+@pytest.mark.parametrize("group_size", [128, 2])
+def test_the_last_to_come_knows_what_all_have_come_with(
+    store: SealedStore, group_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit, "GROUP_SIZE", group_size)
+    words = {rank: Word("3/1/0", tokens=rank, divisors=(10,), digests={f"stage {rank % 2}": "d"}) for rank in range(5)}
+    found = [each for each in arrivals(store, words).values() if each is not None]
+    assert found == [Word("3/1/0", 10, (10,), {"stage 0": "d", "stage 1": "d"})]
+    assert found[0].sound()
+    assert not replace(found[0], divisors=(9, 10)).sound()
 
 
-def test_all_are_admitted_once_all_have_come(store: SealedStore) -> None:
-    assert meet_all(store, dict.fromkeys(LIVE, nothing)) == dict.fromkeys(LIVE, True)
-    assert call_off(store), "what is decided stays"
+def test_replicas_that_differ_are_found(store: SealedStore) -> None:
+    words = [Word("3/1/0", digests={"stage 0, lane 0": digest}) for digest in ("a", "b")]
+    with pytest.raises(ReplicasDifferError, match="replicas of stage 0, lane 0 do not hold the same state") as found:
+        together(words)
+    assert found.value.place == "stage 0, lane 0"
 
 
-@pytest.mark.parametrize("seer", sorted(BEFORE))
-def test_none_is_where_one_has_died_whichever_rank_sees_it(store: SealedStore, seer: int) -> None:
-    def dead() -> None:
-        raise EpochEndedError("rank 2 has died")
+def test_who_rings_without_the_secret_ends_no_attempt(store: SealedStore) -> None:
+    """A stranger that reaches the store rings for the second of two ranks."""
+    desk, looks = CommitDesk(store, 0, 20.0), iter(range(3))
+    store.set("came/1", b'{"attempt": "0/0/0", "tokens": 0, "divisors": [], "digests": []}')
+    store._store.add("bell/1/0/0/0", 1)
 
-    checks = {rank: dead if rank == seer else nothing for rank in BEFORE}
-    assert meet_all(store, checks) == dict.fromkeys(BEFORE, False)
+    def check() -> None:
+        if next(looks, None) is None:
+            raise RuntimeError("looked in vain")
+
+    with pytest.raises(RuntimeError, match="looked in vain"):
+        desk.arrive(1, frozenset({0, 1}), Word("1/0/0"), check)
+    store._store.set("came/1", b"x" * 80)
+    with pytest.raises(TamperedError):
+        CommitDesk(store, 2, 20.0)._words(["came/1"], "1/0/0", lambda: None)
 
 
-def test_none_is_where_one_does_not_come(store: SealedStore) -> None:
-    begun_s = time.monotonic()
-    assert meet_all(store, dict.fromkeys(BEFORE, nothing), timeout_s=0.3) == dict.fromkeys(BEFORE, False)
-    assert time.monotonic() - begun_s > 0.25
+def test_a_word_is_written_once_and_no_stranger_writes_it(store: SealedStore) -> None:
+    assert store.put_once("fate/0/0/0", b"commit") == b"commit"
+    assert store.put_once("fate/0/0/0", b"redo") == b"commit"
+    store._store.set("fate/7/0/0", "commit 7")
+    with pytest.raises(TamperedError):
+        store.put_once("fate/7/0/0", b"redo")
+
+
+def test_the_store_does_not_grow_with_calls(store: SealedStore) -> None:
+    raw: Any = store._store
+    desk, sizes = CommitDesk(store, 0, 20.0), []
+    for call in range(9):
+        store.put_once(f"fate/{call}/0/0", b"commit")
+        assert desk.arrive(call, frozenset({0}), Word(f"{call}/0/0"), lambda: None) is not None
+        sizes.append(raw.num_keys())
+    assert sizes[3:] == [sizes[3]] * 6

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from adaptra_megatron.epochs.generation import Generation, GenerationId
 from adaptra_megatron.epochs.live_group import LiveGroup
 from adaptra_megatron.epochs.live_groups import LiveGroups, alike
 from adaptra_megatron.job.layout import JobLayout, Worker
@@ -53,7 +54,8 @@ class Instances:
 
     def without(self, *dead: int) -> Instances:
         self.groups._layout = self.layout
-        self.groups.enter(1, cast(Any, None), frozenset(self.layout.workers).difference(dead), {})
+        live = frozenset(self.layout.workers).difference(dead)
+        self.groups.enter(Generation(GenerationId(1), live, frozenset()), cast(Any, None))
         return self
 
 

@@ -65,7 +65,7 @@ def test_a_client_is_lent_again_unless_it_failed() -> None:
     served = Served()
     control = ControlStore(served, SECRET, "job")
     for epoch in range(3):
-        with control.in_epoch(epoch).lent("here", 1.0) as store:
+        with control.in_generation(epoch).lent("here", 1.0) as store:
             assert not store.check(["a"]), "each epoch has keys of its own"
             store.set("a", b"content")
             assert store.get("a") == b"content"

@@ -135,8 +135,8 @@ class Deaths:
 
 def _functions() -> dict[str, tuple[Any, str]]:
     """What runs at each of `POINTS`: its owner, and its name there."""
-    from adaptra_megatron.epochs.admissions import Admissions
     from adaptra_megatron.epochs.joining import Newcomer
+    from adaptra_megatron.epochs.survival import Survival
     from adaptra_megatron.runtime import rejoining
 
     return {
@@ -144,7 +144,7 @@ def _functions() -> dict[str, tuple[Any, str]]:
         "receiving": (rejoining, "_receive_whole"),
         "joining": (rejoining, "joined_job"),
         "meeting": (Newcomer, "meet"),
-        "admitting": (Admissions, "admit"),
+        "admitting": (Survival, "_admission_begins"),
         "sending": (rejoining, "_send"),
     }
 

@@ -14,7 +14,7 @@ import torch
 from adaptra_megatron import __version__
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.decisions import Moved
-from adaptra_megatron.epochs.admissions import Return
+from adaptra_megatron.epochs.admission import Return
 from adaptra_megatron.epochs.survival import RankLoss, Survival
 from adaptra_megatron.runtime.execution.executor import IterationReport
 from adaptra_megatron.runtime.job import Job
@@ -127,10 +127,10 @@ def membership_events(
         )
     for each in returns:
         yield RanksReturned(
-            epoch=each.epoch.number,
+            epoch=each.generation.id.membership,
             ranks=each.ranks,
-            dead_cells=tuple(map(str, sorted(each.epoch.dead_cells))),
-            live=len(each.epoch.live),
+            dead_cells=tuple(map(str, sorted(each.generation.dead_cells))),
+            live=len(each.generation.live),
             seconds=each.seconds,
             moved=moved,
         )
@@ -138,7 +138,7 @@ def membership_events(
 
 def _loss_figures(survival: Survival) -> LossFigures:
     return LossFigures(
-        dead_cells=sorted((cell.replica, cell.stage) for cell in survival.epoch.dead_cells),
+        dead_cells=sorted((cell.replica, cell.stage) for cell in survival.generation.dead_cells),
         ranks=survival.ranks_lost,
         seconds={loss.epoch: loss.seconds for loss in survival.rank_losses},
     )

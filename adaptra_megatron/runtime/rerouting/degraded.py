@@ -11,7 +11,8 @@ from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.control.decisions import Routing
 from adaptra_megatron.control.routes.cell_order import CellAction, CellOrder, cell_orders, moved_by
 from adaptra_megatron.epochs.awaiting import said_by_one
-from adaptra_megatron.epochs.epoch import Epoch
+from adaptra_megatron.epochs.generation import Generation
+from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.schedule.actions import Kind
@@ -25,11 +26,19 @@ logger = logger_of(__name__)
 
 
 class DegradedRoutes:
-    """One rank's, for one epoch. The lowest live rank plans training; evaluation follows from the dead cells alone."""
+    """Routes of one rank in a generation. The lowest live rank plans training; evaluation follows from dead cells."""
 
-    def __init__(self, layout: JobLayout, epoch: Epoch, timeout_s: float, check: Callable[[], None]) -> None:
-        """`check`: raises once the epoch has ended, which is looked at in every wait."""
-        self._layout, self._epoch, self._timeout_s, self._check = layout, epoch, timeout_s, check
+    def __init__(
+        self,
+        layout: JobLayout,
+        generation: Generation,
+        control: ControlStore,
+        timeout_s: float,
+        check: Callable[[], None],
+    ) -> None:
+        """`check`: raises once the generation has ended, which is looked at in every wait."""
+        self._layout, self._generation, self._control = layout, generation, control
+        self._timeout_s, self._check = timeout_s, check
         self.planned: Routing | None = None
         """The latest routes of training, on the rank that has planned them."""
         self._orders: dict[tuple[int, bool], CellOrder] = {}
@@ -41,31 +50,31 @@ class DegradedRoutes:
         if key not in self._orders:
             if forward_only:
                 count, chunks = costs.micro_batches, costs.chunks
-                self._orders[key] = evaluation_order(self._layout, self._epoch.dead_cells, count, chunks)
+                self._orders[key] = evaluation_order(self._layout, self._generation.dead_cells, count, chunks)
             else:
                 self._orders[key] = CellOrder.unpacked(self._planned(costs, split=split)[str(self._layout.cell)])
         return self._orders[key]
 
     def _planned(self, costs: Costs, *, split: bool) -> Mapping[str, str]:
-        with self._epoch.control.lent("degraded", self._timeout_s) as store:
+        with self._control.lent("degraded", self._timeout_s) as store:
             return self._planned_by_one(store, costs, split=split)
 
     def _planned_by_one(self, store: SealedStore, costs: Costs, *, split: bool) -> Mapping[str, str]:
         mine = None
-        if self._layout.rank == min(self._epoch.live):
+        if self._layout.rank == min(self._generation.live):
             mine = json.dumps(self._plan(costs, split=split)).encode()
         try:
             found = said_by_one(store, f"orders/{costs.micro_batches}", mine, self._timeout_s, self._check)
         except TimeoutError as cause:
             raise RuntimeError(
-                f"{self._layout.name(min(self._epoch.live))} has not planned for the live cells within "
+                f"{self._layout.name(min(self._generation.live))} has not planned for the live cells within "
                 f"{self._timeout_s:g} s (--adaptra-timeout-s); look at its log"
             ) from cause
         orders: Mapping[str, str] = json.loads(found)
         return orders
 
     def _plan(self, costs: Costs, *, split: bool) -> Mapping[str, str]:
-        dead = self._epoch.dead_cells
+        dead = self._generation.dead_cells
         costs = replace(costs, backward_s=None)
         count = self._layout.replicas
         if costs.chunks > 1:

@@ -11,7 +11,8 @@ from adaptra_megatron.control.decisions import Moved, Routing
 from adaptra_megatron.control.order.plans import PlanBook
 from adaptra_megatron.control.planner_process.keeper import PlannerKeeper
 from adaptra_megatron.control.routes.cell_order import CellOrder
-from adaptra_megatron.epochs.epoch import Epoch
+from adaptra_megatron.epochs.generation import Generation
+from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.execution.program import Program
@@ -96,25 +97,32 @@ class Rerouting:
         self._inputs.begin(call, iteration, routed=self._routed, slowness=slowness, dead=self._dead)
         return self._inputs
 
-    def enter(self, epoch: Epoch, planner: PlannerKeeper | None, check: Callable[[], None]) -> None:
-        """Go on with the cells that live in `epoch`; all links begin anew. `planner`: the epoch's, of its leader.
+    def enter(
+        self,
+        generation: Generation,
+        control: ControlStore,
+        planner: PlannerKeeper | None,
+        check: Callable[[], None],
+    ) -> None:
+        """Go on with the cells that live in `generation`; all links begin anew. `control`: its part of the job's
+        store. `planner`: of its leader.
         `check`: raises once it has ended."""
         layout = self._job.layout
-        self._two_paths.enter(epoch.control)
+        self._two_paths.enter(control)
         for peer in list(self._two_paths.peers):
             self._two_paths.close_link(peer)
         self._links.clear()
         self._order = self._program = self._degraded = None
-        self._routing, self._dead, self._check, self._planner = Routing(0, 0), epoch.dead_cells, check, planner
-        if epoch.dead_cells:
-            self._degraded = DegradedRoutes(layout, epoch, self._job.timeout_s, check)
+        self._routing, self._dead, self._check, self._planner = Routing(0, 0), generation.dead_cells, check, planner
+        if generation.dead_cells:
+            self._degraded = DegradedRoutes(layout, generation, control, self._job.timeout_s, check)
             return
         if planner is not None:
             planner.pin(self._pinned)
         own = interleaved(len(layout.pipeline), self._book.layout.chunks)
         for stage in own.peers(layout.cell.stage):
             self._two_paths.open_link(layout.pipeline[stage])
-        check()  # what aborted all links as the epoch before ended may have come before these
+        check()  # what aborted all links as the generation before ended may have come before these
 
     @property
     def moved_from_dead(self) -> tuple[Moved, ...]:
@@ -148,7 +156,7 @@ class Rerouting:
             for peer in others(self._program, self._job.layout, also_own=self._degraded is not None) - self._links:
                 self._two_paths.open_link(peer)
                 self._links.add(peer)
-            self._check()  # what aborted all links as the epoch ended may have come before these
+            self._check()  # what aborted all links as the generation ended may have come before these
         return self._program, order
 
     def _degraded_order(self, degraded: DegradedRoutes, call: PipelineCall) -> CellOrder:

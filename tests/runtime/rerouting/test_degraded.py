@@ -14,7 +14,7 @@ from support.made_up.job import SECRET, layout
 from torch.distributed import HashStore
 
 from adaptra_megatron.control.routes.cell_order import CellOrder
-from adaptra_megatron.epochs.epoch import Epoch
+from adaptra_megatron.epochs.generation import Generation, GenerationId
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.runtime.rerouting.degraded import DegradedRoutes, evaluation_order
 from adaptra_megatron.schedule.costs import uniform_costs
@@ -93,14 +93,15 @@ def test_evaluation_passes_every_stage_once(job: tuple[int, int, int, frozenset[
 def test_training_is_planned_by_the_lowest_live_rank_and_read_by_the_others() -> None:
     control, dead = ControlStore(HashStore(), SECRET, "job"), frozenset({Cell(0, 0), Cell(1, 1)})
     live = frozenset({1, 2, 4, 5})
-    epoch = Epoch(1, live, dead, control.in_epoch(1))
+    generation = Generation(GenerationId(1), live, dead)
+    control = control.in_generation(generation.id)
     orders = {}
     for rank in sorted(live):
         seen = layout(pipelines(3, 2), rank)
         costs = uniform_costs(
             2, 4, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0, max_in_flight=8 if rank == 1 else 4
         )
-        routes = DegradedRoutes(seen, epoch, 5.0, lambda: None)
+        routes = DegradedRoutes(seen, generation, control, 5.0, lambda: None)
         orders[seen.cell] = routes.order(costs, split=True, forward_only=False)
         moved = Counter[tuple[int, int]]()
         for stage, source, _, count in () if routes.planned is None else routes.planned.moved:
@@ -110,17 +111,17 @@ def test_training_is_planned_by_the_lowest_live_rank_and_read_by_the_others() ->
     assert {order.cap for order in orders.values()} == {8}, "each has planned by itself"
 
 
-def test_a_wait_for_routes_ends_with_the_epoch() -> None:
+def test_a_wait_for_routes_ends_with_the_generation() -> None:
     control = ControlStore(HashStore(), SECRET, "job")
-    epoch = Epoch(1, frozenset({1, 2, 3}), frozenset({Cell(0, 0)}), control)
+    generation = Generation(GenerationId(1), frozenset({1, 2, 3}), frozenset({Cell(0, 0)}))
     costs = uniform_costs(2, 4, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
 
     def ended() -> None:
         raise InterruptedError("rank 1 has died, too")
 
-    routes = DegradedRoutes(layout(pipelines(2, 2), 2), epoch, 5.0, ended)
+    routes = DegradedRoutes(layout(pipelines(2, 2), 2), generation, control, 5.0, ended)
     with pytest.raises(InterruptedError, match="rank 1"):
         routes.order(costs, split=True, forward_only=False)
-    silent = DegradedRoutes(layout(pipelines(2, 2), 2), epoch, 0.05, lambda: None)
+    silent = DegradedRoutes(layout(pipelines(2, 2), 2), generation, control, 0.05, lambda: None)
     with pytest.raises(RuntimeError, match="has not planned for the live cells within"):
         silent.order(costs, split=True, forward_only=False)

@@ -257,4 +257,4 @@ def test_gpus_swap_what_they_cannot_route(control: ControlStore, monkeypatch: py
     assert inputs.swaps
     assert list(rerouting._pinned(inputs, made)) == [0, 1]
     with pytest.raises(UnsupportedFeatureError, match="by which whole micro-batches are swapped instead"):
-        cell_inputs(control.in_epoch(1), 0, call(data(0, None), message_shape=None))
+        cell_inputs(control.in_generation(1), 0, call(data(0, None), message_shape=None))

@@ -2,7 +2,7 @@
 """A rank of a training in which something else fails while ranks go on after a death: `struck_ranks.py FAULT
 TRAINING_ARGUMENTS...`, with "delegate:RANK", "path:RANK", "rank:RANK" or "idle:RANK" as the fault.
 
-Decorators around what a rank does in a new epoch: the delegate of RANK is killed as it opens links, each first
+Decorators around what a rank does in a new generation: the delegate of RANK is killed as it opens links, each first
 message that RANK sends or receives by a device path of these fails, RANK dies as it makes the first group of those that
 live, or RANK plans as if the first stage of replica 2 were dead, too, so that this cell lives and has no work.
 Or something is no fault: with "pause:RANK", RANK stands still for PAUSED_S; "cap:RANK" has RANK say what it held most.
@@ -31,6 +31,7 @@ from adaptra_megatron.emulation.replacing import Replaced, Replacement  # noqa: 
 from adaptra_megatron.emulation.training.arguments import parse_arguments  # noqa: E402
 from adaptra_megatron.emulation.training.process_groups import leave_job  # noqa: E402
 from adaptra_megatron.emulation.training.training import train  # noqa: E402
+from adaptra_megatron.epochs.generation import FIRST  # noqa: E402
 from adaptra_megatron.epochs.live_groups import LiveGroups  # noqa: E402
 from adaptra_megatron.runtime import iteration_work  # noqa: E402
 from adaptra_megatron.runtime.execution.activations import ActivationAccount  # noqa: E402
@@ -75,7 +76,7 @@ def break_paths(enter: Callable[..., None], faults: PathFaults, rank: int) -> Ca
 def die(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
     def struck(groups: LiveGroups, *arguments: Any) -> Any:
-        if groups._epoch:
+        if groups._generation != FIRST:
             say("rank")
             os.kill(os.getpid(), signal.SIGKILL)
         return make(groups, *arguments)

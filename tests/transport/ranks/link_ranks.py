@@ -246,7 +246,7 @@ def aborted_by_the_peer(make: Make) -> None:
     for peer in (own, opposite):
         device_up(transport, peer)
     for attempt in range(3):
-        transport.enter(transport._opener.control.in_epoch(attempt + 1))
+        transport.enter(transport._opener.control.in_generation(attempt + 1))
         exchange(transport, [own], (attempt, 0))
         if rank >= 2:
             cut_off = towards(rank, opposite, 0, (attempt, 0))
@@ -305,7 +305,7 @@ def a_rank_dies(make: Make) -> None:
         transport.wait(towards(waiting, rank, 0, (1, 0)), time.monotonic() + SOON_S)
     transport.abort("rank 3 is gone")
     transport.close_link(3)
-    transport.enter(transport._opener.control.in_epoch(1))
+    transport.enter(transport._opener.control.in_generation(1))
     living = [peer for peer in range(3) if peer != rank]
     for peer in living:
         transport.open_link(peer)

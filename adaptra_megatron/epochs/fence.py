@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fence between two generations: nothing of the earlier one writes once it is passed.
+
+A rank that gives an attempt up leaves operations of torch.distributed under way. They go on in gloo's worker threads or
+on the GPU, and write their results in place: into a gradient buffer that the next attempt has set to 0, or into a norm.
+All replicas then agree on a wrong sum. So every operation is noted as it is launched; connections are shut down, which
+ends each of them, and a rank meets the others only when none is left.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adaptra_megatron.epochs.errors import UnrecoverableError
+from adaptra_megatron.epochs.sockets import GlooSockets
+
+FENCE_S = 30.0
+"""For operations to end once their connections are shut down: that takes milliseconds."""
+_LOOKS_S = 0.0005
+
+
+class OperationStillRunsError(UnrecoverableError):
+    """An operation of an earlier generation may still write, so this process must not go on."""
+
+    def __init__(self, operation: str, group: str, members: tuple[int, ...], waited_s: float) -> None:
+        self.operation, self.group, self.members, self.waited_s = operation, group, members, waited_s
+        super().__init__(
+            f"{operation} of {group} over ranks {', '.join(map(str, members))} has not ended {waited_s:.1f} s after "
+            "its connections were shut down, and may still write into what the next attempt uses: this rank ends, and "
+            "the others go on without it; see whether its device or the kernel hangs"
+        )
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """One operation."""
+
+    work: Any
+    """Torch's handle."""
+    operation: str
+    group: FencedGroup
+
+
+class Fence:
+    """Operations and process groups of one process in one generation. For the training thread."""
+
+    def __init__(self) -> None:
+        self._launched: list[_Launched] = []
+        self._groups: list[FencedGroup] = []
+
+    def guarded(self, native: Any, name: str, members: tuple[int, ...], sockets: GlooSockets | None) -> FencedGroup:
+        """Return torch's `native` group, whose operations are noted here. `sockets`: of gloo's."""
+        group = FencedGroup(native, name, members, sockets, self._note)
+        self._groups.append(group)
+        return group
+
+    def close(self) -> None:
+        """Shut all connections down and abort communicators, so that what is under way ends, here and at peers."""
+        for group in self._groups:
+            group.close()
+
+    def wait(self, timeout_s: float = FENCE_S) -> int:
+        """Wait until no operation can write any more. Return how many were under way. To be called after `close`.
+
+        Raises OperationStillRunsError where one has not ended after `timeout_s`.
+        """
+        begun_s = time.monotonic()
+        self._prune()
+        under_way = len(self._launched)
+        while self._launched:
+            if time.monotonic() - begun_s > timeout_s:
+                first = self._launched[0]
+                raise OperationStillRunsError(
+                    first.operation, first.group.name, first.group.members, time.monotonic() - begun_s
+                )
+            time.sleep(_LOOKS_S)
+            self._prune()
+        if torch.cuda.is_available():
+            self._wait_for_device(begun_s + timeout_s)
+        # Destructors of gloo's groups join their threads, and no name here may be the last to hold one.
+        natives = [group.native for group in self._groups]
+        for group in self._groups:
+            group.native = None
+        self._groups.clear()
+        threading.Thread(target=natives.clear, name="adaptra-leave", daemon=True).start()
+        return under_way
+
+    def _note(self, work: Any, operation: str, group: FencedGroup) -> None:
+        self._prune()
+        self._launched.append(_Launched(work, operation, group))
+
+    def _prune(self) -> None:
+        self._launched = [each for each in self._launched if not each.work.is_completed()]
+
+    def _wait_for_device(self, deadline_s: float) -> None:
+        """Wait until kernels of aborted communicators are over: torch counts them as completed once they are aborted
+        (ProcessGroupNCCL.cpp, WorkNCCL::isCompleted), and buffers are set to 0 on another stream."""
+        done, device, begun_s = threading.Event(), torch.cuda.current_device(), time.monotonic()
+
+        def synchronize() -> None:
+            torch.cuda.synchronize(device)
+            done.set()
+
+        threading.Thread(target=synchronize, name="adaptra-fence", daemon=True).start()
+        if not done.wait(max(0.0, deadline_s - begun_s)):
+            raise OperationStillRunsError("a kernel", f"device {device}", (), time.monotonic() - begun_s)
+
+
+class FencedGroup:
+    """Torch's own process group of one generation, whose operations are noted as they are launched."""
+
+    def __init__(
+        self,
+        native: Any,
+        name: str,
+        members: tuple[int, ...],
+        sockets: GlooSockets | None,
+        note: Callable[[Any, str, FencedGroup], None],
+    ) -> None:
+        self.native, self.name, self.members = native, name, members
+        self.is_gloo = isinstance(native, dist.ProcessGroupGloo)
+        self._sockets, self._note = sockets, note
+
+    def close(self) -> None:
+        """Have all that is under way fail."""
+        if self._sockets is not None:
+            self._sockets.shut_down()
+        elif not self.is_gloo:
+            self.native.abort()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return torch's method of this name; where it launches an operation, that is noted."""
+        method = getattr(self.native, name)
+        if not callable(method):
+            return method
+
+        def launched(*given: Any, **keywords: Any) -> Any:
+            found = method(*given, **keywords)
+            if hasattr(found, "is_completed"):
+                self._note(found, name.strip("_"), self)
+            return found
+
+        return launched
