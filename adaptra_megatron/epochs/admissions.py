@@ -87,7 +87,8 @@ class Admissions:
         assert self.due is not None
         assert self.hand_over is not None
         number, self.due, begun_s = self.due, None, time.monotonic()
-        membership = self._records.clone().of_epoch(number)
+        records = self._records.clone()
+        membership = records.of_epoch(number)
         arrived = newcomers(self._layout, membership, before)
         epoch = epoch_with(self._layout, self._control, membership, before, arrived)
 
@@ -113,6 +114,7 @@ class Admissions:
                 admitted = all_meet(store, self._layout.rank, epoch, before.live, self._timeout_s, check)
                 if admitted and ticket is not None:
                     note_admitted(self._store, ticket)
+                    records.say_admitted(ticket.admitted)
             except Exception as cause:
                 if not is_communication(cause):
                     raise

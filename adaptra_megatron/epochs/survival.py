@@ -315,7 +315,7 @@ class Survival:
             return newest is not None and self._live(newest) != epoch.live
 
         with epoch.control.lent("roll call", self._timeout_s) as store:
-            stalled = answer_roll(store, self._layout, epoch.live, self._timeout_s, known)
+            stalled = answer_roll(store, self._layout, epoch.live, epoch.admitted, self._timeout_s, known)
         if stalled is not None and rank == min(epoch.live.difference(stalled.ranks)):
             self._watch.report(stalled)
         return stalled is not None or known()
