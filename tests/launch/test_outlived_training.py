@@ -41,7 +41,7 @@ def test_a_killed_rank_is_started_again_and_trains_with_the_others(launches: Lau
     again = ("--no-kill", "--max-restarts", 1, "--redirects", 3, "--log-dir", logs)
     launched = launches.launch("--nproc-per-node", 4, *again, TRAIN_GPT, *arguments, *WAITING_FOR_ALL)
     assert launched.wait(200) == 0, launched.output
-    assert "local rank 1 was killed by SIGKILL and has been started again (1 of 1 times" in launched.output
+    assert "local rank 1 was killed by SIGKILL and is started again in 1 s (1 of 1 times" in launched.output
     assert "rank 1 stands ready again" in launched.output
     assert "without" not in launched.output
     (log,) = logs.glob("**/1/stdout.log.again-1")
