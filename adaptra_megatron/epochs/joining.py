@@ -147,6 +147,8 @@ class Newcomer:
                 f"{self.layout.name(self.layout.rank)} has not been admitted, as another rank has failed or was late "
                 "meanwhile"
             )
+        # As the rank that leads the others does, which may fail before.
+        self._records.say_admitted(rank.generation.admitted)
 
     def _arrival(self, ready: Readiness) -> Arrival:
         deadline_s = time.monotonic() + _SEEN_S

@@ -9,7 +9,7 @@ the launcher ends them. From then on they are ranks that have died.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.job.layout import JobLayout
@@ -27,9 +27,14 @@ def is_called(store: SealedStore) -> bool:
 
 
 def answer_roll(
-    store: SealedStore, layout: JobLayout, live: frozenset[int], timeout_s: float, check: Callable[[], bool]
+    store: SealedStore,
+    layout: JobLayout,
+    live: frozenset[int],
+    admitted: Mapping[int, int],
+    timeout_s: float,
+    check: Callable[[], bool],
 ) -> Stalled | None:
-    """Call the roll, or answer to it, and wait for all others of the `live` ranks.
+    """Call the roll, or answer to it, and wait for all others of the `live` ranks. `admitted`: see `Generation`.
 
     Returns those that have not answered within `timeout_s`, for the launcher; None where all have, where fewer than
     half have, or once `check` says that there is no need any more.
@@ -58,4 +63,4 @@ def answer_roll(
         len(live) - len(missing),
     )
     why = f"stood still: {len(live) - len(missing)} other ranks waited for {2 * timeout_s:.1f} s"
-    return Stalled(missing, why)
+    return Stalled(missing, why, admitted)

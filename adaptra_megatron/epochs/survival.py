@@ -417,6 +417,7 @@ class Survival:
             self._enter(before.next)
             if leads:
                 note_admitted(self._store, before.ticket)
+                self._records.clone().say_admitted(before.next.admitted)
                 self._returns.append(back)
         if not leads:
             return
@@ -433,7 +434,8 @@ class Survival:
         assert self._rank.next is not None
         ranks = tuple(each for each in late.ranks if each not in self._rank.before)
         if ranks:
-            self._watch.report(Stalled(ranks, f"did not come to take its place for {late.waited_s:.1f} s"))
+            why = f"did not come to take its place for {late.waited_s:.1f} s"
+            self._watch.report(Stalled(ranks, why, self._rank.next.admitted))
 
     def _got_over(self) -> None:
         """What was under way has been done again, if a rank failed in it."""
@@ -494,7 +496,7 @@ class Survival:
             return newest is not None and self._live(newest) != generation.live
 
         with self._control_of(generation).lent("roll call", self._timeout_s) as store:
-            stalled = answer_roll(store, self._layout, generation.live, self._timeout_s, known)
+            stalled = answer_roll(store, self._layout, generation.live, generation.admitted, self._timeout_s, known)
         if stalled is not None and rank == min(generation.live.difference(stalled.ranks)):
             self._watch.report(stalled)
         return stalled is not None or known()

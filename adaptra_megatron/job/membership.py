@@ -4,8 +4,10 @@
 Keys in the job's store, below `adaptra/launch/<run id>/`, all sealed by the job's secret and written
 by the launcher's coordinator alone, where nothing else is said:
 
-    membership/<epoch>    the `Membership` of that epoch, written once and never changed; epoch 0 before any rank starts
+    membership/<epoch>    the `Membership` of that epoch, written once and never changed; the latest 256 are kept, and
+                          epoch 0 is there before any rank starts
     membership/newest     the number of the last epoch, written after its record
+    membership/admitted   by the leading rank: ranks that were started again and train, with epochs of arrivals
     membership/stalled    by a rank: the `Stalled` that the launcher is to end
     membership/layout     by the lowest live rank: the job's layout, for workers that are started again
     membership/ready/R    by rank R, started again: its `Readiness`
@@ -28,9 +30,12 @@ from adaptra_megatron.job.control_store import job_secret
 
 START_VARIABLE = "ADAPTRA_STARTED_AGAIN"
 """How often the launcher has started this rank again; unset in the first process of a rank."""
-_MOST_NBYTES = 1 << 24
+_MOST_NBYTES = 1 << 22
+"""torch's TCPStore carries 8 MiB."""
+_KEPT_EPOCHS = 256
 _NEWEST = "membership/newest"
 _STALLED = "membership/stalled"
+_ADMITTED = "membership/admitted"
 _LAYOUT = "membership/layout"
 _READY = "membership/ready"
 
@@ -103,11 +108,13 @@ class Membership:
 
 @dataclass(frozen=True)
 class Stalled:
-    """Ranks that stand still, as the others have found: their launchers end them."""
+    """Ranks that stand still, as the others have found: their launchers kill these processes, and none that follow."""
 
     ranks: tuple[Natural, ...]
     why: str
     """What each has done: one line."""
+    arrivals: Mapping[int, int]
+    """Epochs of the arrivals of those of them that were started again, by rank. May name other ranks, too."""
 
 
 class MembershipRecords:
@@ -139,6 +146,18 @@ class MembershipRecords:
         """Write the record of a new epoch. The coordinator alone does. Raises RuntimeError where the store does."""
         self._store.set(f"membership/{membership.epoch}", packed(membership))
         self._store.set(_NEWEST, str(membership.epoch).encode())
+        if membership.epoch >= _KEPT_EPOCHS:
+            self._store.delete_key(f"membership/{membership.epoch - _KEPT_EPOCHS}")
+
+    def say_admitted(self, admitted: Mapping[int, int]) -> None:
+        """Write down all ranks that were started again and train with the others: the epoch of the arrival of each, by
+        rank. The launcher ends a job in which none is left that trains. Raises RuntimeError where the store does."""
+        self._store.set(_ADMITTED, packed(admitted))
+
+    def admitted(self) -> Mapping[int, int]:
+        """What `say_admitted` has written last. Raises as `newest`."""
+        found = self._store.peek(_ADMITTED)
+        return {} if found is None else unpacked(found, Mapping[int, int], _MOST_NBYTES)
 
     def report(self, stalled: Stalled) -> None:
         """Have the launcher end ranks that stand still. Raises RuntimeError where the store does."""
@@ -180,6 +199,9 @@ class MembershipRecords:
 
         Raises as `newest`.
         """
+        newest = self.newest()
+        if newest is not None and newest.epoch > epoch:  # the record after `epoch` may have been deleted since
+            return newest
         try:
             self._store.wait([f"membership/{epoch + 1}"], timedelta(seconds=timeout_s))
         except DistStoreError:
@@ -188,7 +210,7 @@ class MembershipRecords:
         return newest if newest is not None and newest.epoch > epoch else self.of_epoch(epoch + 1)
 
     def of_epoch(self, epoch: int) -> Membership:
-        """The record of an epoch that has begun. Raises as `newest`."""
+        """The record of one of the latest epochs that have begun. Raises as `newest`."""
         found: Membership = unpacked(self._store.get(f"membership/{epoch}"), Membership, _MOST_NBYTES)
         return found
 

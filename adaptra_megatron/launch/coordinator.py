@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
-from adaptra_megatron.job.membership import Membership, MembershipRecords, Stalled
+from adaptra_megatron.job.membership import Membership, MembershipRecords
 from adaptra_megatron.launch.records import JOB_KEY, START_KEY, HostReport, JobState, host_key, read, write
 from adaptra_megatron.launch.roster import Policy, Roster
 from adaptra_megatron.log import logger_of
@@ -22,8 +22,6 @@ class Coordinator:
         self._store, self._nodes, self._beat = store, nodes, 0
         self._records = MembershipRecords(store)
         self._roster = Roster(nodes, policy, time.monotonic())
-        self._stalled: Stalled | None = None
-        """Told last."""
         self._takes_newcomers = False
 
     @property
@@ -45,9 +43,10 @@ class Coordinator:
             if report is not None:
                 roster.observe(node_rank, report, time.monotonic())
         self._takes_newcomers = self._takes_newcomers or self._records.layout() is not None
-        if (stalled := self._records.stalled()) not in (None, self._stalled):
-            self._stalled = stalled
-            roster.stalled |= dict.fromkeys(stalled.ranks, stalled.why)
+        if (stalled := self._records.stalled()) is not None:
+            roster.stall(stalled)
+        if roster.membership is not None and roster.membership.arrived:
+            roster.admitted = self._records.admitted()  # after the reports: who has ended had written it before
         for departure in roster.away:
             if (ready := self._records.readiness(departure.rank)) is not None:
                 roster.ready(departure, ready)
@@ -63,10 +62,11 @@ class Coordinator:
             self._beat,
             roster.outcome,
             tuple(roster.lost),
-            tuple(sorted(roster.stalled)),
+            {rank: roster.starts.get(rank, 0) for rank in roster.stalled},
             roster.vacant,
             roster.turns,
             self._takes_newcomers,
+            {rank: start for rank, start in roster.starts.items() if roster.trains(rank)},
         )
         write(self._store, JOB_KEY, state)
 

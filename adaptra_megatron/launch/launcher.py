@@ -18,6 +18,7 @@ from adaptra_megatron.launch.arguments import LaunchSettings
 from adaptra_megatron.launch.endpoint import NO_NEWCOMERS
 from adaptra_megatron.launch.link import Link, View
 from adaptra_megatron.launch.records import Ending, HostReport
+from adaptra_megatron.launch.restarts import Restarts
 from adaptra_megatron.launch.silence import Silence
 from adaptra_megatron.launch.workers import POLL_S, Workers
 from adaptra_megatron.log import logger_of
@@ -50,6 +51,8 @@ class Launcher:
         self._settings = settings
         self._signals: list[signal.Signals] = []
         self._workers: Workers | None = None
+        self._restarts: list[Restarts] = []
+        """By local rank, once they run."""
         self._report = HostReport(socket.gethostname(), settings.config.nproc_per_node)
         self._silence = Silence(time.monotonic())
         self._link: Link
@@ -80,23 +83,26 @@ class Launcher:
             self._link.changed.clear()
             view = self._link.view
             if self._workers is not None and (endings := self._workers.poll()):
-                self._report = replace(self._report, endings=self._report.endings + tuple(endings))
+                self._report = self._report.with_endings(endings)
                 self._link.say(self._report)
-                self._start_again(endings, view)
+                if self._settings.policy.no_kill:
+                    self._plan_restarts(endings, view)
             if (verdict := self._signalled() or self._judged(view)) is not None:
                 return verdict
             if self._workers is None and view.start is not None and (verdict := self._start(view)) is not None:
                 return verdict
-            self._kill_stalled(view)
+            if self._workers is not None:
+                self._start_again()
+            if self._workers is not None and view.state is not None:
+                first = _first_rank(view)
+                self._workers.kill({rank - first: start for rank, start in view.state.stalled.items()})
             self._link.changed.wait(POLL_S)
 
-    def _start_again(self, endings: Sequence[Ending], view: View) -> None:
-        """Start ranks that have failed in new processes, which take their places in the job where it goes on."""
-        assert self._workers is not None
-        policy, most = self._settings.policy, self._settings.config.max_restarts
+    def _plan_restarts(self, endings: Sequence[Ending], view: View) -> None:
+        """Have ranks that have failed started again, whose processes take their places in the job where it goes on."""
+        most = self._settings.config.max_restarts
         for ending in endings:
-            restarts = self._workers.restarts(ending.local_rank)
-            if not policy.no_kill or not ending.failed or restarts >= most:
+            if not ending.failed or not most:
                 continue
             if view.state is None or not view.state.takes_newcomers:
                 logger.error(
@@ -104,21 +110,30 @@ class Launcher:
                     *(ending.local_rank, ending.why, most, NO_NEWCOMERS),
                 )
                 continue
-            try:
-                self._workers.start_again(ending.local_rank)
-            except OSError as cause:
-                logger.error("local rank %d cannot be started again: %s", ending.local_rank, cause)
-                continue
-            logger.warning(
-                "local rank %d %s and has been started again (%d of %d times, --max-restarts)",
-                *(ending.local_rank, ending.why, restarts + 1, most),
-            )
+            trained = view.state.admitted.get(_first_rank(view) + ending.local_rank, 0) == ending.start
+            self._plan_restart(ending.local_rank, ending.why, trained=trained)
 
-    def _kill_stalled(self, view: View) -> None:
-        if self._workers is None or view.state is None or view.start is None or view.node_rank is None:
+    def _plan_restart(self, local_rank: int, why: str, *, trained: bool) -> None:
+        restarts, most = self._restarts[local_rank], self._settings.config.max_restarts
+        pause_s = restarts.fail(time.monotonic(), trained=trained)
+        if pause_s is None:
+            text = "local rank %d %s and is not started again: it has been %d times (--max-restarts)"
+            logger.error(text, local_rank, why, most)
             return
-        first = view.start.first_ranks[view.node_rank]
-        self._workers.kill([rank - first for rank in view.state.stalled])
+        logger.warning(
+            "local rank %d %s and is started again in %g s (%d of %d times, --max-restarts)",
+            *(local_rank, why, pause_s, restarts.count, most),
+        )
+
+    def _start_again(self) -> None:
+        """Start ranks whose pauses are over."""
+        assert self._workers is not None
+        for local_rank, restarts in enumerate(self._restarts):
+            if restarts.start(time.monotonic()):
+                try:
+                    self._workers.start_again(local_rank)
+                except OSError as cause:
+                    self._plan_restart(local_rank, f"cannot be started: {cause}", trained=False)
 
     def _start(self, view: View) -> Verdict | None:
         assert view.start is not None
@@ -143,6 +158,8 @@ class Launcher:
             return Verdict(1, text, leaving=text)
         finally:
             self._handle_signals()  # in place of torch's, which raise
+        most, now_s = settings.config.max_restarts, time.monotonic()
+        self._restarts = [Restarts(most, now_s) for _ in range(settings.config.nproc_per_node)]
         return None
 
     def _signalled(self) -> Verdict | None:
@@ -194,7 +211,7 @@ class Launcher:
         self._link.say(report)
         if self._workers is not None:
             ended = self._workers.end(verdict.number, patience_s, lambda: len(self._signals) > 1)
-            report = replace(report, endings=report.endings + tuple(replace(each, asked=True) for each in ended))
+            report = report.with_endings(replace(each, asked=True) for each in ended)
         self._link.say(replace(report, left=True))
         others_s = patience_s + self._settings.policy.heartbeat_timeout_s if self._link.view.node_rank == 0 else 0.0
         deadline_s = time.monotonic() + _SAID_S + others_s
@@ -219,3 +236,10 @@ class Launcher:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(signal.Signals(number))
+
+
+def _first_rank(view: View) -> int:
+    """Rank of local rank 0 of a launcher whose ranks run."""
+    assert view.start is not None
+    assert view.node_rank is not None
+    return view.start.first_ranks[view.node_rank]

@@ -13,8 +13,9 @@ A host that is gone may be replaced: the turn is 0 for the first of a node rank,
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
@@ -25,7 +26,12 @@ BEAT_S = 0.2
 _BEAT_PER_HOST_S = 1e-3
 START_KEY = "start"
 JOB_KEY = "job"
-_MOST_NBYTES = 1 << 24
+_MOST_NBYTES = 1 << 20
+"""torch's TCPStore carries 8 MiB, and closes the connection of who writes more."""
+DETAILS_NCHARS = 4096
+"""What a rank has written about its error is cut to this."""
+_DETAILED = 16
+_ENDINGS_PER_RANK = 4
 Record = TypeVar("Record")
 
 
@@ -69,11 +75,22 @@ class HostReport:
     """Ranks of this host."""
     beat: Natural = 0
     endings: tuple[Ending, ...] = ()
-    """In the order in which they were seen."""
+    """In the order in which they were seen: see `with_endings`."""
     leaving: str = ""
     """Why the launcher ends its ranks of its own accord; empty while it does not."""
     left: bool = False
     """Its ranks have ended, and this is its last report."""
+
+    def with_endings(self, endings: Iterable[Ending]) -> HostReport:
+        """With more of them. Each rank's latest are kept, the very latest with their details: however often ranks are
+        started again, the report remains below `_MOST_NBYTES`."""
+        kept: list[Ending] = []
+        count: Counter[int] = Counter()
+        for each in reversed((*self.endings, *endings)):
+            count[each.local_rank] += 1
+            if count[each.local_rank] <= _ENDINGS_PER_RANK:
+                kept.append(each if len(kept) < _DETAILED else replace(each, details=""))
+        return replace(self, endings=tuple(reversed(kept)))
 
 
 @dataclass(frozen=True)
@@ -102,8 +119,8 @@ class JobState:
     """None while the job runs: once there is one, launchers end their ranks."""
     lost: tuple[Natural, ...]
     """Node ranks whose hosts were silent and count as dead: should one of them be alive, it ends its ranks."""
-    stalled: tuple[Natural, ...] = ()
-    """Ranks that stand still: their launchers kill them."""
+    stalled: Mapping[int, int] = field(default_factory=dict)
+    """Ranks that stand still, and how often each had been started before: their launchers kill these processes."""
     vacant: tuple[Natural, ...] = ()
     """Node ranks that other hosts may take: of hosts that are lost or have left, without node rank 0."""
     turns: Mapping[int, int] = field(default_factory=dict)
@@ -111,6 +128,8 @@ class JobState:
     """
     takes_newcomers: bool = False
     """True where ranks that are started again are let in: the job outlives ranks, and has begun an iteration."""
+    admitted: Mapping[int, int] = field(default_factory=dict)
+    """Ranks that were started again and have been let in, and how often each had been started before."""
 
 
 def beat_s(hosts: int) -> float:
@@ -125,8 +144,11 @@ def host_key(node_rank: int, turn: int = 0) -> str:
 
 
 def write(store: SealedStore, key: str, record: object) -> None:
-    """Put a record under its key. Raises RuntimeError where the store does."""
-    store.set(key, packed(record))
+    """Put a record under its key. Raises RuntimeError where the store does, ValueError for one that is too large."""
+    packet = packed(record)
+    if len(packet) > _MOST_NBYTES:
+        raise ValueError(f"the record {key} has {len(packet)} bytes, and the job's store takes {_MOST_NBYTES}")
+    store.set(key, packet)
 
 
 def read(store: SealedStore, key: str, kind: type[Record]) -> Record | None:

@@ -6,10 +6,11 @@ What hosts report and the time are given; what comes of it is read off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
-from adaptra_megatron.job.membership import Arrival, Departure, Membership, Readiness
+from adaptra_megatron.job.membership import Arrival, Departure, Membership, Readiness, Stalled
 from adaptra_megatron.launch.records import Ending, HostReport, Outcome, Start
 from adaptra_megatron.launch.silence import Silence
 
@@ -44,14 +45,18 @@ class Roster:
         self.turns: dict[int, int] = {}
         """Node ranks that other hosts have taken, and how often."""
         self.stalled: dict[int, str] = {}
-        """What ranks have done that others have waited for in vain, by rank."""
+        """What live ranks have done that others have waited for in vain, by rank."""
+        self.admitted: Mapping[int, int] = {}
+        """Ranks that were started again and that the others have let in, and the epoch of the arrival of each."""
         self._nodes, self._policy, self._begun_s = nodes, policy, now_s
         self._silences: dict[int, Silence] = {}
         self._details: dict[int, str] = {}
         self._silent: set[str] = set()
         """Why hosts have ever counted as dead."""
-        self._done_before: set[int] = set()
-        """Ranks that ended with status 0 on hosts that have been replaced."""
+        self._done_before: dict[int, float] = {}
+        """Ranks that ended with status 0 on hosts that have been replaced, and when."""
+        self._unfinished: list[Departure] = []
+        """Of ranks that trained, after others had ended with status 0."""
         self._ready: dict[int, Readiness] = {}
         """Processes in the places of ranks that had left, by rank, of which no membership tells yet."""
 
@@ -65,7 +70,9 @@ class Roster:
     def replace(self, node_rank: int, report: HostReport, now_s: float) -> None:
         """Go on with another host in the place of one that is `vacant`, by its first report."""
         before = self.hosts[node_rank]
-        self._done_before |= {self._rank(node_rank, each.local_rank) for each in before.endings if not each.failed}
+        self._done_before |= {
+            self._rank(node_rank, each.local_rank): each.at_s for each in before.endings if not each.failed
+        }
         self.turns[node_rank] = self.turns.get(node_rank, 0) + 1
         self.lost.pop(node_rank, None)
         self.hosts[node_rank], self._silences[node_rank] = report, Silence(now_s)
@@ -85,6 +92,22 @@ class Roster:
             return []
         live = set(self.membership.live)
         return [self.membership.departure(rank) for rank in range(self.membership.world_size) if rank not in live]
+
+    @property
+    def starts(self) -> dict[int, int]:
+        """How often the processes of ranks that have left and stood ready again had been started before, by rank."""
+        return {} if self.membership is None else {each.rank: each.ready.start for each in self.membership.arrived}
+
+    def trains(self, rank: int) -> bool:
+        """Return True unless the last process of this rank waits to be let in, or has in vain."""
+        return self._arrival(rank) <= self.admitted.get(rank, 0)
+
+    def stall(self, stalled: Stalled) -> None:
+        """Look at a report of ranks that stand still, new or not: of these processes, not of those that follow them."""
+        live = () if self.membership is None else self.membership.live
+        for rank in stalled.ranks:
+            if rank in live and stalled.arrivals.get(rank, 0) == self._arrival(rank):
+                self.stalled[rank] = stalled.why
 
     def ready(self, departure: Departure, ready: Readiness) -> None:
         """Look at what the process in the place of a rank that had left has said, new or not."""
@@ -131,6 +154,7 @@ class Roster:
             return Outcome(True, self._failures(departed))
         if departed:
             left = self.membership.left + tuple(departed)
+            self._note_unfinished(departed)
             self.membership = replace(self.membership, epoch=departed[0].epoch, at_s=time_s, left=left)
         elif self._ready:
             epoch = self.membership.epoch + 1
@@ -139,28 +163,50 @@ class Roster:
             arrived = (*earlier, *arrivals)
             self.membership = replace(self.membership, epoch=epoch, at_s=time_s, arrived=arrived)
             self._ready.clear()
-        live = set(self.membership.live)
+        live, arrived = self.membership.live, self.membership.arrived
         if len(live) < self._policy.min_ranks:
             text = f"{len(live)} ranks are left, fewer than the {self._policy.min_ranks} that the job goes on with"
             return Outcome(True, f"{text} (--min-ranks): {self._failures(self.membership.left)}")
-        if live - self._finished():
-            return None
-        away = self.away
+        training = set(live).difference(each.rank for each in arrived if not self.trains(each.rank))
+        return None if training - self._finished().keys() else self._end(training)
+
+    def _end(self, training: set[int]) -> Outcome:
+        """No rank runs that trains: all in `training` have ended with status 0."""
+        assert self.membership is not None
+        away = [self.membership.departure(rank) for rank in range(self.membership.world_size) if rank not in training]
+        away.sort(key=lambda each: (each.epoch, each.at_s))
+        if not training:
+            waiting = ", ".join(map(str, self.membership.live))
+            text = f"no rank is left that trained, so ranks {waiting}, started again, cannot be let in any more"
+            return Outcome(True, f"{text}: {self._failures(away)}")
+        if self._unfinished:
+            done = ", ".join(map(str, sorted(training)))
+            text = f"ranks {done} ended with status 0, but others failed after the first of them had"
+            return Outcome(True, f"{text}: {self._failures(self._unfinished)}")
         return Outcome(False, f"ended well, but without {len(away)} ranks: {self._failures(away)}" if away else "")
+
+    def _note_unfinished(self, departed: list[Departure]) -> None:
+        """Look at departures that the membership does not tell of yet."""
+        assert self.membership is not None
+        staying = set(self.membership.live).difference(each.rank for each in departed)
+        done_s = min((at_s for rank, at_s in self._finished().items() if rank in staying), default=inf)
+        self._unfinished += [each for each in departed if each.at_s > done_s and self.trains(each.rank)]
 
     def _departures(self, time_s: float) -> Iterator[Departure]:
         """Ranks that have left since the present epoch began."""
         assert self.membership is not None
-        epoch, live = self.membership.epoch + 1, set(self.membership.live)
-        starts = {each.rank: each.ready.start for each in self.membership.arrived}
+        epoch, live, starts = self.membership.epoch + 1, set(self.membership.live), self.starts
         for node, report in self.hosts.items():
-            ended = {(each.local_rank, each.start): each for each in report.endings}
+            ended: dict[int, Ending] = {}
+            for each in report.endings:  # one of a later start says as much, should that of this one not be kept
+                if each.start >= starts.get(self._rank(node, each.local_rank), 0):
+                    ended.setdefault(each.local_rank, each)
             for local_rank in range(report.nproc):
-                rank = self._rank(node, local_rank)
-                ending = ended.get((local_rank, starts.get(rank, 0)))
+                rank, ending = self._rank(node, local_rank), ended.get(local_rank)
                 if rank not in live or rank in self._done_before:
                     continue
-                if ending is not None and ending.failed:
+                # Others wait for one that stands still, so its work was not done even if it has ended with status 0.
+                if ending is not None and (ending.failed or rank in self.stalled):
                     before = f"{self.stalled.pop(rank)}, and " if rank in self.stalled else ""
                     self._details[rank] = _details(ending, report)
                     after = f", after its launcher {report.leaving}" if ending.asked else ""
@@ -170,13 +216,19 @@ class Roster:
                 elif ending is None and report.left:
                     yield Departure(rank, epoch, report.host, f"its launcher {report.leaving}", time_s)
 
-    def _finished(self) -> set[int]:
+    def _finished(self) -> dict[int, float]:
+        """When ranks ended with status 0 (Unix time)."""
         return self._done_before | {
-            self._rank(node, each.local_rank)
+            self._rank(node, each.local_rank): each.at_s
             for node, report in self.hosts.items()
             for each in report.endings
             if not each.failed
         }
+
+    def _arrival(self, rank: int) -> int:
+        """Epoch of the last one of a rank; 0 for its first process."""
+        arrived = () if self.membership is None else self.membership.arrived
+        return next((each.epoch for each in arrived if each.rank == rank), 0)
 
     def _rank(self, node: int, local_rank: int) -> int:
         assert self.start is not None

@@ -8,8 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -24,7 +23,7 @@ from adaptra_megatron.job.membership import START_VARIABLE
 from adaptra_megatron.launch import tied_process
 from adaptra_megatron.launch.endpoint import Endpoint
 from adaptra_megatron.launch.guard import Guard, kill_group
-from adaptra_megatron.launch.records import Ending, Start
+from adaptra_megatron.launch.records import DETAILS_NCHARS, Ending, Start
 from adaptra_megatron.log import logger_of
 
 logger = logger_of(__name__)
@@ -33,6 +32,8 @@ POLL_S = 0.05
 KILLED_S = 10.0
 """How long killed ranks may take to end. One that waits for a dead disk or device may never."""
 _TAIL_LINES = 20
+_MOST_ERROR_NBYTES = 1 << 20
+"""A larger file of torch's `record` is not read."""
 
 
 class Workers:
@@ -105,10 +106,6 @@ class Workers:
             endings.append(Ending(local_rank, process_id, exit_code, time.time(), details, start=start))
         return endings
 
-    def restarts(self, local_rank: int) -> int:
-        """How often a rank has been started again here."""
-        return self._starts[local_rank] - self._first_start
-
     def start_again(self, local_rank: int) -> None:
         """Start a rank that has ended. Raises OSError.
 
@@ -155,11 +152,12 @@ class Workers:
             )
         return endings
 
-    def kill(self, local_ranks: Collection[int]) -> None:
-        """Kill those of them that run; `poll` tells of their ends."""
-        for local_rank in self._running.keys() & set(local_ranks):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._running[local_rank], signal.SIGKILL)
+    def kill(self, starts: Mapping[int, int]) -> None:
+        """Kill those of these processes, one of a local rank, that run; `poll` tells of their ends. `starts`: how often
+        each had been started before; the process that follows it is left alone."""
+        for local_rank, process_id in self._running.items():
+            if starts.get(local_rank) == self._starts[local_rank]:
+                kill_group(process_id)
 
     def close(self) -> None:
         """Show the rest of the logs that go to the terminal, and end what is left."""
@@ -189,17 +187,18 @@ class Workers:
         files = (self._file(files, local_rank) for files in (self._context.stderrs, self._context.stdouts))
         logs = [log for log in files if log]
         where = " ".join(logs) or "none but this launcher's output (--redirects 3 or --tee 3 writes files to --log-dir)"
+        error_file = self._file(self._context.error_files, local_rank)
         try:
-            message: Any = ProcessFailure(
-                local_rank, process_id, exit_code, self._file(self._context.error_files, local_rank)
-            ).error_file_data["message"]
-        except (ValueError, KeyError, TypeError, OSError):  # it was killed while it wrote
+            if os.path.getsize(error_file) > _MOST_ERROR_NBYTES:
+                raise ValueError(f"{error_file} is too large")
+            message: Any = ProcessFailure(local_rank, process_id, exit_code, error_file).error_file_data["message"]
+        except (ValueError, KeyError, TypeError, OSError, OverflowError, RecursionError):  # none, or half of one
             message = "<NONE>"
         if isinstance(message, dict):
             message = message.get("extraInfo", {}).get("py_callstack") or message.get("message")
-        if message == "<NONE>":
-            message = _tail(Path(logs[0])) if logs else ""
-        return "\n".join([f"  log: {where}", *(f"  | {line}" for line in str(message).splitlines())])
+        tail = _tail(Path(logs[0])) if logs else ""
+        text = tail if message == "<NONE>" else _end_of(str(message))
+        return "\n".join([f"  log: {where}", *(f"  | {line}" for line in text.splitlines())])
 
 
 def environments_of(
@@ -238,8 +237,23 @@ def _prefix(template: str, environment: dict[str, str]) -> str:
 
 
 def _tail(log: Path) -> str:
+    """The last lines of a log, which may be of any size and be one line."""
     try:
-        with log.open(errors="replace") as lines:
-            return "".join(deque(lines, _TAIL_LINES))
+        with log.open("rb") as file:
+            begin = max(0, file.seek(0, os.SEEK_END) - DETAILS_NCHARS)
+            file.seek(begin)
+            text = _end_of(file.read(DETAILS_NCHARS).decode(errors="replace"), cut=begin > 0)
     except OSError as cause:
         return f"{log} cannot be read: {cause.strerror}"
+    return "".join(text.splitlines(keepends=True)[-_TAIL_LINES:])
+
+
+def _end_of(text: str, *, cut: bool = False) -> str:
+    """As much of a text's end as goes into a report: whole lines, or the end of one that is too long for that.
+
+    `cut`: it is the end of a longer one.
+    """
+    if len(text) <= DETAILS_NCHARS and not cut:
+        return text
+    part, _, lines = text[-DETAILS_NCHARS:].partition("\n")
+    return f"... (cut)\n{lines or part}"

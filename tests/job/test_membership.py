@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +48,27 @@ def test_a_rank_that_waits_skips_epochs_that_have_passed(store: Any, environment
     assert writer.newest() == EPOCHS[2]
     assert reader.wait_beyond(0, 0.1) == EPOCHS[2]
     assert reader.wait_beyond(2, 0.1) is None
+
+
+def test_old_records_are_deleted_and_a_rank_that_is_far_behind_sees_the_newest(
+    store: Any, environment: dict[str, str]
+) -> None:
+    writer, reader = MembershipRecords(launch_store(store, "a job")), MembershipRecords.of_rank(10.0, environment)
+    keys = store.num_keys()
+    for epoch in range(1000):
+        writer.publish(replace(EPOCHS[0], epoch=epoch))
+    assert writer.newest() == replace(EPOCHS[0], epoch=999)
+    assert store.num_keys() - keys < 300
+    assert reader.wait_beyond(0, 0.1) == replace(EPOCHS[0], epoch=999)
+    assert reader.of_epoch(800) == replace(EPOCHS[0], epoch=800)
+
+
+def test_ranks_say_who_was_admitted(store: Any, environment: dict[str, str]) -> None:
+    writer, reader = MembershipRecords(launch_store(store, "a job")), MembershipRecords.of_rank(10.0, environment)
+    assert reader.admitted() == {}
+    writer.say_admitted({1: 2, 3: 7})
+    assert writer.admitted() == {1: 2, 3: 7}
+    assert reader.admitted() == {1: 2, 3: 7}
 
 
 def test_another_jobs_record_is_none_of_ours(store: Any, environment: dict[str, str]) -> None:

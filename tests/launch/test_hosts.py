@@ -83,6 +83,8 @@ TAKING_PLACES = """
         records.publish_layout(b"layout")
     mark("pid")
     until("go-on")
+    if rank == 0:
+        records.say_admitted({each.rank: each.epoch for each in records.newest().arrived})
     """
 IMPORTED_S = 60.0
 """For ranks that import torch."""

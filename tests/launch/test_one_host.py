@@ -13,7 +13,7 @@ import pytest
 from launches import Launches, until
 
 from adaptra_megatron.emulation.jobs.launch import free_port
-from adaptra_megatron.job.membership import MembershipRecords
+from adaptra_megatron.job.membership import MembershipRecords, Readiness, Stalled
 
 
 def test_ranks_that_end_well_end_the_job_well(launches: Launches) -> None:
@@ -65,6 +65,85 @@ def test_the_error_that_torch_records_is_shown(launches: Launches) -> None:
     launched = launches.launch(script)
     assert launched.wait() == 1
     assert "|   NoDataError: no data" in launched.output
+
+
+@pytest.mark.parametrize("where", ["log", "error file", "large error file"])
+def test_whatever_a_rank_writes_about_its_error_the_others_go_on(launches: Launches, where: str) -> None:
+    """Its end is shown, or of what it wrote to its log where the file is too large to be read."""
+    script = launches.script(
+        f"""
+        if rank == 0:
+            mark("ready")
+            until("go-on")
+            sys.exit(0)
+        long = "x" * (20 << 20)
+        if {where!r} == "log":
+            sys.stderr.write(long)
+        else:
+            import json
+            nchars = 100_000 if {where!r} == "error file" else 20 << 20
+            text = long[:nchars] + "\\nerror of the file"
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({{"message": text, "timestamp": 1}}))
+        print("\\nerror of the log", file=sys.stderr)
+        sys.exit(1)
+        """
+    )
+    logs = ("--redirects", 3, "--log-dir", launches.directory / "logs")
+    launched = launches.launch("--nproc-per-node", 2, "--no-kill", *logs, script)
+    launches.until("ready-0", launched)
+    until(lambda: "epoch 1: rank 1" in launched.output, lambda: launched.output)
+    (launches.directory / "go-on").touch()
+    assert launched.wait() == 0, launched.output
+    assert f"  | error of the {'file' if where == 'error file' else 'log'}" in launched.output
+    assert ("  | ... (cut)" in launched.output) == (where != "large error file")
+    assert len(launched.output) < 10_000
+
+
+def test_a_rank_is_started_again_after_pauses_and_killed_only_where_it_is_meant(launches: Launches) -> None:
+    """The test stands for the other ranks; the job ends with them, though the last process still waits to be let in."""
+    script = launches.script(
+        """
+        start = os.environ.get("ADAPTRA_STARTED_AGAIN", "0")
+        mark("pid-" + start, str(os.getpid()))
+        if start == "1":
+            sys.exit(3)
+        until("never" if rank else "go-on")
+        """
+    )
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "tested"}
+    where = ("--master-port", environment["MASTER_PORT"], "--rdzv-id", "tested")
+    launched = launches.launch("--nproc-per-node", 2, *where, "--no-kill", "--max-restarts", 4, script)
+    first = int(launches.until("pid-0-1", launched))
+    records = MembershipRecords.of_rank(10.0, environment)
+    records.publish_layout(b"layout")
+    time.sleep(1.0)  # more than a beat, so that the launcher knows
+    os.kill(first, signal.SIGKILL)
+    assert records.wait_beyond(0, 10.0) is not None
+    records.report(Stalled((1,), "stood still", {}))  # late: of the process that is dead
+    second = launches.until("pid-2-1", launched)
+    assert "local rank 1 was killed by SIGKILL and is started again in 1 s (1 of 4 times" in launched.output
+    assert "local rank 1 ended with exit status 3 and is started again in 2 s (2 of 4 times" in launched.output
+    for epoch, start in ((2, 2), (4, 3)):
+        records.say_ready(1, Readiness(epoch - 1, start, "host", "boot/net"))
+        assert records.wait_beyond(epoch - 1, 10.0) is not None
+        if start == 3:
+            break
+        records.say_admitted({1: epoch})
+        time.sleep(1.0)
+        assert Path(f"/proc/{second}").exists()
+        records.report(Stalled((1,), "stood still", {1: epoch}))
+        launches.until("pid-3-1", launched)
+        assert "local rank 1 was killed by SIGKILL and is started again in 1 s (3 of 4 times" in launched.output
+    (launches.directory / "go-on").touch()
+    assert launched.wait() == 0, launched.output
+    assert "ended well, but without 1 ranks: rank 1 on host" in launched.output
+
+
+def test_a_job_fails_where_ranks_fail_after_another_has_ended_with_status_0(launches: Launches) -> None:
+    script = launches.script("mark('up'); rank == 1 or (until('up-1'), time.sleep(1.0), sys.exit(1))")
+    launched = launches.launch("--nproc-per-node", 3, "--no-kill", script)
+    assert launched.wait() == 1, launched.output
+    assert "ranks 1 ended with status 0, but others failed after the first of them had: rank " in launched.output
 
 
 def test_a_program_that_is_not_there_is_named(launches: Launches) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from adaptra_megatron.job.membership import Readiness
-from adaptra_megatron.launch.records import Ending, HostReport, Start
+import pytest
+
+from adaptra_megatron.authentication.tagged_json import packed
+from adaptra_megatron.job.membership import Readiness, Stalled
+from adaptra_megatron.launch.records import DETAILS_NCHARS, Ending, HostReport, Start
 from adaptra_megatron.launch.roster import Policy, Roster
 
 POLICY = Policy(no_kill=True, min_ranks=1, heartbeat_timeout_s=5.0, join_timeout_s=60.0)
@@ -94,9 +97,10 @@ def test_a_silent_host_is_lost_with_its_ranks_that_had_not_ended_and_stays_so() 
     job.silent.clear()
     job.second()
     assert (job.epoch, list(job.roster.lost)) == (1, [1])
-    job.ends(0, ending(0, 0), ending(1, 0))
+    job.ends(0, ending(0, 0, 2000.0), ending(1, 0, 2000.0))
     failed, text = job.outcome
-    assert not failed
+    assert failed
+    assert text.startswith("ranks 0, 1, 2 ended with status 0, but others failed after the first of them had")
     assert "host host1 (node rank 1) has been silent for 5" in text
 
 
@@ -160,7 +164,7 @@ def test_a_host_that_dies_before_all_have_come_ends_the_wait() -> None:
 def test_a_rank_that_stood_still_is_lost_for_that() -> None:
     job = Job(POLICY, 2)
     job.second()
-    job.roster.stalled[1] = "stood still: 1 other ranks waited for 10.0 s"
+    job.roster.stall(Stalled((1,), "stood still: 1 other ranks waited for 10.0 s", {}))
     job.ends(0, ending(1, -9))
     assert job.live == (0,)
     assert job.roster.membership is not None
@@ -197,11 +201,119 @@ def test_a_job_that_ends_with_all_ranks_back_has_ended_well() -> None:
     job = Job(POLICY, 2, 2)
     job.second()
     job.ends(1, ending(0, -9))
-    job.roster.ready(job.roster.away[0], ready(left=1, start=1))
-    job.second()
+    comes_back(job, start=1)
+    job.roster.admitted = {2: 2}
     job.ends(0, ending(0, 0), ending(1, 0))
     job.ends(1, replace(ending(0, 0), start=1), ending(1, 0))
     assert job.outcome == (False, "")
+
+
+def comes_back(job: Job, start: int) -> None:
+    (departure,) = job.roster.away
+    job.roster.ready(departure, ready(departure.epoch, start))
+    job.second()
+
+
+def test_ranks_that_fail_after_others_have_ended_with_0_make_the_job_fail() -> None:
+    job = Job(POLICY, 4)
+    job.second()
+    job.ends(0, ending(1, 0, at_s=10.0))
+    job.ends(0, ending(0, 1, at_s=35.0), ending(2, 1, at_s=36.0))
+    assert job.roster.outcome is None, "one may still write its checkpoint"
+    job.ends(0, ending(3, 0, at_s=37.0))
+    failed, text = job.outcome
+    assert failed
+    assert text.startswith("ranks 1, 3 ended with status 0, but others failed after the first of them had: rank 0 on")
+    assert "then ranks 2\n" in text
+
+
+def test_ranks_that_failed_before_others_ended_with_0_do_not_even_if_seen_at_once() -> None:
+    job = Job(POLICY, 4)
+    job.second()
+    job.ends(0, ending(0, -9, at_s=10.0))
+    job.ends(0, ending(1, -9, at_s=34.0), ending(2, 0, at_s=35.0), ending(3, 0, at_s=35.0))
+    failed, text = job.outcome
+    assert not failed
+    assert text.startswith("ended well, but without 2 ranks: rank 0 ")
+
+
+@pytest.mark.parametrize("well", [True, False])
+def test_a_job_ends_with_the_last_rank_that_trained_and_does_not_wait_for_newcomers(well: bool) -> None:
+    job = Job(POLICY, 3)
+    job.second()
+    job.ends(0, ending(1, -9))
+    comes_back(job, start=1)
+    assert job.live == (0, 1, 2)
+    job.ends(0, ending(0, 0 if well else 1))
+    assert job.roster.outcome is None
+    job.ends(0, ending(2, 0 if well else 1))
+    failed, text = job.outcome
+    assert failed != well
+    start = "ended well, but without 1 ranks: " if well else "no rank is left that trained, so ranks 1, started again, "
+    assert text.startswith(start)
+    assert "rank 1 on host host0 was the first to end: it was killed by SIGKILL" in text
+
+
+def test_a_rank_that_was_let_in_trains_on_without_those_that_it_joined() -> None:
+    job = Job(POLICY, 2)
+    job.second()
+    job.ends(0, ending(1, -9))
+    comes_back(job, start=1)
+    job.roster.admitted = {1: 2}
+    job.ends(0, ending(0, -9))
+    assert (job.roster.outcome, job.live) == (None, (1,))
+    job.ends(0, replace(ending(1, 0), start=1))
+    assert not job.outcome[0]
+
+
+def test_a_report_of_a_rank_that_stands_still_is_about_one_process() -> None:
+    job = Job(POLICY, 2)
+    job.second()
+    first, second = Stalled((1,), "stood still", {}), Stalled((1,), "stood still", {1: 2})
+    job.roster.stall(second)
+    assert job.roster.stalled == {}, "that one is not there yet"
+    job.ends(0, ending(1, -9))
+    job.roster.stall(first)
+    assert job.roster.stalled == {}
+    comes_back(job, start=1)
+    job.roster.stall(first)
+    assert job.roster.stalled == {}
+    job.roster.stall(second)
+    assert (job.roster.stalled, job.roster.starts) == ({1: "stood still"}, {1: 1})
+    job.ends(0, replace(ending(1, -9), start=1))
+    assert job.roster.membership is not None
+    assert job.roster.membership.left[-1].why == "stood still, and was killed by SIGKILL"
+
+
+def test_a_rank_that_others_wait_for_though_it_ended_with_0_has_left() -> None:
+    job = Job(POLICY, 3)
+    job.second()
+    job.ends(0, ending(1, 0))
+    assert job.live == (0, 1, 2)
+    job.roster.stall(Stalled((1,), "stood still: 2 other ranks waited for 20.0 s", {}))
+    job.second()
+    assert job.live == (0, 2)
+    job.ends(0, ending(0, 0), ending(2, 0))
+    failed, text = job.outcome
+    assert not failed
+    assert "it stood still: 2 other ranks waited for 20.0 s, and ended with exit status 0" in text
+
+
+def test_a_report_stays_small_however_often_ranks_are_started_again_and_tells_of_all_that_have_ended() -> None:
+    report = HostReport("host0", 8)
+    for start in range(500):
+        details = f"{start}\n".ljust(DETAILS_NCHARS, "\U0001f525")
+        report = report.with_endings(
+            replace(ending(rank, 1), details=details, start=start) for rank in range(8) if (start, rank) != (0, 7)
+        )
+    assert len(packed(report)) < 1 << 20
+    assert all(each.details for each in report.endings[-16:])
+    job = Job(POLICY, 8)
+    job.second()
+    job.reports[0] = report
+    job.second()
+    assert job.outcome[0]
+    assert job.outcome[1].startswith("0 ranks are left")
 
 
 def replaced(job: Job, **report: object) -> None:
@@ -228,9 +340,9 @@ def test_another_host_takes_the_place_of_one_that_is_lost_and_its_ranks_come_bac
     job.ends(1, replace(ending(1, -9), start=65536))
     assert (job.epoch, job.live) == (3, (0, 1, 2))
     job.ends(0, ending(0, 0), ending(1, 0))
-    assert job.outcome[1].startswith("ended well, but without 1 ranks: rank 3 on host spare"), (
-        "rank 2 had done its work on the host before"
-    )
+    failed, text = job.outcome
+    assert failed
+    assert text.startswith("ranks 0, 1, 2 ended with status 0, but others failed after"), "rank 2 on the host before"
 
 
 def test_the_host_in_the_place_of_another_may_be_lost_and_replaced_itself() -> None:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from adaptra_megatron.backoff import Backoff
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.sparing_log import SparingLog
 from adaptra_megatron.transport._ring import Ring
@@ -87,7 +88,7 @@ class Link:
     """When to try again; None while a session is up or coming up."""
     end_at: tuple[float, str] | None = None
     """When to end the session that is up, and why."""
-    pause_s: float = FIRST_PAUSE_S
+    backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S))
     transport: str | None = None
     """What carried its last session; None before the first."""
 
@@ -128,7 +129,7 @@ class Supervisor:
         """Numbers of all links' sessions: none of a link that was closed is taken for one of the next."""
         self._delegate: DelegateProcess | None = None
         self._began_s = self._restart_s = 0.0
-        self._pause_s = FIRST_PAUSE_S
+        self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._first_patience_s = self._patience_s = patience_s
         self._lock = threading.Lock()
         self._questions: list[_Question] = []
@@ -260,15 +261,14 @@ class Supervisor:
                 control.send(self._delegate.channel, message, descriptors)
 
     def _begin(self) -> None:
+        self._began_s = time.monotonic()
+        self._restart_s = self._began_s + self._backoff.next_s()
         try:
             self._delegate = DelegateProcess(self._start, self._listeners)
         except OSError as cause:  # no process, no memory, no descriptor: there may be one in a moment
             self._replace(f"cannot be started: {cause}")
-            self._restart_s = time.monotonic() + self._pause_s
             return
         self.starts += 1
-        self._began_s = time.monotonic()
-        self._restart_s = self._began_s + self._pause_s
         for link in self._links.values():
             link.retry_s = 0.0
 
@@ -328,7 +328,7 @@ class Supervisor:
             except RuntimeError as cause:
                 self._went_down(link, str(cause))
                 return
-            link.pause_s = FIRST_PAUSE_S
+            link.backoff.reset()
             link.transport = message.transport
             if link.request.connects:  # who connects proposes: what it fell to outlives the delegate
                 link.request = replace(link.request, transport=message.transport)
@@ -366,8 +366,7 @@ class Supervisor:
                 ring.close()
         link.outbound = link.inbound = link.end_at = None
         link.end.disconnected(cause)
-        link.retry_s = time.monotonic() + link.pause_s
-        link.pause_s = min(2 * link.pause_s, LONGEST_PAUSE_S)
+        link.retry_s = time.monotonic() + link.backoff.next_s()
 
     def _feel_the_pulse(self, now_s: float) -> None:
         """Ping the delegate if that is due, or kill it if it has been silent for too long."""
@@ -388,8 +387,8 @@ class Supervisor:
         if self._closing:
             return
         self._replaced.warning("rank %d: the delegate %s; starting another", self._start.rank, what)
-        steady = time.monotonic() - self._began_s > STEADY_S
-        self._pause_s = FIRST_PAUSE_S if steady else min(2 * self._pause_s, LONGEST_PAUSE_S)
+        if time.monotonic() - self._began_s > STEADY_S:
+            self._backoff.reset()
         for link in self._links.values():
             self._went_down(link, f"this rank's delegate {what}")
         with self._lock:
