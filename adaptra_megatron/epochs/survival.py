@@ -18,15 +18,19 @@ from typing import TypeVar
 
 from adaptra_megatron.authentication.sealed_store import SealedStore, peek
 from adaptra_megatron.authentication.tagged_json import packed, unpacked
+from adaptra_megatron.child_process import OwningProcess
 from adaptra_megatron.epochs.admissions import Admissions, Return
 from adaptra_megatron.epochs.awaiting import awaited
 from adaptra_megatron.epochs.epoch import RESTART, Epoch, epoch_of, live_ranks
 from adaptra_megatron.epochs.errors import (
     EpochEndedError,
     JobLostError,
+    LateRankError,
     OtherRankError,
+    SwallowedErrors,
     UnrecoverableError,
     is_communication,
+    is_of_script,
 )
 from adaptra_megatron.epochs.joining import JobRecord, Joined
 from adaptra_megatron.epochs.last_word import heed, say_end, say_error
@@ -115,10 +119,12 @@ class Survival:
             self.epoch, self._call = joined.epoch, joined.call
         self._roll: tuple[Epoch, SealedStore] | None = None
         """For the watch's thread: the present epoch's roll call."""
+        self._swallowed = SwallowedErrors()
         self._called: Epoch | None = None
         """The last epoch whose roll has been called."""
         self.admissions = Admissions(layout, control, self._store, records, timeout_s)
         self._watch = MembershipWatch(records, self._changed, self._look_for_roll_call)
+        self._owner = OwningProcess()
         self._hooked, sys.excepthook = sys.excepthook, self._uncaught
         groups.begin(layout, control, self._go_on)
         if joined is not None:
@@ -178,7 +184,14 @@ class Survival:
                 # What is left behind holds handles of groups, whose connections are to close for peers to wake.
                 traceback.clear_frames(cause.__traceback__)
             attempted = self._attempted
-            if attempted in self._next_epoch(error).committed:
+            try:
+                agreement = self._next_epoch(error)
+            except OtherRankError as other:
+                if is_of_script(error):
+                    raise error from other
+                raise other from error
+            self._swallowed.log(error)
+            if attempted in agreement.committed:
                 return self._done(result)
             tries += 1
 
@@ -221,7 +234,7 @@ class Survival:
         while (fate := peek(self._store, f"fate/{name}")) is None:
             self.check()
             if time.monotonic() - begun_s > self._timeout_s:
-                raise RuntimeError(f"timed out: not all ranks came to the end of call {self._call}")
+                raise LateRankError(f"timed out: not all ranks came to the end of call {self._call}")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
         committed, due = read_fate(fate.decode())
@@ -246,6 +259,7 @@ class Survival:
     def _go_on(self, error: Exception) -> None:
         """After an operation outside of calls has failed: the next epoch."""
         self._next_epoch(error)
+        self._swallowed.log(error)
         self._got_over()
 
     def _next_epoch(self, error: Exception) -> Agreement:
@@ -388,17 +402,20 @@ class Survival:
     def _heed_last_word(self) -> None:
         heed(self._store, self._layout.name(self._layout.rank))
 
-    def end_with(self, error: BaseException) -> None:
-        """Have the other ranks end with this rank's own error."""
+    def end_with(self, error: BaseException, *, printed: bool = False) -> None:
+        """Have the other ranks end with this rank's own error, which is logged first unless Python has `printed` it.
+        In a forked child nothing: the connection to the store is its parent's."""
+        if not self._owner.is_this:
+            return
         if isinstance(error, Exception) and not isinstance(
             error, (OtherRankError, UnrecoverableError, SilentStoreError)
         ):
-            say_error(self._store, self._layout.name(self._layout.rank), error)
+            say_error(self._store, self._layout.name(self._layout.rank), error, printed=printed)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """As `sys.excepthook`: what ends this process outside of calls is an error of its own, too."""
-        self.end_with(error)
         self._hooked(kind, error, trace)
+        self.end_with(error, printed=True)
 
     # Who lives.
 
