@@ -27,7 +27,7 @@ _MOST_NBYTES = 1 << 14
 _LOGGED = "_adaptra_logged"
 _STORE_S = 2.0
 """For the job's store, as a job ends in which the death of a rank is not got over."""
-_GOES_S, _LOOKS_S = 3.0, 0.02
+_GOES_S, _LOOKS_S = 5.0, 0.02
 """For the process of a rank that has failed to end, however long it takes to clean up."""
 
 

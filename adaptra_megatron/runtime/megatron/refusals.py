@@ -287,9 +287,9 @@ def refuse_arguments(arguments: Any) -> None:
 def refuse_layer_wise() -> NoReturn:
     """Raise UnsupportedFeatureError for --adaptra-reroute failures beside an optimizer that is sharded by layers."""
     raise UnsupportedFeatureError(
-        "--adaptra-reroute failures does not run with a layer-wise distributed optimizer (--optimizer dist_muon, or one "
-        "other than adam and sgd with --use-distributed-optimizer): each replica alone has the state of some layers, "
-        "which would be lost with a rank, and those layers' parameters be made of nothing. Drop one of the two; "
+        "--adaptra-reroute failures does not run with a layer-wise distributed optimizer (--optimizer dist_muon, or "
+        "one other than adam and sgd with --use-distributed-optimizer): each replica alone has the state of some "
+        "layers, and a rank that dies takes it with it. Drop one of the two; "
         "--optimizer muon without --use-distributed-optimizer has all state in each replica"
     )
 
