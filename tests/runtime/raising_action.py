@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank of a training in which one rank raises: `raising_action.py RANK ACTION TRAINING_ARGUMENTS...`.
 
-The ACTIONth that RANK performs, from 0, raises; the log says when, by time.monotonic. Its process ends as it ends.
+The ACTIONth that RANK performs, from 0, raises; the log says when, by time.monotonic. Its process ends as it ends;
+before that it cleans up, for CLEANS_UP_S seconds of the environment.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -33,7 +35,10 @@ def main(rank: int, action: int, arguments: list[str]) -> None:
         perform(self, *arguments)
 
     PipelineExecutor._perform = raise_in_time  # type: ignore[method-assign]
-    train(parse_arguments(["--emulate-cpu", "--distributed-backend", "gloo", *arguments]))
+    try:
+        train(parse_arguments(["--emulate-cpu", "--distributed-backend", "gloo", *arguments]))
+    finally:
+        time.sleep(float(os.environ.get("CLEANS_UP_S", "0")))
 
 
 if __name__ == "__main__":
