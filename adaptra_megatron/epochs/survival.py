@@ -183,13 +183,14 @@ class Survival:
                     raise
                 # What is left behind holds handles of groups, whose connections are to close for peers to wake.
                 traceback.clear_frames(cause.__traceback__)
-            attempted = self._attempted
+            attempted, agreement = self._attempted, None
             try:
                 agreement = self._next_epoch(error)
             except OtherRankError as other:
-                if is_of_script(error):
-                    raise error from other
-                raise other from error
+                if not is_of_script(error):
+                    raise other from error
+            if agreement is None:
+                raise error  # this rank's own, which another rank's does not hide
             self._swallowed.log(error)
             if attempted in agreement.committed:
                 return self._done(result)

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from support.processes import TRAIN_GPT, RankResult, run_ranks
 
+from adaptra_megatron.emulation.jobs.fork_server import ForkServer
+from adaptra_megatron.emulation.jobs.outlived import run_outlived
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import RunEnded
 
@@ -99,6 +101,26 @@ def test_who_fails_is_seen_though_it_cleans_up_first(launcher: str, named: str, 
         named,
     ):
         assert re.search(shown, done.stdout), done.stdout
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("function", ["forward_step", "loss"])
+def test_an_error_of_the_script_is_no_death(function: str, tmp_path: Path, fork_server: ForkServer) -> None:
+    """Though it reads like one: the job ends at once, and every rank names the one at fault."""
+    arguments = (
+        "--mock-data --pipeline-model-parallel-size 2 --num-layers 2 --train-iters 5 --global-batch-size 4 "
+        "--no-gradient-accumulation-fusion --adaptra --adaptra-reroute failures"
+    )
+    argv = [RAISING, "3", function, *arguments.split()]
+    results = run_outlived(4, argv, timeout_s=100, server=fork_server, log_directory=tmp_path)
+    error = "ConnectionError: data server: connection refused, or timed out"
+    for result in results:
+        assert result.returncode == 1, result.output
+        last = result.output.strip().splitlines()[-1]
+        assert last.endswith(error), last
+        assert (result.rank == 3) != ("this job ends with an error of rank 3 (stage 1 on " in last)
+    assert "this error was raised here" in results[3].output
+    assert "in refused" in results[3].output
 
 
 @pytest.mark.timeout(120)
