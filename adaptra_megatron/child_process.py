@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of the package's own beside a training process, and the channel to it."""
+"""A process of the package's own beside a training process, and the channel to it; and children that scripts fork."""
 
 from __future__ import annotations
 
@@ -26,6 +26,19 @@ ENDED_S = 5.0
 """How long a process that was killed may take to end. One that waits for a dead disk or device may never."""
 UNHEARD = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """What schedulers and terminals send to all processes of a job: the training process decides what comes of it."""
+
+
+class OwningProcess:
+    """The process that made this. A child that is forked from it has copies of all objects and handlers, which share
+    connections with it: what they release is not the child's."""
+
+    def __init__(self) -> None:
+        self._id = os.getpid()
+
+    @property
+    def is_this(self) -> bool:
+        """Return whether this process is the one."""
+        return os.getpid() == self._id
 
 
 class ChildProcess:

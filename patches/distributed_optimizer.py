@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patch of Megatron's distributed optimizer, for training that outlives its ranks."""
+"""Patches of Megatron's distributed optimizers, for training that outlives its ranks."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,18 @@ def _with_copies(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable
     return replacement
 
 
+def _refusing_layer_wise(stock: Callable[..., Any], _: AdaptraRuntime) -> Callable[..., Any]:
+    from adaptra_megatron.runtime.megatron.refusals import refuse_layer_wise
+
+    @functools.wraps(stock)
+    def __init__(optimizer: Any, *given: Any, **keywords: Any) -> None:  # noqa: N807
+        if hasattr(optimizer, "shard_params"):  # LayerWiseDistributedOptimizer (from 0.16 on), whatever it is called
+            refuse_layer_wise()
+        stock(optimizer, *given, **keywords)
+
+    return __init__
+
+
 PATCHES = (
     Patch(
         identity="distributed-optimizer",
@@ -27,5 +40,13 @@ PATCHES = (
         parameters=("optimizer", "config", "grad_scaler", "model_chunks", "per_model_buffers", "data_parallel_group"),
         reason="a rank that dies takes its shard of the optimizer's state with it: another steps a copy of each",
         replace=_with_copies,
+    ),
+    Patch(
+        identity="chained-optimizer",
+        target="megatron.core.optimizer.optimizer:ChainedOptimizer.__init__",
+        versions=SUPPORTED,
+        parameters=("self", "chained_optimizers"),
+        reason="a layer-wise optimizer, which is a chain, has shards of its state that no other rank has",
+        replace=_refusing_layer_wise,
     ),
 )

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _world
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.epochs.early_watch import EarlyWatch
-from adaptra_megatron.epochs.errors import EpochEndedError, is_communication
+from adaptra_megatron.epochs.errors import EpochEndedError, LateRankError, is_communication, of_backend
 from adaptra_megatron.epochs.fence import FENCE_S, Fence, FencedGroup
 from adaptra_megatron.epochs.generation import FIRST, Generation
 from adaptra_megatron.epochs.handles import Done, Pending
@@ -198,9 +198,10 @@ class LiveGroups:
         """Torch's own group of those that take part, made when first needed, by all of them."""
         key = group, device.type
         if key not in self._natives:
-            native, sockets = interruptible(
-                lambda: self._make_native(group, device.type), self.check, self._timeout_s, "a process group"
-            )
+            with of_backend():
+                native, sockets = interruptible(
+                    lambda: self._make_native(group, device.type), self.check, self._timeout_s, "a process group"
+                )
             self._natives[key] = self._fence.guarded(native, group.description, tuple(group.members), sockets)
         return self._natives[key]
 
@@ -304,20 +305,22 @@ class LiveGroups:
         return True
 
     def wait_for(self, work: Any) -> None:
-        """Wait for torch's handle. Raises EpochEndedError once the set of live ranks has changed, RuntimeError after
+        """Wait for torch's handle. Raises EpochEndedError once the set of live ranks has changed, LateRankError after
         the job's timeout, and what the operation raises."""
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             try:
-                work.wait(SLICE)
+                with of_backend():
+                    work.wait(SLICE)
                 break
             except RuntimeError:
                 if work.is_completed():
-                    work.wait()  # which raises, unless it was the slice that had ended
+                    with of_backend():
+                        work.wait()  # which raises, unless it was the slice that had ended
                     break
             self.check()
             if time.monotonic() > deadline_s:
-                raise RuntimeError(f"timed out: a collective has taken longer than {self._timeout_s:g} s")
+                raise LateRankError(f"timed out: a collective has taken longer than {self._timeout_s:g} s")
         if not self._inside:
             self.synchronize()
 
@@ -344,7 +347,7 @@ class LiveGroups:
 
 def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s: float, what: str) -> Made:
     """What `make` makes (`what`, in words), in a thread that is left to itself if `check` raises meanwhile, or after
-    `timeout_s`. Raises as both, and RuntimeError."""
+    `timeout_s`. Raises as both, and LateRankError."""
     found: list[Any] = []
     done = threading.Event()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -363,7 +366,7 @@ def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s
     while not done.wait(SLICE.total_seconds()):
         check()
         if time.monotonic() > deadline_s:
-            raise RuntimeError(f"timed out: {what} has not been made within {timeout_s:g} s")
+            raise LateRankError(f"timed out: {what} has not been made within {timeout_s:g} s")
     if isinstance(found[0], Exception):
         raise found[0]
     made: Made = found[0]

@@ -15,14 +15,18 @@ from typing import TypeVar
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.authentication.tagged_json import packed
+from adaptra_megatron.child_process import OwningProcess
 from adaptra_megatron.epochs.admission import PATIENCE_S, Patience, RejoiningLateError, Return, note_admitted
 from adaptra_megatron.epochs.commit import CommitDesk, Word
 from adaptra_megatron.epochs.errors import (
     EpochEndedError,
     JobLostError,
+    LateRankError,
     OtherRankError,
+    SwallowedErrors,
     UnrecoverableError,
     is_communication,
+    is_of_script,
 )
 from adaptra_megatron.epochs.generation import RESTART, Generation, live_ranks
 from adaptra_megatron.epochs.joining import JobRecord, Joined
@@ -144,6 +148,7 @@ class Survival:
         """For the watch's thread: the present generation's roll call."""
         self._called: Generation | None = None
         """The last generation whose roll has been called."""
+        self._swallowed, self._owner = SwallowedErrors(), OwningProcess()
         self._watch = MembershipWatch(records, self._changed, self._look_for_roll_call)
         self._hooked, sys.excepthook = sys.excepthook, self._uncaught
         groups.begin(layout, self._control_of(self.generation), self._go_on)
@@ -214,12 +219,15 @@ class Survival:
             sys.excepthook = self._hooked
         self._watch.close()
 
-    def end_with(self, error: BaseException) -> None:
-        """Have the other ranks end with this rank's own error."""
+    def end_with(self, error: BaseException, *, printed: bool = False) -> None:
+        """Have the other ranks end with this rank's own error, which is logged first unless Python has `printed` it.
+        In a forked child nothing: the connection to the store is its parent's."""
+        if not self._owner.is_this:
+            return
         if isinstance(error, Exception) and not isinstance(
             error, (OtherRankError, UnrecoverableError, SilentStoreError)
         ):
-            say_error(self._store, self._layout.name(self._layout.rank), error)
+            say_error(self._store, self._layout.name(self._layout.rank), error, printed=printed)
 
     # The protocol's requests.
 
@@ -245,7 +253,7 @@ class Survival:
                 self._groups.leave()
                 return Done()
             case AwaitChange():
-                return Changed(self._await_change(request.tried))
+                return Changed(self._change(request.tried))
             case LookUp():
                 return Changed(self._records.clone().of_epoch(request.epoch))
         try:
@@ -256,7 +264,7 @@ class Survival:
         except TimeoutError as cause:
             if self._rank.phase in (Phase.GATHERING, Phase.AWAITING_AGREEMENT):
                 raise self._no_meeting(cause) from cause
-            self._cause = EpochEndedError(f"not all ranks came to the end of call {self._rank.call}: {cause}")
+            self._cause = LateRankError(f"timed out: not all ranks came to the end of call {self._rank.call}: {cause}")
             return Interrupted()
         except Exception as cause:
             if not is_communication(cause):
@@ -368,6 +376,7 @@ class Survival:
 
     def _entered_after_failures(self) -> None:
         rank, generation, membership = self._rank, self.generation, self._watch.newest
+        self._swallowed.log(self._cause)
         self._steps.release()
         self._enter(generation)
         self._exchange_results(generation)
@@ -451,6 +460,16 @@ class Survival:
 
     # Failures of others.
 
+    def _change(self, tried: frozenset[int]) -> Membership:
+        """Wait as `_await_change`. Raises this rank's own error rather than another's, which it does not hide."""
+        own = is_of_script(self._cause)
+        try:
+            return self._await_change(tried)
+        except OtherRankError as other:
+            if not own:
+                raise other from self._cause
+        raise self._cause
+
     def _await_change(self, tried: frozenset[int]) -> Membership:
         """Wait for a membership with other live ranks than those `tried` last. Raises what has interrupted this rank
         where there is none within the patience, not even once the roll has been called."""
@@ -527,8 +546,8 @@ class Survival:
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """As `sys.excepthook`: what ends this process outside of calls is an error of its own, too."""
-        self.end_with(error)
         self._hooked(kind, error, trace)
+        self.end_with(error, printed=True)
 
     # Who lives.
 

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
@@ -119,7 +120,7 @@ class ControlStore:
                 socket.create_connection((store.host, store.port), max(timeout_s, _LEAST_S)).close()
             except OSError as cause:
                 where = f"{store.host}:{store.port}"
-                raise RuntimeError(f"the job's store at {where} cannot be reached: {cause}") from cause
+                raise dist.DistNetworkError(f"the job's store at {where} cannot be reached: {cause}") from cause
 
 
 class Store(Protocol):

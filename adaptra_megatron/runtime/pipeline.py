@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from adaptra_megatron.child_process import OwningProcess
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.control_loop import PlanExchange
 from adaptra_megatron.control.decisions import Decision, Told
@@ -19,6 +20,7 @@ from adaptra_megatron.control.order.plans import Layout, PlanBook
 from adaptra_megatron.control.paths.steering import LinkSteering
 from adaptra_megatron.control.planner_process.keeper import PlannerKeeper
 from adaptra_megatron.epochs.generation import FIRST, Generation
+from adaptra_megatron.epochs.last_word import end_job
 from adaptra_megatron.epochs.live_groups import LiveGroups, interruptible
 from adaptra_megatron.epochs.survival import Survival
 from adaptra_megatron.log import logger_of
@@ -109,6 +111,7 @@ class Pipeline:
         clock = DeviceClock(CudaEvents()) if device.type == "cuda" else None
         meeting = Rendezvous(control, job, max(limit_s, SETUP_LEAST_S), alone=joining is not None)
         self.transport = make_transport(meeting, call.chunks, config, clock, limit_s)
+        self._owner = OwningProcess()
         self._sent_all = False
         """True if the last iteration came to its end."""
         self._failure: BaseException | None = None
@@ -307,13 +310,22 @@ class Pipeline:
         self._rank_losses_told = len(survival.rank_losses)
 
     def fail(self, cause: BaseException) -> None:
-        """An iteration has ended with an error. What is under way is aborted, and the peers learn why."""
+        """An iteration has ended with an error. It is logged, what is under way is aborted, and the peers learn why.
+        Where another rank has failed before, returns once that one's process has ended, or has had the time for it."""
+        if not self._owner.is_this:
+            return  # in a child that was forked in this iteration, whose links are its parent's
         self._sent_all, self._failure, self._measuring.unsettled = False, cause, None
+        word = None
         if self.survival is not None:
             self.survival.end_with(cause)
+        else:
+            layout = self._job.layout
+            word = end_job(self._job.control, layout.name(layout.rank), cause)
         if isinstance(self.transport, TwoPathTransport):
             self.transport.say_failed(f"{type(cause).__name__}: {cause}")
         self.transport.close(drained=False)
+        if word is not None:
+            word.wait_for_end()
 
     def close(self) -> bool:
         """Release transport, threads and trace files, once the peers have what the last iteration sent.

@@ -18,6 +18,7 @@ from adaptra_megatron.control.routes.route_decider import RoutePolicy
 from adaptra_megatron.control.trace_sharing import SharedRequests
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.epochs.awaiting import said_by_one
+from adaptra_megatron.epochs.errors import LateRankError
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.runtime.job import Job
 from adaptra_megatron.runtime.listening import listen_for
@@ -73,14 +74,14 @@ def agreed_plan(job: Job, mine: Decision | None, check: Callable[[], None]) -> D
     """The plan from which all ranks of `job`, those that live, go on. `mine`: of the leader; None on all other ranks.
     `check`: raises once another rank has died.
 
-    Raises RuntimeError where the leader does not say it within the timeout.
+    Raises LateRankError where the leader does not say it within the timeout.
     """
     said, timeout_s = None if mine is None else encoded(mine), job.timeout_s
     with job.control.lent("plan", timeout_s) as store:
         try:
             return decision_of(said_by_one(store, "in force", said, timeout_s, check))
         except TimeoutError as cause:
-            raise RuntimeError(
+            raise LateRankError(
                 f"{job.layout.name(job.layout.leader)} has not said which plan is in force within {timeout_s:g} s "
                 "(--adaptra-timeout-s); look at its log"
             ) from cause

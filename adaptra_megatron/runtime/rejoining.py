@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from adaptra_megatron.control.decisions import Decision, decision_of
 from adaptra_megatron.control.wire_format import encoded
+from adaptra_megatron.epochs.errors import of_backend
 from adaptra_megatron.epochs.generation import Generation
 from adaptra_megatron.epochs.joining import Joined, Newcomer
 from adaptra_megatron.epochs.live_groups import interruptible
@@ -264,12 +265,14 @@ def _scalers(training: Training) -> list[Any]:
 @contextmanager
 def _channel(handing: Handing, rank: int, control: ControlStore, timeout_s: float) -> Iterator[Callable[[Any], None]]:
     ends = handing.source, handing.target
-    group = epoch_group(control, f"hand-over/{ends[0]}-{ends[1]}", ends, rank, timeout_s)
+    with of_backend():
+        group = epoch_group(control, f"hand-over/{ends[0]}-{ends[1]}", ends, rank, timeout_s)
     other = 1 - ends.index(rank)
 
     def carry(tensor: Any) -> None:
-        work = group.send([tensor], other, _TAG) if rank == handing.source else group.recv([tensor], other, _TAG)
-        work.wait(timedelta(seconds=timeout_s))
+        with of_backend():
+            work = group.send([tensor], other, _TAG) if rank == handing.source else group.recv([tensor], other, _TAG)
+            work.wait(timedelta(seconds=timeout_s))
 
     yield carry
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from adaptra_megatron.child_process import OwningProcess
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.memory import MemorySource
 from adaptra_megatron.epochs.generation import Generation
@@ -101,6 +102,7 @@ class AdaptraRuntime:
         """Updates by some of the replicas; None where all make each."""
         self.sync_waits = SyncWaits() if config.watches_stragglers else None
         """Where replicas that come last are looked for."""
+        self._owner = OwningProcess()
         # Threads that wait in native code must not outlive the interpreter, and Megatron's scripts undo nothing.
         atexit.register(self._close_at_exit)
 
@@ -298,9 +300,12 @@ class AdaptraRuntime:
     def close(self) -> bool:
         """Release transports, threads and trace files; happens by itself when the process ends.
 
-        Returns False where a GPU still works on what cannot be ended.
+        Returns False where a GPU still works on what cannot be ended. In a forked child nothing is released: all is its
+        parent's, which shares the connections.
         """
         atexit.unregister(self._close_at_exit)
+        if not self._owner.is_this:
+            return True
         self._engine_layers.restore()
         if self._single is not None:
             self._single.close()

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from adaptra_megatron.child_process import OwningProcess
 from adaptra_megatron.log import logger_of
 
 logger = logger_of(__name__)
@@ -34,6 +35,7 @@ class BackgroundWriter(Generic[Item]):
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="adaptra-writer", daemon=True)
         self._thread.start()
+        self._owner = OwningProcess()
         atexit.register(self.close)
 
     @property
@@ -56,6 +58,8 @@ class BackgroundWriter(Generic[Item]):
             return
         self._closed = True
         atexit.unregister(self.close)
+        if not self._owner.is_this:
+            return
         try:
             self._queue.put_nowait(None)
         except queue.Full:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from adaptra_megatron.child_process import OwningProcess
 from adaptra_megatron.telemetry.events.changes import (
     IterationTimes,
     LeaderWatch,
@@ -141,6 +142,7 @@ class RunTelemetry:
         if settings.trace_dir is not None:
             self._open_files(settings.trace_dir, settings, start)
         # After the writers', hence called before them: the last event is still to be written then.
+        self._owner = OwningProcess()
         atexit.register(self.close)
 
     def _open_files(self, directory: Path, settings: TelemetrySettings, start: RunStarted) -> None:
@@ -255,6 +257,8 @@ class RunTelemetry:
     def close(self) -> None:
         """Say why the run ended and write what is queued, for some seconds at most. May be called twice."""
         atexit.unregister(self.close)
+        if not self._owner.is_this:
+            return
         error = getattr(sys, "last_value", None)  # what the interpreter has reported as the end of the program
         reason = "the program ended" if error is None else f"{type(error).__name__}: {error}"
         if self._events is not None or self._otel is not None:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank of a training in which one rank raises: `raising_action.py RANK ACTION TRAINING_ARGUMENTS...`.
 
-The ACTIONth that RANK performs, from 0, raises; the log says when, by time.monotonic. Its process ends as it ends.
+The ACTIONth that RANK performs, from 0, raises; the log says when, by time.monotonic. Or ACTION is one of the script's
+functions, "forward_step" or "loss", which raises in the second iteration, as a connection of its own would. The process
+ends as it ends; before that it cleans up, for CLEANS_UP_S seconds of the environment.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -17,11 +20,11 @@ install(with_fused_weight_gradient=True)
 import torch.distributed as dist  # noqa: E402  (Megatron on the CPU must be installed first)
 
 from adaptra_megatron.emulation.training.arguments import parse_arguments  # noqa: E402
-from adaptra_megatron.emulation.training.training import train  # noqa: E402
+from adaptra_megatron.emulation.training.training import Trainer, train  # noqa: E402
 from adaptra_megatron.runtime.execution.executor import PipelineExecutor  # noqa: E402
 
 
-def main(rank: int, action: int, arguments: list[str]) -> None:
+def raise_in_action(rank: int, action: int) -> None:
     perform, performed = PipelineExecutor._perform, 0
 
     def raise_in_time(self: PipelineExecutor, *arguments: Any) -> None:
@@ -33,8 +36,32 @@ def main(rank: int, action: int, arguments: list[str]) -> None:
         perform(self, *arguments)
 
     PipelineExecutor._perform = raise_in_time  # type: ignore[method-assign]
-    train(parse_arguments(["--emulate-cpu", "--distributed-backend", "gloo", *arguments]))
+
+
+def raise_in_script(rank: int, function: str) -> None:
+    forward_step = Trainer._forward_step
+
+    def refused(*_: Any) -> Any:
+        raise ConnectionError("data server: connection refused, or timed out")
+
+    def raising(self: Trainer, iterator: Any, chunk: Any) -> Any:
+        if dist.get_rank() != rank or self.iteration != 1:
+            return forward_step(self, iterator, chunk)
+        return refused() if function == "forward_step" else (forward_step(self, iterator, chunk)[0], refused)
+
+    Trainer._forward_step = raising  # type: ignore[method-assign]
+
+
+def main(rank: int, action: str, arguments: list[str]) -> None:
+    if action.isdecimal():
+        raise_in_action(rank, int(action))
+    else:
+        raise_in_script(rank, action)
+    try:
+        train(parse_arguments(["--emulate-cpu", "--distributed-backend", "gloo", *arguments]))
+    finally:
+        time.sleep(float(os.environ.get("CLEANS_UP_S", "0")))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

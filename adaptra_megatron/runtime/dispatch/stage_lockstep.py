@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from adaptra_megatron.epochs.errors import LateRankError
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.job.process_groups import epoch_group
@@ -27,7 +28,7 @@ _PATIENCE_S = 10.0
 """Longer than the leader waits for a message: it knows better what is wrong."""
 
 
-class StageTeamError(RuntimeError):
+class StageTeamError(LateRankError):
     """A rank of the stage does not take part any more; names this rank, the stage, that rank and the remedy."""
 
 

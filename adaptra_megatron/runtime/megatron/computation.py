@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from megatron.core.pipeline_parallel import schedules
 
+from adaptra_megatron.epochs.errors import of_script, owned
 from adaptra_megatron.runtime.megatron.compat import backward_step
 from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import DelayedGradient, WeightGradientQueue
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall
@@ -92,6 +93,7 @@ class MegatronComputation:
         """What the loss functions returned, in forward order: stock's forward_data_store."""
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
         self._call = call
+        self._forward_step_func = _owned_forward_step(call.forward_step_func)
         self._queue = queue
         self._left: dict[tuple[int, int], list[DelayedGradient]] = {}
         self._inputs = inputs or (lambda chunk, micro_batch: Input(call.data_iterators[chunk], micro_batch))
@@ -105,7 +107,7 @@ class MegatronComputation:
         self._begun.add(chunk)
         output_tensor: torch.Tensor
         output_tensor, tokens = schedules.forward_step(
-            call.forward_step_func,
+            self._forward_step_func,
             iterator,
             call.model_chunks[chunk],
             call.micro_batches,
@@ -143,3 +145,14 @@ class MegatronComputation:
 
     def weight_gradient(self, chunk: int, micro_batch: int) -> None:
         self._queue.compute(self._left.pop((chunk, micro_batch)))
+
+
+def _owned_forward_step(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """The training script's forward_step and the loss functions that it returns: their errors are the script's own."""
+
+    def forward_step(*given: Any) -> tuple[Any, Any]:
+        with of_script():
+            output, loss_function = function(*given)
+        return output, None if loss_function is None else owned(loss_function)
+
+    return forward_step

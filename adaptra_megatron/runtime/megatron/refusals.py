@@ -275,11 +275,30 @@ def refuse_arguments(arguments: Any) -> None:
             "again, but not one of several iterations before, whose part the rank that died was still writing. Drop "
             "one of the two: without --async-save training waits for its checkpoints"
         )
+    if reroute in ("failures", "all") and _is_layer_wise(arguments):
+        refuse_layer_wise()
     if pipeline_stages(arguments) == 1:
         return  # stock's schedule runs
     for refusal in (*REFUSALS, *SEEN_IN_ARGUMENTS):
         if refusal.is_on(arguments):
             raise _refused(refusal)
+
+
+def refuse_layer_wise() -> NoReturn:
+    """Raise UnsupportedFeatureError for --adaptra-reroute failures beside an optimizer that is sharded by layers."""
+    raise UnsupportedFeatureError(
+        "--adaptra-reroute failures does not run with a layer-wise distributed optimizer (--optimizer dist_muon, or "
+        "one other than adam and sgd with --use-distributed-optimizer): each replica alone has the state of some "
+        "layers, and a rank that dies takes it with it. Drop one of the two; "
+        "--optimizer muon without --use-distributed-optimizer has all state in each replica"
+    )
+
+
+def _is_layer_wise(arguments: Any) -> bool:
+    optimizer = str(getattr(arguments, "optimizer", "adam"))
+    distributed = optimizer not in ("adam", "sgd") and getattr(arguments, "use_distributed_optimizer", False)
+    asked = getattr(arguments, "use_layer_wise_distributed_optimizer", False)
+    return optimizer.startswith("dist_") or bool(distributed or asked)
 
 
 def refuse_sharded_gradients(mode: str) -> NoReturn:

@@ -11,6 +11,7 @@ from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.control.decisions import Routing
 from adaptra_megatron.control.routes.cell_order import CellAction, CellOrder, cell_orders, moved_by
 from adaptra_megatron.epochs.awaiting import said_by_one
+from adaptra_megatron.epochs.errors import LateRankError
 from adaptra_megatron.epochs.generation import Generation
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
@@ -45,7 +46,7 @@ class DegradedRoutes:
 
     def order(self, costs: Costs, *, split: bool, forward_only: bool) -> CellOrder:
         """What this rank's cell runs. `costs`: of a pipeline, as this rank has them; those of the lowest live rank
-        count. Raises RuntimeError when that does not say within the timeout."""
+        count. Raises LateRankError when that does not say within the timeout."""
         key = costs.micro_batches, forward_only
         if key not in self._orders:
             if forward_only:
@@ -66,7 +67,7 @@ class DegradedRoutes:
         try:
             found = said_by_one(store, f"orders/{costs.micro_batches}", mine, self._timeout_s, self._check)
         except TimeoutError as cause:
-            raise RuntimeError(
+            raise LateRankError(
                 f"{self._layout.name(min(self._generation.live))} has not planned for the live cells within "
                 f"{self._timeout_s:g} s (--adaptra-timeout-s); look at its log"
             ) from cause

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from adaptra_megatron.epochs.awaiting import said_by_one
+from adaptra_megatron.epochs.errors import LateRankError
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.runtime.device import current_device
@@ -143,7 +144,7 @@ class RoutableInputs:
     def end(self, losses: list[Any], *, losses_moved: bool) -> list[Any]:
         """What the training script gets of `losses`, those computed here: this replica's, and those of replicas whose
         cell of the last stage is dead and that have this one for their heir. `losses_moved`: whether any route led to
-        another replica's cell of the last stage. Raises RuntimeError when one of them does not come."""
+        another replica's cell of the last stage. Raises LateRankError when one of them does not come."""
         if self._layout.cell.stage != self._last_place.stage:
             return losses
         self._like = losses[0] if losses else self._like
@@ -159,12 +160,12 @@ class RoutableInputs:
 
     def _share_form(self, form: bytes | None) -> None:
         """Say what reports look like; where that is not known here, wait until a cell that has computed some says it.
-        Raises RuntimeError where none does, and as `check`."""
+        Raises LateRankError where none does, and as `check`."""
         with self._control.lent("reports", self._timeout_s) as store:
             try:
                 form = said_by_one(store, "form", form, self._timeout_s, self._check)
             except TimeoutError as cause:
-                raise RuntimeError(
+                raise LateRankError(
                     f"timed out: no cell of the last stage has computed micro-batches within {self._timeout_s:g} s "
                     "(--adaptra-timeout-s); look at the first rank whose log stops"
                 ) from cause

@@ -12,6 +12,8 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from adaptra_megatron.epochs.errors import of_script, owned
+
 
 class Source(NamedTuple):
     """What can be said of any replica's micro-batches, by the replica and their number, counted over the training."""
@@ -90,7 +92,8 @@ class MicroBatchFeed(Iterator[Any]):
 
     def _read_through(self, number: int) -> None:
         while self._taken <= self._first + number:
-            found = next(self.own)
+            with of_script():
+                found = next(self.own)
             self._read += [found] * (self._taken >= self._first)
             self._taken += 1
 
@@ -103,10 +106,11 @@ def source_of(iterator: Any) -> Source | None:
     """
     while iterator is not None:
         if (given := getattr(iterator, "micro_batch", None)) is not None:
-            return Source(given, getattr(iterator, "length", None))
+            length = getattr(iterator, "length", None)
+            return Source(owned(given), None if length is None else owned(length))
         sampler = getattr(iterator, "_index_sampler", None)  # torch.utils.data.dataloader._BaseDataLoaderIter
         if sampler is not None:
-            return Source(SampledShares(sampler, iterator)) if _is_sequential(sampler) else None
+            return Source(owned(SampledShares(sampler, iterator))) if _is_sequential(sampler) else None
         iterator = getattr(iterator, "iterable", None)  # megatron.core.rerun_state_machine.RerunDataIterator
     return None
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
+from adaptra_megatron.patches.application import OUTLIVING_PATCHES
 from megatron.core.enums import ModelType
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 
@@ -29,6 +31,11 @@ from adaptra_megatron.runtime.megatron.refusals import (
     refuse_unsupported,
 )
 from adaptra_megatron.runtime.runtime import AdaptraRuntime
+
+try:
+    from megatron.core.optimizer import layer_wise_optimizer as layer_wise
+except ImportError:  # before 0.16
+    layer_wise = None
 
 SETTINGS: dict[str, tuple[Any, str]] = {
     "cuda_graph_impl": ("local", "--cuda-graph-impl"),
@@ -256,6 +263,48 @@ def test_checkpoints_in_the_background_are_refused_where_ranks_are_outlived(rero
         return
     with pytest.raises(UnsupportedFeatureError, match=rf"reroute {reroute} does not run with --async-save: .*Drop one"):
         refuse_arguments(parsed)
+
+
+@pytest.mark.parametrize("reroute", ["off", "stragglers", "failures", "all"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"optimizer": "dist_muon"},
+        {"optimizer": "dist_made_up"},
+        {"optimizer": "soap", "use_distributed_optimizer": True},
+        {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True},
+    ],
+    ids=lambda optimizer: "-".join(map(str, optimizer.values())),
+)
+def test_shards_without_a_copy_are_refused_where_ranks_are_outlived(optimizer: dict[str, Any], reroute: str) -> None:
+    for accepted in ({"optimizer": "muon"}, {"optimizer": "adam", "use_distributed_optimizer": True}):
+        refuse_arguments(SimpleNamespace(adaptra_reroute=reroute, pipeline_model_parallel_size=2, **accepted))
+    parsed = SimpleNamespace(adaptra_reroute=reroute, pipeline_model_parallel_size=2, **optimizer)
+    if reroute in ("off", "stragglers"):
+        refuse_arguments(parsed)
+        return
+    with pytest.raises(UnsupportedFeatureError, match=r"layer-wise .*--optimizer dist_muon.*Drop one of the two"):
+        refuse_arguments(parsed)
+
+
+@pytest.mark.skipif(layer_wise is None, reason="this release has no layer-wise optimizer")
+def test_a_layer_wise_optimizer_is_refused_as_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no arguments have shown it: a trainer makes its optimizer itself."""
+
+    class OfAnotherName(layer_wise.LayerWiseDistributedOptimizer):  # type: ignore[misc, name-defined]
+        pass
+
+    def make() -> Any:
+        groups = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 1))
+        return OfAnotherName([], SimpleNamespace(bf16=False), groups)
+
+    (patch,) = (each for each in OUTLIVING_PATCHES if each.identity == "chained-optimizer")
+    assert make().chained_optimizers == []
+    owner, attribute = patch.owner()
+    monkeypatch.setattr(owner, attribute, patch.replace(getattr(owner, attribute), cast("Any", None)))
+    with pytest.raises(UnsupportedFeatureError, match="layer-wise"):
+        make()
+    assert ChainedOptimizer([]).chained_optimizers == []
 
 
 APART: dict[str, tuple[Any, str]] = {

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of a training whose script forks itself: `forking_rank.py TRAINING_ARGUMENTS...`.
+
+Rank 0 does so after its second iteration: one child ends by sys.exit, another by an exception. Both end as Python
+programs do, with all handlers and clean-up of this one; the log says once they have.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
+
+install(with_fused_weight_gradient=True)
+
+import torch.distributed as dist  # noqa: E402  (Megatron on the CPU must be installed first)
+
+from adaptra_megatron.emulation.training.arguments import parse_arguments  # noqa: E402
+from adaptra_megatron.emulation.training.training import Trainer, train  # noqa: E402
+
+CHILD_S = 6
+"""Torch's own teardown may wait for threads that a forked child does not have."""
+
+
+def main(arguments: list[str]) -> None:
+    step = Trainer._train_step
+
+    def forking_step(self: Trainer, *given: Any) -> Any:
+        result = step(self, *given)
+        if self.iteration == 2 and dist.get_rank() == 0:
+            for error in (SystemExit(0), ValueError("in a forked child")):
+                if (child := os.fork()) == 0:
+                    signal.alarm(CHILD_S)
+                    raise error
+                os.waitpid(child, 0)
+                sys.stdout.write(f"a child ended that raised {type(error).__name__}\n")
+        return result
+
+    Trainer._train_step = forking_step  # type: ignore[method-assign]
+    result = train(parse_arguments(["--emulate-cpu", "--distributed-backend", "gloo", *arguments]))
+    sys.stdout.write(f"trained {result.adaptra['training_iterations']} iterations\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
