@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from adaptra_megatron.emulation.faults.deaths import FORM as FORM_OF_DEATH
+from adaptra_megatron.emulation.faults.lateness import FORM as FORM_OF_LATENESS
 from adaptra_megatron.emulation.faults.slow_cells import FORM
 
 
@@ -168,9 +169,19 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar=FORM_OF_DEATH,
-        help="kill a rank as it begins an action of an iteration (both from 0), some time after it has begun, or some "
-        "time after its process that was started again START times has come to a point of an admission; may be "
-        "repeated",
+        help="kill a rank as it begins an action of an iteration (both from 0), some time after it has begun, some time "
+        "after the iteration's first reduction of gradients has, some time after another rank's operation has that is "
+        "late on purpose, or some time after its process that was started again START times has come to a point of an "
+        "admission; may be repeated",
+    )
+    group.add_argument(
+        "--emulate-late",
+        action="append",
+        default=[],
+        metavar=FORM_OF_LATENESS,
+        help="begin a random share of collectives, of requests to the job's store, of the package's threads late, or "
+        "have messages arrive late; or one reduction of a rank, in a call of Megatron's schedules or outside of them, "
+        "as late as it can do harm; needs --adaptra-reroute failures and --dump-state; may be repeated",
     )
     group.add_argument(
         "--emulate-wait-for-arrivals",
@@ -179,6 +190,11 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="ITERATION",
         help="begin an iteration (from 0) once all ranks that have died stand ready again; may be repeated",
+    )
+    group.add_argument(
+        "--emulate-exact-sums",
+        action="store_true",
+        help="round each micro-batch's gradients so that their sums are the same to the bit in any order",
     )
     group.add_argument(
         "--emulate-link-story",
