@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from adaptra_megatron.emulation.faults.compute import EmulationError
+from adaptra_megatron.emulation.faults.operation_board import WAITING, OperationBoard
 from adaptra_megatron.job.membership import START_VARIABLE, MembershipRecords
 
 if TYPE_CHECKING:
@@ -200,8 +201,9 @@ def _functions() -> dict[str, tuple[Any, str]]:
 class Arrivals:
     """Has iterations wait until all ranks that have died stand ready again, however long that takes on this machine."""
 
-    def __init__(self, iterations: Collection[int]) -> None:
-        self._iterations = iterations
+    def __init__(self, iterations: Collection[int], board: OperationBoard | None = None) -> None:
+        """`board`: where this rank says that it waits."""
+        self._iterations, self._board = iterations, board
         self._joins = bool(os.environ.get(START_VARIABLE))
         """True in a process that was started again, until its first iteration: in that, others wait for it."""
 
@@ -213,6 +215,15 @@ class Arrivals:
         joins, self._joins = self._joins, False
         if joins or iteration not in self._iterations:
             return
+        if self._board is not None:
+            self._board.add(WAITING)
+        try:
+            self._wait(iteration)
+        finally:
+            if self._board is not None:
+                self._board.add(WAITING, -1)
+
+    def _wait(self, iteration: int) -> None:
         records, since_s, found = MembershipRecords.of_rank(ARRIVES_S), time.monotonic(), None
         while found is None or len(found.live) < found.world_size or not found.left:
             time.sleep(_LOOKS_S)

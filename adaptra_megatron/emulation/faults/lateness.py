@@ -28,16 +28,19 @@ from torch.futures import Future
 
 from adaptra_megatron.emulation.faults.compute import EmulationError
 from adaptra_megatron.emulation.faults.network.link_faults import LinkFault
-from adaptra_megatron.emulation.faults.operation_board import KINDS, LATE, UNDER_WAY, OperationBoard
+from adaptra_megatron.emulation.faults.operation_board import KINDS, LATE, UNDER_WAY, WAITING, OperationBoard
 from adaptra_megatron.emulation.replacing import Replaced, Replacement
 from adaptra_megatron.job.membership import START_VARIABLE
 from adaptra_megatron.transport.paths import Path as LinkPath
 
-FORM = f"{{{','.join(KINDS)}}}:PROBABILITY:LONGEST_MS[:SEED]|RANK:ITERATION:{{in,out}}:{{NUMBER,GROUP}}:SECONDS"
+FORM = (
+    f"{{{','.join(KINDS)}}}:PROBABILITY:LONGEST_MS[:SEED]|RANK:ITERATION:{{in,out}}:{{NUMBER,GROUP}}:SECONDS"
+    "|RANK:START:ready:SECONDS"
+)
 MARK = "late-operation"
 """File in the run's directory that is there once the operation has been launched that is late on purpose."""
 _OPERATIONS = ("allreduce", "allreduce_coalesced", "allgather", "broadcast", "alltoall_base", "reduce", "scatter")
-_ENDS_S, _LOOKS_S = 2.0, 0.0005
+_ENDS_S, _LOOKS_S = 2.0, 0.001
 """How long a successor waits for the end of what is written at the worst moment."""
 _THREADS = "adaptra-"
 """How names of the product's threads begin."""
@@ -66,19 +69,34 @@ class LateOperation:
     longest_s: float
 
 
-def parse_lateness(text: str) -> Lateness | LateOperation:
+@dataclass(frozen=True)
+class LateArrival:
+    """The process of `rank` that was started again `start` times stands ready once others wait for it (see
+    `deaths.Arrivals`), and so after the commit of what they do before; or after `longest_s`."""
+
+    rank: int
+    start: int
+    longest_s: float
+
+
+AnyLateness = Lateness | LateOperation | LateArrival
+
+
+def parse_lateness(text: str) -> AnyLateness:
     """What `--emulate-late` asks for. Raises EmulationError for anything else."""
     if (found := re.fullmatch(rf"({'|'.join(KINDS)}):([\d.]+):(\d+)(?::(\d+))?", text)) is not None:
         return Lateness(found[1], float(found[2]), int(found[3]) / 1e3, int(found[4] or 0))
     if (found := re.fullmatch(r"(\d+):(\d+):(in|out):(\w+):([\d.]+)", text)) is not None:
         which = int(found[4]) if found[4].isdecimal() else found[4]
         return LateOperation(int(found[1]), int(found[2]), found[3] == "in", which, float(found[5]))
+    if (found := re.fullmatch(r"(\d+):(\d+):ready:([\d.]+)", text)) is not None:
+        return LateArrival(int(found[1]), int(found[2]), float(found[3]))
     raise EmulationError(
         f"--emulate-late {text!r} is not {FORM}, as collectives:0.05:250 or 5:2:in:DATA_PARALLEL:0.45"
     )
 
 
-def late_messages(late: Sequence[Lateness | LateOperation], stages: int) -> list[LinkFault]:
+def late_messages(late: Sequence[AnyLateness], stages: int) -> list[LinkFault]:
     """Those of `late` that strike messages, on all links of a pipeline and both of their paths."""
     ends = [(one, other) for one, other in itertools.permutations(range(stages), 2) if (one - other) % stages != 0]
     return [
@@ -101,7 +119,7 @@ class LateRank:
     tells it each iteration and each call of Megatron's schedules."""
 
     def __init__(
-        self, late: Sequence[Lateness | LateOperation], directory: Path, rank: int, world_size: int
+        self, late: Sequence[AnyLateness], directory: Path, rank: int, world_size: int
     ) -> None:
         """`directory`: of this run, the same on all ranks: where the counts are."""
         self.board = OperationBoard(directory, rank, world_size)
@@ -118,6 +136,8 @@ class LateRank:
             for kind in KINDS
         }
         self._ours = [each for each in late if isinstance(each, LateOperation) and each.rank == rank and not start]
+        arrivals = [each for each in late if isinstance(each, LateArrival)]
+        self._arrival = next((each for each in arrivals if (each.rank, str(each.start)) == (rank, start)), None)
         self._iteration, self._inside, self._reductions = -1, False, 0
         self._held: dict[str, tuple[int, Held]] = {}
         """By group name: what is late on purpose, and the number of torch's group that it is of."""
@@ -138,6 +158,7 @@ class LateRank:
             self._inside, self._reductions = False, 0
 
     def __enter__(self) -> LateRank:
+        from adaptra_megatron.epochs.joining import Newcomer
         from adaptra_megatron.epochs.live_groups import LiveGroups
         from adaptra_megatron.job.control_store import ControlStore
 
@@ -152,6 +173,9 @@ class LateRank:
         if self._chances["threads"]:
             value = self._late_start(threading.Thread.start)
             replaced.append(Replacement(threading.Thread, "start", value, reason))
+        if self._arrival is not None:
+            value = self._late_arrival(Newcomer.stand_ready, self._arrival.longest_s)
+            replaced.append(Replacement(Newcomer, "stand_ready", value, reason))
         self._installed.enter_context(Replaced(replaced))
         return self
 
@@ -245,6 +269,16 @@ class LateRank:
             start(thread)
 
         return begun
+
+    def _late_arrival(self, stand_ready: Callable[..., Any], longest_s: float) -> Callable[..., Any]:
+        @functools.wraps(stand_ready)
+        def late(*given: Any, **keywords: Any) -> Any:
+            deadline_s = time.monotonic() + longest_s
+            while not self.board.count(WAITING) and time.monotonic() < deadline_s:
+                time.sleep(_LOOKS_S)
+            return stand_ready(*given, **keywords)
+
+        return late
 
 
 class LateStore:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-UNDER_WAY, LATE = "under way", "late"
-PRESENT = (UNDER_WAY, LATE)
-"""Collectives that have begun and not ended, and that are being held back."""
+UNDER_WAY, LATE, WAITING = "under way", "late", "waiting"
+PRESENT = (UNDER_WAY, LATE, WAITING)
+"""Collectives that have begun and not ended, and that are being held back; and whether this rank waits for those that
+have died to stand ready again."""
 KINDS = ("collectives", "store", "threads", "messages")
 """What can be late: see `lateness`. How often each was, so far."""
 _COLUMNS = (*PRESENT, *KINDS)
@@ -36,11 +37,14 @@ class OperationBoard:
         with self._lock:
             self._rows[self._rank, _COLUMNS.index(what)] += count
 
+    def count(self, what: str) -> int:
+        """Of all ranks together."""
+        return int(self._rows[:, _COLUMNS.index(what)].sum())
+
     def note_death(self) -> None:
         """This process is about to die: write down what all ranks have under way, and late."""
-        under_way, late = (int(each) for each in self._rows[:, : len(PRESENT)].sum(axis=0))
+        line = json.dumps({"rank": self._rank, UNDER_WAY: self.count(UNDER_WAY), LATE: self.count(LATE)})
         self._rows[self._rank, : len(PRESENT)] = 0
-        line = json.dumps({"rank": self._rank, UNDER_WAY: under_way, LATE: late})
         file = os.open(self._directory / _DEATHS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(file, f"{line}\n".encode())
         os.close(file)

@@ -62,7 +62,7 @@ class Conditions:
         self._deaths = Deaths([parse_death(text) for text in args.emulate_death], dist.get_rank(), waits, late)
         self._late = late
         stack.enter_context(self._deaths.at_admissions())
-        arrivals = Arrivals(waits)
+        arrivals = Arrivals(waits, None if late is None else late.board)
         soak = self._soak(args.emulate_fault_plan, stack)
         seed = args.emulate_path_flaps
         if args.emulate_prompt_planner:
