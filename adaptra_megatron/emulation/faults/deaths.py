@@ -234,4 +234,3 @@ class Arrivals:
                 if found is None or not found.left:
                     raise EmulationError(f"iteration {iteration}: no rank has died for {ARRIVES_S:g} s")
                 return
-

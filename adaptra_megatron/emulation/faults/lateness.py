@@ -91,9 +91,7 @@ def parse_lateness(text: str) -> AnyLateness:
         return LateOperation(int(found[1]), int(found[2]), found[3] == "in", which, float(found[5]))
     if (found := re.fullmatch(r"(\d+):(\d+):ready:([\d.]+)", text)) is not None:
         return LateArrival(int(found[1]), int(found[2]), float(found[3]))
-    raise EmulationError(
-        f"--emulate-late {text!r} is not {FORM}, as collectives:0.05:250 or 5:2:in:DATA_PARALLEL:0.45"
-    )
+    raise EmulationError(f"--emulate-late {text!r} is not {FORM}, as collectives:0.05:250 or 5:2:in:DATA_PARALLEL:0.45")
 
 
 def late_messages(late: Sequence[AnyLateness], stages: int) -> list[LinkFault]:
@@ -118,9 +116,7 @@ class LateRank:
     """What is late in one rank, while its context lasts: it begins before process groups are made, and the training
     tells it each iteration and each call of Megatron's schedules."""
 
-    def __init__(
-        self, late: Sequence[AnyLateness], directory: Path, rank: int, world_size: int
-    ) -> None:
+    def __init__(self, late: Sequence[AnyLateness], directory: Path, rank: int, world_size: int) -> None:
         """`directory`: of this run, the same on all ranks: where the counts are."""
         self.board = OperationBoard(directory, rank, world_size)
         self.reduction_begins: Callable[[], None] = lambda: None
@@ -234,7 +230,9 @@ class LateRank:
     def _delay_s(self, kind: str) -> float:
         """By how much the next of a kind is late, which counts it."""
         delay_s = sum(
-            chance.random() * each.longest_s for each, chance in self._chances[kind] if chance.random() < each.probability
+            chance.random() * each.longest_s
+            for each, chance in self._chances[kind]
+            if chance.random() < each.probability
         )
         if delay_s:
             self.board.add(kind)

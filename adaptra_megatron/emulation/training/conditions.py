@@ -154,9 +154,7 @@ def faults_of_pipeline(faults: Sequence[LinkFault], pipeline: int, *, stages: in
 
 
 @contextlib.contextmanager
-def emulate_conditions(
-    args: argparse.Namespace, world_size: int, late: LateRank | None = None
-) -> Iterator[Conditions]:
+def emulate_conditions(args: argparse.Namespace, world_size: int, late: LateRank | None = None) -> Iterator[Conditions]:
     """What `args` ask for, of `world_size` ranks. Process groups must be set up. `late`: of `late_rank`."""
     with contextlib.ExitStack() as stack:
         yield Conditions(args, world_size, stack, late)
