@@ -12,7 +12,7 @@ from campaigns.dying_trainings import Layout
 
 FIRST_DEATH, LAST_DEATH = 1, 3
 """Iterations. While links are set up, in the first, no rank is outlived."""
-ADMISSION_MS, NEARLY_MS, HELD_S, READY_S = 60, 8, 3, 10
+ADMISSION_MS, NEARLY_MS, IDLE_S, READY_S = 60, 8, 2, 10
 LATE = 0.6
 """Share of runs in which more is late than what their story is about."""
 A_LITTLE = ("collectives:0.2:10", "store:0.1:10", "threads:0.3:20", "messages:0.1:10")
@@ -103,7 +103,7 @@ def _late_operation(chance: Chance, where: str) -> Story:
     others = [rank for rank in range(layout.world_size) if layout.cell(rank)[1] != layout.cell(late)[1]]
     iteration = chance.random.randint(FIRST_DEATH, LAST_DEATH)
     death = f"{chance.random.choice(others)}:late+{chance.random.choice((0, 0, 2, NEARLY_MS))}"
-    return Story((death,), chance.perhaps_back(), (f"{late}:{iteration}:{where}:{HELD_S}",))
+    return Story((death,), chance.perhaps_back(), (f"{late}:{iteration}:{where}:{IDLE_S}",))
 
 
 def late_in_call(chance: Chance) -> Story:

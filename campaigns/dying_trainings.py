@@ -137,8 +137,9 @@ def train(
     back: Sequence[int] = (),
     host: Host | None = None,
 ) -> list[RankResult]:
-    """One training. `deaths`, `late`: see `Layout.arguments`. `back`: iterations that wait until all ranks that have died have been started again; without any no
-    rank is. `host`: that of the job. Raises LaunchError for a training that hangs."""
+    """One training. `deaths`, `late`: see `Layout.arguments`. `back`: iterations that wait until all ranks that have
+    died have been started again; without any no rank is. `host`: that of the job. Raises LaunchError for a training
+    that hangs."""
     waits = (word for iteration in back for word in ("--emulate-wait-for-arrivals", str(iteration)))
     argv = [TRAIN_GPT, *layout.arguments(directory, deaths, late), *waits]
     return run_outlived(

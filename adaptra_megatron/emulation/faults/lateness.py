@@ -18,11 +18,11 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.futures import Future
 
@@ -32,6 +32,9 @@ from adaptra_megatron.emulation.faults.operation_board import KINDS, LATE, UNDER
 from adaptra_megatron.emulation.replacing import Replaced, Replacement
 from adaptra_megatron.job.membership import START_VARIABLE
 from adaptra_megatron.transport.paths import Path as LinkPath
+
+if TYPE_CHECKING:
+    from adaptra_megatron.runtime.megatron.computation import StageComputation
 
 FORM = (
     f"{{{','.join(KINDS)}}}:PROBABILITY:LONGEST_MS[:SEED]|RANK:ITERATION:{{in,out}}:{{NUMBER,GROUP}}:SECONDS"
@@ -58,7 +61,8 @@ class Lateness:
 
 @dataclass(frozen=True)
 class LateOperation:
-    """One reduction of `rank` in iteration `iteration` (from 0) is late by `longest_s` at most."""
+    """One reduction of `rank` in iteration `iteration` (from 0) is late: until its successor in another epoch, or until
+    the rank has gone on with nothing for `idle_s`, as where it waits for the end of this very operation."""
 
     rank: int
     iteration: int
@@ -66,7 +70,7 @@ class LateOperation:
     """Whether it is one in a call of Megatron's schedules."""
     which: int | str
     """Its number there (from 0), or what the name of its group has in it: the first such."""
-    longest_s: float
+    idle_s: float
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,7 @@ class LateRank:
         arrivals = [each for each in late if isinstance(each, LateArrival)]
         self._arrival = next((each for each in arrivals if (each.rank, str(each.start)) == (rank, start)), None)
         self._iteration, self._inside, self._reductions = -1, False, 0
+        self._gone_on_s = time.monotonic()
         self._held: dict[str, tuple[int, Held]] = {}
         """By group name: what is late on purpose, and the number of torch's group that it is of."""
         self._numbers = itertools.count()
@@ -143,6 +148,22 @@ class LateRank:
     def set_iteration(self, iteration: int) -> None:
         """`iteration` (from 0) is about to begin."""
         self._iteration, self._reductions = iteration, 0
+        self.go_on()
+
+    def go_on(self) -> None:
+        """The training thread goes on with something, if this is that thread."""
+        if threading.current_thread() is threading.main_thread():
+            self._gone_on_s = time.monotonic()
+
+    def decorate(self, computation: StageComputation) -> StageComputation:
+        """`computation`, each action of which is something that this rank goes on with."""
+        from adaptra_megatron.runtime.megatron.computation import SurroundedComputation
+
+        def begins(*_action: object) -> AbstractContextManager[None]:
+            self.go_on()
+            return nullcontext()
+
+        return SurroundedComputation(computation, begins) if self._ours or self._held else computation
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -160,9 +181,9 @@ class LateRank:
 
         reason = "what is emulated is late"
         replaced = [Replacement(LiveGroups, "_make_native", self._late_groups(LiveGroups._make_native), reason)]
+        lent = contextmanager(self._late_lent(ControlStore.lent))
+        replaced.append(Replacement(ControlStore, "lent", lent, reason))
         if self._chances["store"]:
-            lent = contextmanager(self._late_lent(ControlStore.lent))
-            replaced.append(Replacement(ControlStore, "lent", lent, reason))
             for name in ("client", "punctual"):
                 value = self._late_store(getattr(ControlStore, name))
                 replaced.append(Replacement(ControlStore, name, value, reason))
@@ -203,6 +224,7 @@ class LateRank:
     def hold(self, group: str, number: int, operation: str) -> Held | None:
         """Until when an operation that is being launched is held back; None where it begins at once. `number`: of
         torch's group, which is another one in each epoch."""
+        self.go_on()
         reduces, count = operation.startswith("allreduce"), self._reductions
         if reduces and group in self._held and self._held[group][0] != number:
             self._held.pop(group)[1].write_now()
@@ -211,7 +233,7 @@ class LateRank:
             chosen = each.which == count if isinstance(each.which, int) else each.which in group
             if chosen and (each.iteration, each.inside) == (self._iteration, self._inside):
                 self._ours.remove(each)
-                held = Held(each.longest_s)
+                held = HeldUntilIdle(each.idle_s, lambda: time.monotonic() - self._gone_on_s)
                 self._held[group] = number, held
                 self.board.add("collectives")
                 return held
@@ -248,8 +270,10 @@ class LateRank:
     def _late_lent(self, lend: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
         @functools.wraps(lend)
         def lent(control: Any, place: str, timeout_s: float, *, sealed: bool = True) -> Iterator[Any]:
+            self.go_on()
             with lend(control, place, timeout_s, sealed=sealed) as store:
-                yield LateStore(store, self._delay_s) if sealed else store  # torch's C++ wants torch's own
+                # torch's C++ wants torch's own
+                yield LateStore(store, self._delay_s) if sealed and self._chances["store"] else store
 
         return lent
 
@@ -313,6 +337,19 @@ class Held:
         """Have it begin, and wait for its end."""
         self._now.set()
         self.ended.wait(_ENDS_S)
+
+
+class HeldUntilIdle(Held):
+    """Something that begins once the rank is idle, if it is not made to begin before."""
+
+    def __init__(self, longest_s: float, idle_s: Callable[[], float]) -> None:
+        """`longest_s`: for how long it may be. `idle_s`: for how long it has been."""
+        super().__init__(longest_s)
+        self._idle_s = idle_s
+
+    def wait(self) -> None:
+        while (left_s := self._longest_s - self._idle_s()) > 0.0 and not self._now.wait(left_s):
+            pass
 
 
 class LateWork:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many collectives of each rank are under way or late, in a file that all ranks map: what was struck by a death, and
-the proof that lateness was in force."""
+"""How many collectives of each rank are under way or late, in a file that all ranks map: what was struck by a death,
+and the proof that lateness was in force."""
 
 from __future__ import annotations
 

@@ -169,19 +169,20 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar=FORM_OF_DEATH,
-        help="kill a rank as it begins an action of an iteration (both from 0), some time after it has begun, some time "
-        "after the iteration's first reduction of gradients has, some time after another rank's operation has that is "
-        "late on purpose, or some time after its process that was started again START times has come to a point of an "
-        "admission; may be repeated",
+        help="kill a rank as it begins an action of an iteration (both from 0), or some time after the iteration has "
+        "begun, after its first reduction of gradients has, after another rank's operation has that is late on "
+        "purpose, or after its process that was started again START times has come to a point of an admission; may be "
+        "repeated",
     )
     group.add_argument(
         "--emulate-late",
         action="append",
         default=[],
         metavar=FORM_OF_LATENESS,
-        help="begin a random share of collectives, of requests to the job's store, of the package's threads late, or "
-        "have messages arrive late; or one reduction of a rank, in a call of Megatron's schedules or outside of them, "
-        "as late as it can do harm; needs --adaptra-reroute failures and --dump-state; may be repeated",
+        help="have a random share of collectives, of requests to the job's store and of the package's threads begin "
+        "late, or of messages arrive late; or one reduction of a rank, in a call of Megatron's schedules or outside of "
+        "them, as late as does most harm; or a process that was started again stand ready once others wait for it; "
+        "needs --adaptra-reroute failures and --dump-state; may be repeated",
     )
     group.add_argument(
         "--emulate-wait-for-arrivals",

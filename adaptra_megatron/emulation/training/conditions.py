@@ -40,7 +40,8 @@ class Conditions:
     def __init__(
         self, args: argparse.Namespace, world_size: int, stack: contextlib.ExitStack, late: LateRank | None = None
     ) -> None:
-        """`late`: what is late in this rank. Raises TrainingArgumentsError, or what the parts raise for what is given wrongly."""
+        """`late`: what is late in this rank. Raises TrainingArgumentsError, or what the parts raise for what is given
+        wrongly."""
         self._stages = args.pipeline_model_parallel_size
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         story = read_story(Path(args.emulate_link_story)) if args.emulate_link_story else LinkStory(iterations=0)
@@ -82,6 +83,8 @@ class Conditions:
         """What `stage` (this rank's) computes, under these conditions."""
         if self._compute is not None:
             computation = self._compute.decorate(computation)
+        if self._late is not None:
+            computation = self._late.decorate(computation)
         return self._deaths.decorate(self._pauses.decorate(computation))
 
     def report(self, result: TrainingResult) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 STEP, LARGEST = 2.0**-14, 4.0
-"""In units of the number of replicas, for DistributedDataParallel divides by that before it adds up: multiples of 3 are
-divided by 3 exactly. A sum of 2 ** 24 * STEP / LARGEST = 256 micro-batches is exact."""
+"""In units of the number of replicas, by which DistributedDataParallel divides before it adds up. A sum of 2 ** 24 *
+STEP / LARGEST = 256 micro-batches is exact."""
 
 
 class ExactGradient(torch.Tensor):
@@ -33,7 +33,13 @@ class ExactGradient(torch.Tensor):
 
 
 def make_sums_exact(model: Sequence[Any], replicas: int) -> None:
-    """Round the gradients of `model`, chunks wrapped by DistributedDataParallel, which accumulates in 32 bits."""
+    """Round the gradients of `model`, chunks wrapped by DistributedDataParallel, which accumulates in 32 bits.
+
+    Raises ValueError for numbers of `replicas` by which it does not divide their multiples exactly, the least of which
+    is 7: it multiplies by the inverse, which is rounded.
+    """
+    if abs(float(torch.tensor(1.0 / replicas)) * replicas - 1.0) > 2.0**-25:
+        raise ValueError(f"sums over {replicas} replicas are not exact in any order: take at most 6, or a power of two")
     for chunk in model:
         for parameter in chunk.parameters():
             assert parameter.main_grad.dtype == torch.float32
