@@ -106,6 +106,7 @@ class Layout:
 OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 DROPOUT = "--calculate-per-token-loss --mock-data-padded --hidden-dropout 0.1 --attention-dropout 0.1"
 CHUNKS = "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
+LARGE = "--hidden-size 1536 --ffn-hidden-size 512"
 LAYOUTS = (
     *(
         replace(layout, micro_batches=3, iterations=6)
@@ -121,10 +122,10 @@ LAYOUTS = (
     ),
     Layout(3, 2, flags=f"{SHARDED} {CHUNKS}", iterations=6),
     Layout(3, 2, flags=f"{OVERLAPPED} --bf16", micro_batches=3, iterations=6),
-    Layout(2, 2, flags=f"{OVERLAPPED} --hidden-size 1536", micro_batches=2, iterations=5, iteration_ms=1500),
+    Layout(2, 2, flags=f"{OVERLAPPED} {LARGE}", micro_batches=1, iterations=5, iteration_ms=600),
 )
 """Layouts of the campaign: trainings that are as short as those can be in which ranks die, come back and die again; in
-the last one, of 110 MB of gradients per stage, a reduction is under way for longer than it takes to see a death."""
+the last one, of 44 MB of gradients per stage, a reduction is under way for longer than it takes to see a death."""
 
 
 def train(

@@ -42,6 +42,8 @@ FORM = (
 )
 MARK = "late-operation"
 """File in the run's directory that is there once the operation has been launched that is late on purpose."""
+SUCCESSOR, IDLE = "it begins as its successor is launched", "it begins as the rank is idle"
+"""What is written into that file then."""
 _OPERATIONS = ("allreduce", "allreduce_coalesced", "allgather", "broadcast", "alltoall_base", "reduce", "scatter")
 _ENDS_S, _LOOKS_S = 2.0, 0.001
 """How long a successor waits for the end of what is written at the worst moment."""
@@ -140,7 +142,7 @@ class LateRank:
         self._arrival = next((each for each in arrivals if (each.rank, str(each.start)) == (rank, start)), None)
         self._iteration, self._inside, self._reductions = -1, False, 0
         self._gone_on_s = time.monotonic()
-        self._held: dict[str, tuple[int, Held]] = {}
+        self._held: dict[str, tuple[int, HeldOnPurpose]] = {}
         """By group name: what is late on purpose, and the number of torch's group that it is of."""
         self._numbers = itertools.count()
         self._installed = ExitStack()
@@ -233,7 +235,8 @@ class LateRank:
             chosen = each.which == count if isinstance(each.which, int) else each.which in group
             if chosen and (each.iteration, each.inside) == (self._iteration, self._inside):
                 self._ours.remove(each)
-                held = HeldUntilIdle(each.idle_s, lambda: time.monotonic() - self._gone_on_s)
+                what = f"{operation} of {group}"
+                held = HeldOnPurpose(what, each.idle_s, lambda: time.monotonic() - self._gone_on_s, self._mark)
                 self._held[group] = number, held
                 self.board.add("collectives")
                 return held
@@ -242,8 +245,8 @@ class LateRank:
 
     def launched(self, group: str, operation: str, held: Held | None) -> None:
         """An operation has been launched."""
-        if held is not None and group in self._held and self._held[group][1] is held:
-            self._mark.write_text(f"{operation} of {group}\n")
+        if isinstance(held, HeldOnPurpose):
+            held.write_down()
         if self._inside and operation.startswith("allreduce") and "DATA_PARALLEL" in group:
             self.reduction_begins()
 
@@ -327,29 +330,49 @@ class Held:
 
     def __init__(self, longest_s: float) -> None:
         self._longest_s = longest_s
-        self._now, self.ended = threading.Event(), threading.Event()
+        self._now = threading.Event()
 
     def wait(self) -> None:
         """Until it is to begin."""
         self._now.wait(self._longest_s)
 
+    def end(self, failure: str) -> None:
+        """It has ended; with `failure`, or well."""
+
+
+class HeldOnPurpose(Held):
+    """Something that begins as its successor is about to, or once the rank is idle."""
+
+    def __init__(self, what: str, longest_s: float, idle_s: Callable[[], float], mark: Path) -> None:
+        """`longest_s`: for how long the rank may be idle. `idle_s`: for how long it has been. `mark`: where it is
+        written down what becomes of it, once it is held back."""
+        super().__init__(longest_s)
+        self._what, self._idle_s, self._mark = what, idle_s, mark
+        self._ended = threading.Event()
+
+    def write_down(self) -> None:
+        """It is held back."""
+        self._mark.write_text(f"{self._what} is late\n")
+
+    def wait(self) -> None:
+        """See Held."""
+        while (left_s := self._longest_s - self._idle_s()) > 0.0 and not self._now.wait(left_s):
+            pass
+        self._add(SUCCESSOR if self._now.is_set() else IDLE)
+
+    def end(self, failure: str) -> None:
+        """See Held."""
+        self._add(failure or "it has ended well")
+        self._ended.set()
+
     def write_now(self) -> None:
         """Have it begin, and wait for its end."""
         self._now.set()
-        self.ended.wait(_ENDS_S)
+        self._ended.wait(_ENDS_S)
 
-
-class HeldUntilIdle(Held):
-    """Something that begins once the rank is idle, if it is not made to begin before."""
-
-    def __init__(self, longest_s: float, idle_s: Callable[[], float]) -> None:
-        """`longest_s`: for how long it may be. `idle_s`: for how long it has been."""
-        super().__init__(longest_s)
-        self._idle_s = idle_s
-
-    def wait(self) -> None:
-        while (left_s := self._longest_s - self._idle_s()) > 0.0 and not self._now.wait(left_s):
-            pass
+    def _add(self, line: str) -> None:
+        with self._mark.open("a") as file:
+            file.write(f"{line}\n")
 
 
 class LateWork:
@@ -460,16 +483,21 @@ def _begin_late(
     if begun is not None:
         _counted(begun, board, held)
     elif held is not None:
-        held.ended.set()
+        held.end("it could not be launched")
 
 
 def _counted(work: Any, board: OperationBoard, held: Held | None) -> Any:
     """Torch's handle, of an operation that counts as under way until it ends, well or not."""
 
-    def ended(_future: Future[Any]) -> None:
+    def ended(future: Future[Any]) -> None:
         board.add(UNDER_WAY, -1)
         if held is not None:
-            held.ended.set()
+            failure = ""
+            try:
+                future.value()
+            except RuntimeError as cause:
+                failure = f"it has failed: {cause}"
+            held.end(failure)
 
     board.add(UNDER_WAY)
     work.get_future().add_done_callback(ended)

@@ -21,7 +21,9 @@ import torch.distributed as dist
 
 from adaptra_megatron.emulation.faults.compute import EmulationError
 from adaptra_megatron.emulation.faults.lateness import (
+    IDLE,
     MARK,
+    SUCCESSOR,
     LateArrival,
     LateGroup,
     Lateness,
@@ -102,7 +104,7 @@ def test_an_operation_that_is_late_on_purpose_writes_late_and_those_after_it_kee
         begun_s = time.monotonic()
         works = [ours.allreduce([value], dist.AllreduceOptions()) for value in (values[1], values[3])]
     expected = [theirs.allreduce([value], dist.AllreduceOptions()) for value in (values[0], values[2])]
-    assert (tmp_path / MARK).read_text() == "allreduce of DATA_PARALLEL_GROUP#0\n"
+    assert (tmp_path / MARK).read_text() == "allreduce of DATA_PARALLEL_GROUP#0 is late\n"
     assert board.count(LATE) == 2, "the one behind it is late, too"
     assert not works[0].is_completed()
     with pytest.raises(RuntimeError, match="timed out"):
@@ -115,6 +117,7 @@ def test_an_operation_that_is_late_on_purpose_writes_late_and_those_after_it_kee
     assert [float(value) for value in values] == [11.0, 11.0, 22.0, 22.0]
     assert all(work.is_completed() and work.is_success() for work in works)
     assert read_lateness(tmp_path)["collectives"] == 1
+    until(lambda: (tmp_path / MARK).read_text().endswith(f"{IDLE}\nit has ended well\n"))
 
 
 def test_a_late_operation_writes_just_before_its_successor_in_the_next_epoch_is_launched(tmp_path: Path) -> None:
@@ -130,6 +133,7 @@ def test_a_late_operation_writes_just_before_its_successor_in_the_next_epoch_is_
         their_next.allreduce([torch.tensor([2.0])], dist.AllreduceOptions()).wait()
         work.wait(timedelta(seconds=ENDS_S))
     assert old.is_success()
+    assert (tmp_path / MARK).read_text().endswith(f"{SUCCESSOR}\nit has ended well\n")
     assert float(buffer) == 103.0, "the sum of the epoch before has gone into that of this one"
 
 
@@ -143,6 +147,7 @@ def test_a_late_operation_whose_peer_is_gone_fails_and_keeps_no_group(tmp_path: 
     del ours
     until(work.is_completed)
     assert not work.is_success()
+    until(lambda: "it has failed" in (tmp_path / MARK).read_text())
     with pytest.raises(RuntimeError):
         work.wait(timedelta(seconds=ENDS_S))
     gc.collect()
