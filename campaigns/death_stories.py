@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from adaptra_megatron.emulation.faults.deaths import POINTS
-from campaigns.dying_trainings import Layout
+from campaigns.dying_trainings import SHARDED, Layout
 
 FIRST_DEATH, LAST_DEATH = 1, 3
 """Iterations. While links are set up, in the first, no rank is outlived."""
@@ -112,8 +112,8 @@ def late_in_call(chance: Chance) -> Story:
 
 
 def late_outside(chance: Chance) -> Story:
-    """A sum of losses or of squares of gradients is late."""
-    return _late_operation(chance, "out:0")
+    """A sum of squares of gradients is late; without the distributed optimizer, of losses on the last stage."""
+    return _late_operation(chance, "out:INTRA_DISTRIBUTED" if SHARDED in chance.layout.flags else "out:0")
 
 
 def deaths_at_admissions(chance: Chance) -> Story:

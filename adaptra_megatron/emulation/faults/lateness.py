@@ -17,7 +17,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -219,34 +219,38 @@ class LateRank:
             native = make(groups, group, device)
             if device != "cpu":
                 return native
-            return LateGroup(native, group.description, next(self._numbers), self)
+            others = [rank for rank in group.members if rank != groups.rank]
+            return LateGroup(native, group.description, next(self._numbers), self, others)
 
         return made
 
-    def hold(self, group: str, number: int, operation: str) -> Held | None:
+    def hold(self, group: str, number: int, operation: str, others: Collection[int] = ()) -> Held | None:
         """Until when an operation that is being launched is held back; None where it begins at once. `number`: of
-        torch's group, which is another one in each epoch."""
+        torch's group, which is another one in each epoch. `others`: ranks that take part in it."""
         self.go_on()
         reduces, count = operation.startswith("allreduce"), self._reductions
         if reduces and group in self._held and self._held[group][0] != number:
             self._held.pop(group)[1].write_now()
         self._reductions += reduces
+        name = f"{group} in iteration {self._iteration}, {'inside' if self._inside else 'outside'}"
+        if reduces:
+            self.board.note_launch(name)
         for each in [each for each in self._ours if reduces]:
             chosen = each.which == count if isinstance(each.which, int) else each.which in group
             if chosen and (each.iteration, each.inside) == (self._iteration, self._inside):
                 self._ours.remove(each)
-                what = f"{operation} of {group}"
-                held = HeldOnPurpose(what, each.idle_s, lambda: time.monotonic() - self._gone_on_s, self._mark)
+                launched = functools.partial(self.board.have_launched, name, others)
+                held = HeldOnPurpose(
+                    name, each.idle_s, launched, lambda: time.monotonic() - self._gone_on_s, self._mark
+                )
                 self._held[group] = number, held
                 self.board.add("collectives")
                 return held
         delay_s = self._delay_s("collectives")
         return Held(delay_s) if delay_s else None
 
-    def launched(self, group: str, operation: str, held: Held | None) -> None:
+    def launched(self, group: str, operation: str) -> None:
         """An operation has been launched."""
-        if isinstance(held, HeldOnPurpose):
-            held.write_down()
         if self._inside and operation.startswith("allreduce") and "DATA_PARALLEL" in group:
             self.reduction_begins()
 
@@ -343,19 +347,25 @@ class Held:
 class HeldOnPurpose(Held):
     """Something that begins as its successor is about to, or once the rank is idle."""
 
-    def __init__(self, what: str, longest_s: float, idle_s: Callable[[], float], mark: Path) -> None:
-        """`longest_s`: for how long the rank may be idle. `idle_s`: for how long it has been. `mark`: where it is
-        written down what becomes of it, once it is held back."""
+    def __init__(
+        self,
+        what: str,
+        longest_s: float,
+        others_launched: Callable[[], bool],
+        idle_s: Callable[[], float],
+        mark: Path,
+    ) -> None:
+        """`longest_s`: for how long the rank may be idle. `others_launched`: whether all other ranks have launched it.
+        `idle_s`: for how long this rank has been idle. `mark`: where it is written down what becomes of it."""
         super().__init__(longest_s)
-        self._what, self._idle_s, self._mark = what, idle_s, mark
+        self._what, self._others_launched, self._idle_s, self._mark = what, others_launched, idle_s, mark
         self._ended = threading.Event()
 
-    def write_down(self) -> None:
-        """It is held back."""
-        self._mark.write_text(f"{self._what} is late\n")
-
     def wait(self) -> None:
-        """See Held."""
+        """See Held. It counts as late once it is this rank alone that all wait for."""
+        while not self._others_launched() and self._idle_s() < self._longest_s:
+            time.sleep(_LOOKS_S)
+        self._mark.write_text(f"{self._what}, is late\n")
         while (left_s := self._longest_s - self._idle_s()) > 0.0 and not self._now.wait(left_s):
             pass
         self._add(SUCCESSOR if self._now.is_set() else IDLE)
@@ -418,15 +428,15 @@ class LateGroup:
     """Torch's own group of gloo, some of whose operations begin late, and those after them, too, for peers match
     operations by their order. It counts those under way."""
 
-    def __init__(self, native: Any, name: str, number: int, rank: LateRank) -> None:
-        """`name`: the same in all epochs; `number`: of this group alone."""
-        self._native, self._name, self._number, self._rank = native, name, number, rank
+    def __init__(self, native: Any, name: str, number: int, rank: LateRank, others: Collection[int]) -> None:
+        """`name`: the same in all epochs; `number`: of this group alone. `others`: its members but this rank."""
+        self._native, self._name, self._number, self._rank, self._others = native, name, number, rank, others
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._launching, self._waiting = threading.Lock(), _Count()
         self._worker: threading.Thread | None = None
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # type: ignore[misc]
         """Torch's, for those who ask what it is."""
         return type(self._native)
 
@@ -440,7 +450,7 @@ class LateGroup:
         self._queue.put(None)
 
     def _launch(self, operation: str, launch: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
-        held = self._rank.hold(self._name, self._number, operation)
+        held = self._rank.hold(self._name, self._number, operation, self._others)
         board, begin = self._rank.board, functools.partial(launch, *given, **keywords)
         with self._launching:
             if held is None and not self._waiting.count:
@@ -455,7 +465,7 @@ class LateGroup:
                     self._worker = threading.Thread(target=_work, args=(self._queue,), name="late-group", daemon=True)
                     self._worker.start()
         del begin, launch
-        self._rank.launched(self._name, operation, held)
+        self._rank.launched(self._name, operation)
         return work
 
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-UNDER_WAY, LATE, WAITING = "under way", "late", "waiting"
-PRESENT = (UNDER_WAY, LATE, WAITING)
-"""Collectives that have begun and not ended, and that are being held back; and whether this rank waits for those that
-have died to stand ready again."""
+UNDER_WAY, LATE, WAITING, LAUNCHED = "under way", "late", "waiting", "launched"
+PRESENT = (UNDER_WAY, LATE, WAITING, LAUNCHED)
+"""Collectives that have begun and not ended, and that are being held back; whether this rank waits for those that have
+died to stand ready again; and what it has launched last, as `note_launch` says it."""
 KINDS = ("collectives", "store", "threads", "messages")
 """What can be late: see `lateness`. How often each was, so far."""
 _COLUMNS = (*PRESENT, *KINDS)
@@ -40,6 +41,15 @@ class OperationBoard:
     def count(self, what: str) -> int:
         """Of all ranks together."""
         return int(self._rows[:, _COLUMNS.index(what)].sum())
+
+    def note_launch(self, operation: str) -> None:
+        """This rank has launched `operation`, which has one name on all ranks that take part."""
+        self._rows[self._rank, _COLUMNS.index(LAUNCHED)] = zlib.crc32(operation.encode())
+
+    def have_launched(self, operation: str, ranks: Collection[int]) -> bool:
+        """Return whether that is what all of `ranks` have launched last."""
+        found = self._rows[list(ranks), _COLUMNS.index(LAUNCHED)]
+        return bool((found == zlib.crc32(operation.encode())).all())
 
     def note_death(self) -> None:
         """This process is about to die: write down what all ranks have under way, and late."""

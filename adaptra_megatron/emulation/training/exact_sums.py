@@ -22,12 +22,12 @@ STEP / LARGEST = 256 micro-batches is exact."""
 class ExactGradient(torch.Tensor):
     """A parameter's accumulated gradient, which rounds what is added to it."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     step: float
 
-    def add_(self, other: Any, *, alpha: float = 1.0) -> torch.Tensor:
+    def add_(self, other: Any, *, alpha: Any = 1) -> torch.Tensor:  # type: ignore[override]
         """Add the gradient of one micro-batch."""
-        assert alpha == 1.0
+        assert alpha == 1
         steps = (other.to(self.dtype) / self.step).round_().clamp_(-LARGEST / STEP, LARGEST / STEP)
         return torch.Tensor.add_(self, steps.mul_(self.step))
 

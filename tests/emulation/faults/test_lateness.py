@@ -43,6 +43,7 @@ from adaptra_megatron.emulation.faults.operation_board import (
 from adaptra_megatron.emulation.training.exact_sums import LARGEST, STEP, make_sums_exact
 
 LATE_S, ENDS_S = 0.3, 10.0
+GROUP = "DATA_PARALLEL_GROUP#0"
 FORCED = f"1:2:in:DATA_PARALLEL:{LATE_S}"
 
 
@@ -84,7 +85,7 @@ class Pair:
             thread.start()
         for thread in threads:
             thread.join()
-        return found[0], LateGroup(found[1], "DATA_PARALLEL_GROUP#0", number, self.late)
+        return found[0], LateGroup(found[1], GROUP, number, self.late, [])
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -104,7 +105,8 @@ def test_an_operation_that_is_late_on_purpose_writes_late_and_those_after_it_kee
         begun_s = time.monotonic()
         works = [ours.allreduce([value], dist.AllreduceOptions()) for value in (values[1], values[3])]
     expected = [theirs.allreduce([value], dist.AllreduceOptions()) for value in (values[0], values[2])]
-    assert (tmp_path / MARK).read_text() == "allreduce of DATA_PARALLEL_GROUP#0 is late\n"
+    until((tmp_path / MARK).exists)
+    assert (tmp_path / MARK).read_text() == f"{GROUP} in iteration 2, inside, is late\n"
     assert board.count(LATE) == 2, "the one behind it is late, too"
     assert not works[0].is_completed()
     with pytest.raises(RuntimeError, match="timed out"):
@@ -227,6 +229,16 @@ def test_stores_groups_and_threads_of_the_package_are_late_while_it_lasts(tmp_pa
     assert read_lateness(tmp_path)["store"] == 3
     assert read_lateness(tmp_path)["threads"] == 2, "the other is that of the lent store"
     assert (LiveGroups._make_native, ControlStore.client, ControlStore.lent, threading.Thread.start) == before
+
+
+def test_what_others_have_launched_is_known(tmp_path: Path) -> None:
+    first, second = (OperationBoard(tmp_path, rank, 2) for rank in range(2))
+    first.note_launch("a sum")
+    assert not second.have_launched("a sum", [0, 1])
+    second.note_launch("a sum")
+    assert first.have_launched("a sum", [0, 1])
+    second.note_launch("another")
+    assert not first.have_launched("a sum", [0, 1])
 
 
 def test_counts_of_a_process_begin_anew_and_those_of_the_run_go_on(tmp_path: Path) -> None:
