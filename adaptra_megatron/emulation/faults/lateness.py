@@ -435,8 +435,8 @@ class LateGroup:
         self._launching, self._waiting = threading.Lock(), _Count()
         self._worker: threading.Thread | None = None
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         """Torch's, for those who ask what it is."""
         return type(self._native)
 

@@ -25,7 +25,7 @@ class ExactGradient(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     step: float
 
-    def add_(self, other: Any, *, alpha: Any = 1) -> torch.Tensor:  # type: ignore[override]
+    def add_(self, other: Any, *, alpha: Any = 1) -> torch.Tensor:
         """Add the gradient of one micro-batch."""
         assert alpha == 1
         steps = (other.to(self.dtype) / self.step).round_().clamp_(-LARGEST / STEP, LARGEST / STEP)
