@@ -45,7 +45,7 @@ help:
 	@echo 'make test-pages  pictures of reports in headless Chromium, and axe-core on them (needs node, npm and Chromium)'
 	@echo 'make test-rdma  the verbs transport on Soft-RoCE in a virtual machine (installs QEMU if it is missing)'
 	@echo 'make soak     fault campaign: real training while paths, delegates and ranks fail (SOAK=--rounds=5 for more)'
-	@echo 'make campaign-deaths  300 trainings in which ranks die at random moments (DEATHS=--seed=7 for others)'
+	@echo 'make campaign-deaths  300 trainings in which ranks die at the worst moments, and much is late (DEATHS="--seed=7 --runs=50")'
 	@echo 'make closed-loop  200 iterations while links turn slow, move and heal at random (CLOSED_LOOP=--seed=7 for another)'
 	@echo 'make postings  20000 random jobs on a model of GPUs, for each rule of posting receives (POSTINGS=--cases=500 for fewer)'
 	@echo 'make bench-rdma  its throughput there, beside that of ib_write_bw'

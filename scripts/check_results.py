@@ -56,7 +56,7 @@ SOURCES: Mapping[str, Sequence[str]] = {
         *_in(f"{_PACKAGE}/control", "planner_process/planner.py", "beside/report_server.py"),
     ),
     "deaths.md": ("benchmarks/deaths.py", *_ROUTED_PLANS, *_OUTLIVING),
-    "deaths_campaign.md": ("campaigns/deaths.py", f"{_PACKAGE}/epochs"),
+    "deaths_campaign.md": ("campaigns/deaths.py", "campaigns/death_stories.py", f"{_PACKAGE}/epochs"),
     "gradient_sync.md": (
         *_in("benchmarks", "gradient_sync.py", "gradient_sync_rank.py"),
         *_in(f"{_PACKAGE}/data_parallel", "straggler_all_reduce.py", "peers.py"),

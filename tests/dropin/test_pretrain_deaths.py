@@ -12,7 +12,7 @@ from support.pretrain import MOCK_DATA, NO_DROPOUT, needs_megatron_lm, pretrain
 
 from adaptra_megatron.emulation.jobs.outlived import run_outlived
 from adaptra_megatron.emulation.results import relative_distances
-from campaigns.deaths import BACK, KILLED, dumped, last
+from campaigns.dying_trainings import BACK, KILLED, dumped, last
 
 pytestmark = needs_megatron_lm
 

@@ -13,7 +13,7 @@ from support.namespaces import ADDRESSES, WIRE, Host, cut, joined_hosts
 
 from adaptra_megatron.emulation.jobs.launch import free_port
 from adaptra_megatron.emulation.results import fingerprint, relative_distances
-from campaigns.deaths import BACK, TRAIN_GPT, WITHIN, Layout, dumped
+from campaigns.dying_trainings import BACK, TRAIN_GPT, WITHIN, Layout, dumped
 
 WAITING_FOR_ALL = ("--emulate-wait-for-arrivals", "3")
 

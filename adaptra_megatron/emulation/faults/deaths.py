@@ -16,22 +16,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from adaptra_megatron.emulation.faults.compute import EmulationError
+from adaptra_megatron.emulation.faults.operation_board import WAITING, OperationBoard
 from adaptra_megatron.job.membership import START_VARIABLE, MembershipRecords
 
 if TYPE_CHECKING:
+    from adaptra_megatron.emulation.faults.lateness import LateRank
     from adaptra_megatron.runtime.megatron.computation import StageComputation
 
 ARRIVES_S, _LOOKS_S = 60.0, 0.05
 POINTS = ("ready", "receiving", "joining", "meeting", "admitting", "sending")
 """Points of an admission: a process that was started again stands ready, receives the state of the job, joins what it
 has with the other ranks of its cell, and meets the others, who admit it, and one of whom sends that state."""
-FORM = f"RANK:ITERATION:ACTION[:stop]|RANK:ITERATION:+MS[:stop]|RANK:START:{{{','.join(POINTS)}}}+MS"
+FORM = (
+    f"RANK:ITERATION:ACTION[:stop]|RANK:ITERATION:+MS[:stop]|RANK:ITERATION:reducing+MS|RANK:late+MS"
+    f"|RANK:START:{{{','.join(POINTS)}}}+MS"
+)
 
 
 @dataclass(frozen=True)
 class Death:
     """Death of `rank` in iteration `iteration` (from 0): as it begins its action number `action` (from 0: forwards,
-    backwards, weight gradients), or `after_s` seconds after the iteration has begun, wherever it is then."""
+    backwards, weight gradients), or `after_s` seconds after the iteration has begun, wherever it is then, or after it
+    has launched the first reduction of its gradients."""
 
     rank: int
     iteration: int
@@ -39,6 +45,16 @@ class Death:
     after_s: float = 0.0
     stops: bool = False
     """It is stopped, not killed."""
+    reducing: bool = False
+
+
+@dataclass(frozen=True)
+class DeathOnceLate:
+    """Death of `rank`, `after_s` seconds after another has launched the operation that is late on purpose (see
+    `lateness.LateOperation`)."""
+
+    rank: int
+    after_s: float
 
 
 @dataclass(frozen=True)
@@ -52,8 +68,15 @@ class DeathAtAdmission:
     after_s: float
 
 
-def parse_death(text: str) -> Death | DeathAtAdmission:
+AnyDeath = Death | DeathOnceLate | DeathAtAdmission
+
+
+def parse_death(text: str) -> AnyDeath:
     """The one that `--emulate-death` asks for. Raises EmulationError for anything else."""
+    if (found := re.fullmatch(r"(\d+):late\+(\d+)", text)) is not None:
+        return DeathOnceLate(int(found[1]), int(found[2]) / 1e3)
+    if (found := re.fullmatch(r"(\d+):(\d+):reducing\+(\d+)", text)) is not None:
+        return Death(int(found[1]), int(found[2]), after_s=int(found[3]) / 1e3, reducing=True)
     if (found := re.fullmatch(rf"(\d+):(\d+):({'|'.join(POINTS)})\+(\d+)", text)) is not None:
         return DeathAtAdmission(int(found[1]), int(found[2]), found[3], int(found[4]) / 1e3)
     if (found := re.fullmatch(r"(\d+):(\d+):(\+)?(\d+)(:stop)?", text)) is None:
@@ -66,14 +89,30 @@ def parse_death(text: str) -> Death | DeathAtAdmission:
 class Deaths:
     """Those of one rank. The training tells it each iteration and decorates its computation."""
 
-    def __init__(self, deaths: Collection[Death | DeathAtAdmission], rank: int, settled: Collection[int] = ()) -> None:
-        """`settled`: iterations that begin once this rank has died of all that has been set off."""
+    def __init__(
+        self,
+        deaths: Collection[AnyDeath],
+        rank: int,
+        settled: Collection[int] = (),
+        late: LateRank | None = None,
+    ) -> None:
+        """`settled`: iterations that begin once this rank has died of all that has been set off. `late`: what is late
+        in this rank. Raises EmulationError where there is none, for deaths that depend on it."""
         ours = [death for death in deaths if death.rank == rank]
         self._ours = [death for death in ours if isinstance(death, Death)]
         start = int(os.environ.get(START_VARIABLE) or 0)
         self._at_admission = [each for each in ours if isinstance(each, DeathAtAdmission) and each.start == start]
         self._iteration = self._actions = 0
         self._settled, self._timers = settled, list[threading.Timer]()
+        self._late = late
+        once_late = [death for death in ours if isinstance(death, DeathOnceLate)]
+        if late is None:
+            if once_late or any(death.reducing for death in self._ours):
+                raise EmulationError("deaths as operations begin need --adaptra-reroute failures and --dump-state")
+            return
+        late.reduction_begins = self._reduction_begins
+        for death in [] if start else once_late:
+            late.when_marked(functools.partial(self._set_off, death.after_s))
 
     def set_iteration(self, iteration: int) -> None:
         """`iteration` (from 0) is about to begin."""
@@ -82,15 +121,20 @@ class Deaths:
                 timer.join()
         self._iteration, self._actions = iteration, 0
         for death in self._ours:
-            if (death.iteration, death.action) == (iteration, None):
+            if (death.iteration, death.action, death.reducing) == (iteration, None, False):
                 self._set_off(death.after_s, stops=death.stops)
 
     def action(self) -> None:
         """An action begins: the last thing that a rank does whose time has come."""
         for death in self._ours:
             if (death.iteration, death.action) == (self._iteration, self._actions):
-                _die(stops=death.stops)
+                self._die(stops=death.stops)
         self._actions += 1
+
+    def _reduction_begins(self) -> None:
+        for death in [each for each in self._ours if each.reducing and each.iteration == self._iteration]:
+            self._ours.remove(death)
+            self._set_off(death.after_s)
 
     def decorate(self, computation: StageComputation) -> StageComputation:
         """`computation` during which this rank dies where it is to."""
@@ -120,17 +164,22 @@ class Deaths:
     def _before(self, function: Callable[..., Any], death: DeathAtAdmission) -> Callable[..., Any]:
         @functools.wraps(function)
         def called(*given: Any, **keywords: Any) -> Any:
-            if not death.after_s:
-                _die()
             self._set_off(death.after_s)
             return function(*given, **keywords)
 
         return called
 
     def _set_off(self, after_s: float, *, stops: bool = False) -> None:
-        timer = threading.Timer(after_s, _die, kwargs={"stops": stops})
+        if not after_s and not stops:
+            self._die()
+        timer = threading.Timer(after_s, self._die, kwargs={"stops": stops})
         timer.start()
         self._timers.append(timer)
+
+    def _die(self, *, stops: bool = False) -> None:
+        if self._late is not None and not stops:
+            self._late.board.note_death()
+        os.kill(os.getpid(), signal.SIGSTOP if stops else signal.SIGKILL)
 
 
 def _functions() -> dict[str, tuple[Any, str]]:
@@ -152,8 +201,9 @@ def _functions() -> dict[str, tuple[Any, str]]:
 class Arrivals:
     """Has iterations wait until all ranks that have died stand ready again, however long that takes on this machine."""
 
-    def __init__(self, iterations: Collection[int]) -> None:
-        self._iterations = iterations
+    def __init__(self, iterations: Collection[int], board: OperationBoard | None = None) -> None:
+        """`board`: where this rank says that it waits."""
+        self._iterations, self._board = iterations, board
         self._joins = bool(os.environ.get(START_VARIABLE))
         """True in a process that was started again, until its first iteration: in that, others wait for it."""
 
@@ -165,6 +215,15 @@ class Arrivals:
         joins, self._joins = self._joins, False
         if joins or iteration not in self._iterations:
             return
+        if self._board is not None:
+            self._board.add(WAITING)
+        try:
+            self._wait(iteration)
+        finally:
+            if self._board is not None:
+                self._board.add(WAITING, -1)
+
+    def _wait(self, iteration: int) -> None:
         records, since_s, found = MembershipRecords.of_rank(ARRIVES_S), time.monotonic(), None
         while found is None or len(found.live) < found.world_size or not found.left:
             time.sleep(_LOOKS_S)
@@ -175,7 +234,3 @@ class Arrivals:
                 if found is None or not found.left:
                     raise EmulationError(f"iteration {iteration}: no rank has died for {ARRIVES_S:g} s")
                 return
-
-
-def _die(*, stops: bool = False) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP if stops else signal.SIGKILL)

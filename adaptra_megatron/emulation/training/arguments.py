@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from adaptra_megatron.emulation.faults.deaths import FORM as FORM_OF_DEATH
+from adaptra_megatron.emulation.faults.lateness import FORM as FORM_OF_LATENESS
 from adaptra_megatron.emulation.faults.slow_cells import FORM
 
 
@@ -168,9 +169,20 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar=FORM_OF_DEATH,
-        help="kill a rank as it begins an action of an iteration (both from 0), some time after it has begun, or some "
-        "time after its process that was started again START times has come to a point of an admission; may be "
+        help="kill a rank as it begins an action of an iteration (both from 0), or some time after the iteration has "
+        "begun, after its first reduction of gradients has, after another rank's operation has that is late on "
+        "purpose, or after its process that was started again START times has come to a point of an admission; may be "
         "repeated",
+    )
+    group.add_argument(
+        "--emulate-late",
+        action="append",
+        default=[],
+        metavar=FORM_OF_LATENESS,
+        help="have a random share of collectives, of requests to the job's store and of the package's threads begin "
+        "late, or of messages arrive late; or one reduction of a rank, in a call of Megatron's schedules or outside of "
+        "them, as late as does most harm; or a process that was started again stand ready once others wait for it; "
+        "needs --adaptra-reroute failures and --dump-state; may be repeated",
     )
     group.add_argument(
         "--emulate-wait-for-arrivals",
@@ -179,6 +191,11 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="ITERATION",
         help="begin an iteration (from 0) once all ranks that have died stand ready again; may be repeated",
+    )
+    group.add_argument(
+        "--emulate-exact-sums",
+        action="store_true",
+        help="round each micro-batch's gradients so that their sums are the same to the bit in any order",
     )
     group.add_argument(
         "--emulate-link-story",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 
-from adaptra_megatron.emulation.faults.compute import EmulatedCompute, parse_compute
+from adaptra_megatron.emulation.faults.compute import EmulatedCompute, EmulationError, parse_compute
 from adaptra_megatron.emulation.faults.deaths import Arrivals, Deaths, parse_death
+from adaptra_megatron.emulation.faults.lateness import LateRank, late_messages, parse_lateness
 from adaptra_megatron.emulation.faults.network.link_faults import LinkFault, parse_link_fault
 from adaptra_megatron.emulation.faults.network.link_story import LinkStory, read_story
 from adaptra_megatron.emulation.faults.network.links import SlowLinks
@@ -35,8 +37,11 @@ if TYPE_CHECKING:
 class Conditions:
     """Those of one rank, in force while its context lasts."""
 
-    def __init__(self, args: argparse.Namespace, world_size: int, stack: contextlib.ExitStack) -> None:
-        """Raises TrainingArgumentsError, or what the parts raise for what is given wrongly."""
+    def __init__(
+        self, args: argparse.Namespace, world_size: int, stack: contextlib.ExitStack, late: LateRank | None = None
+    ) -> None:
+        """`late`: what is late in this rank. Raises TrainingArgumentsError, or what the parts raise for what is given
+        wrongly."""
         self._stages = args.pipeline_model_parallel_size
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         story = read_story(Path(args.emulate_link_story)) if args.emulate_link_story else LinkStory(iterations=0)
@@ -51,12 +56,14 @@ class Conditions:
             )
         self._compute = self._emulate_compute(args, stack)
         faults = [fault for text in args.emulate_slow_link for fault in parse_link_fault(text)]
+        faults += late_messages([parse_lateness(text) for text in args.emulate_late], self._stages)
         self._links = self._emulate_links([*faults, *story.faults], world_size, stack)
         self._pauses = Pauses(story.pauses, self._stage)
         waits = args.emulate_wait_for_arrivals
-        self._deaths = Deaths([parse_death(text) for text in args.emulate_death], dist.get_rank(), waits)
+        self._deaths = Deaths([parse_death(text) for text in args.emulate_death], dist.get_rank(), waits, late)
+        self._late = late
         stack.enter_context(self._deaths.at_admissions())
-        arrivals = Arrivals(waits)
+        arrivals = Arrivals(waits, None if late is None else late.board)
         soak = self._soak(args.emulate_fault_plan, stack)
         seed = args.emulate_path_flaps
         if args.emulate_prompt_planner:
@@ -64,7 +71,7 @@ class Conditions:
         self._flaps = None if seed is None else stack.enter_context(PathFlaps(f"{seed}:{dist.get_rank()}"))
         self.watchers: list[Callable[[int], None]] = [
             watcher.set_iteration
-            for watcher in (self._links, soak, self._pauses, self._speed, self._deaths, arrivals)
+            for watcher in (self._links, soak, self._pauses, self._speed, late, self._deaths, arrivals)
             if watcher is not None
         ]
         """To be told the number of each training iteration (from 0) when it begins."""
@@ -76,12 +83,16 @@ class Conditions:
         """What `stage` (this rank's) computes, under these conditions."""
         if self._compute is not None:
             computation = self._compute.decorate(computation)
+        if self._late is not None:
+            computation = self._late.decorate(computation)
         return self._deaths.decorate(self._pauses.decorate(computation))
 
     def report(self, result: TrainingResult) -> None:
         """Write down what was in force: the proof that it was."""
         if self._links is not None:
             result.links_struck = {f"{a}>{b}": count for (a, b), count in self._links.struck_on_either.items()}
+            if self._late is not None:
+                self._late.board.add("messages", self._links.late)
         if self._compute is not None:
             result.compute = asdict(self._compute.counts)
             result.lateness_s = [*self._lateness_s[1:], self._compute.take_lateness_s()]
@@ -146,7 +157,22 @@ def faults_of_pipeline(faults: Sequence[LinkFault], pipeline: int, *, stages: in
 
 
 @contextlib.contextmanager
-def emulate_conditions(args: argparse.Namespace, world_size: int) -> Iterator[Conditions]:
-    """What `args` ask for, of `world_size` ranks. Process groups must be set up."""
+def emulate_conditions(args: argparse.Namespace, world_size: int, late: LateRank | None = None) -> Iterator[Conditions]:
+    """What `args` ask for, of `world_size` ranks. Process groups must be set up. `late`: of `late_rank`."""
     with contextlib.ExitStack() as stack:
-        yield Conditions(args, world_size, stack)
+        yield Conditions(args, world_size, stack, late)
+
+
+def late_rank(args: argparse.Namespace) -> LateRank | None:
+    """What is late in this rank, to be entered before process groups are made; None where deaths strike nothing that
+    could be. Raises EmulationError for what is given wrongly."""
+    from adaptra_megatron.config import config_from_arguments
+
+    late = [parse_lateness(text) for text in args.emulate_late]
+    if not (args.adaptra and config_from_arguments(args).outlives_ranks and args.dump_state):
+        if late:
+            raise EmulationError("--emulate-late needs --adaptra-reroute failures and --dump-state")
+        return None
+    if not (late or args.emulate_death):
+        return None
+    return LateRank(late, Path(args.dump_state), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))

@@ -23,13 +23,15 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from adaptra_megatron.emulation.results import TrainingResult, model_tensors, optimizer_tensors, save_result
 from adaptra_megatron.emulation.training.arguments import check_arguments
 from adaptra_megatron.emulation.training.checkpointing import check_can_save, load_checkpoint, save_checkpoint
-from adaptra_megatron.emulation.training.conditions import emulate_conditions
+from adaptra_megatron.emulation.training.conditions import emulate_conditions, late_rank
 from adaptra_megatron.emulation.training.data import Batch, build_datasets, micro_batches
+from adaptra_megatron.emulation.training.exact_sums import make_sums_exact
 from adaptra_megatron.emulation.training.model import build_config, build_model, build_optimizer
 from adaptra_megatron.emulation.training.process_groups import join_job, seed_everything, set_up_groups
 from adaptra_megatron.telemetry.stock import trace_stock
 
 if TYPE_CHECKING:
+    from adaptra_megatron.emulation.faults.lateness import LateRank
     from adaptra_megatron.epochs.live_groups import LiveGroups
     from adaptra_megatron.runtime.runtime import AdaptraRuntime
 
@@ -44,13 +46,15 @@ def train(args: argparse.Namespace) -> TrainingResult:
     Raises:
         TrainingArgumentsError: the arguments do not fit each other or the number of processes.
     """
-    groups = _live_groups(args)
-    world_size = join_job(args)
-    check_arguments(args, world_size)
     applied = None
     with contextlib.ExitStack() as stack:
+        if (late := late_rank(args)) is not None:
+            stack.enter_context(late)
+        groups = _live_groups(args)
+        world_size = join_job(args)
+        check_arguments(args, world_size)
         set_up_groups(args)
-        conditions = stack.enter_context(emulate_conditions(args, world_size))
+        conditions = stack.enter_context(emulate_conditions(args, world_size, late))
         if args.adaptra:
             from adaptra_megatron.config import config_from_arguments
             from adaptra_megatron.patches import enable
@@ -61,7 +65,7 @@ def train(args: argparse.Namespace) -> TrainingResult:
             stage = parallel_state.get_pipeline_model_parallel_rank()
             stack.enter_context(trace_stock(schedules, args.adaptra_trace_dir, rank=dist.get_rank(), stage=stage))
         runtime = None if applied is None else applied.runtime
-        trainer = Trainer(args, conditions.watchers, runtime)
+        trainer = Trainer(args, conditions.watchers, runtime, late)
         trainer.run()
         conditions.report(trainer.result)
         if runtime is not None:
@@ -89,17 +93,20 @@ class Trainer:
         args: argparse.Namespace,
         watchers: Sequence[Callable[[int], None]] = (),
         runtime: AdaptraRuntime | None = None,
+        late: LateRank | None = None,
     ) -> None:
         """`watchers` are called with the number of each iteration (from 0) when it begins. `runtime`: where it is
-        given, the plan of each iteration is noted."""
+        given, the plan of each iteration is noted. `late`: is told each call of Megatron's schedules."""
         self.args = args
-        self._watchers, self._runtime = watchers, runtime
+        self._watchers, self._runtime, self._late = watchers, runtime, late
         if args.save:
             check_can_save()
         self.result = TrainingResult()
         seed_everything(args.seed)
         self.config = build_config(args)
         self.model = build_model(args, self.config)
+        if args.emulate_exact_sums:
+            make_sums_exact(self.model, args.data_parallel_size)
         self.optimizer, self.scheduler = build_optimizer(args, self.config, self.model)
         self.iteration = load_checkpoint(args, self.model, self.optimizer, self.scheduler) if args.load else 0
         self.training_data, self.validation_data = build_datasets(args)
@@ -171,15 +178,16 @@ class Trainer:
     def _forward_backward(self, iterators: Any, *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         args = self.args
         # Looked up each time, as Megatron's evaluate() does: what it returns may be replaced meanwhile.
-        losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
-            forward_step_func=self._forward_step,
-            data_iterator=iterators,
-            model=self.model if len(self.model) > 1 else self.model[0],
-            num_microbatches=args.num_micro_batches,
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            forward_only=forward_only,
-        )
+        with contextlib.nullcontext() if self._late is None else self._late.call():
+            losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+                forward_step_func=self._forward_step,
+                data_iterator=iterators,
+                model=self.model if len(self.model) > 1 else self.model[0],
+                num_microbatches=args.num_micro_batches,
+                seq_length=args.seq_length,
+                micro_batch_size=args.micro_batch_size,
+                forward_only=forward_only,
+            )
         return losses
 
     def _forward_step(

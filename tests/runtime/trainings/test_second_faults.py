@@ -17,7 +17,7 @@ from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.job_store import JobStore
 from adaptra_megatron.emulation.jobs.launch import RankResult
 from adaptra_megatron.emulation.jobs.outlived import Host, run_outlived
-from campaigns.deaths import KILLED, LONGEST_S, TRAIN_GPT, Layout, problems, train
+from campaigns.dying_trainings import KILLED, LONGEST_S, TRAIN_GPT, Layout, problems, train
 
 STRUCK_RANKS = str(Path(__file__).with_name("struck_ranks.py"))
 LAYOUT = Layout(3, 2, flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")

@@ -40,6 +40,8 @@ class LinkFault:
     until_iteration: int | None = None
     seed: int = 0
     paths: frozenset[Path] = frozenset({Path.DEVICE})
+    share: float = 1.0
+    """Of messages that take longer by `latency_s`, `jitter_s` and `exponential_s`, chosen at random."""
     pipeline: int | None = None
     """Which of the job's parallel pipelines, by its first global rank; None: all of them. Only
     faults of its own pipeline are installed in a rank."""
@@ -52,6 +54,8 @@ class LinkFault:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise LinkFaultError(f"{link}: {name} is {value}; it must be 0 or more")
+        if not 0.0 < self.share <= 1.0:
+            raise LinkFaultError(f"{link}: share is {self.share}; it must be above 0, and at most 1")
         bandwidth = self.bandwidth_bytes_per_s
         if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth > 0):
             raise LinkFaultError(f"{link}: bandwidth_bytes_per_s is {bandwidth}; it must be above 0")
@@ -70,7 +74,7 @@ class LinkFault:
 
     def of_acknowledgements(self) -> LinkFault:
         """What strikes what carries no content: it takes as long to arrive, occupies nothing and draws nothing."""
-        return replace(self, occupancy_s=0.0, bandwidth_bytes_per_s=None, jitter_s=0.0, exponential_s=0.0)
+        return replace(self, occupancy_s=0.0, bandwidth_bytes_per_s=None, jitter_s=0.0, exponential_s=0.0, share=1.0)
 
     def message_occupancy_s(self, nbytes: int) -> float:
         """How long a message of `nbytes` occupies the link."""
@@ -84,6 +88,8 @@ class LinkClock:
         self._random = random.Random(seed)
         self._free_s = -math.inf
         self._last_arrival_s = -math.inf
+        self.late = 0
+        """Messages so far that have taken longer."""
 
     def arrival_s(self, now_s: float, nbytes: int, fault: LinkFault | None) -> float:
         """Arrival time of a message sent at `now_s`; with no fault, the first time at which it overtakes nothing."""
@@ -91,13 +97,18 @@ class LinkClock:
             self._last_arrival_s = max(self._last_arrival_s, now_s)
             return self._last_arrival_s
         self._free_s = max(self._free_s, now_s) + fault.message_occupancy_s(nbytes)
+        delay_s = self._delay_s(fault) if fault.share == 1.0 or self._random.random() < fault.share else 0.0
+        self._last_arrival_s = max(self._last_arrival_s, self._free_s + delay_s)
+        return self._last_arrival_s
+
+    def _delay_s(self, fault: LinkFault) -> float:
         delay_s = fault.latency_s
         if fault.jitter_s:
             delay_s += self._random.uniform(0.0, fault.jitter_s)
         if fault.exponential_s:
             delay_s += self._random.expovariate(1.0 / fault.exponential_s)
-        self._last_arrival_s = max(self._last_arrival_s, self._free_s + delay_s)
-        return self._last_arrival_s
+        self.late += delay_s > 0.0
+        return delay_s
 
 
 _FORM = re.compile(r"(?P<source>\d+)(?P<ways>[->])(?P<target>\d+):(?P<settings>.+)")
@@ -117,6 +128,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], object], str]] = {
     "from": ("from_iteration", int, "a number"),
     "until": ("until_iteration", int, "a number"),
     "seed": ("seed", int, "a number"),
+    "share": ("share", float, "a number"),
     "pipeline": ("pipeline", int, "a number"),
     "path": ("paths", _PATHS.__getitem__, "one of device, host, both"),
 }
@@ -127,7 +139,8 @@ def parse_link_fault(text: str) -> tuple[LinkFault, ...]:
     """The faults written as "1-2:latency_ms=60,from=10,until=20" (both ways, two faults) or "1>2:..." (one).
 
     Settings: latency_ms, jitter_ms (uniform), exponential_ms (mean), occupancy_ms, bandwidth_mbps (megabits per
-    second), from, until, seed, path (device, host or both), pipeline (one of several, by its first global rank).
+    second), from, until, seed, share (of messages that take longer), path (device, host or both), pipeline (one of
+    several, by its first global rank).
 
     Raises:
         LinkFaultError: it is not written so.

@@ -186,6 +186,11 @@ class SlowLinks:
         """As `struck`, on the two paths together."""
         return dict(Counter(self.struck) + Counter(self.struck_on_host))
 
+    @property
+    def late(self) -> int:
+        """Messages of this rank so far that have taken longer, by either path."""
+        return sum(pair.clock.late for pair in self._pairs.values()) + self._host.late
+
     def install(self) -> SlowLinks:
         """Put the decorators on. torch.distributed must be initialised; host paths made before stay as they are."""
         if self._replaced is None:

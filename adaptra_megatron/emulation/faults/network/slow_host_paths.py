@@ -38,6 +38,11 @@ class _SlowEnd:
         self._healed = False
         self._ring: SlowRing | None = None
 
+    @property
+    def late(self) -> int:
+        """Messages so far that have taken longer."""
+        return self._clock.late
+
     def slow(self, ring: Ring) -> SlowRing:
         """`ring` of a new session, decorated."""
         if self._ring is not None:
@@ -83,6 +88,11 @@ class SlowHostPaths:
             if end.struck:
                 counts[end.link] = counts.get(end.link, 0) + end.struck
         return counts
+
+    @property
+    def late(self) -> int:
+        """Messages of this rank so far that have taken longer."""
+        return sum(end.late for end in self._ends)
 
     def set_iteration(self, iteration: int) -> None:
         """From now on this rank sends messages of `iteration` (counted from 0)."""

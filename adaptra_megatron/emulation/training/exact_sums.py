@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients whose sums are exact, and so the same to the bit in whatever order micro-batches and ranks add them up.
+
+Float addition depends on its order, and a training that goes on without a dead rank adds up in another. Here each
+micro-batch's gradient is rounded, before it is accumulated, to a multiple of `STEP`: as long as no sum has more than 24
+bits of them, each addition is exact. So a training with deaths is compared with one without them by equality, whatever
+the size of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+STEP, LARGEST = 2.0**-14, 4.0
+"""In units of the number of replicas, by which DistributedDataParallel divides before it adds up. A sum of 2 ** 24 *
+STEP / LARGEST = 256 micro-batches is exact."""
+
+
+class ExactGradient(torch.Tensor):
+    """A parameter's accumulated gradient, which rounds what is added to it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    step: float
+
+    def add_(self, other: Any, *, alpha: Any = 1) -> torch.Tensor:
+        """Add the gradient of one micro-batch."""
+        assert alpha == 1
+        steps = (other.to(self.dtype) / self.step).round_().clamp_(-LARGEST / STEP, LARGEST / STEP)
+        return torch.Tensor.add_(self, steps.mul_(self.step))
+
+
+def make_sums_exact(model: Sequence[Any], replicas: int) -> None:
+    """Round the gradients of `model`, chunks wrapped by DistributedDataParallel, which accumulates in 32 bits.
+
+    Raises ValueError for numbers of `replicas` by which it does not divide their multiples exactly, the least of which
+    is 7: it multiplies by the inverse, which is rounded.
+    """
+    if abs(float(torch.tensor(1.0 / replicas)) * replicas - 1.0) > 2.0**-25:
+        raise ValueError(f"sums over {replicas} replicas are not exact in any order: take at most 6, or a power of two")
+    for chunk in model:
+        for parameter in chunk.parameters():
+            assert parameter.main_grad.dtype == torch.float32
+            gradient = parameter.main_grad.as_subclass(ExactGradient)
+            gradient.step = STEP * replicas
+            parameter.main_grad = gradient
