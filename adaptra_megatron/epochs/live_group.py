@@ -19,6 +19,10 @@ from adaptra_megatron.epochs.handles import Done, Then, Together
 if TYPE_CHECKING:
     from adaptra_megatron.epochs.live_groups import LiveGroups
 
+COUNTS = "adaptra_micro_batches"
+"""Attribute of a tensor whose sum is of gradients: how many micro-batches are in them, a tensor that is summed up with it
+(runtime/megatron/state/conservation.py)."""
+
 Launch = Callable[[Any], Any]
 """Begins an operation of torch's own group of those that live; returns torch's handle."""
 
@@ -126,9 +130,8 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
             raise RuntimeError(f"rank {self.ranks[rank]} of {self.description} has died, and no other has what it had")
         return self.members.index(stand_in)
 
-    def _reduced(self, tensors: Sequence[torch.Tensor], options: Any) -> None:
+    def _reduced(self, tensors: Sequence[torch.Tensor], operation: Any) -> None:
         """Before an addition to which this rank has nothing to add."""
-        operation = options.reduceOp
         known = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
         if not self.whole and not any(operation == each for each in known):
             raise RuntimeError(f"only sums, maxima and minima over {self.description} have a sense without the dead")
@@ -146,7 +149,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
             behalves, self.behalves = self.behalves, behalves
 
         def launch(native: Any) -> Any:
-            self._reduced(tensors, options)
+            self._reduced(tensors, options.reduceOp)
             for add in behalves:
                 add(tensors[0])
             return native.allreduce(tensors, options)
@@ -156,12 +159,42 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """The same of several tensors."""
         options = dist.AllreduceCoalescedOptions() if opts is None else opts
+        counts = counts_of(tensors)
 
         def launch(native: Any) -> Any:
-            self._reduced(tensors, options)
+            if counts:
+                return self._sum_counted(native, tensors, counts, options.reduceOp)
+            self._reduced(tensors, options.reduceOp)
             return native.allreduce_coalesced(tensors, options)
 
-        return self._run(tensors, launch)
+        return self._run([*tensors, *counts], launch)
+
+    def _sum_counted(
+        self, native: Any, given: Sequence[torch.Tensor], counts: Sequence[torch.Tensor], operation: Any
+    ) -> Any:
+        """Reduce `given` in place, as one operation as torch's coalesced ones, and the `counts` of what is in them.
+
+        On the CPU both are put in place together, by whom waits: an operation that nobody waits for, since its attempt
+        has ended, changes neither. On a GPU the counts come behind `given` in the same queue.
+        """
+        options: Any
+        if not isinstance(native, dist.ProcessGroupGloo):
+            self._reduced([*given, *counts], operation)
+            options = dist.AllreduceCoalescedOptions()
+            options.reduceOp = operation
+            return [native.allreduce_coalesced(list(each), options) for each in (given, counts)][-1]
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        sums = [torch.cat([each.reshape(-1) for each in tensors]) for tensors in (given, counts)]
+        self._reduced(sums, operation)
+
+        def put_in_place() -> None:
+            while sums:  # once: who waits again finds what has become of them since
+                tensors, flat = (given, counts)[len(sums) - 1], sums.pop()
+                for each, part in zip(tensors, flat.split([each.numel() for each in tensors]), strict=True):
+                    each.copy_(part.view_as(each))
+
+        return Then(Together([native.allreduce([each], options) for each in sums]), put_in_place)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         """As `allreduce`: those that do not ask for the result may get it."""
@@ -277,7 +310,8 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         """The same for several tensors."""
         launches = [self._scattering(output, given, opts) for output, given in zip(outputs, inputs, strict=True)]
-        return self._run(outputs, lambda native: Together([each(native) for each in launches]))
+        changed = [*outputs, *counts_of(inputs)]
+        return self._run(changed, lambda native: Together([each(native) for each in launches]))
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -288,22 +322,29 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
     def _scattering(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Launch:
         options = dist.AllreduceOptions()
         options.reduceOp = opts.reduceOp
+        counts = counts_of([given])
 
         def launch(native: Any) -> Any:
             parts = given.view(self.size(), -1)
             if self.whole and not isinstance(native, dist.ProcessGroupGloo):
-                reduced = native._reduce_scatter_base(output, given, opts)
-                if self.holders is None:
-                    return reduced
-                return self._handing_on(native, output.view(-1), parts[self.holders.index(self.place)])
+                works = [native._reduce_scatter_base(output, given, opts)]
+                if self.holders is not None:
+                    held = parts[self.holders.index(self.place)]
+                    works.append(self._handing_on(native, output.view(-1), held))
+                works += [native.allreduce([each], options) for each in counts]
+                return works[-1]  # of one queue
             kept = self.holders is None and not self.has_shards
             if not self.whole and kept:
                 raise RuntimeError(f"reduce_scatter over {self.description} cannot be done where members have died")
             # As gloo does it itself, whose handle of this operation alone does not heed a timeout; and with all parts,
             # the rank that stands in for a dead one has its part.
             whole: torch.Tensor = parts.clone() if kept else parts
-            self._reduced([whole], options)
-            return Then(native.allreduce([whole], options), lambda: output.copy_(whole[self.rank()].view_as(output)))
+            if counts:
+                summed = self._sum_counted(native, [whole], counts, opts.reduceOp)
+            else:
+                self._reduced([whole], opts.reduceOp)
+                summed = native.allreduce([whole], options)
+            return Then(summed, lambda: output.copy_(whole[self.rank()].view_as(output)))
 
         return launch
 
@@ -336,3 +377,8 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         """As torch's."""
         return self.alltoall_base(output, given, output_splits, input_splits, opts)
+
+
+def counts_of(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """What is reduced together with `tensors`."""
+    return [getattr(tensor, COUNTS) for tensor in tensors if hasattr(tensor, COUNTS)]

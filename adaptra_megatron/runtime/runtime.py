@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from adaptra_megatron.config import AdaptraConfig
@@ -32,6 +33,7 @@ from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, pipeli
 from adaptra_megatron.runtime.megatron.refusals import refuse_for_staggering
 from adaptra_megatron.runtime.megatron.replica_updates import ReplicaUpdates
 from adaptra_megatron.runtime.megatron.staggered_optimizer import StaggeredOptimizer, ValidatedComputation
+from adaptra_megatron.runtime.megatron.state.conservation import Conservation, Conserved
 from adaptra_megatron.runtime.megatron.state.random_draws import flags_drawn_in_other_order
 from adaptra_megatron.runtime.megatron.state.repeated_iteration import RepeatableIteration
 from adaptra_megatron.runtime.outliving import CONNECT_S
@@ -53,6 +55,8 @@ class _Ran(NamedTuple):
     schedule: Schedule
     losses: list[Any]
     """Those that the training script gets."""
+    conserved: Conserved | None = None
+    """What its gradients were found to hold, where training outlives its ranks."""
 
 
 class AdaptraRuntime:
@@ -86,6 +90,8 @@ class AdaptraRuntime:
         self._engine_layers = EngineLayers(queue)
         self._decorate = decorate
         self._memory, self._groups = memory, groups
+        self.conservation = None if groups is None else Conservation()
+        """Counts micro-batches in gradients, where training outlives its ranks."""
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
         self.training: Training | None = None
         """What the training script trains with, once it has said so: for ranks that are started again."""
@@ -227,7 +233,11 @@ class AdaptraRuntime:
 
     def _attempt(self, pipeline: Pipeline, call: PipelineCall, number: int = 0, *, degraded: bool = False) -> _Ran:
         schedule = pipeline.schedule(call)
-        computation = MegatronComputation(call, self.weight_gradients, pipeline.inputs(call))
+        conservation = None if call.forward_only else self.conservation
+        if conservation is not None:
+            conservation.begin(call.model_chunks)
+        count = None if conservation is None else conservation.count
+        computation = MegatronComputation(call, self.weight_gradients, pipeline.inputs(call), count)
         decorated = self._decorate(computation, call.stage) if self._decorate is not None else computation
         if self._config.profile_ranges:
             decorated = ranged_computation(decorated)
@@ -239,12 +249,22 @@ class AdaptraRuntime:
                 report = pipeline.run(call, schedule, decorated, number)
             finally:
                 self.runs_actions = False
+            conserved = None
             if not call.forward_only:
+                tokens = computation.tokens.clone()
                 finish_gradients(call, computation.tokens, embedding, degraded=degraded)
+                conserved = self._verify(call, tokens, computation.tokens)
             losses = computation.losses
             if pipeline.rerouting is not None and pipeline.routes(call):
                 losses = pipeline.rerouting.end(losses)
-        return _Ran(report, schedule, losses)
+        return _Ran(report, schedule, losses, conserved)
+
+    def _verify(self, call: PipelineCall, tokens: torch.Tensor, divisor: torch.Tensor) -> Conserved | None:
+        """None where the job does not outlive ranks. Raises as `Conservation.verify`."""
+        if self.conservation is None or self._groups is None:
+            return None
+        self._groups.synchronize()
+        return self.conservation.verify(call, *((tokens, divisor) if call.config.calculate_per_token_loss else ()))
 
     def last_plan(self) -> tuple[int, str] | None:
         """Number and fingerprint (of the schedule, not the number) of what the last training iteration ran; None where
