@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from adaptra_megatron.epochs.live_groups import LiveGroups
 
 COUNTS = "adaptra_micro_batches"
-"""Attribute of a tensor whose sum is of gradients: how many micro-batches are in them, a tensor that is summed up with it
+"""Attribute of a tensor of gradients: how many micro-batches are in it, a tensor that is reduced with it
 (runtime/megatron/state/conservation.py)."""
 
 Launch = Callable[[Any], Any]
@@ -177,13 +177,12 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         On the CPU both are put in place together, by whom waits: an operation that nobody waits for, since its attempt
         has ended, changes neither. On a GPU the counts come behind `given` in the same queue.
         """
-        options: Any
-        if not isinstance(native, dist.ProcessGroupGloo):
+        on_cpu, options = isinstance(native, dist.ProcessGroupGloo), dist.AllreduceOptions()
+        if not on_cpu:
             self._reduced([*given, *counts], operation)
-            options = dist.AllreduceCoalescedOptions()
-            options.reduceOp = operation
-            return [native.allreduce_coalesced(list(each), options) for each in (given, counts)][-1]
-        options = dist.AllreduceOptions()
+            coalesced = dist.AllreduceCoalescedOptions()
+            coalesced.reduceOp = operation
+            return [native.allreduce_coalesced(list(each), coalesced) for each in (given, counts)][-1]
         options.reduceOp = operation
         sums = [torch.cat([each.reshape(-1) for each in tensors]) for tensors in (given, counts)]
         self._reduced(sums, operation)
@@ -191,7 +190,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         def put_in_place() -> None:
             while sums:  # once: who waits again finds what has become of them since
                 tensors, flat = (given, counts)[len(sums) - 1], sums.pop()
-                for each, part in zip(tensors, flat.split([each.numel() for each in tensors]), strict=True):
+                for each, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
                     each.copy_(part.view_as(each))
 
         return Then(Together([native.allreduce([each], options) for each in sums]), put_in_place)

@@ -165,6 +165,7 @@ def main(instances: int) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     install()
     from megatron.core import parallel_state
+
     from patches.gradient_counts import PATCHES
 
     (patch,) = PATCHES

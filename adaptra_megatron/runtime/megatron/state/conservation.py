@@ -80,7 +80,7 @@ class Conservation:
 
     def verify(
         self, call: PipelineCall, tokens: torch.Tensor | None = None, divisor: torch.Tensor | None = None
-    ) -> Any:
+    ) -> Conserved:
         """Return `Conserved` for reduced gradients of `call`. To be called before the optimizer steps, and once the
         device has done what was launched: it reads from there, which nothing can interrupt.
 
