@@ -81,7 +81,8 @@ class StateSender:
     def finish(self) -> None:
         """All has been handed over."""
         self._write(self._digest.value)
-        self._flush()
+        if self._filled:
+            self._flush()
 
     def _write(self, flat: torch.Tensor) -> None:
         while flat.numel():
