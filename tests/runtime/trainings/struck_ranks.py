@@ -4,8 +4,8 @@ TRAINING_ARGUMENTS...`, with "delegate:RANK", "path:RANK", "rank:RANK", "idle:RA
 
 Decorators around what a rank does in a new epoch: the delegate of RANK is killed as it opens links, each first
 message that RANK sends or receives by a device path of these fails, RANK dies as it makes the first group of those that
-live, or RANK plans as if the first stage of replica 2 were dead, too, so that this cell lives and has no work. Or, without
-a death, RANK's gradients are set to 0 between the first micro-batch and the second.
+live, or RANK plans as if the first stage of replica 2 were dead, too, so that this cell lives and has no work. Or,
+without a death, RANK's gradients are set to 0 between the first micro-batch and the second.
 Or something is no fault: with "pause:RANK", RANK stands still for PAUSED_S; "cap:RANK" has RANK say what it held most.
 """
 
