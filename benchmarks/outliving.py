@@ -5,14 +5,15 @@ saves for a link that turns slow once a rank that had died is back.
     python benchmarks/outliving.py [--rounds 5] [--action-ms 20]
 
 Trainings in real processes, compute emulated by sleeping, once with `--adaptra-reroute stragglers` and once with
-`--adaptra-reroute all`, which adds attempts, commits and groups that outlive their members; in pairs, in one order and
-the other. Then trainings in which a rank dies and comes back, and a link turns slow on both paths. Writes
-benchmarks/results/outliving.md.
+`--adaptra-reroute all`, which adds attempts, commits, counts of micro-batches and groups that outlive their members; in
+pairs, in one order and the other; and what the counts alone add. Then trainings in which a rank dies and comes back,
+and a link turns slow on both paths. Writes benchmarks/results/outliving.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -21,7 +22,7 @@ from statistics import median
 import torch
 
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.launch import BRIEF_LOOKUPS
+from adaptra_megatron.emulation.jobs.launch import BRIEF_LOOKUPS, run_ranks
 from adaptra_megatron.emulation.jobs.outlived import Host, run_outlived
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +31,7 @@ REPLICAS, STAGES, MICRO_BATCHES, ITERATIONS, FIRST = 2, 2, 8, 24, 6
 SLOW_FROM, SETTLED = 12, 4
 """Iterations: the first with a slow link, which two run by the plan from before; how many later another is in force."""
 LIMIT_S = 300.0
+COUNTED_WIDTHS = (64, 1024)
 CASES = {"every rank has the whole optimizer": "", "--use-distributed-optimizer": "--use-distributed-optimizer"}
 
 
@@ -88,6 +90,20 @@ def table(rounds: int, action_ms: int, server: ForkServer) -> list[str]:
     return lines
 
 
+def counting(server: ForkServer) -> list[str]:
+    """Lines of the table of what counts of micro-batches add to an iteration."""
+    lines = ["| gradients of a rank | optimizer | CPU time, us | time, us |", "|---|---|---|---|"]
+    for width in COUNTED_WIDTHS:
+        for optimizer in ("whole", "sharded"):
+            argv = [str(ROOT / "benchmarks" / "outliving_rank.py"), str(width), str(MICRO_BATCHES), optimizer]
+            with tempfile.TemporaryDirectory() as directory:
+                results = run_ranks(REPLICAS, argv, timeout_s=LIMIT_S, server=server, log_directory=directory)
+                found = [json.loads(each.output.partition("ADDED ")[2].partition("\n")[0]) for each in results]
+            cpu_us, us = (max(each) for each in zip(*found, strict=True))
+            lines.append(f"| {8 * width * width / 1e6:.3g} MB | {optimizer} | {cpu_us:.0f} | {us:.0f} |")
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -96,6 +112,7 @@ def main() -> None:
     os.environ |= BRIEF_LOOKUPS
     with ForkServer() as server:
         costs = table(arguments.rounds, arguments.action_ms, server)
+        counts = counting(server)
         returns = [after_return_s(arguments.action_ms, server) for _ in range(arguments.rounds)]
     pairs = ", ".join(f"{before:.2f} and {after:.2f}" for before, after in returns)
     lines = [
@@ -108,6 +125,13 @@ def main() -> None:
         f"medians of {ITERATIONS - FIRST} iterations, {arguments.rounds} pairs.",
         "",
         *costs,
+        "",
+        "## Of that, counting micro-batches",
+        f"{REPLICAS} replicas without computation, {MICRO_BATCHES} micro-batches, two buckets, in turn with counts and "
+        "without; medians of the rank",
+        "that has most. Gradients are fp32, over gloo, which reduces them in memory of its own where they are counted.",
+        "",
+        *counts,
         "",
         "## A link turns slow once a rank is back",
         f"The same training, in which rank 1 dies and comes back, and from iteration {SLOW_FROM} on a message from "

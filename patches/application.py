@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from adaptra_megatron.patches.checkpoints import PATCHES as TRAINING_PATCHES
 from adaptra_megatron.patches.distributed_optimizer import PATCHES as OPTIMIZER_PATCHES
+from adaptra_megatron.patches.gradient_counts import PATCHES as COUNT_PATCHES
 from adaptra_megatron.patches.gradient_reductions import PATCHES as GRADIENT_PATCHES
 from adaptra_megatron.patches.pipeline_schedules import PATCHES as SCHEDULE_PATCHES
 from adaptra_megatron.patches.replica_updates import PATCHES as UPDATE_PATCHES
@@ -33,7 +34,7 @@ logger = logger_of(__name__)
 PATCHES: tuple[Patch, ...] = SCHEDULE_PATCHES + LINEAR_PATCHES + TIMER_PATCHES
 """Everything that is changed in Megatron, in the order in which it is applied."""
 
-OUTLIVING_PATCHES: tuple[Patch, ...] = OPTIMIZER_PATCHES + STARTING_PATCHES
+OUTLIVING_PATCHES: tuple[Patch, ...] = OPTIMIZER_PATCHES + COUNT_PATCHES + STARTING_PATCHES
 """What is changed as well where training outlives its ranks."""
 
 _MARK = "adaptra_applied"

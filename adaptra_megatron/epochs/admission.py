@@ -42,18 +42,15 @@ class RejoiningLateError(RuntimeError):
 
     def __init__(self, ranks: tuple[int, ...], waited_s: float) -> None:
         self.ranks, self.waited_s = ranks, waited_s
-        super().__init__(f"ranks {', '.join(map(str, ranks))}, started again, have been waited for {waited_s:.1f} s")
+        super().__init__(f"ranks {', '.join(map(str, ranks))}, started again, are {waited_s:.1f} s late")
 
 
 class Patience:
-    """For how long one admission may hold the others up by waiting."""
+    """For how long one admission holds the others up by waiting."""
 
-    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._clock_s, self._since_s = clock_s, clock_s()
-
-    def begin(self) -> None:
-        """All that is handed over has been: from now on the others wait."""
-        self._since_s = self._clock_s()
+    def __init__(self, late_s: float = 0.0, clock_s: Callable[[], float] = time.monotonic) -> None:
+        """From now on they wait. `late_s`: by how much state was handed over too late before."""
+        self._clock_s, self._since_s = clock_s, clock_s() - late_s
 
     def waited_s(self) -> float:
         """Return for how long they have waited."""

@@ -44,6 +44,10 @@ class JobLostError(UnrecoverableError):
     """What lives does not hold the whole model any more: no rank can go on, and none that is started again can help."""
 
 
+class UnsoundAttemptError(RuntimeError):
+    """Gradients of an attempt are not those of all micro-batches; says which. It is repeated once, and then raised."""
+
+
 class OtherRankError(RuntimeError):
     """Another rank has ended with an error of its own, which is no fault of a machine: the job ends with it."""
 

@@ -6,6 +6,7 @@ Its size and its ranks are those of the start, for data-parallel sizes, scalings
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,10 @@ from adaptra_megatron.epochs.handles import Done, Then, Together
 
 if TYPE_CHECKING:
     from adaptra_megatron.epochs.live_groups import LiveGroups
+
+COUNTS = "adaptra_micro_batches"
+"""Attribute of a tensor of gradients: how many micro-batches are in it, a tensor that is reduced with it
+(runtime/megatron/state/conservation.py)."""
 
 Launch = Callable[[Any, list[torch.Tensor]], Any]
 """Begins an operation of torch's own group of those that live, with these outputs; returns torch's handle. Outputs are
@@ -156,9 +161,8 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
             raise RuntimeError(f"rank {self.ranks[rank]} of {self.description} has died, and no other has what it had")
         return self.members.index(stand_in)
 
-    def _reduced(self, tensors: Sequence[torch.Tensor], options: Any) -> None:
+    def _reduced(self, tensors: Sequence[torch.Tensor], operation: Any) -> None:
         """Before an addition to which this rank has nothing to add."""
-        operation = options.reduceOp
         known = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
         if not self.whole and not any(operation == each for each in known):
             raise RuntimeError(f"only sums, maxima and minima over {self.description} have a sense without the dead")
@@ -176,7 +180,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
             behalves, self.behalves = self.behalves, behalves
 
         def launch(native: Any, outputs: list[torch.Tensor]) -> Any:
-            self._reduced(outputs, options)
+            self._reduced(outputs, options.reduceOp)
             for add in behalves:
                 add(outputs[0])
             return native.allreduce(outputs, options)
@@ -186,12 +190,41 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """The same of several tensors."""
         options = dist.AllreduceCoalescedOptions() if opts is None else opts
+        counts = counts_of(tensors)
 
         def launch(native: Any, outputs: list[torch.Tensor]) -> Any:
-            self._reduced(outputs, options)
+            if counts:
+                return self._sum_counted(native, outputs[: len(tensors)], outputs[len(tensors) :], options.reduceOp)
+            self._reduced(outputs, options.reduceOp)
             return native.allreduce_coalesced(outputs, options)
 
-        return self._run(tensors, launch)
+        return self._run([*tensors, *counts], launch)
+
+    def _sum_counted(
+        self, native: Any, given: Sequence[torch.Tensor], counts: Sequence[torch.Tensor], operation: Any
+    ) -> Any:
+        """Reduce `given` in place, as one operation as torch's coalesced ones, and the `counts` of what is in them.
+
+        On the CPU both are put in place together, by whom waits: an operation that nobody waits for, since its attempt
+        has ended, changes neither. On a GPU the counts come behind `given` in the same queue.
+        """
+        on_cpu, options = native.is_gloo, dist.AllreduceOptions()
+        if not on_cpu:
+            self._reduced([*given, *counts], operation)
+            coalesced = dist.AllreduceCoalescedOptions()
+            coalesced.reduceOp = operation
+            return [native.allreduce_coalesced(list(each), coalesced) for each in (given, counts)][-1]
+        options.reduceOp = operation
+        sums = [torch.cat([each.reshape(-1) for each in tensors]) for tensors in (given, counts)]
+        self._reduced(sums, operation)
+
+        def put_in_place() -> None:
+            while sums:  # once: who waits again finds what has become of them since
+                tensors, flat = (given, counts)[len(sums) - 1], sums.pop()
+                for each, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
+                    each.copy_(part.view_as(each))
+
+        return Then(Together([native.allreduce([each], options) for each in sums]), put_in_place)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         """As `allreduce`: those that do not ask for the result may get it."""
@@ -319,13 +352,14 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         """The same for several tensors."""
         # Inputs are reduced in place.
-        scatters = [self._scattering(opts) for _ in outputs]
+        scatters, many = [self._scattering(opts) for _ in outputs], len(outputs)
+        counts = [counts_of([each]) for each in inputs]
 
         def launch(native: Any, changed: list[torch.Tensor]) -> Any:
-            pairs = zip(scatters, changed[: len(outputs)], changed[len(outputs) :], strict=True)
-            return Together([scatter(native, output, given) for scatter, output, given in pairs])
+            pairs = zip(scatters, changed[:many], changed[many : 2 * many], counts, strict=True)
+            return Together([scatter(native, output, given, counted) for scatter, output, given, counted in pairs])
 
-        return self._run([*outputs, *inputs], launch)
+        return self._run([*outputs, *inputs, *itertools.chain(*counts)], launch)
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -333,26 +367,32 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         """The same, by its name before torch 2.13."""
         return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
 
-    def _scattering(self, opts: Any) -> Callable[[Any, torch.Tensor, torch.Tensor], Any]:
-        """Return what reduces a tensor over all members, and gives this one its part."""
+    def _scattering(self, opts: Any) -> Callable[[Any, torch.Tensor, torch.Tensor, list[torch.Tensor]], Any]:
+        """Return what reduces a tensor and its counts over all members, and gives this one its part."""
         options = dist.AllreduceOptions()
         options.reduceOp = opts.reduceOp
 
-        def launch(native: Any, output: torch.Tensor, given: torch.Tensor) -> Any:
+        def launch(native: Any, output: torch.Tensor, given: torch.Tensor, counts: list[torch.Tensor]) -> Any:
             parts = given.view(self.size(), -1)
             if self.whole and not native.is_gloo:
-                reduced = native._reduce_scatter_base(output, given, opts)
-                if self.holders is None:
-                    return reduced
-                return self._handing_on(native, output.view(-1), parts[self.holders.index(self.place)])
+                works = [native._reduce_scatter_base(output, given, opts)]
+                if self.holders is not None:
+                    held = parts[self.holders.index(self.place)]
+                    works.append(self._handing_on(native, output.view(-1), held))
+                works += [native.allreduce([each], options) for each in counts]
+                return works[-1]  # of one queue
             kept = self.holders is None and not self.has_shards
             if not self.whole and kept:
                 raise RuntimeError(f"reduce_scatter over {self.description} cannot be done where members have died")
             # As gloo does it itself, whose handle of this operation alone does not heed a timeout; and with all parts,
             # the rank that stands in for a dead one has its part.
             whole: torch.Tensor = parts.clone() if kept else parts
-            self._reduced([whole], options)
-            return Then(native.allreduce([whole], options), lambda: output.copy_(whole[self.rank()].view_as(output)))
+            if counts:
+                summed = self._sum_counted(native, [whole], counts, opts.reduceOp)
+            else:
+                self._reduced([whole], opts.reduceOp)
+                summed = native.allreduce([whole], options)
+            return Then(summed, lambda: output.copy_(whole[self.rank()].view_as(output)))
 
         return launch
 
@@ -385,3 +425,8 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         """As torch's."""
         return self.alltoall_base(output, given, output_splits, input_splits, opts)
+
+
+def counts_of(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """What is reduced together with `tensors`."""
+    return [getattr(tensor, COUNTS) for tensor in tensors if hasattr(tensor, COUNTS)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from adaptra_megatron.epochs.errors import (
     OtherRankError,
     SwallowedErrors,
     UnrecoverableError,
+    UnsoundAttemptError,
     is_communication,
     is_of_script,
 )
@@ -71,11 +73,6 @@ _HEED_S = 0.2
 """How often a rank that waits for others in a meeting looks for an error that ends the job."""
 _WORDS = (Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF)
 """In which a rank learns whether those that rejoin take part."""
-
-
-class UnsoundAttemptError(RuntimeError):
-    """Gradients of an attempt are not those of all micro-batches; says which. Raised again where repeating it does not
-    help."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +138,9 @@ class Survival:
         """How many generations there have been after the first."""
         self.word: Callable[[Word], Word] = lambda word: word
         """Adds what this rank comes with to the end of an attempt."""
-        self.hand_over: Callable[[Generation, frozenset[int]], None] | None = None
-        """Gives those of a generation that rejoin what they need of this rank's state; with the ranks that have taken
-        part before. None: no process can take the place of a rank that has failed."""
+        self.hand_over: Callable[..., float] | None = None
+        """Gives those of a generation that rejoin what they need of this rank's state: see `let_in`. None: no process
+        can take the place of a rank that has failed."""
         self._roll: tuple[Generation, SealedStore] | None = None
         """For the watch's thread: the present generation's roll call."""
         self._called: Generation | None = None
@@ -159,9 +156,12 @@ class Survival:
         if (newest := self._watch.newest) is not None:
             self._changed(newest)
 
-    def let_in(self, hand_over: Callable[[Generation, frozenset[int]], None], settings: Mapping[str, str]) -> None:
-        """Have ranks that are started again take part, with the same `settings` (see `JobRecord`). `hand_over`: see
-        there."""
+    def let_in(self, hand_over: Callable[..., float], settings: Mapping[str, str]) -> None:
+        """Have ranks that are started again take part, with the same `settings` (see `JobRecord`).
+
+        `hand_over(generation, before, check=)` gives those of a generation that rejoin what they need of this rank's
+        state; `before`: ranks that have taken part before; `check`: raises where it is to end. Returns by how many
+        seconds they were late, and raises RejoiningLateError where that is too much."""
         self.hand_over = hand_over
         if self.epochs == 0 and self._layout.rank == min(self._layout.workers) and not self._rank.call:
             self._records.clone().publish_layout(packed(JobRecord(self._layout.record(), settings)))
@@ -278,14 +278,28 @@ class Survival:
                 return self._arrive(request.name)
             case HandOver():
                 assert self.hand_over is not None
-                handed = functools.partial(self.hand_over, request.next, self._rank.before)
-                interruptible(handed, self._check_wait, self._timeout_s, "what ranks that rejoin need")
-                self._patience.begin()
+                self._hand_over(request.next)
                 return Done()
             case Put(value=HandedIn() as state):
                 request = replace(request, value=replace(state, operations=self._groups.operations()))
         assert isinstance(request, (Put, PutOnce, Await))
         return self._steps.carry_out(request, self._check_wait)
+
+    def _hand_over(self, to: Generation) -> None:
+        """Hand this rank's state over. Raises RejoiningLateError where who rejoins is too late, and what ends it."""
+        abandoned = threading.Event()
+
+        def check() -> None:
+            if abandoned.is_set():
+                raise EpochEndedError("the admission has been called off")
+
+        assert self.hand_over is not None
+        handed = functools.partial(self.hand_over, to, self._rank.before, check=check)
+        try:
+            late_s = interruptible(handed, self._check_wait, self._timeout_s, "what ranks that rejoin need")
+        finally:
+            abandoned.set()  # the thread is left to itself
+        self._patience = Patience(late_s)
 
     def _attempt(self) -> Answer:
         """Run an attempt. Raises this rank's own errors."""

@@ -9,16 +9,20 @@ from the owner of that shard.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+import torch
+import torch.distributed as dist
+
 from adaptra_megatron.control.decisions import Decision, decision_of
 from adaptra_megatron.control.wire_format import encoded
-from adaptra_megatron.epochs.errors import of_backend
+from adaptra_megatron.epochs.admission import PATIENCE_S, RejoiningLateError
+from adaptra_megatron.epochs.errors import LateRankError, of_backend
 from adaptra_megatron.epochs.generation import Generation
 from adaptra_megatron.epochs.joining import Joined, Newcomer
 from adaptra_megatron.epochs.live_groups import interruptible
@@ -28,6 +32,7 @@ from adaptra_megatron.job.process_groups import epoch_group
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.job import Job, joined_job
 from adaptra_megatron.runtime.megatron.state.training_state import (
+    StateError,
     StateReceiver,
     StateSender,
     model_tensors,
@@ -39,7 +44,12 @@ from adaptra_megatron.runtime.megatron.state.training_state import (
 
 logger = logger_of(__name__)
 
-_TAG = 1
+_SLICE = timedelta(milliseconds=20)
+_LEAST_RATE = 100e6
+"""Bytes per second that a message may take without being late."""
+_LARGE_NBYTES = 1 << 20
+_PROMPT_S, _MEETING_S = 0.02, 0.5
+"""For which no message is late, however small, and no rank that is to meet another."""
 _SETTINGS = (
     *("seed", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters"),
     *("lr_warmup_samples", "lr_warmup_fraction", "optimizer", "weight_decay", "start_weight_decay", "end_weight_decay"),
@@ -51,6 +61,14 @@ _SETTINGS = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
 )
 """Arguments of Megatron's that decide over numbers and stay what they are while it trains."""
+
+
+class HandOverLateError(RejoiningLateError):
+    """A rank that is started again is stopped, too slow or gone; without it training goes on."""
+
+    def __init__(self, rank: int, late_s: float, patience_s: float) -> None:
+        super().__init__((rank,), late_s)
+        self.patience_s = patience_s
 
 
 class Training(NamedTuple):
@@ -120,11 +138,13 @@ class Handing(NamedTuple):
     shards: tuple[tuple[int, bool], ...]
     """Places of distributed optimizers, and whether it is the target's own shard (True) or the copy that it is to hold.
     """
+    before: int
+    """Number of those to the same target that are done before this one."""
 
 
 def handings(training: Training, layout: JobLayout, generation: Generation, before: frozenset[int]) -> list[Handing]:
     """Those that this rank has a part in, in the order in which all are done: no circle of waits."""
-    found = []
+    found: list[Handing] = []
     for target in sorted(generation.live - before):
         worker = layout.workers[target]
         peers = [
@@ -135,7 +155,8 @@ def handings(training: Training, layout: JobLayout, generation: Generation, befo
         for source in peers:
             shards = tuple(_shards(training, source, target, before))
             if source == peers[0] or shards:
-                found.append(Handing(source, target, source == peers[0], shards))
+                earlier = sum(each.target == target for each in found)
+                found.append(Handing(source, target, source == peers[0], shards, earlier))
     return [each for each in found if layout.rank in (each.source, each.target)]
 
 
@@ -173,18 +194,35 @@ class Trains(Protocol):
         """The plan that runs."""
 
 
-def hand_over(training: Training, pipeline: Trains, generation: Generation, before: frozenset[int]) -> None:
-    """Give the newcomers of `generation` what they are to have of this rank.
+def hand_over(
+    training: Training,
+    pipeline: Trains,
+    generation: Generation,
+    before: frozenset[int],
+    *,
+    patience_s: float = PATIENCE_S,
+    check: Callable[[], None] = lambda: None,
+) -> float:
+    """Give the newcomers of `generation` what they are to have of this rank. Returns by how much they were late.
 
-    Raises RuntimeError where a newcomer does not take it within the timeout.
+    `patience_s`: for how long in all a newcomer may keep this rank waiting beyond what it takes as a rule (see
+    `_Lateness`). `check`: raises where this is to end. Raises HandOverLateError beyond that, RuntimeError where a
+    newcomer has died, or ended as it did not have in place what was sent.
     """
     layout, timeout_s = pipeline.job.layout, pipeline.job.timeout_s
     control = pipeline.job.control.in_generation(generation.id)
-    for handing in handings(training, layout, generation, before):
-        with _channel(handing, layout.rank, control, timeout_s) as channel:
-            sender = StateSender(channel)
-            _send(sender, training, pipeline, handing)
-            sender.finish()
+    ours, lateness = handings(training, layout, generation, before), _Lateness(patience_s)
+    channels = [_Channel(handing, layout.rank, control, timeout_s, check, lateness) for handing in ours]
+    nbytes = sum(each.nbytes for each in _tensors_of(training))
+    for channel in channels:
+        handing = channel.handing
+        channel.hear(expected_s=handing.before * nbytes / _LEAST_RATE)
+        sender = StateSender(channel.carry, *channel.proof)
+        _send(sender, training, pipeline, handing)
+        sender.finish()
+        channel.hear()
+        channel.leave()
+    return lateness.late_s
 
 
 def take_over(
@@ -203,15 +241,18 @@ def take_over(
     """
     progress: Mapping[str, Any] = {}
     counters, running = Counters(0, 0), Decision(0)
-    for handing in handings(training, layout, generation, before):
-        with _channel(handing, layout.rank, control, timeout_s) as channel:
-            receiver = StateReceiver(channel)
-            if handing.whole:
-                progress, counters, running = _receive_whole(receiver, training)
-            for place, own in handing.shards:
-                optimizer = training.optimizers[place]
-                receive_optimizer(receiver, optimizer.optimizer, optimizer.shard_parameters(own=own))
-            receiver.finish()
+    ours = handings(training, layout, generation, before)
+    for channel in [_Channel(handing, layout.rank, control, timeout_s) for handing in ours]:
+        channel.say()
+        receiver = StateReceiver(channel.carry, *channel.proof)
+        if channel.handing.whole:
+            progress, counters, running = _receive_whole(receiver, training)
+        for place, own in channel.handing.shards:
+            optimizer = training.optimizers[place]
+            receive_optimizer(receiver, optimizer.optimizer, optimizer.shard_parameters(own=own))
+        receiver.finish()
+        channel.say()
+        channel.leave()
     for optimizer in training.optimizers:
         if getattr(optimizer, "shard_group", None) is not None:
             # Whose shard the others' parameters have as it was a step ago, where they gather them in the next forward.
@@ -221,14 +262,12 @@ def take_over(
 
 def _send(sender: StateSender, training: Training, pipeline: Trains, handing: Handing) -> None:
     if handing.whole:
-        scheduler = None if training.scheduler is None else training.scheduler.num_steps
         sender.values(
             {
                 "progress": dict(training.progress()),
                 "counters": list(pipeline.counters),
                 "plan": encoded(pipeline.running),
-                "scheduler": scheduler,
-                "scalers": [scaler.state_dict() for scaler in _scalers(training)],
+                "schedule": _schedule(training),
             }
         )
         send_tensors(sender, model_tensors(training.model))
@@ -249,12 +288,21 @@ def _receive_whole(receiver: StateReceiver, training: Training) -> tuple[Mapping
         if getattr(optimizer, "shard_group", None) is None:
             inner = optimizer.optimizer
             receive_optimizer(receiver, inner, [each for group in inner.param_groups for each in group["params"]])
+    schedule = said["schedule"]
     if training.scheduler is not None:
-        training.scheduler.num_steps = said["scheduler"]
+        training.scheduler.num_steps = schedule["scheduler"]
         training.scheduler.step(0)
-    for scaler, state in zip(_scalers(training), said["scalers"], strict=True):
+    for scaler, state in zip(_scalers(training), schedule["scalers"], strict=True):
         scaler.load_state_dict(state)
+    if str(_schedule(training)) != str(schedule):
+        raise StateError(f"this process has {_schedule(training)} after it has taken over {schedule}")
     return said["progress"], Counters(*said["counters"]), decision_of(said["plan"])
+
+
+def _schedule(training: Training) -> dict[str, Any]:
+    """State of the learning rate and of scales of losses."""
+    scheduler = None if training.scheduler is None else training.scheduler.num_steps
+    return {"scheduler": scheduler, "scalers": [scaler.state_dict() for scaler in _scalers(training)]}
 
 
 def _scalers(training: Training) -> list[Any]:
@@ -262,19 +310,130 @@ def _scalers(training: Training) -> list[Any]:
     return [each for each in found if each is not None]
 
 
-@contextmanager
-def _channel(handing: Handing, rank: int, control: ControlStore, timeout_s: float) -> Iterator[Callable[[Any], None]]:
-    ends = handing.source, handing.target
-    with of_backend():
-        group = epoch_group(control, f"hand-over/{ends[0]}-{ends[1]}", ends, rank, timeout_s)
-    other = 1 - ends.index(rank)
+def _tensors_of(training: Training) -> Iterator[torch.Tensor]:
+    """All that a rank could hand over."""
+    yield from model_tensors(training.model)
+    for optimizer in training.optimizers:
+        for parameter, state in optimizer.optimizer.state.items():
+            yield from (each for each in (parameter, *state.values()) if isinstance(each, torch.Tensor))
 
-    def carry(tensor: Any) -> None:
-        with of_backend():
-            work = group.send([tensor], other, _TAG) if rank == handing.source else group.recv([tensor], other, _TAG)
-            work.wait(timedelta(seconds=timeout_s))
 
-    yield carry
+class _Lateness:
+    """For how long newcomers have kept this rank waiting beyond what was to be expected, added up over all messages.
+
+    A message is expected within the time that _LEAST_RATE takes, within three times the fastest large one's time for as
+    many bytes, or within _PROMPT_S: whichever is longest.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self.patience_s = patience_s
+        self.late_s = self._fastest = 0.0
+        """So far; and in seconds per byte."""
+
+    def check(self, rank: int, waited_s: float, expected_s: float, nbytes: int) -> None:
+        """Raise HandOverLateError if a message of `nbytes` to or from `rank` that has been waited for since `waited_s`
+        makes it too late. `expected_s`: how long it may take in any case."""
+        if (late_s := self._with(waited_s, expected_s, nbytes)) > self.patience_s:
+            raise HandOverLateError(rank, late_s, self.patience_s)
+
+    def came(self, waited_s: float, expected_s: float, nbytes: int) -> None:
+        """It has come."""
+        self.late_s = self._with(waited_s, expected_s, nbytes)
+        if nbytes >= _LARGE_NBYTES:
+            self._fastest = min(self._fastest or waited_s / nbytes, waited_s / nbytes)
+
+    def _with(self, waited_s: float, expected_s: float, nbytes: int) -> float:
+        allowed_s = max(expected_s, nbytes / _LEAST_RATE, 3 * self._fastest * nbytes, _PROMPT_S)
+        return self.late_s + max(0.0, waited_s - allowed_s)
+
+
+class _Channel:
+    """One end of a group of two ranks, by which one hands over to the other.
+
+    Messages are broadcasts: of these a wait can end early without closing the connection, as it would of torch's sends
+    and receives.
+    """
+
+    def __init__(
+        self,
+        handing: Handing,
+        rank: int,
+        control: ControlStore,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+        lateness: _Lateness | None = None,
+    ) -> None:
+        """`lateness`: of the other rank; None: it is waited for up to `timeout_s`. Raises HandOverLateError or
+        RuntimeError where it does not come."""
+        self.handing = handing
+        ends = handing.source, handing.target
+        name = f"hand-over/{ends[0]}-{ends[1]}"
+        self.proof = control.secret, control.seal(name).place
+        """Key and identity of the hand-over's digest."""
+        self._timeout_s, self._check, self._lateness = timeout_s, check, lateness
+        limit_s = timeout_s if lateness is None else min(timeout_s, lateness.patience_s + _MEETING_S)
+        begun_s = time.monotonic()
+        try:
+            with of_backend():
+                self._held: list[Any] = [epoch_group(control, name, ends, rank, limit_s)]
+        except RuntimeError:
+            if lateness is not None:
+                lateness.check(handing.target, time.monotonic() - begun_s + _PROMPT_S, _MEETING_S, 0)
+            raise
+        if lateness is not None:
+            lateness.came(time.monotonic() - begun_s, _MEETING_S, 0)
+
+    def carry(self, tensor: torch.Tensor) -> None:
+        """Carry the next message from source to target."""
+        self._broadcast(tensor, 0)
+
+    def hear(self, expected_s: float = 0.0) -> None:
+        """At the source: wait until the target takes its turn, or has all that was sent in place. `expected_s`: how
+        long that may take."""
+        self._broadcast(torch.zeros(1, dtype=torch.uint8), 1, expected_s)
+
+    def say(self) -> None:
+        """At the target: so it is."""
+        self._broadcast(torch.zeros(1, dtype=torch.uint8), 1)
+
+    def leave(self) -> None:
+        """Give the group up. Not in this thread, which would wait for what is under way."""
+        threading.Thread(target=self._held.clear, name="adaptra-hand-over", daemon=True).start()
+
+    def _broadcast(self, tensor: torch.Tensor, root: int, expected_s: float = 0.0) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        options.timeout = timedelta(seconds=self._timeout_s)
+        # No name here may be the last to hold one of gloo's, for an error holds this frame.
+        self._held.append(self._held[0].broadcast([tensor], options))
+        begun_s = time.monotonic()
+        try:
+            while not self._over():
+                self._check()
+                waited_s = time.monotonic() - begun_s
+                if self._lateness is not None:
+                    self._lateness.check(self.handing.target, waited_s, expected_s, tensor.nbytes)
+                elif waited_s > self._timeout_s:
+                    raise LateRankError(f"timed out: {self.handing} has stood still for {self._timeout_s:g} s")
+        except BaseException:
+            self.leave()
+            raise
+        self._held.pop()
+        if self._lateness is not None:
+            self._lateness.came(time.monotonic() - begun_s, expected_s, tensor.nbytes)
+
+    def _over(self) -> bool:
+        """Wait a moment; whether the message that is under way has come. Raises RuntimeError where the other rank has
+        died."""
+        try:
+            with of_backend():
+                self._held[-1].wait(_SLICE)
+        except RuntimeError:
+            if not self._held[-1].is_completed():
+                return False
+            with of_backend():
+                self._held[-1].wait()  # which raises, unless it was the slice that had ended
+        return True
 
 
 def take_place(newcomer: Newcomer, training: Training) -> tuple[Joining, Mapping[str, Any]]:

@@ -8,15 +8,17 @@ import functools
 import gc
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from adaptra_megatron.child_process import OwningProcess
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.memory import MemorySource
-from adaptra_megatron.epochs.generation import Generation
+from adaptra_megatron.epochs.commit import Word
+from adaptra_megatron.epochs.generation import FIRST, Generation
 from adaptra_megatron.epochs.joining import Newcomer
 from adaptra_megatron.epochs.live_groups import LiveGroups
 from adaptra_megatron.job.membership import MembershipRecords
@@ -33,6 +35,7 @@ from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, pipeli
 from adaptra_megatron.runtime.megatron.refusals import refuse_for_staggering
 from adaptra_megatron.runtime.megatron.replica_updates import ReplicaUpdates
 from adaptra_megatron.runtime.megatron.staggered_optimizer import StaggeredOptimizer, ValidatedComputation
+from adaptra_megatron.runtime.megatron.state.conservation import Conservation, Conserved, digest_of
 from adaptra_megatron.runtime.megatron.state.random_draws import flags_drawn_in_other_order
 from adaptra_megatron.runtime.megatron.state.repeated_iteration import RepeatableIteration
 from adaptra_megatron.runtime.outliving import CONNECT_S
@@ -87,6 +90,14 @@ class AdaptraRuntime:
         self._engine_layers = EngineLayers(queue)
         self._decorate = decorate
         self._memory, self._groups = memory, groups
+        self.conservation = None if groups is None else Conservation()
+        """Counts micro-batches in gradients, where training outlives its ranks."""
+        self._conserved: Conserved | None = None
+        """What the gradients of the last attempt were found to hold."""
+        self._digested = FIRST
+        """The last generation whose state has been compared between replicas."""
+        self._digest: bytes | None = None
+        """Of the state with which the attempt under way has begun, where that is to be compared."""
         self._pipelines: dict[tuple[int, ...], Pipeline] = {}
         self.training: Training | None = None
         """What the training script trains with, once it has said so: for ranks that are started again."""
@@ -191,6 +202,7 @@ class AdaptraRuntime:
         else:
             attempt = functools.partial(self._attempt_among, pipeline, call)
             ran = pipeline.survival.carry_out(attempt, trains=not call.forward_only)
+            self._digested, self._digest, self._conserved = pipeline.survival.generation.id, None, None
         if not call.forward_only:
             self.peak_in_flight = max(self.peak_in_flight, ran.report.peak_in_flight)
             self.last_schedule = ran.schedule
@@ -214,8 +226,26 @@ class AdaptraRuntime:
         if number and not call.forward_only:
             forget_gradients(call)
         assert pipeline.survival is not None
+        self._digest = None
+        if generation.id != self._digested:
+            scheduler = None if self.training is None else self.training.scheduler
+            steps = 0 if scheduler is None else int(scheduler.num_steps)
+            self._digest = digest_of(call.model_chunks, pipeline.iterations, steps)
+        self._conserved = None
         # Not the number of the try: a rank that was between two calls as others failed has not tried yet.
         return self._attempt(pipeline, call, pipeline.survival.turn, degraded=bool(generation.dead_cells))
+
+    def _word(self, pipeline: Pipeline, word: Word) -> Word:
+        """Add to what this rank comes with to the end of an attempt: the tokens that its gradients hold, and in the
+        first attempt of a generation the state that it has begun with."""
+        worker = pipeline.job.layout.workers[pipeline.job.layout.rank]
+        if self._digest is not None:
+            place = f"stage {worker.cell.stage}, lane {worker.lane}"
+            word = replace(word, digests={place: self._digest.hex()})
+        found = self._conserved
+        if found is None or found.tokens is None or found.divisor is None:
+            return word
+        return replace(word, tokens=found.tokens, divisors=(found.divisor,))
 
     def _gather_again(self) -> None:
         """Gather parameters from the shards that are stepped, where a rank may have died while that was done."""
@@ -230,7 +260,11 @@ class AdaptraRuntime:
 
     def _attempt(self, pipeline: Pipeline, call: PipelineCall, number: int = 0, *, degraded: bool = False) -> _Ran:
         schedule = pipeline.schedule(call)
-        computation = MegatronComputation(call, self.weight_gradients, pipeline.inputs(call))
+        conservation = None if call.forward_only else self.conservation
+        if conservation is not None:
+            conservation.begin(call.model_chunks)
+        count = None if conservation is None else conservation.count
+        computation = MegatronComputation(call, self.weight_gradients, pipeline.inputs(call), count)
         decorated = self._decorate(computation, call.stage) if self._decorate is not None else computation
         if self._config.profile_ranges:
             decorated = ranged_computation(decorated)
@@ -243,11 +277,24 @@ class AdaptraRuntime:
             finally:
                 self.runs_actions = False
             if not call.forward_only:
+                tokens = computation.tokens.clone()
                 finish_gradients(call, computation.tokens, embedding, degraded=degraded)
+                self._conserved = self._verify(call, tokens, computation.tokens)
             losses = computation.losses
             if pipeline.rerouting is not None and pipeline.routes(call):
                 losses = pipeline.rerouting.end(losses)
         return _Ran(report, schedule, losses)
+
+    def _verify(self, call: PipelineCall, tokens: torch.Tensor, divisor: torch.Tensor) -> Conserved | None:
+        """None where the job does not outlive ranks. Raises as `Conservation.verify`."""
+        if self.conservation is None or self._groups is None:
+            return None
+        self._groups.synchronize()
+        if not call.config.calculate_per_token_loss:
+            return self.conservation.verify(call)
+        # Tensor-parallel ranks of a cell have the same tokens.
+        contributed = tokens if call.groups.tp.rank() == 0 else torch.zeros_like(tokens)
+        return self.conservation.verify(call, contributed, divisor)
 
     def last_plan(self) -> tuple[int, str] | None:
         """Number and fingerprint (of the schedule, not the number) of what the last training iteration ran; None where
@@ -335,6 +382,8 @@ class AdaptraRuntime:
                 self.sync_waits,
             )
             self._joining = None
+            if pipeline.survival is not None:
+                pipeline.survival.word = functools.partial(self._word, pipeline)
             if pipeline.survival is not None and self.training is not None:
                 pipeline.survival.let_in(
                     functools.partial(hand_over, self.training, pipeline),

@@ -216,11 +216,11 @@ class LateRank:
     def _late_groups(self, make: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(make)
         def made(groups: Any, group: Any, device: str) -> Any:
-            native = make(groups, group, device)
+            native, sockets = make(groups, group, device)
             if device != "cpu":
-                return native
+                return native, sockets
             others = [rank for rank in group.members if rank != groups.rank]
-            return LateGroup(native, group.description, next(self._numbers), self, others)
+            return LateGroup(native, group.description, next(self._numbers), self, others), sockets
 
         return made
 

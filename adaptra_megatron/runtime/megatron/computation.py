@@ -86,15 +86,21 @@ class MegatronComputation:
     """StageComputation for one iteration of a Megatron model."""
 
     def __init__(
-        self, call: PipelineCall, queue: WeightGradientQueue, inputs: Callable[[int, int], Input] | None = None
+        self,
+        call: PipelineCall,
+        queue: WeightGradientQueue,
+        inputs: Callable[[int, int], Input] | None = None,
+        count: Callable[[torch.nn.Module], None] | None = None,
     ) -> None:
-        """`inputs`: asked before each forward, by chunk and micro-batch; None: stock's."""
+        """`inputs`: asked before each forward, by chunk and micro-batch; None: stock's. `count`: called with a chunk of
+        the model before what completes a micro-batch's gradients of it, and so before a reduction can start."""
         self.losses: list[Any] = []
         """What the loss functions returned, in forward order: stock's forward_data_store."""
         self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
         self._call = call
         self._forward_step_func = _owned_forward_step(call.forward_step_func)
         self._queue = queue
+        self._count = count or (lambda chunk: None)
         self._left: dict[tuple[int, int], list[DelayedGradient]] = {}
         self._inputs = inputs or (lambda chunk, micro_batch: Input(call.data_iterators[chunk], micro_batch))
         self._begun: set[int] = set()
@@ -137,6 +143,7 @@ class MegatronComputation:
     ) -> torch.Tensor | None:
         model, config = self._call.model_chunks[chunk], self._call.config
         if not split:
+            self._count(model)
             return backward_step(model, input_tensor, output_tensor, output_gradient, config)
         with self._queue.collect() as left:
             input_gradient = backward_step(model, input_tensor, output_tensor, output_gradient, config)
@@ -144,6 +151,7 @@ class MegatronComputation:
         return input_gradient
 
     def weight_gradient(self, chunk: int, micro_batch: int) -> None:
+        self._count(self._call.model_chunks[chunk])
         self._queue.compute(self._left.pop((chunk, micro_batch)))
 
 

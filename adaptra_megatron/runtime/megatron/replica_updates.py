@@ -289,7 +289,7 @@ class ReplicaUpdates:
 def _send_state(peers: Peers, target: int, model: list[Any], optimizers: list[Any]) -> None:
     """In two messages, for each may wait for a core: a copy of all of it, in this process's memory."""
     parts: list[torch.Tensor] = []
-    sender = StateSender(lambda tensor: parts.append(tensor.view(torch.uint8)))
+    sender = StateSender(lambda tensor: parts.append(tensor.clone().view(torch.uint8)))
     send_tensors(sender, model_tensors(model))
     for optimizer in optimizers:
         send_optimizer(sender, optimizer, _parameters(optimizer))

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank of a training in which something else fails while ranks go on after a death: `struck_ranks.py FAULT
-TRAINING_ARGUMENTS...`, with "delegate:RANK", "path:RANK", "rank:RANK" or "idle:RANK" as the fault.
+TRAINING_ARGUMENTS...`, with "delegate:RANK", "path:RANK", "rank:RANK", "idle:RANK" or "zero:RANK" as the fault.
 
 Decorators around what a rank does in a new generation: the delegate of RANK is killed as it opens links, each first
 message that RANK sends or receives by a device path of these fails, RANK dies as it makes the first group of those that
-live, or RANK plans as if the first stage of replica 2 were dead, too, so that this cell lives and has no work.
+live, or RANK plans as if the first stage of replica 2 were dead, too, so that this cell lives and has no work. Or,
+without a death, RANK's gradients are set to 0 between the first micro-batch and the second.
 Or something is no fault: with "pause:RANK", RANK stands still for PAUSED_S; "cap:RANK" has RANK say what it held most.
 """
 
@@ -35,6 +36,7 @@ from adaptra_megatron.epochs.generation import FIRST  # noqa: E402
 from adaptra_megatron.epochs.live_groups import LiveGroups  # noqa: E402
 from adaptra_megatron.runtime import iteration_work  # noqa: E402
 from adaptra_megatron.runtime.execution.activations import ActivationAccount  # noqa: E402
+from adaptra_megatron.runtime.megatron.computation import MegatronComputation  # noqa: E402
 from adaptra_megatron.runtime.rerouting import degraded  # noqa: E402
 from adaptra_megatron.runtime.rerouting.rerouting import Rerouting  # noqa: E402
 from adaptra_megatron.schedule.actions import Kind  # noqa: E402
@@ -109,6 +111,18 @@ def pause(begin: Callable[..., Any]) -> Callable[..., Any]:
     return struck
 
 
+def zero(backward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(backward)
+    def struck(computation: Any, chunk: int, micro_batch: int, *given: Any, **keywords: Any) -> Any:
+        if micro_batch == 1:
+            for buffer in computation._call.model_chunks[chunk].buffers:
+                buffer.reset()
+            say("zero")
+        return backward(computation, chunk, micro_batch, *given, **keywords)
+
+    return struck
+
+
 class CountedAccount(ActivationAccount):
     """Says what any of them has held most in training, at the end."""
 
@@ -130,6 +144,7 @@ def main(fault: str, arguments: list[str]) -> None:
         "idle": Replacement(degraded, "plan_routed", relieve(degraded.plan_routed), "a cell has no work"),
         "pause": Replacement(Rerouting, "begin", pause(Rerouting.begin), "a rank stands still"),
         "cap": Replacement(iteration_work, "ActivationAccount", CountedAccount, "activations are counted"),
+        "zero": Replacement(MegatronComputation, "backward", zero(MegatronComputation.backward), "gradients are lost"),
         "rank": Replacement(LiveGroups, "_make_native", die(LiveGroups._make_native), "a rank dies"),
     }
     args = parse_arguments(arguments)

@@ -136,3 +136,15 @@ def test_a_store_that_stands_still_for_longer_ends_all_with_its_name(tmp_path: P
         if result.rank != DYING:
             assert result.returncode == 1, result.output
             assert f"the job's store has not answered for {TIMEOUT_S:g} s" in result.output, result.output
+
+
+@pytest.mark.timeout(150)
+def test_gradients_that_lack_a_micro_batch_are_not_committed(tmp_path: Path, fork_server: ForkServer) -> None:
+    """All replicas would go on with the same wrong sum."""
+    results = run(tmp_path, fork_server, [STRUCK_RANKS, "zero:4"], deaths=())
+    assert all(result.returncode == 1 for result in results)
+    assert "struck: zero" in results[4].output
+    expected = LAYOUT.replicas * LAYOUT.micro_batches
+    said = rf"stage 1, chunk 0, bucket \d: gradients hold {expected - 1} of {expected} micro-batches"
+    assert all(re.search(said, results[rank].output) for rank in (3, 4, 5)), results[4].output
+    assert not list(tmp_path.glob("rank*.pt"))

@@ -3,11 +3,16 @@
 
 Tensors go one by one and in place; what else there is goes before them, as plain values. No format of checkpoints: the
 other end is a process of the same release with the same arguments, and has the same tensors in the same order.
+
+One digest goes along over all of it (blake2b). The receiver's is of its tensors as they are once they have been put in
+place, not of what came. With a key the two ends prove to each other that they have it: plain values are parsed once the
+digest so far has been found equal, and tensors are used once that at the end has.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,74 +20,152 @@ from typing import Any
 import torch
 
 Send = Callable[[torch.Tensor], None]
-"""Sends a tensor on the CPU."""
+"""Sends a tensor on the CPU, which may be changed afterwards."""
 Receive = Callable[[torch.Tensor], None]
 """Fills a tensor on the CPU."""
+
+CHUNK_NBYTES = 4 << 20
+"""Largest message. Small tensors share one."""
+MOST_VALUES_NBYTES = 64 << 20
+"""Largest packet of plain values."""
+_DIGEST_NBYTES = 32
 
 
 class StateError(RuntimeError):
     """What came is not what was sent, or does not fit this process; says which."""
 
 
-class StateSender:
-    """Hands tensors and values over, and their checksum at the end."""
+class _Digest:
+    """Of all that one end has sent, or has in place, so far."""
 
-    def __init__(self, send: Send) -> None:
-        self._send, self._digest = send, hashlib.blake2b(digest_size=32)
+    def __init__(self, key: bytes, identity: str) -> None:
+        self._hash = hashlib.blake2b(identity.encode(), digest_size=_DIGEST_NBYTES, key=key)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """The next one, with its size."""
+        self._hash.update(f"|{tensor.nbytes}|".encode())
+        for piece in _pieces(_flat(tensor)):
+            self._hash.update(piece.cpu().numpy().data)
+
+    @property
+    def value(self) -> torch.Tensor:
+        """As it is now."""
+        return torch.frombuffer(bytearray(self._hash.digest()), dtype=torch.uint8)
+
+
+class StateSender:
+    """Hands tensors and values over, in messages of CHUNK_NBYTES at most, each with its size before it."""
+
+    def __init__(self, send: Send, key: bytes = b"", identity: str = "") -> None:
+        """`key`: a secret of both ends, of 64 bytes at most; empty: errors are found, and no strangers. `identity`: of
+        this hand-over alone."""
+        self._send, self._digest = send, _Digest(key, identity)
+        self._chunk, self._filled = torch.empty(CHUNK_NBYTES, dtype=torch.uint8), 0
 
     def values(self, values: Any) -> None:
-        """Anything of lists, tuples, dictionaries, numbers, texts and bytes."""
+        """Anything of lists, tuples, dictionaries, numbers, texts and bytes. Raises StateError for too much of it."""
         buffer = io.BytesIO()
         torch.save(values, buffer)
         packet = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-        self._send(torch.tensor([packet.numel()]))
+        if packet.numel() > MOST_VALUES_NBYTES:
+            raise StateError(f"{packet.numel() >> 20} MiB of plain values, more than {MOST_VALUES_NBYTES >> 20}")
+        self._write(torch.tensor([packet.numel()]).view(torch.uint8))
         self.tensor(packet)
+        self._write(self._digest.value)
 
     def tensor(self, tensor: torch.Tensor) -> None:
         """One whose shape and type the other end knows."""
-        flat = _bytes(tensor)
-        self._digest.update(flat.numpy().data)
-        self._send(flat)
+        self._digest.add(tensor)
+        self._write(_flat(tensor))
 
     def finish(self) -> None:
         """All has been handed over."""
-        self._send(torch.frombuffer(bytearray(self._digest.digest()), dtype=torch.uint8))
+        self._write(self._digest.value)
+        if self._filled:
+            self._flush()
+
+    def _write(self, flat: torch.Tensor) -> None:
+        while flat.numel():
+            room = CHUNK_NBYTES - self._filled
+            piece, flat = flat[:room], flat[room:]
+            self._chunk[self._filled : self._filled + piece.numel()].copy_(piece)
+            self._filled += piece.numel()
+            if self._filled == CHUNK_NBYTES:
+                self._flush()
+
+    def _flush(self) -> None:
+        filled, self._filled = self._filled, 0
+        self._send(torch.tensor([filled]))
+        self._send(self._chunk[:filled])
 
 
 class StateReceiver:
     """The other end. Methods raise StateError for what is not as it was sent, or cannot be read."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive, self._digest = receive, hashlib.blake2b(digest_size=32)
+    def __init__(self, receive: Receive, key: bytes = b"", identity: str = "") -> None:
+        """`key`, `identity`: the sender's."""
+        self._receive, self._digest = receive, _Digest(key, identity)
+        self._left = torch.empty(0, dtype=torch.uint8)
+        """Of the message that came last."""
 
     def values(self) -> Any:
         """What the sender's `values` was given."""
         size = torch.zeros(1, dtype=torch.int64)
-        self._receive(size)
+        self._read(size.view(torch.uint8))
+        if not 0 < int(size) <= MOST_VALUES_NBYTES:
+            raise StateError(f"a packet of plain values cannot have {int(size)} bytes: {_NOT_AS_SENT}")
         packet = torch.empty(int(size), dtype=torch.uint8)
         self.tensor(packet)
+        self._compare()
         return torch.load(io.BytesIO(packet.numpy().tobytes()), weights_only=True)
 
     def tensor(self, tensor: torch.Tensor) -> None:
         """Fill one."""
-        flat = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
-        if flat.numel():
-            self._receive(flat)
-            self._digest.update(flat.numpy().data)
+        flat = _flat(tensor)
+        self._read(flat)
+        if not tensor.is_contiguous():  # then `flat` is a copy
             with torch.no_grad():
                 tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+        self._digest.add(tensor)
 
     def finish(self) -> None:
         """All has come."""
-        expected = torch.empty(32, dtype=torch.uint8)
-        self._receive(expected)
-        if expected.numpy().tobytes() != self._digest.digest():
-            raise StateError("parameters and optimizer state do not come as they were sent: their checksums differ")
+        self._compare()
+
+    def _compare(self) -> None:
+        expected = torch.empty(_DIGEST_NBYTES, dtype=torch.uint8)
+        self._read(expected)
+        if not hmac.compare_digest(expected.numpy().tobytes(), self._digest.value.numpy().tobytes()):
+            raise StateError(_NOT_AS_SENT)
+
+    def _read(self, flat: torch.Tensor) -> None:
+        while flat.numel():
+            if not self._left.numel():
+                size = torch.zeros(1, dtype=torch.int64)
+                self._receive(size)
+                if not 0 < int(size) <= CHUNK_NBYTES:
+                    raise StateError(f"a message cannot have {int(size)} bytes: {_NOT_AS_SENT}")
+                self._left = torch.empty(int(size), dtype=torch.uint8)
+                self._receive(self._left)
+            count = min(flat.numel(), self._left.numel())
+            flat[:count].copy_(self._left[:count])
+            flat, self._left = flat[count:], self._left[count:]
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+_NOT_AS_SENT = (
+    "parameters and optimizer state are not in place as they were sent, or come from no rank of this job: their "
+    "digests differ"
+)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes of a tensor: its own, where it is contiguous."""
+    flat = tensor.detach().reshape(-1)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def _pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    return (flat[first : first + CHUNK_NBYTES] for first in range(0, flat.numel(), CHUNK_NBYTES))
 
 
 def model_tensors(model: Sequence[Any]) -> list[torch.Tensor]:
