@@ -7,8 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -28,10 +26,10 @@ def state() -> torch.Tensor:
 
 
 def channel(generation: int, lateness: _Lateness | None = None, key: bytes | None = None) -> _Channel:
-    epoch: Any = SimpleNamespace(control=ControlStore.of_job("job").in_epoch(generation))
+    control = ControlStore.of_job("job").in_generation(generation)
     if key is not None:
-        epoch.control.secret = key
-    return _Channel(Handing(0, 1, True, (), 0), dist.get_rank(), epoch, TIMEOUT_S, lateness=lateness)
+        control.secret = key
+    return _Channel(Handing(0, 1, True, (), 0), dist.get_rank(), control, TIMEOUT_S, lateness=lateness)
 
 
 def send(generation: int, patience_s: float = PATIENCE_S) -> _Channel:
