@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from support.made_up.job import ControlOver, layout
 from support.made_up.measured_job import MeasuredJob
-from support.timing import judged_by_the_clock
 from torch.distributed import HashStore
 
 from adaptra_megatron.control.control_loop import DELAY
@@ -63,7 +62,6 @@ def stopped() -> Iterator[StoppedStore]:
     store.goes_on.set()
 
 
-@judged_by_the_clock
 def test_a_decision_is_read_soon_once_the_training_waits_for_it() -> None:
     control = ControlOver(HashStore())
     store, reader = control.client("here"), DecisionReader(control, "here", layout([[0, 1]], 1), 10.0)
