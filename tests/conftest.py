@@ -15,7 +15,7 @@ from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.launch import BRIEF_LOOKUPS
 
 # Test machines are shared: a slow example says nothing about the code, so time limits are pytest-timeout's alone.
-# "fixed" has the same examples in every run, so that none fails by chance, and no shrinking, which takes minutes; "random"
+# "fixed": the same examples in every run, so that none fails by chance, and no shrinking, which takes minutes. "random"
 # (`make properties`) searches and shrinks.
 _ANYWHERE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile(

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from adaptra_megatron.emulation.faults.deaths import FORM as FORM_OF_DEATH
+from adaptra_megatron.emulation.faults.holds import FORM as FORM_OF_HOLD
 from adaptra_megatron.emulation.faults.slow_cells import FORM
 
 
@@ -179,6 +180,13 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="ITERATION",
         help="begin an iteration (from 0) once all ranks that have died stand ready again; may be repeated",
+    )
+    group.add_argument(
+        "--emulate-hold",
+        action="append",
+        default=[],
+        metavar=FORM_OF_HOLD,
+        help="begin an iteration (from 0) once a file exists; may be repeated",
     )
     group.add_argument(
         "--emulate-link-story",

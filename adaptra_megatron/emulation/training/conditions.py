@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from adaptra_megatron.emulation.faults.compute import EmulatedCompute, parse_compute
 from adaptra_megatron.emulation.faults.deaths import Arrivals, Deaths, parse_death
+from adaptra_megatron.emulation.faults.holds import Holds, parse_hold
 from adaptra_megatron.emulation.faults.network.link_faults import LinkFault, parse_link_fault
 from adaptra_megatron.emulation.faults.network.link_story import LinkStory, read_story
 from adaptra_megatron.emulation.faults.network.links import SlowLinks
@@ -56,7 +57,7 @@ class Conditions:
         waits = args.emulate_wait_for_arrivals
         self._deaths = Deaths([parse_death(text) for text in args.emulate_death], dist.get_rank(), waits)
         stack.enter_context(self._deaths.at_admissions())
-        arrivals = Arrivals(waits)
+        arrivals, holds = Arrivals(waits), Holds([parse_hold(text) for text in args.emulate_hold])
         soak = self._soak(args.emulate_fault_plan, stack)
         seed = args.emulate_path_flaps
         if args.emulate_prompt_planner:
@@ -64,7 +65,7 @@ class Conditions:
         self._flaps = None if seed is None else stack.enter_context(PathFlaps(f"{seed}:{dist.get_rank()}"))
         self.watchers: list[Callable[[int], None]] = [
             watcher.set_iteration
-            for watcher in (self._links, soak, self._pauses, self._speed, self._deaths, arrivals)
+            for watcher in (self._links, soak, self._pauses, self._speed, self._deaths, arrivals, holds)
             if watcher is not None
         ]
         """To be told the number of each training iteration (from 0) when it begins."""
