@@ -113,7 +113,7 @@ def _check_traces(run: Path, output: Path) -> None:
     traced = [{record.iteration for record in read_trace(trace_path(run, rank)).records} for rank in range(STAGES)]
     assert traced[0] == traced[1] == traced[2]
     first, second = sorted(traced[0])
-    assert HELD <= first == second - 1 < ITERATIONS
+    assert ONSET < first == second - 1 < ITERATIONS
     assert adaptra(["trace", str(run), "-o", str(output)]) == 0
     names = [entry.get("name", "") for entry in json.loads(output.read_text())["traceEvents"]]
     assert sum(name.startswith("F") for name in names) >= 2 * STAGES * MICRO_BATCHES
