@@ -20,6 +20,7 @@ SANITIZED := build/sanitized
 SANITIZE := -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -D_GLIBCXX_ASSERTIONS
 SECONDS ?= 60
 SEED ?= 1
+ROUNDS ?= 1000
 FUZZ ?=
 
 # What torch 2.8, 2.9 and 2.10, 2.11, and 2.12 come with, and the latest.
@@ -32,7 +33,7 @@ INSTALLED := $(VENV)/.adaptra-installed
 NATIVE := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo megatron test test-slow test-native-sanitized test-dropin test-versions test-nccl docs site wheel \
+.PHONY: help install lock demo megatron test test-slow properties test-native-sanitized test-dropin test-versions test-nccl docs site wheel \
 	test-pages test-rdma bench-rdma soak campaign-deaths closed-loop postings lint
 .DELETE_ON_ERROR:
 
@@ -41,6 +42,7 @@ help:
 	@echo 'make demo     train a small GPT with and without adaptra while a link turns slow'
 	@echo 'make test     every test but the slow ones'
 	@echo 'make test-slow  the slow ones'
+	@echo 'make properties  property tests with random examples, until one fails (SEED=7 for others, ROUNDS=1 to end)'
 	@echo 'make test-native-sanitized  fuzzers on native code built with sanitizers (SECONDS=3600 SEED=1000000 for more)'
 	@echo 'make test-pages  pictures of reports in headless Chromium, and axe-core on them (needs node, npm and Chromium)'
 	@echo 'make test-rdma  the verbs transport on Soft-RoCE in a virtual machine (installs QEMU if it is missing)'
@@ -81,10 +83,9 @@ lock:
 demo: $(INSTALLED)
 	$(BIN)/python -m adaptra_megatron.emulation.demo.demo
 
-# A test may fail because the machine had no time for its processes, so a failed one runs once more, and the summary says why.
-# Numbers that differ are wrong every time. Two runs of pytest share the machine, since ranks mostly wait for each other: the
-# trainings in one; in the other what has one process, then what mostly waits, and last the fault campaign, which has deadlines.
-PYTEST_ALL := $(BIN)/python -m pytest -q -m 'not slow and not megatron_lm' --durations=30 --reruns 1 --rerun-except ResultsDifferError
+# Two runs of pytest share the machine, since ranks mostly wait for each other: the trainings in one; in the other what has
+# one process, then what mostly waits, and last the fault campaign, which has deadlines.
+PYTEST_ALL := $(BIN)/python -m pytest -q -m 'not slow and not megatron_lm' --durations=30
 BESIDE_TRAININGS := $(addprefix tests/,authentication benchmarks cli detector fuzz gpu patches schedule) $(wildcard tests/test_*.py) \
 	$(addprefix tests/,job launch telemetry transport campaigns)
 test: $(INSTALLED)
@@ -95,6 +96,13 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -q -m slow
+
+# Other examples for each seed, from SEED on, until something is found or ROUNDS are over. Shrinking takes up to 5 minutes.
+properties: $(INSTALLED)
+	for seed in $$(seq $(SEED) $$(($(SEED) + $(ROUNDS) - 1))); do \
+	  echo "== SEED=$$seed"; ADAPTRA_TEST_EXAMPLES=random $(BIN)/python -m pytest -q -m 'hypothesis and not slow' --timeout=1200 \
+	    --hypothesis-seed=$$seed || exit 1; \
+	done
 
 $(SANITIZED)/_ring.so: $(wildcard csrc/ring/*)
 $(SANITIZED)/_native.so: $(wildcard csrc/schedule/* csrc/schedule/routing/*)

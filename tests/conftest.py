@@ -8,16 +8,21 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from support.processes import RankResult, run_ranks
-from support.timing import stretch_of
 
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.launch import BRIEF_LOOKUPS
 
 # Test machines are shared: a slow example says nothing about the code, so time limits are pytest-timeout's alone.
-settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("shared-machine")
+# "fixed": the same examples in every run, so that none fails by chance, and no shrinking, which takes minutes. "random"
+# (`make properties`) searches and shrinks.
+_ANYWHERE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile(
+    "fixed", derandomize=True, database=None, phases=(Phase.explicit, Phase.generate), max_examples=50, **_ANYWHERE
+)
+settings.register_profile("random", print_blob=True, **_ANYWHERE)
+settings.load_profile(os.environ.get("ADAPTRA_TEST_EXAMPLES", "fixed"))
 
 
 def pytest_configure() -> None:
@@ -36,16 +41,3 @@ def fork_server() -> Iterator[ForkServer]:
 def start_ranks(fork_server: ForkServer, tmp_path: object) -> Callable[..., list[RankResult]]:
     """`launch.run_ranks` with ranks forked from the session's server and logs in the test's directory."""
     return partial(run_ranks, server=fork_server, log_directory=f"{tmp_path}/logs")
-
-
-@pytest.fixture
-def stretch(request: pytest.FixtureRequest) -> float:
-    """How many times as long this test's emulated times are: more each time that it runs again."""
-    return stretch_of(getattr(request.node, "execution_count", 1))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say why a test had to run again: nothing else would."""
-    for report in terminalreporter.stats.get("rerun", []):
-        terminalreporter.section(f"ran again: {report.nodeid}")
-        terminalreporter.line(report.longreprtext)

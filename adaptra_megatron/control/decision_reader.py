@@ -23,7 +23,7 @@ from adaptra_megatron.job.layout import JobLayout
 
 LOOK_UP_S = 1.0
 """How long a thread that asks the store, and is to end, is waited for."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.25
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.25
 """Between two looks into the store, which all ranks share; each is half as long again as the one before."""
 _PART_NBYTES = 1 << 12
 
@@ -46,7 +46,7 @@ class Looks:
 
     def begin(self) -> None:
         """Look often from now on: what is looked for may come soon."""
-        self._pause_s = _FIRST_PAUSE_S
+        self._pause_s = FIRST_PAUSE_S
         self._next_s = time.monotonic() + self._pause_s
 
     @property
@@ -56,7 +56,7 @@ class Looks:
 
     def looked(self) -> None:
         """Look later: it was not there."""
-        self._pause_s = min(1.5 * self._pause_s, _LONGEST_PAUSE_S)
+        self._pause_s = min(1.5 * self._pause_s, LONGEST_PAUSE_S)
         self._next_s = time.monotonic() + self._pause_s
 
 

@@ -4,21 +4,19 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from support.made_up.job import ControlOver, layout
 from support.made_up.measured_job import MeasuredJob
-from support.timing import judged_by_the_clock
 from torch.distributed import HashStore
 
 from adaptra_megatron.control.control_loop import DELAY
-from adaptra_megatron.control.decision_reader import DecisionReader, decision_key
+from adaptra_megatron.control.decision_reader import FIRST_PAUSE_S, LONGEST_PAUSE_S, DecisionReader, decision_key
 from adaptra_megatron.control.decisions import Decision
 from adaptra_megatron.control.leading import Leading
-from adaptra_megatron.control.rounds import Address
+from adaptra_megatron.control.rounds import PLANNER_KEY, Address
 from adaptra_megatron.control.wire_format import encoded
 
 
@@ -63,23 +61,27 @@ def stopped() -> Iterator[StoppedStore]:
     store.goes_on.set()
 
 
-@judged_by_the_clock
-def test_a_decision_is_read_soon_once_the_training_waits_for_it() -> None:
+def test_a_store_is_looked_into_often_once_the_training_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     control = ControlOver(HashStore())
     store, reader = control.client("here"), DecisionReader(control, "here", layout([[0, 1]], 1), 10.0)
     (measurement, *_others) = MeasuredJob().measure(1.0)
+    peek, looked, paused_s = reader._store.peek, threading.Semaphore(0), []
+
+    def seen(key: str) -> bytes | None:
+        if key == PLANNER_KEY and reader._looks._pause_s == LONGEST_PAUSE_S:
+            looked.release()
+        if key == decision_key(DELAY):
+            paused_s.append(reader._looks._pause_s)
+            if len(paused_s) == 3:
+                store.set(key, encoded(Decision(DELAY)))
+        return peek(key)
+
+    monkeypatch.setattr(reader._store, "peek", seen)
     reader.post(0, measurement)
-    time.sleep(1.5)  # by now it looks four times per second, for the planner process's address
-    took_s = []
-    for iteration in range(DELAY, DELAY + 3):
-        threading.Timer(0.02, store.set, (decision_key(iteration), encoded(Decision(iteration)))).start()
-        begun_s = time.monotonic()
-        assert reader.needed(iteration).number == iteration
-        took_s.append(time.monotonic() - begun_s)
-        reader.post(iteration + 1 - DELAY, measurement)
-        time.sleep(0.8)
+    assert looked.acquire(timeout=60.0), "it looks for the planner process's address, ever more seldom"
+    assert reader.needed(DELAY).number == DELAY
     reader.close()
-    assert min(took_s) < 0.1, took_s
+    assert paused_s == pytest.approx([FIRST_PAUSE_S, 1.5 * FIRST_PAUSE_S, 1.5**2 * FIRST_PAUSE_S])
 
 
 def test_the_leaders_training_does_not_wait_for_a_stopped_store(stopped: StoppedStore) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.timing import judged_by_the_clock
 
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.outlived import Host, run_outlived
@@ -80,7 +79,6 @@ def test_two_ranks_die(deaths: tuple[str, ...], peace: dict[int, Any], tmp_path:
     check(run(tmp_path, fork_server, *deaths), peace, {int(death.split(":")[0]) for death in deaths})
 
 
-@judged_by_the_clock
 @pytest.mark.timeout(90)
 def test_a_stage_without_a_live_cell_ends_the_job(tmp_path: Path, fork_server: ForkServer) -> None:
     argv, host = [RANKS, "2", "2", "0:5", "1:5"], TimedHost(4)
@@ -92,7 +90,6 @@ def test_a_stage_without_a_live_cell_ends_the_job(tmp_path: Path, fork_server: F
         assert "restart from the last checkpoint" in result.output
 
 
-@judged_by_the_clock
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("moment", [0, 9], ids=["in-a-call", "outside"])
 def test_an_error_of_a_rank_is_no_death(moment: int, tmp_path: Path, fork_server: ForkServer) -> None:

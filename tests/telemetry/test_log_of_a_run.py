@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from support.processes import REPOSITORY
-from support.timing import judged_by_the_clock
 
 from adaptra_megatron.emulation.jobs.launch import RankResult
 
@@ -36,21 +35,19 @@ def lines_of(start_ranks: Callable[..., list[RankResult]], iterations: int, comp
     return OURS.findall(results[0].output)
 
 
-@judged_by_the_clock
-def test_a_healthy_run_says_less_than_ten_lines(start_ranks: Callable[..., list[RankResult]], stretch: float) -> None:
-    lines = lines_of(start_ranks, HEALTHY_ITERATIONS, 8 * stretch)
+def test_a_healthy_run_says_less_than_ten_lines(start_ranks: Callable[..., list[RankResult]]) -> None:
+    lines = lines_of(start_ranks, HEALTHY_ITERATIONS, 8)
     assert len(lines) < 10, lines
     assert re.fullmatch(r"adaptra: \S+ is on, policy adapt; to train without it, set ADAPTRA_DISABLE=1", lines[0])
     assert re.match(rf"adaptra: done after {HEALTHY_ITERATIONS} iterations: \d+ plans?", lines[-1])
 
 
-@judged_by_the_clock
 def test_a_slow_link_is_told_from_its_onset_to_what_the_plan_brought(
-    start_ranks: Callable[..., list[RankResult]], tmp_path: Path, stretch: float
+    start_ranks: Callable[..., list[RankResult]], tmp_path: Path
 ) -> None:
     directory = tmp_path / "run"
-    slow = f"1>2:latency_ms={60 * stretch:g},from=40"
-    lines = lines_of(start_ranks, 80, 8 * stretch, "--emulate-slow-link", slow, "--adaptra-trace-dir", str(directory))
+    slow = f"1>2:latency_ms={60:g},from=40"
+    lines = lines_of(start_ranks, 80, 8, "--emulate-slow-link", slow, "--adaptra-trace-dir", str(directory))
     told = "\n".join(lines)
     onset = re.search(r"iteration (\d+): link 1<->2 is slow since iteration 41: a message of", told)
     assert onset is not None, told

@@ -13,48 +13,53 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.timing import judged_by_the_clock
 
 from adaptra_megatron.cli.main import main as adaptra
+from adaptra_megatron.emulation.faults.holds import HELD_S
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.launch import free_port, run_ranks
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.tracing.trace import read_trace, trace_path
 
-STAGES, MICRO_BATCHES, ITERATIONS, ONSET, LATENCY_S = 3, 6, 60, 12, 0.04
+STAGES, MICRO_BATCHES, ITERATIONS, ONSET, HELD, LATENCY_S = 3, 6, 60, 12, 40, 0.04
+MESSAGE_NBYTES = 4 * 16 * 32
 PROGRAM = Path(__file__).with_name("telemetry_ranks.py")
 
 
-@judged_by_the_clock
 @pytest.mark.timeout(520)
-def test_a_run_tells_what_it_does_while_it_runs(fork_server: ForkServer, tmp_path: Path, stretch: float) -> None:
-    compute_ms, latency_s = f"{8 * stretch:g}", stretch * LATENCY_S
-    port, run, scalars = free_port(), tmp_path / "run", tmp_path / "scalars.json"
+def test_a_run_tells_what_it_does_while_it_runs(fork_server: ForkServer, tmp_path: Path) -> None:
+    """The planner is waited for, and the run waits in iteration HELD until the link is known to be slow: then nothing
+    here depends on how fast the machine is, but how slow other links are."""
+    port, run, scalars, seen = free_port(), tmp_path / "run", tmp_path / "scalars.json", tmp_path / "seen"
     arguments = (
         f"--pipeline-model-parallel-size {STAGES} --num-layers {STAGES} --global-batch-size {MICRO_BATCHES} "
         f"--mock-data --no-gradient-accumulation-fusion --hidden-size 32 --seq-length 16 --train-iters {ITERATIONS} "
-        f"--emulate-compute-ms {compute_ms},{compute_ms},{compute_ms} "
-        f"--emulate-slow-link 0>1:latency_ms={1e3 * latency_s:g},from={ONSET} --adaptra "
+        f"--emulate-compute-ms 8,8,8 --emulate-prompt-planner --emulate-hold {HELD}:{seen} "
+        f"--emulate-slow-link 0>1:latency_ms={1e3 * LATENCY_S:g},from={ONSET} --adaptra "
         f"--adaptra-host-transport off --adaptra-max-in-flight 5 --adaptra-prometheus-port {port} "
         f"--adaptra-trace-dir {run} --adaptra-trace asked --adaptra-profile-ranges"
     )
     job = threading.Thread(
         target=run_ranks,
         args=(STAGES, [str(PROGRAM), str(scalars), *arguments.split()]),
-        kwargs={"timeout_s": 120 * stretch, "server": fork_server, "log_directory": tmp_path / "logs"},
+        kwargs={"timeout_s": 240, "server": fork_server, "log_directory": tmp_path / "logs"},
     )
     job.start()
     try:
-        metrics = _until(lambda: _scrape(port), _names_the_slow_link, 60 * stretch)
-        assert adaptra(["trace", str(run), "--request", "next-2"]) == 0
-        assert job.is_alive(), "asked for during the run"
+        metrics = _until(lambda: _scrape(port), _names_the_slow_link, HELD_S)
+        asking = threading.Thread(target=adaptra, args=(["trace", str(run), "--request", "next-2"],))
+        asking.start()
+        request = run / "requests" / "next-2"
+        _until(lambda: "asked" if request.exists() or not asking.is_alive() else "", bool, HELD_S)
+        seen.touch()
+        asking.join()
     finally:
-        job.join(timeout=120 * stretch)
-    _check_metrics(metrics, latency_s)
+        job.join(timeout=240)
+    _check_metrics(metrics)
     _check_traces(run, tmp_path / "trace.json")
     written = json.loads(scalars.read_text())
     _check_ranges(written.pop("ranges"))
-    _check_scalars(written, latency_s)
+    _check_scalars(written)
 
 
 def _until(look: Callable[[], str], enough: Callable[[str], bool], timeout_s: float) -> str:
@@ -66,7 +71,19 @@ def _until(look: Callable[[], str], enough: Callable[[str], bool], timeout_s: fl
 
 
 def _names_the_slow_link(text: str) -> bool:
-    return _value(text, "adaptra_link_state", **{"from": "0", "to": "1", "state": "slow"}) == 1.0
+    """Under what strikes it: before, it may have been slow by less for a while, on a busy machine."""
+    ends = {"from": "0", "to": "1"}
+    is_slow = _value(text, "adaptra_link_state", **ends, state="slow") == 1.0
+    latency_s = _value(text, "adaptra_link_latency_seconds", **ends)
+    return (
+        is_slow and _transfer_s(latency_s, _value(text, "adaptra_link_bandwidth_bytes_per_second", **ends)) > LATENCY_S
+    )
+
+
+def _transfer_s(latency_s: float, bandwidth: float) -> float:
+    """Seconds of a message: what is measured. Arrivals that are spaced by chance tell a bandwidth (bytes per second, -1
+    where none is told), which takes its part of it."""
+    return latency_s + max(0.0, MESSAGE_NBYTES / bandwidth)
 
 
 def _scrape(port: int) -> str:
@@ -83,13 +100,12 @@ def _value(text: str, name: str, **labels: str) -> float:
     return float(lines[0].split()[-1]) if len(lines) == 1 else -1.0
 
 
-def _check_metrics(text: str, latency_s: float) -> None:
+def _check_metrics(text: str) -> None:
     """The leading rank serves its figures while the link is slow."""
     assert _value(text, "adaptra_iterations_total", rank="0", stage="0") > ONSET
-    assert 0.0 < _value(text, "adaptra_iteration_seconds") < 10.0
+    assert 0.0 < _value(text, "adaptra_iteration_seconds") < HELD_S
     assert 0.0 < _value(text, "adaptra_bubble_ratio") < 1.0
-    assert latency_s <= _value(text, "adaptra_link_latency_seconds", **{"from": "0", "to": "1"}) < 2 * latency_s
-    assert _value(text, "adaptra_link_state", **{"from": "1", "to": "0", "state": "healthy"}) == 1.0
+    assert _value(text, "adaptra_link_state", **{"from": "1", "to": "0"}) == 1.0, "in one state"
 
 
 def _check_traces(run: Path, output: Path) -> None:
@@ -114,7 +130,7 @@ def _check_ranges(names: list[str]) -> None:
             assert f"adaptra {name.format(number)}" in names, names
 
 
-def _check_scalars(written: dict[str, list[list[object]]], slow_s: float) -> None:
+def _check_scalars(written: dict[str, list[list[object]]]) -> None:
     """Every other iteration, under Megatron's number, the same to both writers; the link shows."""
     curves: dict[str, dict[int, float]] = {}
     for tag, value, step in written["tensorboard"]:
@@ -122,9 +138,10 @@ def _check_scalars(written: dict[str, list[list[object]]], slow_s: float) -> Non
     steps = list(range(2, ITERATIONS + 1, 2))
     assert list(curves["adaptra/iteration_time_s"]) == steps
     assert curves["adaptra/plan_number"][ITERATIONS] >= 2
-    latency_s = curves["adaptra/link_0_to_1/latency_s"]
-    assert latency_s[ONSET] < slow_s / 2 < slow_s <= latency_s[ITERATIONS]
-    assert curves["adaptra/links_not_healthy"][ITERATIONS] == 1
+    latency_s, bandwidth = (curves.get(f"adaptra/link_0_to_1/{tag}", {}) for tag in ("latency_s", "bandwidth_bytes_s"))
+    transfer_s = {step: _transfer_s(value_s, bandwidth.get(step, -1.0)) for step, value_s in latency_s.items()}
+    assert min(value_s for step, value_s in transfer_s.items() if step <= ONSET) < LATENCY_S < transfer_s[ITERATIONS]
+    assert curves["adaptra/links_not_healthy"][ITERATIONS] >= 1
     assert all(0.0 < share < 1.0 for share in curves["adaptra/bubble_fraction"].values())
     to_wandb = {int(str(step)): values for values, step in written["wandb"]}
     assert list(to_wandb) == steps

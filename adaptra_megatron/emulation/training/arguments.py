@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from adaptra_megatron.emulation.faults.deaths import FORM as FORM_OF_DEATH
+from adaptra_megatron.emulation.faults.holds import FORM as FORM_OF_HOLD
 from adaptra_megatron.emulation.faults.lateness import FORM as FORM_OF_LATENESS
 from adaptra_megatron.emulation.faults.slow_cells import FORM
 
@@ -196,6 +197,13 @@ def _add_emulation(group: argparse._ArgumentGroup) -> None:
         "--emulate-exact-sums",
         action="store_true",
         help="round each micro-batch's gradients so that their sums are the same to the bit in any order",
+    )
+    group.add_argument(
+        "--emulate-hold",
+        action="append",
+        default=[],
+        metavar=FORM_OF_HOLD,
+        help="begin an iteration (from 0) once a file exists; may be repeated",
     )
     group.add_argument(
         "--emulate-link-story",

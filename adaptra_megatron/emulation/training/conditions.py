@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from adaptra_megatron.emulation.faults.compute import EmulatedCompute, EmulationError, parse_compute
 from adaptra_megatron.emulation.faults.deaths import Arrivals, Deaths, parse_death
+from adaptra_megatron.emulation.faults.holds import Holds, parse_hold
 from adaptra_megatron.emulation.faults.lateness import LateRank, late_messages, parse_lateness
 from adaptra_megatron.emulation.faults.network.link_faults import LinkFault, parse_link_fault
 from adaptra_megatron.emulation.faults.network.link_story import LinkStory, read_story
@@ -64,6 +65,7 @@ class Conditions:
         self._late = late
         stack.enter_context(self._deaths.at_admissions())
         arrivals = Arrivals(waits, None if late is None else late.board)
+        holds = Holds([parse_hold(text) for text in args.emulate_hold])
         soak = self._soak(args.emulate_fault_plan, stack)
         seed = args.emulate_path_flaps
         if args.emulate_prompt_planner:
@@ -71,7 +73,7 @@ class Conditions:
         self._flaps = None if seed is None else stack.enter_context(PathFlaps(f"{seed}:{dist.get_rank()}"))
         self.watchers: list[Callable[[int], None]] = [
             watcher.set_iteration
-            for watcher in (self._links, soak, self._pauses, self._speed, late, self._deaths, arrivals)
+            for watcher in (self._links, soak, self._pauses, self._speed, late, self._deaths, arrivals, holds)
             if watcher is not None
         ]
         """To be told the number of each training iteration (from 0) when it begins."""

@@ -7,8 +7,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from adaptra_megatron.schedule.errors import require_counts
-from adaptra_megatron.schedule.sync_modes.modes import Mode, Pace
+from adaptra_megatron.schedule.sync_modes.modes import AVERAGED, SETTLING, Mode, Pace
 from adaptra_megatron.schedule.sync_modes.updates import CatchUp, Update, Updates
 
 ComputeS = Callable[[int, int], float]
@@ -47,10 +46,9 @@ def updates_of(replicas: int, mode: Mode, max_staleness: int, compute_s: Compute
             restarted(at_s, update.members)
 
 
-def simulated_pace(mode: Mode, max_staleness: int, compute_s: ComputeS, updates: int = 2000) -> Pace:
-    """The mean over the second half of so many updates; see `modes.pace`, which foretells it."""
-    require_counts(updates=updates)
-    count, half = mode.replicas, updates // 2
+def simulated_pace(mode: Mode, max_staleness: int, compute_s: ComputeS) -> Pace:
+    """The mean over the same updates as `modes.pace`, which foretells it: over others it would be another."""
+    count, last = mode.replicas, SETTLING + AVERAGED - 1
     mass, mass_read, given = 0.0, [0.0] * count, dict[int, list[float]]()
     begun_s = ended_s = gradients = staleness = 0.0
     number = 0
@@ -62,17 +60,16 @@ def simulated_pace(mode: Mode, max_staleness: int, compute_s: ComputeS, updates:
             continue
         read = [mass_read[each] for each in event.members]
         read += [each for member in event.members for each in given.pop(member, ())]
-        if number > half:
+        if number >= SETTLING:
             gradients += event.gradients
             staleness += sum(mass - each for each in read)
-        elif number == half:
+        elif number == SETTLING - 1:
             begun_s = at_s
         mass += event.gradients / count
         for each in event.members:
             mass_read[each] = mass
         ended_s = at_s
-        if number == updates:
+        if number == last:
             break
         number += 1
-    made = updates - half
-    return Pace((ended_s - begun_s) / made, gradients / made, staleness / gradients)
+    return Pace((ended_s - begun_s) / AVERAGED, gradients / AVERAGED, staleness / gradients)

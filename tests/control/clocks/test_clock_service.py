@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.timing import judged_by_the_clock
 
 from adaptra_megatron.authentication.acceptor import MOST_UNPROVEN
 from adaptra_megatron.authentication.handshake import (
@@ -171,7 +170,6 @@ def test_a_lost_server_leaves_the_latest_relation_and_is_found_again() -> None:
     server.close()
 
 
-@judged_by_the_clock
 def test_closing_is_prompt_whatever_the_state(caplog: pytest.LogCaptureFixture) -> None:
     listener, address = listening()  # accepts no connection
     follower = ClockFollower(address, SECRET, UNKNOWN, interval_s=60.0)

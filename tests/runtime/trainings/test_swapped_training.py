@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.timing import judged_by_the_clock
 
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.variants import Variant, run_variants
@@ -33,7 +32,6 @@ CASES = {
 """By name: whether what is swapped can be routed as well, and the flags of the training."""
 
 
-@judged_by_the_clock
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=() if name == "experts" else pytest.mark.slow) for name in CASES]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from adaptra_megatron.schedule.errors import ScheduleError
@@ -29,18 +29,19 @@ APART = [1 + math.sqrt(prime) % 1 / 100 for prime in (2, 3, 5, 7, 11, 13, 17, 19
 """Factors after which no two replicas come at exactly the same time, where who is first would be anyone's choice."""
 
 
-@settings(max_examples=15)
+@settings(max_examples=40)
 @given(TIMES, st.integers(1, 8), st.integers(1, 6), st.booleans())
+# Patterns that take thousands of updates to repeat: means over different updates differ by 1.4 to 2.3%.
+@example([1.0, 1.0, 1.0, 1.0, 0.71875], 1, 4, False)
+@example([1.0, 0.5, 1.0, 0.71875, 1.0, 1.0], 1, 4, False)
+@example([0.5, 1.0, 1.0, 1.0, 1.0, 0.75], 1, 4, False)
 def test_a_pace_is_that_of_a_simulation_of_events(times_s: list[float], x: int, bound: int, dynamic: bool) -> None:
     times_s = [time_s * factor for time_s, factor in zip(times_s, APART, strict=False)]
     count = len(times_s)
     mode = Mode.dynamic(clusters(times_s)) if dynamic else Mode.x_order(count, min(x, count))
     foretold = pace(times_s, mode, bound)
-    # Where patterns do not repeat, means over other updates differ, by less the longer they are.
-    simulated = simulated_pace(mode, bound, lambda replica, _: times_s[replica], updates=8000)
-    assert foretold.batch_s == pytest.approx(simulated.batch_s, rel=0.01)
-    assert foretold.update_s == pytest.approx(simulated.update_s, rel=0.01)
-    assert foretold.staleness == pytest.approx(simulated.staleness, abs=0.01)
+    simulated = simulated_pace(mode, bound, lambda replica, _: times_s[replica])
+    assert foretold == pytest.approx(simulated, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize(
