@@ -9,22 +9,26 @@ the part after the later start of the two.
 
 Where sends and receives block, as stock Megatron-core's do, a cell does its operations in recorded order, those that
 started together side by side. Where they overlap computation, computation keeps its recorded order, and waits for the
-messages it needs: the n-th action that needs one has the n-th.
+messages it needs: the n-th action that needs one has the n-th. Messages that were not recorded stand between the
+actions that must have sent and used them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import NamedTuple
 
+from adaptra_megatron.schedule.replay.exchanges import Call, programs_of
 from adaptra_megatron.schedule.replay.operations import (
     OVER_JOB,
     OVER_REPLICAS,
     OVER_STAGES,
+    Message,
     Operation,
     OpType,
     RecordedStep,
@@ -87,7 +91,8 @@ class StepTimes(NamedTuple):
     """Duration of each event, from the moment at which the last taker has come."""
 
 
-_Key = tuple[str, int, int, int, int]
+_Key = tuple[str | int, ...]
+"""Type, kind of event (see `_key`), replica, stage, and what tells it from others."""
 
 
 class _Draft(NamedTuple):
@@ -104,6 +109,8 @@ def graph_of(step: RecordedStep) -> tuple[StepGraph, StepTimes]:
 
     Raises ReplayError for a send without a receive, or operations that wait for each other.
     """
+    if step.blocking is not None:
+        return _with_found_messages(step)
     by_cell = {
         cell: [each for each in operations if each.optype is not OpType.GARBAGE or each.duration_s >= _NOTHING_S]
         for cell, operations in step.by_cell().items()
@@ -220,14 +227,7 @@ def _assembled(step: RecordedStep, drafts: dict[_Key, _Draft]) -> tuple[StepGrap
     drafts = _joined_around(step, drafts)
     # In an order that does not hang on when operations were recorded, so that equal steps have equal graphs.
     needed = {key: sorted({each for row in drafts[key].before for each in row}) for key in sorted(drafts)}
-    sorter = TopologicalSorter(needed)
-    try:
-        order = list(sorter.static_order())
-    except CycleError as error:
-        raise ReplayError(
-            f"operations of step {step.number} wait for each other ({' , '.join(map(str, error.args[1]))}): their "
-            "sends and receives cannot be matched by their order; is the recording of that step complete?"
-        ) from error
+    order = _ordered(step, needed)
     number = {key: index for index, key in enumerate(order)}
     events, delays_s, work_s = [], [], []
     for key in order:
@@ -240,12 +240,98 @@ def _assembled(step: RecordedStep, drafts: dict[_Key, _Draft]) -> tuple[StepGrap
                 tuple(Taker(each.cell, tuple(sorted(number[one] for one in rows))) for each, rows, _ in takers),
                 operations[0].chunk,
                 operations[0].micro_batch,
-                key[3] if key[1] == 2 else -1,
+                int(key[3]) if key[1] == 2 else -1,
             )
         )
         delays_s += [max(0.0, each.start_s - ready) for each, _, ready in takers]
         work_s.append(max(0.0, _end_s(operations) - max(each.start_s for each in operations)))
     return StepGraph(tuple(events)), StepTimes(tuple(delays_s), tuple(work_s))
+
+
+def _ordered(step: RecordedStep, needed: Mapping[_Key, Sequence[_Key]]) -> list[_Key]:
+    """All events, each after those it waits for."""
+    try:
+        return list(TopologicalSorter(needed).static_order())
+    except CycleError as error:
+        circle = error.args[1]
+        waits = [f"{_described(one)} comes before {_described(other)}" for one, other in pairwise(circle[:4])]
+        raise ReplayError(
+            f"operations of step {step.number} wait for each other: {', '.join(waits)}"
+            f"{', and so on in a circle' if len(circle) > 4 else ''}. Their sends and receives cannot be matched by "
+            "their order: is the recording of that step complete, and of one run?"
+        ) from error
+
+
+def _described(key: _Key) -> str:
+    optype, _, replica, stage, sequence = key[:5]
+    return f"{optype} {sequence} of cell {replica}.{stage}"
+
+
+_Line = tuple[Cell, list[_Key], float]
+"""A cell's part in an event: what it did before, and when it came; nan for a message, to which it comes at once."""
+
+
+def _with_found_messages(step: RecordedStep) -> tuple[StepGraph, StepTimes]:
+    """The graph of a step whose messages are not recorded but found."""
+    lines, lasts_s = _lines_around_messages(step)
+    order = _ordered(step, {key: sorted({one for _, before, _ in lines[key] for one in before}) for key in sorted(lines)})
+    number = {key: index for index, key in enumerate(order)}
+    messages = {_message_key(each): each for each in step.messages}
+    ends_s: dict[_Key, float] = {}
+    events, delays_s, work_s = [], [], []
+    for key in order:
+        message, takers = messages.get(key), sorted(lines[key])
+        ready_s = [max((ends_s[one] for one in before), default=step.start_s) for _, before, _ in takers]
+        if message is None:
+            come_s = [start_s for _, _, start_s in takers]
+            delays_s += [max(0.0, start_s - each_s) for start_s, each_s in zip(come_s, ready_s, strict=True)]
+            ends_s[key] = lasts_s[key][1]
+            work_s.append(max(0.0, ends_s[key] - max(come_s)))
+        else:
+            delays_s += [0.0] * len(takers)
+            ends_s[key] = max(ready_s) + message.seconds
+            work_s.append(message.seconds)
+        named = lasts_s[key][0] if message is None else message.sender
+        events.append(
+            Event(
+                named.optype if message is None else message.optype,
+                tuple(Taker(cell, tuple(sorted(number[one] for one in before))) for cell, before, _ in takers),
+                named.chunk,
+                named.micro_batch,
+                -1 if message is None else message.sender.cell.stage,
+            )
+        )
+    return StepGraph(tuple(events)), StepTimes(tuple(delays_s), tuple(work_s))
+
+
+def _message_key(message: Message) -> _Key:
+    sender = message.sender
+    return (message.optype.value, 2, *sender.cell, sender.chunk, sender.micro_batch)
+
+
+def _lines_around_messages(step: RecordedStep) -> tuple[dict[_Key, list[_Line]], dict[_Key, tuple[Operation, float]]]:
+    """Who takes part in each event, and of recorded ones an operation and the end."""
+    lines: dict[_Key, list[_Line]] = {}
+    lasts_s: dict[_Key, tuple[Operation, float]] = {}
+    keys = [_message_key(each) for each in step.messages]
+    needed = {each.user: key for each, key in zip(step.messages, keys, strict=True)}
+    if not step.blocking:
+        for each, key in zip(step.messages, keys, strict=True):
+            lines[key] = [(each.sender.cell, [_key(each.sender)], math.nan), (each.user.cell, [], math.nan)]
+    for cell, program in (programs_of(step) if step.blocking else step.by_cell()).items():
+        before: list[_Key] = []
+        for slot in program:
+            if isinstance(slot, Call):
+                for index in slot.messages:
+                    lines.setdefault(keys[index], []).append((cell, before, math.nan))
+                before = [keys[index] for index in slot.messages]
+            elif slot.optype is not OpType.GARBAGE or slot.duration_s >= _NOTHING_S:
+                key = _key(slot)
+                waits = [*before, *([needed[slot]] if not step.blocking and slot in needed else [])]
+                lines.setdefault(key, []).append((cell, waits, slot.start_s))
+                lasts_s[key] = slot, min(slot.end_s, lasts_s[key][1] if key in lasts_s else math.inf)
+                before = [key]
+    return lines, lasts_s
 
 
 def _end_s(operations: Sequence[Operation]) -> float:
@@ -270,7 +356,7 @@ def _joined_around(step: RecordedStep, drafts: dict[_Key, _Draft]) -> dict[_Key,
     """Messages that wrap around between the last stage and the first are named by where they were sent."""
 
     def around(key: _Key) -> _Key:
-        return (*key[:3], key[3] % step.stages, key[4]) if key[1] == 2 else key
+        return (*key[:3], int(key[3]) % step.stages, key[4]) if key[1] == 2 else key
 
     joined: dict[_Key, _Draft] = {}
     for key, draft in drafts.items():

@@ -73,7 +73,7 @@ def pipelines_of(step: RecordedStep, batches: Sequence[Batch]) -> RecordedPipeli
     schedule = _schedule(step)
     slowness = slowness_of(batches)
     # Where sends block, each link carries one message at a time, and nothing tells its bandwidth from its latency.
-    blocking = blocks(step.by_cell().values())
+    blocking = blocks(step.by_cell().values()) if step.blocking is None else step.blocking
     usual_s = {ends: statistics.median(row) for ends, row in sorted(transfers.items())}
     links = {
         ends: LinkCost(occupancy_s=each_s) if blocking else LinkCost(latency_s=each_s)

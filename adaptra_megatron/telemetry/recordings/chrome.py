@@ -227,4 +227,4 @@ def _step(number: int, operations: Sequence[Operation]) -> RecordedStep:
             each = each._replace(micro_batch=counts[key])
         counts[key] += 1
         named.append(each)
-    return with_messages(RecordedStep(number=number, operations=tuple(named)))
+    return with_messages([RecordedStep(number=number, operations=tuple(named))])[0]

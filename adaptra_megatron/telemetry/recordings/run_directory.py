@@ -42,7 +42,7 @@ def read_run_directory(directory: Path, wanted: Wanted = ALL_STEPS) -> Recording
         name=str(directory),
         source="a run's own traces",
         steps=tuple(
-            with_messages(RecordedStep(number=number, operations=numbered(steps[number]))) for number in complete
+            with_messages([RecordedStep(number=number, operations=numbered(steps[number])) for number in complete])
         ),
     )
 
