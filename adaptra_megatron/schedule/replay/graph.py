@@ -273,35 +273,58 @@ _Line = tuple[Cell, list[_Key], float]
 
 def _with_found_messages(step: RecordedStep) -> tuple[StepGraph, StepTimes]:
     """The graph of a step whose messages are not recorded but found."""
-    lines, lasts_s = _lines_around_messages(step)
-    order = _ordered(step, {key: sorted({one for _, before, _ in lines[key] for one in before}) for key in sorted(lines)})
-    number = {key: index for index, key in enumerate(order)}
-    messages = {_message_key(each): each for each in step.messages}
-    ends_s: dict[_Key, float] = {}
+    found = _Found(step)
+    number = {key: index for index, key in enumerate(found.ready_s)}
     events, delays_s, work_s = [], [], []
-    for key in order:
-        message, takers = messages.get(key), sorted(lines[key])
-        ready_s = [max((ends_s[one] for one in before), default=step.start_s) for _, before, _ in takers]
+    for key, ready_s in found.ready_s.items():
+        message, takers = found.messages.get(key), found.lines[key]
         if message is None:
-            come_s = [start_s for _, _, start_s in takers]
-            delays_s += [max(0.0, start_s - each_s) for start_s, each_s in zip(come_s, ready_s, strict=True)]
-            ends_s[key] = lasts_s[key][1]
-            work_s.append(max(0.0, ends_s[key] - max(come_s)))
+            operation, end_s = found.recorded[key]
+            delays_s += [max(0.0, line[2] - each_s) for line, each_s in zip(takers, ready_s, strict=True)]
+            work_s.append(max(0.0, end_s - max(start_s for _, _, start_s in takers)))
         else:
+            operation = message.sender
             delays_s += [0.0] * len(takers)
-            ends_s[key] = max(ready_s) + message.seconds
             work_s.append(message.seconds)
-        named = lasts_s[key][0] if message is None else message.sender
         events.append(
             Event(
-                named.optype if message is None else message.optype,
+                operation.optype if message is None else message.optype,
                 tuple(Taker(cell, tuple(sorted(number[one] for one in before))) for cell, before, _ in takers),
-                named.chunk,
-                named.micro_batch,
-                -1 if message is None else message.sender.cell.stage,
+                operation.chunk,
+                operation.micro_batch,
+                -1 if message is None else message.link[0],
             )
         )
     return StepGraph(tuple(events)), StepTimes(tuple(delays_s), tuple(work_s))
+
+
+def misfit_s(step: RecordedStep) -> float:
+    """By how much actions of a step whose messages are found began later or earlier than what they waited for was over:
+    the sum. Raises ReplayError as `graph_of`."""
+    found = _Found(step)
+    return math.fsum(
+        abs(start_s - each_s)
+        for key, ready_s in found.ready_s.items()
+        if key in found.recorded and found.recorded[key][0].optype.computes
+        for (_, _, start_s), each_s in zip(found.lines[key], ready_s, strict=True)
+    )
+
+
+class _Found:
+    """A step's events around the messages that were found, in order, and when each taker could have come to them."""
+
+    def __init__(self, step: RecordedStep) -> None:
+        self.lines, self.recorded = _lines_around_messages(step)
+        needed = {key: sorted({one for _, before, _ in self.lines[key] for one in before}) for key in sorted(self.lines)}
+        self.messages = {_message_key(each): each for each in step.messages}
+        self.ready_s: dict[_Key, list[float]] = {}
+        ends_s: dict[_Key, float] = {}
+        for key in _ordered(step, needed):
+            self.lines[key].sort(key=lambda line: line[0])
+            ready_s = [max((ends_s[one] for one in before), default=step.start_s) for _, before, _ in self.lines[key]]
+            message = self.messages.get(key)
+            ends_s[key] = self.recorded[key][1] if message is None else max(ready_s) + message.seconds
+            self.ready_s[key] = ready_s
 
 
 def _message_key(message: Message) -> _Key:

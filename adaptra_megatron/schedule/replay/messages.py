@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
-from adaptra_megatron.schedule.replay.engine import batches_of, replay
 from adaptra_megatron.schedule.replay.exchanges import Call, programs_of
+from adaptra_megatron.schedule.replay.graph import misfit_s
 from adaptra_megatron.schedule.replay.operations import Message, Operation, OpType, RecordedStep, ReplayError
 from adaptra_megatron.schedule.routing.costs import Cell
 
@@ -87,29 +87,11 @@ def _block(sample: Sequence[RecordedStep]) -> bool:
         if not step.messages:
             continue
         try:
-            blocking_s += _deviation_s(_blocking(step, even=True))
+            blocking_s += misfit_s(_blocking(step, even=True))
         except ReplayError:
             return False
-        overlapping_s += _deviation_s(_overlapping(step, even=True))
+        overlapping_s += misfit_s(_overlapping(step, even=True))
     return blocking_s < _CLEARLY * overlapping_s
-
-
-def _deviation_s(step: RecordedStep) -> float:
-    """By how much actions begin at other times than were recorded if hosts take no time: the sum."""
-    (batch,) = batches_of([step])
-    ends_s = replay(batch, launch_delays=False)[:, 0, 0]
-    first_s: dict[int, float] = {}
-    starts_s: dict[tuple[object, ...], float] = {}
-    for each in step.operations:
-        first_s[each.cell.replica] = min(each.start_s, first_s.get(each.cell.replica, math.inf))
-        starts_s[each.cell, each.optype, each.chunk, each.micro_batch] = each.start_s
-    found_s = 0.0
-    for event, end_s, work_s in zip(batch.graph.events, ends_s, batch.work_s[:, 0], strict=True):
-        if event.optype.computes:
-            cell = event.takers[0].cell
-            start_s = starts_s[cell, event.optype, event.chunk, event.micro_batch] - first_s[cell.replica]
-            found_s += abs(float(end_s - work_s) - start_s)
-    return found_s
 
 
 def _link(message: Message) -> Link:
@@ -223,13 +205,14 @@ class _Exchanges:
         ]
 
     def extended(self, seconds: Sequence[float]) -> list[float]:
-        """`seconds`, and more for messages whose both ends went on later than that explains."""
-        _, ends_s = self._ends(seconds)
+        """`seconds`, and more for the slowest message of calls whose both ends went on later than that explains."""
+        come_s, ends_s = self._ends(seconds)
         lasts_s = [max(ends_s[one] for one in call.messages) for call, _ in self._calls]
+        slowest_s = [max(seconds[one] for one in call.messages) for call, _ in self._calls]
         found = list(seconds)
-        for message, end_s in enumerate(ends_s):
-            calls = self._of[message]
-            more_s = min(self._calls[call][1] - lasts_s[call] for call in calls)
-            if 0.0 < more_s < math.inf and all(end_s >= lasts_s[call] for call in calls):
-                found[message] += more_s
+        for message, calls in enumerate(self._of):
+            went_on_s = min(self._calls[call][1] for call in calls)
+            late = all(went_on_s > lasts_s[call] for call in calls)
+            if late and went_on_s < math.inf and all(seconds[message] >= slowest_s[call] for call in calls):
+                found[message] = went_on_s - come_s[message]
         return found
