@@ -13,7 +13,8 @@ _DESCRIPTION = """\
 Replay a recorded job: what is slow, since when, what it costs, and what each remedy would bring.
 
 TRACE is an op-level trace in Parquet, the directory that a run was given by --adaptra-trace-dir, a Chrome trace whose
-forwards and backwards are named, or a directory of such traces, one per rank.
+forwards and backwards are named, or a directory of such traces, one per rank. Exit status 1: the replay does not
+explain the recording, so nothing is said of causes; 2: it cannot be read.
 """
 
 
@@ -33,6 +34,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--stages", type=_count, metavar="COUNT", help="pipeline size, where traces of many ranks do not say it"
     )
     parser.add_argument(
+        "--replicas", type=_count, metavar="COUNT", help="replicas, where ranks share a stage and do not say it"
+    )
+    parser.add_argument(
         "--activation-gib",
         type=_gib,
         metavar="GIB",
@@ -42,10 +46,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> int:
     from adaptra_megatron.cli.analysis import run  # numpy, which other commands do without
 
-    run(options)
+    return run(options)
 
 
 def _steps(text: str) -> set[int]:
@@ -62,7 +66,7 @@ def _steps(text: str) -> set[int]:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count of stages")
+        raise argparse.ArgumentTypeError(f"{text!r} is no count of stages or replicas")
     return int(text)
 
 

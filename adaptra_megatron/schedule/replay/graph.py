@@ -38,6 +38,8 @@ from adaptra_megatron.schedule.routing.costs import Cell
 
 _OVERLAP = 0.01
 """Share of all computation that messages overlap from which on they are taken for not blocking."""
+_OF_MESSAGES = 0.2
+"""The same as a share of the time of messages, for quick ones never overlap much computation."""
 
 
 _NOTHING_S = 1e-3
@@ -148,16 +150,17 @@ def _key(operation: Operation) -> _Key:
 
 def blocks(cells: Iterable[Sequence[Operation]]) -> bool:
     """Return whether cells wait for the end of each send and receive before they compute on."""
-    computed_s = overlapped_s = 0.0
+    computed_s = overlapped_s = messages_s = 0.0
     for operations in cells:
         message_end_s = -math.inf
         for operation in operations:
             if operation.optype.peer is not None:
                 message_end_s = max(message_end_s, operation.end_s)
+                messages_s += operation.duration_s
             elif operation.optype.computes:
                 computed_s += operation.duration_s
                 overlapped_s += max(0.0, min(message_end_s, operation.end_s) - operation.start_s)
-    return overlapped_s <= _OVERLAP * computed_s
+    return overlapped_s <= _OVERLAP * computed_s and overlapped_s <= _OF_MESSAGES * messages_s
 
 
 _Lines = Iterable[tuple[Operation, Sequence[Operation]]]

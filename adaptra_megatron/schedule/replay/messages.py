@@ -45,7 +45,7 @@ def with_messages(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
     bare = [index for index, step in enumerate(steps) if not any(each.optype.peer for each in step.operations)]
     found = list(steps)
     for index in bare:
-        found[index] = replace(steps[index], messages=tuple(_pairs(steps[index])), blocking=False)
+        found[index] = replace(steps[index], messages=tuple(pairs_of(steps[index])), blocking=False)
     sample = [found[index] for index in bare[:: -(-len(bare) // _SAMPLE) or 1]]
     blocking = _block(sample)
     for index in bare:
@@ -53,7 +53,9 @@ def with_messages(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
     return found
 
 
-def _pairs(step: RecordedStep) -> Iterator[Message]:
+def pairs_of(step: RecordedStep) -> Iterator[Message]:
+    """The messages that the actions of `step` must have had, without their seconds. Raises ReplayError for a step
+    whose stages hold different numbers of chunks."""
     users = {
         (each.cell, each.optype is OpType.FORWARD, each.chunk, each.micro_batch): each
         for each in step.operations
