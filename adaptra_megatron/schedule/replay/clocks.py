@@ -18,8 +18,10 @@ from adaptra_megatron.schedule.replay.messages import pairs_of
 from adaptra_megatron.schedule.replay.operations import RecordedStep, ReplayError, numbered
 from adaptra_megatron.schedule.routing.costs import Cell
 
-_NOISE = 0.002
-"""Share of an action's time that a message may come too early: clocks are read a little late."""
+_NOISE = 0.03
+"""Share of an action's time that a message may come too early: an action is often noted as over after it has sent."""
+_TOO_EARLY = 0.15
+"""The same, of two messages there and back together, from which on no clock explains it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,8 @@ class OneClock:
     """Steps as one clock would have recorded them."""
 
     steps: tuple[RecordedStep, ...]
-    left_out: tuple[str, ...]
-    notes: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def on_one_clock(steps: Iterable[RecordedStep]) -> OneClock:
@@ -68,22 +70,23 @@ def _shifts(step: RecordedStep, gaps_s: dict[int, list[float]]) -> dict[Cell, fl
         source, target = message.link
         key = (message.sender.cell.replica, source, target)
         ways_s[key] = min(ways_s.get(key, math.inf), message.user.start_s - message.sender.end_s)
-    noise_s = _NOISE * statistics.median([each.duration_s for each in step.operations if each.optype.computes] or [0.0])
+    action_s = statistics.median([each.duration_s for each in step.operations if each.optype.computes] or [0.0])
     found: dict[Cell, float] = {}
     for replica in {cell.replica for cell in step.cells}:
         ahead_s = 0.0
         for stage in range(step.stages):
             there_s, back_s = ways_s.get((replica, stage - 1, stage)), ways_s.get((replica, stage, stage - 1))
-            if there_s is not None and back_s is not None and min(there_s, back_s) < -noise_s:
-                if there_s + back_s < -noise_s:
+            if there_s is not None and back_s is not None and min(there_s, back_s) < -_NOISE * action_s:
+                if there_s + back_s < -_TOO_EARLY * action_s:
                     raise ReplayError(
                         f"step {step.number}: stages {stage - 1} and {stage} of replica {replica} use each other's "
                         f"messages up to {1e3 * -min(there_s, back_s):.3g} ms before they are sent, which no difference "
                         "of clocks explains: are stages and micro-batches named rightly, and do ranges contain waits?"
                     )
-                gap_s = (there_s - back_s) / 2.0
-                ahead_s += gap_s
-                gaps_s[stage - 1].append(gap_s)
+                if there_s + back_s >= -_NOISE * action_s:
+                    gap_s = (there_s - back_s) / 2.0
+                    ahead_s += gap_s
+                    gaps_s[stage - 1].append(gap_s)
             found[Cell(replica, stage)] = ahead_s
     return found
 

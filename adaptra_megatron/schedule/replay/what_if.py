@@ -151,18 +151,19 @@ def _largest_first(names: Sequence[_Each], seconds: Iterator[float], ideal_s: fl
 def ideal_seconds(batches: Sequence[Batch]) -> dict[OpType, float]:
     """The ideal of each type: over all steps, stages and replicas."""
     found: dict[OpType, list[Times]] = {}
+    links: dict[OpType, set[tuple[int, int] | None]] = {}
     for batch in batches:
         for index, event in enumerate(batch.graph.events):
             found.setdefault(event.optype, []).append(batch.work_s[index])
-    return {
-        optype: float(np.mean(np.concatenate(rows)) if optype.computes else _median(np.concatenate(rows)))
-        for optype, rows in found.items()
-    }
+            links.setdefault(event.optype, set()).add(event.link)
+    return {optype: _ideal_s(optype, np.concatenate(rows), len(links[optype])) for optype, rows in found.items()}
 
 
-def _median(values: Times) -> float:
-    """The lower one of an even number: where one of two links is slow, the ideal is the other's."""
-    return float(np.percentile(values, 50, method="lower"))
+def _ideal_s(optype: OpType, seconds: Times, links: int) -> float:
+    if optype.computes:
+        return float(np.mean(seconds))
+    # Of an even number of links, half may be slow: the ideal is one of the others', and nothing in between.
+    return float(np.percentile(seconds, 50, method="lower") if links % 2 == 0 else np.median(seconds))
 
 
 class _Questions:

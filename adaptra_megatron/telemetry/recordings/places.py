@@ -258,6 +258,9 @@ def _with_replicas(path: Path, labels: _Labels, asked: Asked, notes: list[str]) 
             f"{path}: {most} processes name one stage and no replica: name it in args (dp_rank), or lanes of tensor "
             "parallelism (tp_rank)"
         )
+    for ranks in by_stage.values():
+        if len({rank for rank, _ in ranks}) < len(ranks):
+            raise RecordingError(f"{path} has several processes of one rank, as if it held two runs: name one run alone")
     count = asked.replicas or most
     if most % count:
         raise RecordingError(f"{path} has {most} ranks of each stage: they are no {count} replicas")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 
-from adaptra_megatron.schedule.replay.clocks import on_one_clock
+from adaptra_megatron.schedule.replay.clocks import OneClock, on_one_clock
 from adaptra_megatron.schedule.replay.messages import with_messages
 from adaptra_megatron.schedule.replay.operations import RecordedStep
 
@@ -61,11 +61,17 @@ class Recording:
 
 
 def understood(
-    *, name: str, source: str, steps: Sequence[RecordedStep], left_out: Sequence[str], notes: Sequence[str]
+    *,
+    name: str,
+    source: str,
+    steps: Sequence[RecordedStep],
+    left_out: Sequence[str],
+    notes: Sequence[str],
+    one_clock: bool = False,
 ) -> Recording:
-    """The recording of `steps` on one clock, with the messages that were not recorded. Raises RecordingError if no
-    step is left."""
-    clocked = on_one_clock(steps)
+    """The recording of `steps` on one clock, with the messages that were not recorded. `one_clock`: they are on one
+    already. Raises RecordingError if no step is left."""
+    clocked = OneClock(steps=tuple(steps)) if one_clock else on_one_clock(steps)
     return Recording(
         name=name,
         source=source,
