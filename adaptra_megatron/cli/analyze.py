@@ -7,6 +7,7 @@ import argparse
 import math
 from pathlib import Path
 
+from adaptra_megatron.cli.planning.inputs import count
 from adaptra_megatron.cli.progress import add_progress_option
 
 _DESCRIPTION = """\
@@ -31,10 +32,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs no other file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--stages", type=_count, metavar="COUNT", help="pipeline size, where traces of many ranks do not say it"
+        "--stages", type=count, metavar="COUNT", help="pipeline size, where traces of many ranks do not say it"
     )
     parser.add_argument(
-        "--replicas", type=_count, metavar="COUNT", help="replicas, where ranks share a stage and do not say it"
+        "--replicas", type=count, metavar="COUNT", help="replicas, where ranks share a stage and do not say it"
     )
     parser.add_argument(
         "--activation-gib",
@@ -62,12 +63,6 @@ def _steps(text: str) -> set[int]:
             raise argparse.ArgumentTypeError(f"{part!r} is too long a range: 1000000 steps at most")
         found.update(range(int(first), int(last or first) + 1))
     return found
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count of stages or replicas")
-    return int(text)
 
 
 def _gib(text: str) -> float:

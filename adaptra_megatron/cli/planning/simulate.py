@@ -61,7 +61,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(options: argparse.Namespace) -> None:
-    given, asked = read_given(options.costs, options.plan), what_if(options)
+    given, asked = read_given(options.costs, options.plan, options.pipeline_size), what_if(options)
     given = replace(given, job=placed_for(options.schedule, given.job))
     axes, routed = asked.axes(given.job), asks_for_routing(options)
     _refuse_contradictions(options, axes)

@@ -80,8 +80,8 @@ def _shifts(step: RecordedStep, gaps_s: dict[int, list[float]]) -> dict[Cell, fl
                 if there_s + back_s < -_TOO_EARLY * action_s:
                     raise ReplayError(
                         f"step {step.number}: stages {stage - 1} and {stage} of replica {replica} use each other's "
-                        f"messages up to {1e3 * -min(there_s, back_s):.3g} ms before they are sent, which no difference "
-                        "of clocks explains: are stages and micro-batches named rightly, and do ranges contain waits?"
+                        f"messages up to {-1e3 * min(there_s, back_s):.3g} ms before they are sent, and no difference "
+                        "of clocks explains that: are stages and micro-batches named rightly, do ranges contain waits?"
                     )
                 if there_s + back_s >= -_NOISE * action_s:
                     gap_s = (there_s - back_s) / 2.0

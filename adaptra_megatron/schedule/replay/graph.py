@@ -318,7 +318,9 @@ class _Found:
 
     def __init__(self, step: RecordedStep) -> None:
         self.lines, self.recorded = _lines_around_messages(step)
-        needed = {key: sorted({one for _, before, _ in self.lines[key] for one in before}) for key in sorted(self.lines)}
+        needed = {
+            key: sorted({one for _, before, _ in self.lines[key] for one in before}) for key in sorted(self.lines)
+        }
         self.messages = {_message_key(each): each for each in step.messages}
         self.ready_s: dict[_Key, list[float]] = {}
         ends_s: dict[_Key, float] = {}
@@ -328,6 +330,9 @@ class _Found:
             message = self.messages.get(key)
             ends_s[key] = self.recorded[key][1] if message is None else max(ready_s) + message.seconds
             self.ready_s[key] = ready_s
+
+    def _sorted_lines(self) -> list[tuple[_Key, list[_Line]]]:
+        return [(key, self.lines[key]) for key in sorted(self.lines)]
 
 
 def _message_key(message: Message) -> _Key:

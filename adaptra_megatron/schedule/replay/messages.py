@@ -38,7 +38,7 @@ Link = tuple[int, int, int]
 
 
 def with_messages(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
-    """The steps of one job, each with the messages that its actions must have had; those that recorded some as they are.
+    """The steps of one job, each with the messages that its actions must have had; with recorded ones, as they are.
 
     Raises ReplayError for a step whose stages hold different numbers of chunks.
     """
@@ -193,7 +193,8 @@ class _Exchanges:
         come_s, ends_s = [0.0] * len(seconds), [0.0] * len(seconds)
         for message in self._order:
             come_s[message] = max(
-                at_s if call is None else max(ends_s[one] for one in call.messages) for at_s, call in self._after[message]
+                at_s if call is None else max(ends_s[one] for one in call.messages)
+                for at_s, call in self._after[message]
             )
             ends_s[message] = come_s[message] + seconds[message]
         return come_s, ends_s

@@ -44,7 +44,7 @@ class Analysis:
     """Why other steps could not."""
     stragglers: Stragglers
     doubt: str
-    """Why the replay does not explain the recording, so that nothing is said of causes and remedies; empty if it does."""
+    """Why the replay does not explain the recording, so that no cause and no remedy is named; empty if it does."""
     parts: tuple[PartAnalysis, ...]
     """More than one, or none."""
     slowness: dict[Cell, float]
@@ -105,7 +105,9 @@ def doubt_of(
     recorded, replayed with and without launch delays."""
 
     def off(made_s: Sequence[float]) -> float:
-        return statistics.median(made / was - 1.0 if was > 0.0 else 0.0 for made, was in zip(made_s, recorded_s, strict=True))
+        return statistics.median(
+            made / was - 1.0 if was > 0.0 else 0.0 for made, was in zip(made_s, recorded_s, strict=True)
+        )
 
     if abs(replayed := off(replayed_s)) > CREDIBLE:
         return (
@@ -115,9 +117,9 @@ def doubt_of(
         )
     if abs(prompt := off(prompt_s)) > CREDIBLE:
         return (
-            f"for {abs(prompt):.0%} of a step nothing runs that was recorded, and nothing that was is waited for: either "
-            "hosts launch late (garbage collection, data loading, processes that share cores), or work is missing in the "
-            "recording (collectives, the optimizer, other ranks, messages)"
+            f"for {abs(prompt):.0%} of a step nothing that was recorded runs or is waited for: hosts launch late "
+            "(garbage collection, data loading, processes that share cores), or work is missing in the recording "
+            "(collectives, the optimizer, other ranks, messages)"
         )
     if ideal_s > (1.0 + _TOO_LONG) * statistics.fmean(recorded_s):
         return (
@@ -141,9 +143,7 @@ def _parts(recording: Recording, steps: Sequence[RecordedStep], batches: Sequenc
         found[-1][1].append(step)
     if len(found) < 2:
         return ()
-    return tuple(
-        PartAnalysis(why=why, stragglers=stragglers_of(rows, batches_of(rows), ideals)) for why, rows in found
-    )
+    return tuple(PartAnalysis(why=why, stragglers=stragglers_of(rows, batches_of(rows), ideals)) for why, rows in found)
 
 
 def figures(analysis: Analysis) -> dict[str, Any]:
@@ -151,11 +151,14 @@ def figures(analysis: Analysis) -> dict[str, Any]:
     understood, what would be findings is null or empty."""
     told = _figures(analysis)
     if analysis.doubt:
-        empty = {float: None, dict: {}, list: []}
-        findings = [key for key in told if key.startswith(("slowdown", "m_", "lengths", "launch", "messages", "slow"))]
-        told |= {key: empty[type(told[key])] for key in findings}
-        told["steps_changed_at"] = None
+        for key, value in told.items():
+            if key.startswith(_FINDINGS):
+                told[key] = type(value)() if isinstance(value, dict | list) else None
     return told
+
+
+_FINDINGS = ("slow", "m_w", "m_s", "lengths", "launch", "messages", "steps_changed")
+"""How the keys of what is said of causes begin."""
 
 
 def _figures(analysis: Analysis) -> dict[str, Any]:

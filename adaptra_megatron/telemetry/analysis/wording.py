@@ -135,11 +135,15 @@ def _slow_links(found: Stragglers) -> list[tuple[int, int]]:
 
 def sentences(analysis: Analysis) -> list[str]:
     """What is slow, since when and what it costs, then the best remedy; of a recording that is not understood, why."""
-    said = [_of_all(analysis), f"{analysis.doubt[0].upper()}{analysis.doubt[1:]}."] if analysis.doubt else [
-        *_what_ran(analysis),
-        *_what_is_slow(analysis),
-        *_what_helps(analysis),
-    ]
+    said = (
+        [_of_all(analysis), f"{analysis.doubt[0].upper()}{analysis.doubt[1:]}."]
+        if analysis.doubt
+        else [
+            *_what_ran(analysis),
+            *_what_is_slow(analysis),
+            *_what_helps(analysis),
+        ]
+    )
     notes = analysis.recording.notes
     more = [f"{len(notes) - _MOST_NOTES} more notes are in --json."] if len(notes) > _MOST_NOTES else []
     return [*said, *notes[:_MOST_NOTES], *more, *_what_is_left_out(analysis)]
@@ -168,7 +172,8 @@ def _what_ran(analysis: Analysis) -> Iterator[str]:
         median_s = statistics.median(told.recorded_s)
         slow = f", {told.slowdown:.2f} times what they need" if told.slowdown >= WORTH_SAYING else ""
         links = [f", link {link_name(link)} {percent(told.by_link[link] - 1.0)}" for link in _slow_links(told)[:2]]
-        yield f"Steps {_numbers(told)}{f' ({part.why})' if part.why else ''}: {duration(median_s)}{slow}{''.join(links)}."
+        why = f" ({part.why})" if part.why else ""
+        yield f"Steps {_numbers(told)}{why}: {duration(median_s)}{slow}{''.join(links)}."
     at = None if analysis.parts else analysis.steps_changed_at
     if at is not None:
         before_s, after_s = _around(analysis, at)
@@ -196,20 +201,19 @@ def _what_is_slow(analysis: Analysis) -> Iterator[str]:
     slow, long = _slow_workers(analysis), _long_stage(analysis)
     for cell in slow:
         since = _since(analysis.cells_changed_at[cell])
-        yield (
-            f"{cell_name(cell).capitalize()} computes {analysis.slowness[cell]:.2f} times as long as its peers, {since}."
-        )
+        slowness = analysis.slowness[cell]
+        yield f"{cell_name(cell).capitalize()} computes {slowness:.2f} times as long as its peers, {since}."
     if slow:
         yield (
-            f"The slowest {SLOWEST_WORKERS:.0%} of the workers explain {_explained(found.workers_share)} of the slowdown "
-            f"(M_W {share(found.workers_share)})."
+            f"The slowest {SLOWEST_WORKERS:.0%} of the workers explain {_explained(found.workers_share)} of the "
+            f"slowdown (M_W {share(found.workers_share)})."
         )
     if long is not None:
         yield from _of_stage(analysis, long)
     if found.lengths_share >= _EXPLAINS:
         yield (
-            f"Micro-batches take unequally long: {_explained(found.lengths_share)} of the slowdown would go away if all "
-            "of a step were equal. Long and short sequences do that, for attention grows with the square of a length."
+            f"Micro-batches take unequally long: {_explained(found.lengths_share)} of the slowdown would go away if "
+            "all of a step were equal. Long and short sequences do that: attention grows with the square of a length."
         )
     for link in _slow_links(found)[:3]:
         yield f"Messages of link {link_name(link)} cost {percent(found.by_link[link] - 1.0)} of a step."

@@ -92,7 +92,9 @@ def traces_in(directory: Path) -> list[Path]:
 
 def _naturally(path: Path) -> list[tuple[int, str]]:
     """rank2 comes before rank10."""
-    return [(int(part), "") if part.isdecimal() and len(part) < 19 else (-1, part) for part in _NUMBERS.split(path.name)]
+    return [
+        (int(part), "") if part.isdecimal() and len(part) < 19 else (-1, part) for part in _NUMBERS.split(path.name)
+    ]
 
 
 def _read_all(path: Path, paths: Sequence[Path], notes: list[str], progress: Progress | None) -> list[FileRanges]:
@@ -109,7 +111,9 @@ def _read_all(path: Path, paths: Sequence[Path], notes: list[str], progress: Pro
     if not found:
         raise others[0]
     if others:
-        notes.append(f"{len(others)} file{'s are' if len(others) > 1 else ' is'} left out: {others[0].name} is no trace.")
+        notes.append(
+            f"{len(others)} file{'s are' if len(others) > 1 else ' is'} left out: {others[0].name} is no trace."
+        )
     for file in found:
         if not file.ranges:
             raise _nothing_named(path if len(found) == 1 else file.path, file)
@@ -127,7 +131,9 @@ def _in_processes(paths: Sequence[Path]) -> Iterator[FileRanges | NoTraceError]:
         try:
             yield from pool.map(_read, paths)
         except BrokenProcessPool as error:
-            raise RecordingError(f"a process that read {paths[0].parent} was killed: is there enough memory?") from error
+            raise RecordingError(
+                f"a process that read {paths[0].parent} was killed: is there enough memory?"
+            ) from error
 
 
 def _read(path: Path) -> FileRanges | NoTraceError:

@@ -8,7 +8,7 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -25,13 +25,13 @@ INSTEAD = (
     "record forwards and backwards instead: record_function around each of them under torch.profiler, or a trace of "
     "Megatron's or MegaScan's with iteration, pp_rank and microbatch in args (docs/analyze.md)"
 )
-_COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
+_COMPRESSED: dict[bytes, Callable[..., Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 _OTHERS = {
     b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it by zstd -d",
     b"PK\x03\x04": "a zip archive: unpack it and name the trace in it",
-    b"SQLite format 3": f"an SQLite database, such as Nsight Systems exports, whose kernels and NVTX ranges say no stage: {INSTEAD}",
+    b"SQLite format 3": f"an SQLite database, such as Nsight Systems exports, whose ranges name no stage: {INSTEAD}",
     b"NVIDIA": f"a report of an NVIDIA profiler, which its own tools read: {INSTEAD}",
-    b"\x80": f"a pickle, such as NCCL's flight recorder and torch's memory snapshots leave, and is not opened: {INSTEAD}",
+    b"\x80": f"a pickle, as NCCL's flight recorder and memory snapshots leave, which is not opened: {INSTEAD}",
     b"\x89HDF": f"an HDF5 file: {INSTEAD}",
     b"\x0a": "a trace in Perfetto's own format: give the JSON, which `adaptra trace -o trace.json` writes",
     b"<": "a page of HTML or XML: save the trace itself",
@@ -47,8 +47,8 @@ _DOCUMENTS = (
     (("gpu_relative_perf_scores",), "a report of scores by rank (NVRx)"),
     (("section_relative_perf_scores",), "a report of scores by rank (NVRx)"),
     (("scores",), "a report of scores"),
-    (("stages", "micro_batches"), "a file of costs, as `adaptra plan` takes it"),
 )
+_COSTS = ("stages", "micro_batches")
 
 
 def head_of(path: Path) -> bytes:
@@ -104,9 +104,21 @@ def refuse_other_formats(path: Path, head: bytes) -> None:
         raise RecordingError(f"{path} is no trace that can be read: neither JSON nor Parquet; {INSTEAD}")
 
 
+def is_other_format(head: bytes) -> bool:
+    """Return whether a file that begins so is binary: Parquet, or one of the formats that are known by name."""
+    return any(head.startswith(magic) for magic in (PARQUET, *_OTHERS) if magic not in (b"\x0a", b"<"))
+
+
+def is_other_document(document: Mapping[str, Any]) -> bool:
+    """Return whether a JSON object is a dump of a known tool."""
+    return any(all(key in document for key in keys) for keys, _ in _DOCUMENTS)
+
+
 def named_document(document: Mapping[str, Any]) -> str:
     """What a JSON object without traceEvents is, in words, with what to record instead."""
     for keys, what in _DOCUMENTS:
         if all(key in document for key in keys):
             return f"is {what}: {INSTEAD}"
+    if all(key in document for key in _COSTS):
+        return "is a file of costs, which `adaptra plan` and `adaptra simulate` take"
     return f"has no list of traceEvents: {INSTEAD}"

@@ -40,7 +40,9 @@ _KEYS = {
 _TOKENS = re.compile(r"[a-z]+|\d{1,18}")
 _PLAIN = re.compile(r"[\w \-#:=,.()\[\]/]{1,80}", re.ASCII)
 _TORCH = re.compile(r"(?:PP:)(\d{1,9})(F|BW|B|I|W)(\d{1,9})", re.ASCII)
-_STEP = re.compile(r"(?:iteration|iter|(?:train(?:ing)?[ _]?)?step|ProfilerStep)[ _#:=]*(\d{1,18})", re.IGNORECASE | re.ASCII)
+_STEP = re.compile(
+    r"(?:iteration|iter|(?:train(?:ing)?[ _]?)?step|ProfilerStep)[ _#:=]*(\d{1,18})", re.IGNORECASE | re.ASCII
+)
 _RECEIVE = re.compile(r"(?:gloo|nccl|mpi|ucc|c10d|xccl)::?_?(?:i?recv|recv_any_source)(?:\b.*)?", re.IGNORECASE)
 _RANK = r"[ _-]*(?:parallel)?[ _-]*(?:rank|stage|rk)?[ _:=#\[-]*(\d{1,9})"
 _LABELS = {

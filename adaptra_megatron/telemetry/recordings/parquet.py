@@ -41,7 +41,9 @@ def read_parquet(path: Path, wanted: Wanted = ALL_STEPS) -> Recording:
         named = dict(zip(COLUMNS, values, strict=True))
         step = named["step"]
         if step is None:
-            raise RecordingError(f"{path}, row {row}: its step is no number: an op-level trace names the step of each row")
+            raise RecordingError(
+                f"{path}, row {row}: its step is no number: an op-level trace names the step of each row"
+            )
         there.add(step)
         if step not in wanted:
             continue
@@ -78,9 +80,7 @@ def _operation(named: dict[str, Any]) -> Operation:
     )
 
 
-def _steps(
-    steps: dict[int, list[Operation]], unread: dict[int, str]
-) -> tuple[list[RecordedStep], list[str]]:
+def _steps(steps: dict[int, list[Operation]], unread: dict[int, str]) -> tuple[list[RecordedStep], list[str]]:
     made, left_out = [], []
     for step, operations in sorted(steps.items()):
         if step in unread:
@@ -104,7 +104,9 @@ def _in_order(step: int, operations: list[Operation]) -> Iterator[Operation]:
     for each in operations:
         key = (each.cell, each.optype, each.sequence)
         if key in seen:
-            raise ReplayError(f"step {step}: {each} is there twice, as if two runs were in one file: name one run alone")
+            raise ReplayError(
+                f"step {step}: {each} is there twice, as if two runs were in one file: name one run alone"
+            )
         seen.add(key)
         # Where micro-batches are not named, an operation's number among its type is its micro-batch's.
         yield each._replace(micro_batch=each.sequence) if each.optype.computes and each.micro_batch < 0 else each

@@ -140,9 +140,11 @@ def ranks_of_files(files: Sequence[FileRanges]) -> list[int | None]:
     named = [int(found[1]) if (found := _RANK_IN_NAME.search(name)) else None for name in names]
     if None in named:
         numbers = [_NUMBER.findall(name) for name in names]
-        varying = [place for place in range(len(numbers[0])) if len({each[place] for each in numbers}) > 1] if (
-            len({len(each) for each in numbers}) == 1
-        ) else []
+        varying = (
+            [place for place in range(len(numbers[0])) if len({each[place] for each in numbers}) > 1]
+            if (len({len(each) for each in numbers}) == 1)
+            else []
+        )
         named = [int(each[varying[0]]) for each in numbers] if len(varying) == 1 else [None] * len(files)
     return named if len(set(named)) == len(named) else [None] * len(files)
 
@@ -153,7 +155,9 @@ def _check_world(path: Path, files: Sequence[FileRanges]) -> None:
     there = {file.rank for file in files if file.rank is not None}
     if not world or not there or len(there) < len(files):
         if len(there) and len(there) < len(files) and all(file.rank is not None for file in files):
-            raise RecordingError(f"{path} has several files of one rank: name the directory of one run and one recording")
+            raise RecordingError(
+                f"{path} has several files of one rank: name the directory of one run and one recording"
+            )
         return
     missing = sorted(set(range(world)) - there)
     if missing:
@@ -167,7 +171,7 @@ def _check_mixed(path: Path, files: Sequence[FileRanges]) -> None:
     for file in files:
         if file.on_host_alone:
             raise RecordingError(
-                f"{file.path}: kernels ran on a GPU, but forwards and backwards are known on the host alone, which says "
+                f"{file.path}: kernels ran on a GPU, but forwards and backwards are known on the host alone, which is "
                 "when they were launched: record with a torch.profiler that writes gpu_user_annotation (torch 2.1 on)"
             )
 
@@ -177,8 +181,8 @@ def _staged(path: Path, files: Sequence[FileRanges], labels: _Labels, asked: Ask
     if any(label.stage is not None for label in labels.values()):
         odd = next(key for key, label in labels.items() if label.stage is None)
         raise RecordingError(
-            f"{files[odd[0].file].path}: some actions name their stage, those of process {odd[0].process or odd[0].file} "
-            f"do not: {SAY_STAGE}"
+            f"{files[odd[0].file].path}: some actions name their stage, those of process "
+            f"{odd[0].process or odd[0].file} do not: {SAY_STAGE}"
         )
     by_key: dict[_Key, set[int | None]] = defaultdict(set)
     for source, ranges in _by_source(files).items():
@@ -208,18 +212,16 @@ def _staged_by_rank(path: Path, labels: _Labels, asked: Asked, notes: list[str])
     ranks = {label.rank for label in labels.values() if label.rank is not None}
     count = 1 + max(ranks)
     if missing := sorted(set(range(min(count, 1 << 20))) - ranks):
-        raise RecordingError(f"{path} has ranks {numbered(ranks)}; missing: {numbered(missing)}. Name all ranks' traces")
+        raise RecordingError(
+            f"{path} has ranks {numbered(ranks)}; missing: {numbered(missing)}. Name all ranks' traces"
+        )
     if asked.stages is None or count % asked.stages:
         raise RecordingError(
             f"{path} has traces of {count} rank{'s' if count > 1 else ''} that do not say on which stage they ran: "
             f"{ASK_STAGES}, a divisor of {count}, or {SAY_STAGE}"
         )
     each = count // asked.stages
-    return {
-        key: label._replace(stage=label.rank // each)
-        for key, label in labels.items()
-        if label.rank is not None
-    }
+    return {key: label._replace(stage=label.rank // each) for key, label in labels.items() if label.rank is not None}
 
 
 def _counted_from_0(path: Path, labels: _Labels, notes: list[str]) -> _Labels:
@@ -232,7 +234,9 @@ def _counted_from_0(path: Path, labels: _Labels, notes: list[str]) -> _Labels:
             "with all its stages alone"
         )
     if first == 1:
-        notes.append(f"Stages are named from 1 on: stage 1 is called stage 0 here, stage {stages[-1]} {stages[-1] - 1}.")
+        notes.append(
+            f"Stages are named from 1 on: stage 1 is called stage 0 here, stage {stages[-1]} {stages[-1] - 1}."
+        )
         return {key: label._replace(stage=(label.stage or 0) - 1) for key, label in labels.items()}
     return labels
 
@@ -260,7 +264,9 @@ def _with_replicas(path: Path, labels: _Labels, asked: Asked, notes: list[str]) 
         )
     for ranks in by_stage.values():
         if len({rank for rank, _ in ranks}) < len(ranks):
-            raise RecordingError(f"{path} has several processes of one rank, as if it held two runs: name one run alone")
+            raise RecordingError(
+                f"{path} has several processes of one rank, as if it held two runs: name one run alone"
+            )
     count = asked.replicas or most
     if most % count:
         raise RecordingError(f"{path} has {most} ranks of each stage: they are no {count} replicas")

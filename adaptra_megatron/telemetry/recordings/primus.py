@@ -18,7 +18,14 @@ from adaptra_megatron.schedule.replay.operations import OpType
 from adaptra_megatron.schedule.routing.costs import Cell
 from adaptra_megatron.telemetry.recordings.contents import DAMAGED, MOST_NBYTES, opened
 from adaptra_megatron.telemetry.recordings.naming import seconds_of, whole
-from adaptra_megatron.telemetry.recordings.recording import ALL_STEPS, Recording, RecordingError, Wanted, numbered, understood
+from adaptra_megatron.telemetry.recordings.recording import (
+    ALL_STEPS,
+    Recording,
+    RecordingError,
+    Wanted,
+    numbered,
+    understood,
+)
 from adaptra_megatron.telemetry.recordings.steps import Action, steps_of
 
 _FILE = re.compile(r"pp_rank_(\d{1,6})\.json(?:\.gz)?")
@@ -89,4 +96,6 @@ def _row(path: Path, stage: int, number: int, row: dict[str, Any], prefix: str, 
             raise RecordingError(f"{path}, iteration {number}: {prefix} {index} lasts from {start!r} to {end!r}")
         chunk = whole(lists["chunk"][index]) if lists["chunk"] else 0
         micro_batch = whole(lists["minibatch"][index]) if lists["minibatch"] else None
-        yield Action(Cell(0, stage), optype, number, chunk or 0, micro_batch, 1e-3 * start_ms, 1e-3 * (end_ms - start_ms))
+        yield Action(
+            Cell(0, stage), optype, number, chunk or 0, micro_batch, 1e-3 * start_ms, 1e-3 * (end_ms - start_ms)
+        )

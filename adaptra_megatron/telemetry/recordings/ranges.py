@@ -131,7 +131,9 @@ class _Reader:
         if start_us is None:
             return
         if duration_us is None or duration_us < 0.0:
-            self._leave_out("has no duration" if duration_us is None else f"lasts {duration_us:g} µs", _described(event))
+            self._leave_out(
+                "has no duration" if duration_us is None else f"lasts {duration_us:g} µs", _described(event)
+            )
             return
         self._add(event, start_us, start_us + duration_us)
 
@@ -187,9 +189,7 @@ class _Reader:
         args = {**_as_dict(event.args), **(more or {})}
         labels = {**found.labels, **labels_of_args(args)}
         call = str(args.get("External id", "")) if event.cat in (_ON_GPU, "user_annotation") else ""
-        self.actions.append(
-            Range(found.optype, start_us, end_us, thread, labels, found.virtual_stage, on_gpu, call)
-        )
+        self.actions.append(Range(found.optype, start_us, end_us, thread, labels, found.virtual_stage, on_gpu, call))
 
     def _metadata(self, event: Event) -> None:
         name = _as_dict(event.args).get("name")
@@ -335,4 +335,4 @@ def _as_dict(value: Any) -> dict[str, Any]:
 
 
 def _described(event: Event) -> str:
-    return f"{str(event.name)[:40]!r} at ts {str(event.ts)[:20]}"
+    return f"{str(event.name)[:40]!r}{'' if event.ts is None else f' at ts {str(event.ts)[:20]}'}"

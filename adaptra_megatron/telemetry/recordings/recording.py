@@ -54,10 +54,8 @@ class Recording:
 
     def __post_init__(self) -> None:
         if not self.steps:
-            said = " ".join(self.notes)
-            raise RecordingError(
-                f"{self.name} has no training step that is complete{because(self.left_out)}{f'. {said}' if said else ''}"
-            )
+            said = ". ".join([because(self.left_out), *self.notes])
+            raise RecordingError(f"{self.name} has no training step that is complete{said}")
 
 
 def understood(

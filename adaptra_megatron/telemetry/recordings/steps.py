@@ -108,7 +108,7 @@ def _by_step(name: str, actions: Sequence[Action], notes: list[str]) -> dict[int
 
 
 def _split(name: str, actions: Sequence[Action], notes: list[str]) -> dict[int, list[Action]]:
-    """Steps of actions that do not name theirs: a step is over where every cell has done as many backwards as forwards."""
+    """Steps of actions that do not name theirs: one is over where every cell has done as many backwards as forwards."""
     computed: dict[Cell, list[Action]] = defaultdict(list)
     for each in sorted(actions, key=lambda each: each.start_s):
         if each.optype is OpType.FORWARD or each.optype in _BACKWARD:
@@ -119,7 +119,9 @@ def _split(name: str, actions: Sequence[Action], notes: list[str]) -> dict[int, 
     micro_batches = [
         (each.cell, each.optype, each.chunk, each.micro_batch) for rows in computed.values() for each in rows
     ]
-    if len(common) <= 1 or (len(set(micro_batches)) == len(micro_batches) and None not in {m[3] for m in micro_batches}):
+    if len(common) <= 1 or (
+        len(set(micro_batches)) == len(micro_batches) and None not in {m[3] for m in micro_batches}
+    ):
         return {0: list(actions)}
     several_stages = len({cell.stage for cell in computed}) > 1
     if len(sizes) > 1 or sizes == {1} or not several_stages:
@@ -132,9 +134,7 @@ def _split(name: str, actions: Sequence[Action], notes: list[str]) -> dict[int, 
     )
     found: dict[int, list[Action]] = defaultdict(list)
     for cell, rows in computed.items():
-        over_s = [
-            max(each.end_s for each in rows[: 2 * count]) for count in common
-        ]
+        over_s = [max(each.end_s for each in rows[: 2 * count]) for count in common]
         for each in (each for each in actions if each.cell == cell):
             found[min(sum(each.start_s >= end_s for end_s in over_s), len(common) - 1)].append(each)
     return found
@@ -247,9 +247,7 @@ def _check_alike(number: int, cells: Mapping[Cell, Sequence[Action]], several: b
     }
     every = set().union(*(parts[name] for parts in ran.values() for name in parts))
     for cell, parts in sorted(ran.items()):
-        halves = {
-            (each.chunk, each.micro_batch or 0) for each in cells[cell] if each.optype is OpType.BACKWARD_INPUT
-        }
+        halves = {(each.chunk, each.micro_batch or 0) for each in cells[cell] if each.optype is OpType.BACKWARD_INPUT}
         for name, needed in (("forward", every), ("backward", every), ("weight gradient", halves)):
             if missing := sorted(needed - parts[name]):
                 of = f" of replica {cell.replica}" if several else ""

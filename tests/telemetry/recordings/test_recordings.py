@@ -17,6 +17,7 @@ from adaptra_megatron.schedule.replay.engine import batches_of, replay
 from adaptra_megatron.schedule.replay.operations import OpType
 from adaptra_megatron.schedule.routing.costs import Cell
 from adaptra_megatron.telemetry.recordings.chrome import read_chrome
+from adaptra_megatron.telemetry.recordings.places import Asked
 from adaptra_megatron.telemetry.recordings.reading import read_recording
 from adaptra_megatron.telemetry.recordings.recording import Recording, RecordingError
 from adaptra_megatron.telemetry.run_record import read_run
@@ -36,7 +37,7 @@ def check_replays(recording: Recording) -> None:
 def test_our_own_run_is_read_and_replayed(tmp_path: Path, split: bool) -> None:
     write_run(tmp_path, [Iteration(delay_s=delay_s, split=split) for delay_s in (0.0, 0.0, 0.9)])
     recording = read_recording(tmp_path)
-    assert [step.number for step in recording.steps] == [0, 1, 2]
+    assert [step.number for step in recording.steps] == [1, 2, 3]
     assert [step.seconds for step in recording.steps] == pytest.approx(
         [iteration.seconds for iteration in read_run(tmp_path).iterations]
     )
@@ -61,13 +62,13 @@ def test_a_delay_of_a_link_of_our_own_run_is_found(tmp_path: Path) -> None:
 def test_the_steps_asked_for_are_read(tmp_path: Path) -> None:
     write_run(tmp_path, [Iteration()] * 5)
     assert [step.number for step in read_recording(tmp_path, {1, 3, 99}).steps] == [1, 3]
-    with pytest.raises(RecordingError, match="no training step that is complete"):
+    with pytest.raises(RecordingError, match="none of the steps asked for: there are 1-5"):
         read_recording(tmp_path, {99})
 
 
 def test_evaluations_are_no_steps(tmp_path: Path) -> None:
     write_run(tmp_path, [Iteration(), Iteration(forward_only=True), Iteration()])
-    assert [step.number for step in read_recording(tmp_path).steps] == [0, 2]
+    assert [step.number for step in read_recording(tmp_path).steps] == [1, 2]
 
 
 def test_our_own_chrome_trace_says_what_the_run_does(tmp_path: Path) -> None:
@@ -129,22 +130,22 @@ def test_kineto_s_files_of_each_rank_are_read_by_the_number_of_stages(tmp_path: 
         starts = {"forward mb 0": late, "F 1": late + 100.0, "backward mb 0": 500.0 - late, "B 1": 600.0 - late}
         data = json.dumps(kineto(rank, starts)).encode()
         (tmp_path / f"rank{rank}.json.gz").write_bytes(gzip.compress(data))
-    recording = read_recording(tmp_path, stages=2)
+    recording = read_recording(tmp_path, asked=Asked(stages=2))
     (step,) = recording.steps
     assert step.number == 7
     assert step.cells == (Cell(0, 0), Cell(0, 1), Cell(1, 0), Cell(1, 1))
     check_replays(recording)
-    with pytest.raises(RecordingError, match="4 ranks that do not name their stages: give the pipeline size"):
+    with pytest.raises(RecordingError, match="4 ranks that do not say on which stage they ran: give the pipeline size"):
         read_recording(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("not json", "is no Chrome trace in JSON"),
+        ("not json", "neither JSON nor Parquet"),
         ("{}", "has no list of traceEvents"),
         ("[]", "names no forwards and backwards"),
-        ('[{"ph": "X", "name": "forward"}]', "has an event without a time"),
+        ('[{"ph": "X", "name": "forward"}]', "'forward' has no time"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, message: str) -> None:
