@@ -18,7 +18,7 @@ from typing import NamedTuple
 from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.placement import Placement
 from adaptra_megatron.schedule.routing.costs import Cell
-from adaptra_megatron.telemetry.recordings.ranges import FileRanges, Range
+from adaptra_megatron.telemetry.recordings.ranges import PLACE, FileRanges, Range
 from adaptra_megatron.telemetry.recordings.recording import RecordingError, numbered
 
 _RANK_IN_NAME = re.compile(r"rank[ _-]*(\d{1,9})", re.IGNORECASE)
@@ -106,7 +106,7 @@ def _by_source(files: Sequence[FileRanges]) -> dict[Source, list[Range]]:
 
 
 def _key(source: Source, each: Range) -> _Key:
-    return source, tuple(each.labels.get(label) for label in ("stage", "replica", "lane", "rank"))
+    return source, tuple(each.labels.get(label) for label in PLACE)
 
 
 def _labels(path: Path, files: Sequence[FileRanges]) -> _Labels:

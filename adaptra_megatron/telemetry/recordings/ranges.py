@@ -37,6 +37,9 @@ _HALF_US = 0.5
 """Rounding of times: ranges that lie in each other but for that do."""
 
 Thread = tuple[str, str]
+PLACE = ("stage", "replica", "lane", "rank")
+"""Labels that say where a range ran."""
+_NOWHERE = (None,) * len(PLACE)
 
 
 class Range(NamedTuple):
@@ -274,13 +277,18 @@ def _by_thread(actions: Iterable[Range]) -> dict[Thread, list[Range]]:
 
 
 def _outermost(actions: Iterable[Range]) -> Iterable[Range]:
-    """Those of one thread, by start, that lie in no other."""
-    until_us = -math.inf
+    """Those of one thread, by start, that lie in no other. After a merge, one thread may have the ranges of several
+    cells: those do not lie in each other."""
+    until_us: dict[tuple[int | None, ...], float] = {}
     for each in actions:
         if not each.optype.computes:
             yield each
-        elif each.end_us > until_us + _HALF_US or each.start_us >= until_us - _HALF_US:
-            until_us = max(until_us, each.end_us)
+            continue
+        place = tuple(each.labels.get(label) for label in PLACE)
+        others = until_us if place == _NOWHERE else (place, _NOWHERE)
+        open_us = max((until_us.get(other, -math.inf) for other in others), default=-math.inf)
+        if each.end_us > open_us + _HALF_US or each.start_us >= open_us - _HALF_US:
+            until_us[place] = max(each.end_us, until_us.get(place, -math.inf))
             yield each
 
 
