@@ -39,7 +39,6 @@ _HALF_US = 0.5
 Thread = tuple[str, str]
 PLACE = ("stage", "replica", "lane", "rank")
 """Labels that say where a range ran."""
-_NOWHERE = (None,) * len(PLACE)
 
 
 class Range(NamedTuple):
@@ -285,11 +284,14 @@ def _outermost(actions: Iterable[Range]) -> Iterable[Range]:
             yield each
             continue
         place = tuple(each.labels.get(label) for label in PLACE)
-        others = until_us if place == _NOWHERE else (place, _NOWHERE)
-        open_us = max((until_us.get(other, -math.inf) for other in others), default=-math.inf)
+        open_us = max((end_us for other, end_us in until_us.items() if _may_be_one(place, other)), default=-math.inf)
         if each.end_us > open_us + _HALF_US or each.start_us >= open_us - _HALF_US:
             until_us[place] = max(each.end_us, until_us.get(place, -math.inf))
             yield each
+
+
+def _may_be_one(place: Sequence[int | None], other: Sequence[int | None]) -> bool:
+    return all(None in (one, its) or one == its for one, its in zip(place, other, strict=True))
 
 
 def _without_waits(action: Range, waits: Sequence[tuple[float, float]]) -> Range:

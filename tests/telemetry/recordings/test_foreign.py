@@ -282,7 +282,7 @@ def inside(outer: OpType, shares: list[tuple[float, float]]) -> list[Event]:
     for each in HEALTHY:
         if each.kind is outer:
             for first, last in shares:
-                (event,) = with_args([each._replace(kind=F)])
+                (event,) = foreign.without(with_args([each._replace(kind=F)]), "dp_rank", "microbatch")
                 start, duration = each.start + first * each.duration, (last - first) * each.duration
                 events.append({**event, "ts": start, "dur": duration})
     return events
