@@ -20,10 +20,9 @@ from graphlib import CycleError, TopologicalSorter
 
 from adaptra_megatron.schedule.replay.exchanges import Call, programs_of
 from adaptra_megatron.schedule.replay.graph import misfit_s
-from adaptra_megatron.schedule.replay.operations import Message, Operation, OpType, RecordedStep, ReplayError
+from adaptra_megatron.schedule.replay.operations import SENDING, Message, Operation, OpType, RecordedStep, ReplayError
 from adaptra_megatron.schedule.routing.costs import Cell
 
-_SENDING = (OpType.FORWARD, OpType.BACKWARD, OpType.BACKWARD_INPUT)
 _QUICK = 0.05
 """Share of a link's messages that may be quicker than what the link is said to take: clocks are read a little late."""
 _ROUNDS = 3
@@ -59,11 +58,11 @@ def pairs_of(step: RecordedStep) -> Iterator[Message]:
     users = {
         (each.cell, each.optype is OpType.FORWARD, each.chunk, each.micro_batch): each
         for each in step.operations
-        if each.optype in _SENDING
+        if each.optype in SENDING
     }
     placement = step.placement
     for operation in step.operations:
-        if operation.optype not in _SENDING:
+        if operation.optype not in SENDING:
             continue
         forward = operation.optype is OpType.FORWARD
         try:

@@ -49,6 +49,8 @@ class OpType(str, enum.Enum):
 
 
 COMPUTE = frozenset((OpType.FORWARD, OpType.BACKWARD, OpType.BACKWARD_INPUT, OpType.BACKWARD_WEIGHT))
+SENDING = (OpType.FORWARD, OpType.BACKWARD, OpType.BACKWARD_INPUT)
+"""What ends with a message to the next stage, or the one before."""
 OVER_REPLICAS = frozenset((OpType.PARAMS_ALL_GATHER, OpType.GRADS_REDUCE_SCATTER))
 """Collectives of all cells of a stage."""
 OVER_STAGES = frozenset((OpType.EMBEDDING_ALL_REDUCE,))
@@ -150,6 +152,24 @@ class RecordedStep:
     def placement(self) -> Placement:
         """Which stage holds which part of the model."""
         return self.custom_placement or interleaved(self.stages, 1 + max(each.chunk for each in self.operations))
+
+    def missing(self) -> str:
+        """What a cell did not do of what others of its replica did, in words; empty if nothing is missing."""
+        did: dict[Cell, dict[bool, set[tuple[int, int]]]] = {cell: {True: set(), False: set()} for cell in self.cells}
+        for each in self.operations:
+            if each.optype in SENDING:
+                did[each.cell][each.optype is OpType.FORWARD].add((each.chunk, each.micro_batch))
+        every: dict[int, set[tuple[int, int]]] = {}
+        for cell, done in did.items():
+            every.setdefault(cell.replica, set()).update(done[True], done[False])
+        for cell, done in did.items():
+            for forward, name in ((True, "forward"), (False, "backward")):
+                if lacks := sorted(every[cell.replica] - done[forward]):
+                    return (
+                        f"step {self.number}: stage {cell.stage} of replica {cell.replica} has no {name} of "
+                        f"micro-batch {lacks[0][1]}: routed to another replica, or not recorded"
+                    )
+        return ""
 
     def by_cell(self) -> dict[Cell, list[Operation]]:
         """The operations of each cell, by start."""

@@ -236,6 +236,8 @@ def replayable(recording: Recording) -> tuple[list[RecordedStep], list[str]]:
             continue
         if len(step.cells) < most:
             left_out.append(f"step {step.number} has records of {len(step.cells)} of {most} cells")
+        elif missing := step.missing():
+            left_out.append(missing)
         else:
             kept.append(step)
     if not kept:
