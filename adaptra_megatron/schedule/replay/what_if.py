@@ -34,7 +34,7 @@ _AT_ONCE = 64
 """Questions that are replayed side by side: a matter of memory."""
 
 Kept = Callable[[Event], bool]
-"""Which events a question leaves as they were; all others are ideal."""
+"""Which events a question leaves as they were, by type, cells and link; all others are ideal."""
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,14 @@ class _Questions:
         return found
 
     def _work_of(self, batch: Batch, kept: Sequence[Kept]) -> Callable[[int, Event], Times]:
+        keeps: dict[object, Times] = {}
+        """By what a question may ask of an event: its micro-batch is no part of it."""
+
         def work_s(index: int, event: Event) -> Times:
-            keeps = np.array([[each(event)] for each in kept])
-            return np.where(keeps, batch.work_s[index], self.ideal_s[event.optype])
+            asked = event.optype, event.cells, event.source
+            if asked not in keeps:
+                keeps[asked] = np.array([[each(event)] for each in kept])
+            return np.where(keeps[asked], batch.work_s[index], self.ideal_s[event.optype])
 
         return work_s
 

@@ -24,6 +24,7 @@ from adaptra_megatron.telemetry.recordings.places import Asked, Places, places_o
 from adaptra_megatron.telemetry.recordings.ranges import FileRanges, read_ranges
 from adaptra_megatron.telemetry.recordings.recording import (
     ALL_STEPS,
+    MOST_NAMED,
     NoTraceError,
     Recording,
     RecordingError,
@@ -146,7 +147,7 @@ def _read(path: Path) -> FileRanges | NoTraceError:
 
 def _nothing_named(path: Path, file: FileRanges) -> RecordingError:
     there = f"; the ranges in it are called {', '.join(map(repr, file.names))}" if file.names else ""
-    left_out = "; ".join(file.left_out)
+    left_out = "; ".join(list(file.left_out)[:MOST_NAMED])
     return RecordingError(
         f"{path} names no forwards and backwards{there}: ranges have to be called forward and backward, or F and B, "
         "with micro-batches (record_function around the steps of the schedule makes them)"

@@ -54,7 +54,7 @@ class Recording:
 
     def __post_init__(self) -> None:
         if not self.steps:
-            said = ". ".join([because(self.left_out), *self.notes])
+            said = ". ".join([because(self.left_out), *self.notes[:MOST_NAMED]])
             raise RecordingError(f"{self.name} has no training step that is complete{said}")
 
 
