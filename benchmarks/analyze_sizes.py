@@ -98,8 +98,8 @@ def sizes() -> list[str]:
     lines = [
         "## Large recordings",
         "",
-        "On a machine of two cores, which other work shared. Of several large files, each is read by a process of its own",
-        "that takes as much memory as one file does; that of the command itself is here.",
+        "On a machine of two cores, which other work shared. Of several large files, each is read by a process of its",
+        "own that takes as much memory as one file does; that of the command itself is here.",
         "",
         "| files | s | GB |",
         "|---|---|---|",

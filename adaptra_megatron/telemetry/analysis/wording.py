@@ -64,9 +64,6 @@ def headline(analysis: Analysis) -> str:
         return "The recording is not understood: its replay does not explain it"
     worst = max(analysis.parts, key=lambda part: part.stragglers.slowdown, default=None)
     found = analysis.stragglers if worst is None else worst.stragglers
-    steps = "Steps take"
-    if worst is not None and found.slowdown >= WORTH_SAYING:
-        steps = f"Steps {_numbers(found)} take"
     if found.slowdown < WORTH_SAYING:
         if found.messages_slowdown >= _COSTLY:
             return (
@@ -76,12 +73,15 @@ def headline(analysis: Analysis) -> str:
         return f"Nothing is slow: steps take {duration(_median(analysis))}"
     causes = list(_causes(analysis, found))
     because = listed(causes[:2]) if causes else "many small differences"
-    return f"{steps} {found.slowdown:.2f} times as long as they need: {because}"
+    one = worst is not None and len(found.numbers) == 1
+    steps = "Steps" if worst is None else _steps(found)
+    take, needs = ("takes", "it needs") if one else ("take", "they need")
+    return f"{steps} {take} {found.slowdown:.2f} times as long as {needs}: {because}"
 
 
-def _numbers(found: Stragglers) -> str:
+def _steps(found: Stragglers) -> str:
     first, last = found.numbers[0], found.numbers[-1]
-    return str(first) if first == last else f"{first} to {last}"
+    return f"Step {first}" if first == last else f"Steps {first} to {last}"
 
 
 def _median(analysis: Analysis) -> float:
@@ -173,7 +173,7 @@ def _what_ran(analysis: Analysis) -> Iterator[str]:
         slow = f", {told.slowdown:.2f} times what they need" if told.slowdown >= WORTH_SAYING else ""
         links = [f", link {link_name(link)} {percent(told.by_link[link] - 1.0)}" for link in _slow_links(told)[:2]]
         why = f" ({part.why})" if part.why else ""
-        yield f"Steps {_numbers(told)}{why}: {duration(median_s)}{slow}{''.join(links)}."
+        yield f"{_steps(told)}{why}: {duration(median_s)}{slow}{''.join(links)}."
     at = None if analysis.parts else analysis.steps_changed_at
     if at is not None:
         before_s, after_s = _around(analysis, at)

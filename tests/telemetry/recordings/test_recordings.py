@@ -11,17 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.made_up.runs import Iteration, write_run
+from support.made_up.runs import Iteration, write_events, write_run
 
 from adaptra_megatron.schedule.replay.engine import batches_of, replay
 from adaptra_megatron.schedule.replay.operations import OpType
 from adaptra_megatron.schedule.routing.costs import Cell
+from adaptra_megatron.telemetry.analysis.analysis import analyse
+from adaptra_megatron.telemetry.analysis.wording import headline
+from adaptra_megatron.telemetry.events.events import LinkDetection
 from adaptra_megatron.telemetry.recordings.chrome import read_chrome
 from adaptra_megatron.telemetry.recordings.places import Asked
 from adaptra_megatron.telemetry.recordings.reading import read_recording
 from adaptra_megatron.telemetry.recordings.recording import Recording, RecordingError
 from adaptra_megatron.telemetry.run_record import read_run
 from adaptra_megatron.telemetry.tracing.perfetto import merge_traces
+from adaptra_megatron.telemetry.tracing.trace import trace_path
 
 Event = dict[str, Any]
 
@@ -57,6 +61,30 @@ def test_a_delay_of_a_link_of_our_own_run_is_found(tmp_path: Path) -> None:
     assert links[0, 1] == pytest.approx(0.9)
     assert links[1, 0] == pytest.approx(0.9)
     assert links[1, 2] == pytest.approx(0.0)
+
+
+def test_parts_of_our_own_run_are_analysed_by_themselves(tmp_path: Path) -> None:
+    """The log says where a link turned slow: what it cost from there on is not spread over the whole run."""
+    write_run(tmp_path, [Iteration(delay_s=delay_s) for delay_s in (0.0, 0.0, 0.0, 0.0, 2.0, 2.0)])
+    found = LinkDetection(source=0, target=1, before="healthy", after="slow", reason="measured", since_iteration=5)
+    write_events(tmp_path, [(found, 6)])
+    recording = read_recording(tmp_path)
+    assert [(each.step, each.why) for each in recording.beginnings] == [(5, "link 0→1 found slow")]
+    analysis = analyse(recording)
+    assert [part.stragglers.numbers for part in analysis.parts] == [(0, 1, 2, 3, 4), (5,)]
+    healthy, slow = (part.stragglers for part in analysis.parts)
+    assert slow.slowdown > 1.2
+    assert slow.by_link[0, 1] > 1.05
+    assert slow.by_link.get((1, 2), 1.0) == pytest.approx(1.0, abs=0.02)
+    assert healthy.slowdown < slow.slowdown
+    assert headline(analysis).startswith("Step 5 takes")
+
+
+def test_a_stage_without_a_trace_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path, [Iteration()])
+    trace_path(tmp_path, 1).unlink()
+    with pytest.raises(RecordingError, match="lacks the traces of stage 1: .*copy the files of all hosts"):
+        read_recording(tmp_path)
 
 
 def test_the_steps_asked_for_are_read(tmp_path: Path) -> None:
