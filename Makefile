@@ -33,7 +33,8 @@ INSTALLED := $(VENV)/.adaptra-installed
 NATIVE := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo megatron test test-slow properties test-native-sanitized test-dropin test-versions test-nccl docs site wheel \
+.PHONY: help install lock demo megatron test test-slow properties test-native-sanitized fuzz-recordings test-dropin test-versions \
+	test-nccl docs site wheel \
 	test-pages test-rdma bench-rdma soak campaign-deaths closed-loop postings lint
 .DELETE_ON_ERROR:
 
@@ -44,6 +45,7 @@ help:
 	@echo 'make test-slow  the slow ones'
 	@echo 'make properties  property tests with random examples, until one fails (SEED=7 for others, ROUNDS=1 to end)'
 	@echo 'make test-native-sanitized  fuzzers on native code built with sanitizers (SECONDS=3600 SEED=1000000 for more)'
+	@echo 'make fuzz-recordings  spoilt recordings into adaptra analyze: no traceback (SECONDS=3600 SEED=1000000 for more)'
 	@echo 'make test-pages  pictures of reports in headless Chromium, and axe-core on them (needs node, npm and Chromium)'
 	@echo 'make test-rdma  the verbs transport on Soft-RoCE in a virtual machine (installs QEMU if it is missing)'
 	@echo 'make soak     fault campaign: real training while paths, delegates and ranks fail (SOAK=--rounds=5 for more)'
@@ -115,6 +117,9 @@ test-native-sanitized: $(INSTALLED)
 	$(MAKE) --no-print-directory -j2 $(SANITIZED)/_ring.so $(SANITIZED)/_native.so
 	PYTHONPATH=tests $(BIN)/python -m fuzz.campaign --extensions=$(SANITIZED) --seconds=$(SECONDS) --first=$(SEED) \
 		--only='$(FUZZ)'
+
+fuzz-recordings: $(INSTALLED)
+	PYTHONPATH=tests $(BIN)/python -m fuzz.recordings --seconds=$(SECONDS) --first=$(SEED)
 
 megatron: $(INSTALLED)
 	$(PIP) install --quiet --no-deps --require-hashes --requirement requirements/megatron_lm.txt

@@ -147,16 +147,24 @@ def sweep(
     return sweep_over(job, asked, axes, schedule=schedule, deadline_s=deadline_s)
 
 
-def analyze(path: Path | str, *, stages: int | None = None, activation_gib: float | None = None) -> Analysis:
-    """What is slow in a recorded job, as `adaptra analyze` finds it. Needs numpy.
+def analyze(
+    path: Path | str,
+    *,
+    stages: int | None = None,
+    replicas: int | None = None,
+    activation_gib: float | None = None,
+) -> Analysis:
+    """What is slow in a recorded job, as `adaptra analyze` finds it; `doubt` says why nothing can be said. Needs numpy.
 
-    `stages`: pipeline size, where traces do not say it. Raises RecordingError for what is no recording, ReplayError
-    where no step can be replayed.
+    `stages`, `replicas`: pipeline size and number of pipelines, where traces do not say it. Raises RecordingError for
+    what is no recording, ReplayError where no step can be replayed.
     """
     from adaptra_megatron.telemetry.analysis.analysis import analyse
+    from adaptra_megatron.telemetry.recordings.places import Asked
     from adaptra_megatron.telemetry.recordings.reading import read_recording
 
-    return analyse(read_recording(Path(path), stages=stages), activation_gib=activation_gib)
+    recording = read_recording(Path(path), asked=Asked(stages=stages, replicas=replicas))
+    return analyse(recording, activation_gib=activation_gib)
 
 
 def what_if(

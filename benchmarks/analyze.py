@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from analyze_sizes import sizes
+
 from adaptra_megatron.telemetry.analysis.analysis import Analysis, analyse
 from adaptra_megatron.telemetry.analysis.wording import sentences
 from adaptra_megatron.telemetry.recordings.reading import read_recording
@@ -123,7 +125,7 @@ def main() -> None:
         analyses[name] = analyse(read_recording(directory / f"trace-{name}.parquet"))
         taken_s[name] = time.process_time() - start
     lines = ["# Production traces, analysed", "", "Written by `python benchmarks/analyze.py`.", ""]
-    for table in (validation(analyses), published(analyses), remedies(analyses)):
+    for table in (validation(analyses), published(analyses), remedies(analyses), sizes()):
         lines += table
     lines += ["## In words", ""]
     for name, analysis in analyses.items():

@@ -16,6 +16,7 @@ from adaptra_megatron.telemetry.analysis.analysis import Analysis, analyse, figu
 from adaptra_megatron.telemetry.analysis.page import analysis_page
 from adaptra_megatron.telemetry.analysis.wording import OPTYPE_NAMES, WORTH_A_ROW, cell_name, headline, sentences, times
 from adaptra_megatron.telemetry.events.event_log import EventLogError
+from adaptra_megatron.telemetry.recordings.places import Asked
 from adaptra_megatron.telemetry.recordings.reading import read_recording
 from adaptra_megatron.telemetry.recordings.recording import ALL_STEPS, RecordingError
 from adaptra_megatron.telemetry.report.wording import duration, link_name, percent
@@ -25,12 +26,14 @@ MOST_ROWS = 8
 """Workers, replicas and links that the text shows."""
 
 
-def run(options: argparse.Namespace) -> None:
-    """Analyse, write and print what `options` ask for. Raises InputError for what cannot be read or written."""
+def run(options: argparse.Namespace) -> int:
+    """Analyse, write and print what `options` ask for; return the exit status: 1 for a recording that is not
+    understood. Raises InputError for what cannot be read or written."""
     wanted = ALL_STEPS if options.steps is None else options.steps
     try:
         with no_cycle_collection(), shown_progress(options.progress) as progress:
-            recording = read_recording(options.trace, wanted, stages=options.stages)
+            asked = Asked(stages=options.stages, replicas=options.replicas)
+            recording = read_recording(options.trace, wanted, asked=asked, progress=progress)
             analysis = analyse(recording, activation_gib=options.activation_gib, progress=progress)
     except (RecordingError, TraceError, EventLogError) as error:
         raise InputError(str(error)) from error
@@ -44,6 +47,7 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(figures(analysis), allow_nan=False))
     else:
         _print_text(analysis)
+    return 1 if analysis.doubt else 0
 
 
 def _write(path: Path, page: str) -> None:
@@ -59,6 +63,8 @@ def _print_text(analysis: Analysis) -> None:
     print(headline(analysis))
     for sentence in sentences(analysis):
         print(f"- {sentence}")
+    if analysis.doubt:
+        return
     rows = {
         "operation": [(OPTYPE_NAMES[optype], each) for optype, each in found.by_optype.items()],
         "stage": [(str(stage), each) for stage, each in found.by_stage.items()],

@@ -7,13 +7,15 @@ import argparse
 import math
 from pathlib import Path
 
+from adaptra_megatron.cli.planning.inputs import count
 from adaptra_megatron.cli.progress import add_progress_option
 
 _DESCRIPTION = """\
 Replay a recorded job: what is slow, since when, what it costs, and what each remedy would bring.
 
 TRACE is an op-level trace in Parquet, the directory that a run was given by --adaptra-trace-dir, a Chrome trace whose
-forwards and backwards are named, or a directory of such traces, one per rank.
+forwards and backwards are named, or a directory of such traces, one per rank. Exit status 1: the replay does not
+explain the recording, so nothing is said of causes; 2: it cannot be read.
 """
 
 
@@ -30,7 +32,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one page that needs no other file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--stages", type=_count, metavar="COUNT", help="pipeline size, where traces of many ranks do not say it"
+        "--stages", type=count, metavar="COUNT", help="pipeline size, where traces of many ranks do not say it"
+    )
+    parser.add_argument(
+        "--replicas", type=count, metavar="COUNT", help="replicas, where ranks share a stage and do not say it"
     )
     parser.add_argument(
         "--activation-gib",
@@ -42,10 +47,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> int:
     from adaptra_megatron.cli.analysis import run  # numpy, which other commands do without
 
-    run(options)
+    return run(options)
 
 
 def _steps(text: str) -> set[int]:
@@ -58,12 +63,6 @@ def _steps(text: str) -> set[int]:
             raise argparse.ArgumentTypeError(f"{part!r} is too long a range: 1000000 steps at most")
         found.update(range(int(first), int(last or first) + 1))
     return found
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is no count of stages")
-    return int(text)
 
 
 def _gib(text: str) -> float:

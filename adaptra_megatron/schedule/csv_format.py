@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules as the CSV that torch.distributed.pipelining reads and writes (`compute_only` format).
+"""Schedules as CSV of torch.distributed.pipelining: `compute_only`, which we write too, and `compute_comms`.
 
 One row per pipeline rank, one cell per action: `0F0,1F0,1I0,1W0,0B0` is virtual stage, kind, micro-batch. Torch calls
 the virtual stage "stage index". Which rows its actions stand in says which rank runs it: torch's "loop" style is
 Megatron's placement, its "v" style is `placement.v_shape`.
-Torch leaves cells empty where a rank idles; the order of the others is all that counts, here as there.
+Torch leaves cells empty where a rank idles; the order of the others is all that counts, here as there. So sends and
+receives (`0SEND_F0`), which follow from it, are left out, as are those of FSDP (`0UNSHARD`). Before torch 2.6 an input
+gradient was called B, as whole backwards are today: a B that has its own W is one; `BW` is whole. Overlapped actions,
+`(0F2;3B0)OVERLAP_F_B`, become a forward and then a backward.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.placement import Placement
 
 _KINDS = {kind.value: kind for kind in Kind}
-_CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
+_CELL = re.compile(r"(\d{1,9})(F|BW|B|I|W)(\d{1,9})", re.ASCII)
+_NO_COMPUTATION = re.compile(r"\d{1,9}(?:(?:SEND|RECV)_[FB]\d{1,9}|(?:UNSHARD|RESHARD|REDUCE_GRAD)\d{0,9})", re.ASCII)
+_OVERLAPPED = re.compile(r"\((\w{3,24});(\w{3,24})\)OVERLAP_F_B", re.ASCII)
 
 
 def schedule_to_csv(schedule: Schedule) -> str:
@@ -41,13 +46,15 @@ class _Cell(NamedTuple):
     virtual_stage: int
     kind: Kind
     micro_batch: int
+    whole: bool = False
+    """True if it is called BW: a backward that has no weight gradient of its own."""
 
     def error(self, what: str) -> ScheduleError:
         return ScheduleError(f"row {self.row + 1}, column {self.column + 1}: {self.text!r} {what}", stage=self.row)
 
 
 def schedule_from_csv(text: str, *, chunks: int | None = None) -> Schedule:
-    """The schedule in CSV text, as `_dump_csv(format="compute_only")` of torch 2.13 writes it.
+    """The schedule in CSV text, as `_dump_csv` of torch writes it.
 
     Stages are the rows; blank lines at the end are none. The placement is Megatron's if all virtual stages stand where
     Megatron has them, else the one that the rows say. `chunks` None infers the chunks from the largest virtual stage,
@@ -64,9 +71,10 @@ def schedule_from_csv(text: str, *, chunks: int | None = None) -> Schedule:
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     cells = [
-        [_cell(number, column, text) for column, cell in enumerate(row) if (text := cell.strip())]
+        [one for column, cell in enumerate(row) if (text := cell.strip()) for one in _cells(number, column, text)]
         for number, row in enumerate(rows)
     ]
+    cells = [_halved(row) for row in cells]
     actions = [cell for row in cells for cell in row]
     if not actions:
         raise ScheduleError("the CSV holds no action; a row per rank with cells like 0F0 is expected")
@@ -87,14 +95,38 @@ def schedule_from_csv(text: str, *, chunks: int | None = None) -> Schedule:
     )
 
 
+def overlaps(text: str) -> bool:
+    """Return whether the schedule in CSV text has overlapped actions."""
+    return _OVERLAPPED.search(text) is not None
+
+
+def _cells(row: int, column: int, text: str) -> list[_Cell]:
+    """The actions of a cell: two where they overlap, none where nothing is computed."""
+    overlapped = _OVERLAPPED.fullmatch(text)
+    if overlapped is not None:
+        return [_cell(row, column, part) for part in overlapped.groups()]
+    return [] if _NO_COMPUTATION.fullmatch(text) else [_cell(row, column, text)]
+
+
+def _halved(cells: list[_Cell]) -> list[_Cell]:
+    """With backwards that have a weight gradient of their own as input gradients; those of one rank."""
+    apart = {(cell.virtual_stage, cell.micro_batch) for cell in cells if cell.kind is Kind.BACKWARD_WEIGHT}
+    return [
+        cell._replace(kind=Kind.BACKWARD_INPUT)
+        if cell.kind is Kind.BACKWARD and not cell.whole and (cell.virtual_stage, cell.micro_batch) in apart
+        else cell
+        for cell in cells
+    ]
+
+
 def _cell(row: int, column: int, text: str) -> _Cell:
     match = _CELL.fullmatch(text)
     if match is None:
         raise _Cell(row, column, text, 0, Kind.FORWARD, 0).error(
             "is no action: virtual stage, one of F, B, I, W, and micro-batch are expected, as in 0F0 "
-            "(torch's compute_only format, without its communication and overlapped actions)"
+            "(torch's own formats, with or without communication)"
         )
-    return _Cell(row, column, text, int(match[1]), _KINDS[match[2]], int(match[3]))
+    return _Cell(row, column, text, int(match[1]), _KINDS[match[2][0]], int(match[3]), match[2] == "BW")
 
 
 def _placement(actions: list[_Cell], stages: int, chunks: int | None, misplaced: _Cell) -> Placement:

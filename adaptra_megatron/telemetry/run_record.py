@@ -145,7 +145,7 @@ def read_run(directory: Path | str, progress: Progress | None = None) -> RunReco
     candidates, damage = read_pipelines(to_read, progress)
     missing += [*found.missing, *damage]
     traces: list[RankTrace] = max(_longest_lived(candidates, events), key=_median_seconds, default=[])
-    numbered = numbering.of if events else _numbered_by_traces(traces)
+    numbered = numbering.of if events else numbered_by_traces(traces)
     missing += cut_short(traces, numbered)
     if traces and events and all(found.stamp.rank != traces[0].rank for found in events):
         missing.append(f"rank {traces[0].rank} left no log: what was found and planned is not known")
@@ -167,7 +167,7 @@ def read_run(directory: Path | str, progress: Progress | None = None) -> RunReco
     )
 
 
-def _numbered_by_traces(traces: Sequence[RankTrace]) -> Callable[[int], int]:
+def numbered_by_traces(traces: Sequence[RankTrace]) -> Callable[[int], int]:
     """Numbers as if the processes that left `traces` had begun with Megatron's first iteration: no log tells."""
     kinds: dict[int, set[str]] = defaultdict(set)
     for trace in traces:

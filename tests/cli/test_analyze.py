@@ -89,13 +89,13 @@ def test_a_run_is_analysed_in_text_json_and_html(tmp_path: Path, capsys: pytest.
     write_run(run, [Iteration(delay_s=delay_s) for delay_s in (0.0, 0.0, 0.9, 0.9)])
     assert main(["analyze", str(run), "--html", str(page), "--no-progress"]) == 0
     said = capsys.readouterr().out
-    assert "From step 2 on a step took" in said
+    assert "From step 3 on a step took" in said
     assert "Messages of link 0→1 cost" in said
     assert "Re-planned order" in said
     assert page.read_text().startswith("<!DOCTYPE html>")
-    assert main(["analyze", str(run), "--json", "--steps", "2-3", "--no-progress"]) == 0
+    assert main(["analyze", str(run), "--json", "--steps", "3-4", "--no-progress"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["steps"] == [2, 3]
+    assert told["steps"] == [3, 4]
     assert told["replayed_s"] == pytest.approx(told["recorded_s"])
     assert {"order", "split-backward"} <= {row["key"] for row in told["remedies"]["rows"]}
 
@@ -138,4 +138,4 @@ def test_it_works_without_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["steps"] == [0]
+    assert json.loads(done.stdout)["steps"] == [1]

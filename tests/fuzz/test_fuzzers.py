@@ -17,6 +17,7 @@ from fuzz import (
     control_talk,
     inboxes,
     live_rings,
+    recordings,
     reference_inbox,
     routing,
     schedules,
@@ -43,6 +44,11 @@ def test_some_cases(name: str) -> None:
     case, count = CASES[name]
     for number in range(1, count + 1):
         assert case(worker.random_of(name, number), time.monotonic() + worker.HANG_S) > 0
+
+
+def test_spoilt_recordings_get_an_answer_or_one_line() -> None:
+    for number in range(1, 61):
+        recordings.case(worker.random_of("recordings", number))
 
 
 def test_every_fuzzer_is_run() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from adaptra_megatron.schedule import classic
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.checks import check_schedule
-from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
+from adaptra_megatron.schedule.csv_format import overlaps, schedule_from_csv, schedule_to_csv
 from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.placement import interleaved
 from adaptra_megatron.schedule.registry import SCHEDULES, make_schedule
@@ -97,8 +97,8 @@ def test_chunks_can_be_more_than_the_csv_shows() -> None:
     ("text", "message"),
     [
         ("0F0,0B0\n1F0,1X0", r"row 2, column 2: '1X0' is no action"),
-        ("0F0,0SEND_F0\n", r"row 1, column 2: '0SEND_F0' is no action"),
-        ("0F0,(0F1;0B0)OVERLAP_F_B\n", r"row 1, column 2: '\(0F1;0B0\)OVERLAP_F_B' is no action"),
+        ("0F0,0SEND_X0\n", r"row 1, column 2: '0SEND_X0' is no action"),
+        ("0F0,(0F1;0X0)OVERLAP_F_B\n", r"row 1, column 2: '0X0' is no action"),
         ("0F0,,0F\n", r"row 1, column 3: '0F' is no action"),
         ("-1F0\n", r"row 1, column 1: '-1F0' is no action"),
         ("0F0,0B0,1F0\n1B0\n", r"row 1, column 3: '1F0' stands in rank 0's row.*virtual stage 1 on rank 1"),
@@ -120,3 +120,18 @@ def test_numbers_out_of_any_reason_are_refused_without_building_anything() -> No
         schedule_from_csv("0F12345678901234567890\n")
     with pytest.raises(ScheduleError, match="chunks must be at least 1, got 0"):
         schedule_from_csv("0F0,0B0\n", chunks=0)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "plain"),
+    [
+        ("0F0,0B0,0W0\n1F0,1B0,1W0\n", "0F0,0I0,0W0\n1F0,1I0,1W0\n"),
+        ("0F0,0SEND_F0,0RECV_B0,0BW0\n1RECV_F0,1F0,1B0,1SEND_B0,1W0\n", "0F0,0B0\n1F0,1I0,1W0\n"),
+        ("0UNSHARD,0F0,0B0,0REDUCE_GRAD,0RESHARD\n1UNSHARD,1F0,1B0,1REDUCE_GRAD\n", "0F0,0B0\n1F0,1B0\n"),
+        ("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n", "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"),
+    ],
+    ids=["before torch 2.6", "with communication", "with FSDP's actions", "overlapped"],
+)
+def test_torch_s_other_forms_are_read(theirs: str, plain: str) -> None:
+    assert schedule_from_csv(theirs) == schedule_from_csv(plain)
+    assert overlaps(theirs) == ("OVERLAP" in theirs)

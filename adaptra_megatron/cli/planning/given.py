@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,16 @@ from adaptra_megatron.schedule.more_memory import capped
 from adaptra_megatron.schedule.simulator import peak_in_flight
 from adaptra_megatron.telemetry.events.event_log import FILE_PATTERN, EventLogError, read_event_file, read_events
 from adaptra_megatron.telemetry.events.events import PlanMade, StampedEvent
+from adaptra_megatron.telemetry.recordings.contents import head_of, is_other_document, is_other_format
+from adaptra_megatron.telemetry.recordings.recording import RecordingError
 from adaptra_megatron.telemetry.tracing.trace import FILE_PATTERN as TRACES
 from adaptra_megatron.telemetry.tracing.trace import TraceError
 
 STDIN = Path("-")
-_BINARY = (b"PAR1", b"\x1f\x8b")
-"""How Parquet and gzip begin: traces."""
+_TRACE_BEGINS = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
+"""A Chrome trace may be its list of events alone."""
+_LARGEST_COSTS_NBYTES = 64 << 20
+"""Larger files of JSON are traces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,35 +47,50 @@ class Given:
     """The order that ran, where it was recorded."""
 
 
-def read_given(path: Path, number: int | None = None) -> Given:
+def read_given(path: Path, number: int | None = None, pipeline_size: int | None = None) -> Given:
     """What `path` tells: COSTS.json ("-": stdin), the directory of a run, an events-*.jsonl file, or a trace.
 
-    Of a run, `number` picks the plan whose costs are taken; None: the latest. Of a trace, the typical step counts.
-    Raises InputError if nothing can be read, CostError for costs that cannot be.
+    Of a run, `number` picks the plan whose costs are taken; None: the latest. Of a trace, the typical step counts;
+    `pipeline_size` is its number of stages, where it does not say it. Raises InputError if nothing can be read,
+    CostError for costs that cannot be.
     """
     try:
         if path.is_dir():
             events = read_events(path) if any(path.glob(FILE_PATTERN)) else []
             planned = any(isinstance(found.event, PlanMade) for found in events)
-            traced = any(path.glob(TRACES)) or (not events and any(path.glob("*.json*")))
-            return _recorded(path, number) if traced and not planned else _from_events(str(path), events, number)
+            traced = any(path.glob(TRACES)) or (not events and any(path.glob("**/*.json*")))
+            if traced and not planned:
+                return _recorded(path, number, pipeline_size)
+            return _from_events(str(path), events, number)
         if path.suffix == ".jsonl":
             return _from_events(str(path), list(read_event_file(path)), number)
-        if path != STDIN and path.is_file() and _begins_with(path, _BINARY):
-            return _recorded(path, number)
-    except EventLogError as error:
+        if path != STDIN and path.is_file() and _is_trace(path):
+            return _recorded(path, number, pipeline_size)
+    except (EventLogError, RecordingError) as error:
         raise InputError(str(error)) from error
     except OSError as error:
         raise InputError(f"cannot read {error.filename or path}: {error.strerror or error}") from error
     name = "stdin" if path == STDIN else str(path)
     document = _document(path, name)
-    if "traceEvents" in document if isinstance(document, dict) else _are_trace_events(document):
-        return _recorded(path, number)
     _refuse_number(number, name)
     try:
         return Given(name=name, job=job_costs_from_json(document))
     except CostError as error:
         raise CostError(f"{name}: {error}") from error
+
+
+def _is_trace(path: Path) -> bool:
+    """Return whether a file is a trace, or of another tool that `read_recording` knows by name, and no costs."""
+    head = head_of(path)
+    if _TRACE_BEGINS.match(head) or b'"traceEvents"' in head or is_other_format(head):
+        return True
+    if path.stat().st_size > _LARGEST_COSTS_NBYTES:
+        return True
+    try:
+        document = json.loads(read_text(path))
+    except (ValueError, RecursionError, InputError):
+        return False
+    return isinstance(document, dict) and ("traceEvents" in document or is_other_document(document))
 
 
 def _document(path: Path, name: str) -> Any:
@@ -118,25 +138,32 @@ def _job(name: str, made: PlanMade) -> JobCosts:
         raise CostError(f"{name}, plan {made.number}: {error}") from error
 
 
-def _recorded(path: Path, number: int | None) -> Given:
-    """The typical step of a trace; a stage may hold what the fullest one held. Needs numpy."""
+def _recorded(path: Path, number: int | None, pipeline_size: int | None) -> Given:
+    """The typical step of a trace; a stage may hold what the fullest one held. Raises InputError also where its replay
+    does not explain what was recorded. Needs numpy."""
     _refuse_number(number, str(path))
     try:
-        from adaptra_megatron.schedule.replay.engine import batches_of
+        from adaptra_megatron.schedule.replay.engine import batches_of, replay
         from adaptra_megatron.schedule.replay.operations import ReplayError
         from adaptra_megatron.schedule.replay.pipelines import pipelines_of
-        from adaptra_megatron.telemetry.analysis.analysis import replayable, typical
+        from adaptra_megatron.telemetry.analysis.analysis import doubt_of, replayable, typical
+        from adaptra_megatron.telemetry.recordings.places import Asked
         from adaptra_megatron.telemetry.recordings.reading import read_recording
-        from adaptra_megatron.telemetry.recordings.recording import RecordingError
     except ImportError as error:
         raise InputError(f"reading the trace {path} needs numpy: pip install numpy") from error
     try:
-        steps, _ = replayable(read_recording(path).steps)
-        found = pipelines_of(typical(steps), batches_of(steps))
+        steps, _ = replayable(read_recording(path, asked=Asked(stages=pipeline_size)))
+        step, batches = typical(steps), batches_of(steps)
+        found = pipelines_of(step, batches)
+        (of_step,) = batches_of([step])
+        made_s = [float(replay(of_step, launch_delays=delays).max()) for delays in (True, False)]
     except (RecordingError, TraceError, EventLogError) as error:
         raise InputError(str(error)) from error
     except ReplayError as error:
         raise InputError(f"{path}: {error}") from error
+    doubt = doubt_of([step.seconds], made_s[:1], made_s[1:], 0.0)
+    if doubt:
+        raise InputError(f"{path} is not understood, so no costs are taken from it: {doubt}")
     held = max(peak_in_flight(found.schedule, 0.0))
     base, *others = (capped(costs, held) for costs in found.replicas)
     overrides = [
@@ -160,14 +187,3 @@ def _recorded(path: Path, number: int | None) -> Given:
 def _refuse_number(number: int | None, name: str) -> None:
     if number is not None:
         raise InputError(f"--plan {number} picks a plan of a run: {name} holds one set of costs")
-
-
-def _are_trace_events(document: object) -> bool:
-    """A Chrome trace may be its list of events alone."""
-    return isinstance(document, list) and any(isinstance(event, dict) and "ph" in event for event in document)
-
-
-def _begins_with(path: Path, beginnings: Sequence[bytes]) -> bool:
-    with path.open("rb") as file:
-        head = file.read(4)
-    return any(head.startswith(each) for each in beginnings)

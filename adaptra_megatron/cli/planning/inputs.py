@@ -62,6 +62,13 @@ def read_schedule(path: Path, costs: Costs) -> Schedule:
     return schedule
 
 
+def count(text: str) -> int:
+    """argparse type of a count of stages or replicas."""
+    if not text.isdecimal() or len(text) > 7 or not 0 < int(text) < 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r} is no count of stages or replicas")
+    return int(text)
+
+
 def seconds(text: str) -> float:
     """argparse type of a duration in seconds above 0."""
     try:

@@ -52,7 +52,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(options: argparse.Namespace) -> None:
-    given, asked = read_given(options.costs, options.plan), what_if(options)
+    given, asked = read_given(options.costs, options.plan, options.pipeline_size), what_if(options)
     axes = asked.axes(given.job)
     _refuse_what_a_table_cannot_do(options, axes)
     deadline_s = options.deadline_s

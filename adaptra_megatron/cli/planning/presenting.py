@@ -13,6 +13,7 @@ from adaptra_megatron.cli.planning.cells import add_cell_options
 from adaptra_megatron.cli.planning.comparison import Comparison
 from adaptra_megatron.cli.planning.drawings import add_drawing_options, draw
 from adaptra_megatron.cli.planning.given import Given
+from adaptra_megatron.cli.planning.inputs import count
 from adaptra_megatron.cli.planning.job_outcome import JobOutcome
 from adaptra_megatron.cli.planning.outcome import Outcome
 from adaptra_megatron.cli.planning.what_if import add_what_if_options
@@ -38,6 +39,12 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     """Add the costs and every option that both commands have."""
     parser.add_argument("costs", type=Path, metavar="COSTS", help="file of costs, run, event log or trace")
     parser.add_argument("--plan", type=int, metavar="N", help="of a run: whose costs to take (default: the latest's)")
+    parser.add_argument(
+        "--pipeline-size",
+        type=count,
+        metavar="COUNT",
+        help="of a trace of many ranks: stages, where it does not say it",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, of errors, too")
     parser.add_argument("--stages", action="store_true", help="also print a line for each stage")
     add_progress_option(parser)

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from adaptra_megatron.cli.garbage import no_cycle_collection
 from adaptra_megatron.cli.planning.cells import asks_for_routing, routed_outcome
 from adaptra_megatron.cli.planning.comparison import Row, compare, timed_row
 from adaptra_megatron.cli.planning.drawings import asks_for_drawings
 from adaptra_megatron.cli.planning.given import read_given
-from adaptra_megatron.cli.planning.inputs import SCHEDULE_NAMES, InputError, fixed_schedule, placed_for
+from adaptra_megatron.cli.planning.inputs import SCHEDULE_NAMES, InputError, fixed_schedule, placed_for, read_text
 from adaptra_megatron.cli.planning.job_outcome import JobOutcome
 from adaptra_megatron.cli.planning.outcome import Outcome
 from adaptra_megatron.cli.planning.presenting import WHERE_COSTS_ARE, add_shared_options, present
@@ -21,6 +23,7 @@ from adaptra_megatron.cli.planning.what_if import Axis, what_if
 from adaptra_megatron.cli.progress import shown_progress
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.csv_format import overlaps
 from adaptra_megatron.schedule.jobs.costs import JobCosts
 from adaptra_megatron.schedule.jobs.planner import plan_job
 from adaptra_megatron.schedule.jobs.simulation import (
@@ -61,8 +64,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(options: argparse.Namespace) -> None:
-    given, asked = read_given(options.costs, options.plan), what_if(options)
+    given, asked = read_given(options.costs, options.plan, options.pipeline_size), what_if(options)
     given = replace(given, job=placed_for(options.schedule, given.job))
+    _note_overlaps(options.schedule)
     axes, routed = asked.axes(given.job), asks_for_routing(options)
     _refuse_contradictions(options, axes)
     with no_cycle_collection():
@@ -81,6 +85,12 @@ def _run(options: argparse.Namespace) -> None:
             alternative.show(as_json=options.json)
         else:
             present(outcome, comparison, given, options)
+
+
+def _note_overlaps(schedule: str | None) -> None:
+    """Say on stderr that overlapped actions of a CSV file are timed as two."""
+    if schedule is not None and Path(schedule).is_file() and overlaps(read_text(Path(schedule))):
+        print(f"note: {schedule} overlaps actions; they are timed one after the other here", file=sys.stderr)
 
 
 def _refuse_contradictions(options: argparse.Namespace, axes: Sequence[Axis]) -> None:

@@ -9,22 +9,26 @@ the part after the later start of the two.
 
 Where sends and receives block, as stock Megatron-core's do, a cell does its operations in recorded order, those that
 started together side by side. Where they overlap computation, computation keeps its recorded order, and waits for the
-messages it needs: the n-th action that needs one has the n-th.
+messages it needs: the n-th action that needs one has the n-th. Messages that were not recorded stand between the
+actions that must have sent and used them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import NamedTuple
 
+from adaptra_megatron.schedule.replay.exchanges import Call, programs_of
 from adaptra_megatron.schedule.replay.operations import (
     OVER_JOB,
     OVER_REPLICAS,
     OVER_STAGES,
+    Message,
     Operation,
     OpType,
     RecordedStep,
@@ -34,6 +38,8 @@ from adaptra_megatron.schedule.routing.costs import Cell
 
 _OVERLAP = 0.01
 """Share of all computation that messages overlap from which on they are taken for not blocking."""
+_OF_MESSAGES = 0.2
+"""The same as a share of the time of messages, for quick ones never overlap much computation."""
 
 
 _NOTHING_S = 1e-3
@@ -87,7 +93,8 @@ class StepTimes(NamedTuple):
     """Duration of each event, from the moment at which the last taker has come."""
 
 
-_Key = tuple[str, int, int, int, int]
+_Key = tuple[str | int, ...]
+"""Type, kind of event (see `_key`), replica, stage, and what tells it from others."""
 
 
 class _Draft(NamedTuple):
@@ -104,6 +111,8 @@ def graph_of(step: RecordedStep) -> tuple[StepGraph, StepTimes]:
 
     Raises ReplayError for a send without a receive, or operations that wait for each other.
     """
+    if step.blocking is not None:
+        return _with_found_messages(step)
     by_cell = {
         cell: [each for each in operations if each.optype is not OpType.GARBAGE or each.duration_s >= _NOTHING_S]
         for cell, operations in step.by_cell().items()
@@ -141,16 +150,17 @@ def _key(operation: Operation) -> _Key:
 
 def blocks(cells: Iterable[Sequence[Operation]]) -> bool:
     """Return whether cells wait for the end of each send and receive before they compute on."""
-    computed_s = overlapped_s = 0.0
+    computed_s = overlapped_s = messages_s = 0.0
     for operations in cells:
         message_end_s = -math.inf
         for operation in operations:
             if operation.optype.peer is not None:
                 message_end_s = max(message_end_s, operation.end_s)
+                messages_s += operation.duration_s
             elif operation.optype.computes:
                 computed_s += operation.duration_s
                 overlapped_s += max(0.0, min(message_end_s, operation.end_s) - operation.start_s)
-    return overlapped_s <= _OVERLAP * computed_s
+    return overlapped_s <= _OVERLAP * computed_s and overlapped_s <= _OF_MESSAGES * messages_s
 
 
 _Lines = Iterable[tuple[Operation, Sequence[Operation]]]
@@ -220,14 +230,7 @@ def _assembled(step: RecordedStep, drafts: dict[_Key, _Draft]) -> tuple[StepGrap
     drafts = _joined_around(step, drafts)
     # In an order that does not hang on when operations were recorded, so that equal steps have equal graphs.
     needed = {key: sorted({each for row in drafts[key].before for each in row}) for key in sorted(drafts)}
-    sorter = TopologicalSorter(needed)
-    try:
-        order = list(sorter.static_order())
-    except CycleError as error:
-        raise ReplayError(
-            f"operations of step {step.number} wait for each other ({' , '.join(map(str, error.args[1]))}): their "
-            "sends and receives cannot be matched by their order; is the recording of that step complete?"
-        ) from error
+    order = _ordered(step, needed)
     number = {key: index for index, key in enumerate(order)}
     events, delays_s, work_s = [], [], []
     for key in order:
@@ -240,12 +243,126 @@ def _assembled(step: RecordedStep, drafts: dict[_Key, _Draft]) -> tuple[StepGrap
                 tuple(Taker(each.cell, tuple(sorted(number[one] for one in rows))) for each, rows, _ in takers),
                 operations[0].chunk,
                 operations[0].micro_batch,
-                key[3] if key[1] == 2 else -1,
+                int(key[3]) if key[1] == 2 else -1,
             )
         )
         delays_s += [max(0.0, each.start_s - ready) for each, _, ready in takers]
         work_s.append(max(0.0, _end_s(operations) - max(each.start_s for each in operations)))
     return StepGraph(tuple(events)), StepTimes(tuple(delays_s), tuple(work_s))
+
+
+def _ordered(step: RecordedStep, needed: Mapping[_Key, Sequence[_Key]]) -> list[_Key]:
+    """All events, each after those it waits for."""
+    try:
+        return list(TopologicalSorter(needed).static_order())
+    except CycleError as error:
+        circle = error.args[1]
+        waits = [f"{_described(one)} comes before {_described(other)}" for one, other in pairwise(circle[:4])]
+        raise ReplayError(
+            f"operations of step {step.number} wait for each other: {', '.join(waits)}"
+            f"{', and so on in a circle' if len(circle) > 4 else ''}. Their sends and receives cannot be matched by "
+            "their order: is the recording of that step complete, and of one run?"
+        ) from error
+
+
+def _described(key: _Key) -> str:
+    optype, _, replica, stage, sequence = key[:5]
+    return f"{optype} {sequence} of cell {replica}.{stage}"
+
+
+_Line = tuple[Cell, list[_Key], float]
+"""A cell's part in an event: what it did before, and when it came; nan for a message, to which it comes at once."""
+
+
+def _with_found_messages(step: RecordedStep) -> tuple[StepGraph, StepTimes]:
+    """The graph of a step whose messages are not recorded but found."""
+    found = _Found(step)
+    number = {key: index for index, key in enumerate(found.ready_s)}
+    events, delays_s, work_s = [], [], []
+    for key, ready_s in found.ready_s.items():
+        message, takers = found.messages.get(key), found.lines[key]
+        if message is None:
+            operation, end_s = found.recorded[key]
+            delays_s += [max(0.0, line[2] - each_s) for line, each_s in zip(takers, ready_s, strict=True)]
+            work_s.append(max(0.0, end_s - max(start_s for _, _, start_s in takers)))
+        else:
+            operation = message.sender
+            delays_s += [0.0] * len(takers)
+            work_s.append(message.seconds)
+        events.append(
+            Event(
+                operation.optype if message is None else message.optype,
+                tuple(Taker(cell, tuple(sorted(number[one] for one in before))) for cell, before, _ in takers),
+                operation.chunk,
+                operation.micro_batch,
+                -1 if message is None else message.link[0],
+            )
+        )
+    return StepGraph(tuple(events)), StepTimes(tuple(delays_s), tuple(work_s))
+
+
+def misfit_s(step: RecordedStep) -> float:
+    """By how much actions of a step whose messages are found began later or earlier than what they waited for was over:
+    the sum. Raises ReplayError as `graph_of`."""
+    found = _Found(step)
+    return math.fsum(
+        abs(start_s - each_s)
+        for key, ready_s in found.ready_s.items()
+        if key in found.recorded and found.recorded[key][0].optype.computes
+        for (_, _, start_s), each_s in zip(found.lines[key], ready_s, strict=True)
+    )
+
+
+class _Found:
+    """A step's events around the messages that were found, in order, and when each taker could have come to them."""
+
+    def __init__(self, step: RecordedStep) -> None:
+        self.lines, self.recorded = _lines_around_messages(step)
+        needed = {
+            key: sorted({one for _, before, _ in self.lines[key] for one in before}) for key in sorted(self.lines)
+        }
+        self.messages = {_message_key(each): each for each in step.messages}
+        self.ready_s: dict[_Key, list[float]] = {}
+        ends_s: dict[_Key, float] = {}
+        for key in _ordered(step, needed):
+            self.lines[key].sort(key=lambda line: line[0])
+            ready_s = [max((ends_s[one] for one in before), default=step.start_s) for _, before, _ in self.lines[key]]
+            message = self.messages.get(key)
+            ends_s[key] = self.recorded[key][1] if message is None else max(ready_s) + message.seconds
+            self.ready_s[key] = ready_s
+
+    def _sorted_lines(self) -> list[tuple[_Key, list[_Line]]]:
+        return [(key, self.lines[key]) for key in sorted(self.lines)]
+
+
+def _message_key(message: Message) -> _Key:
+    sender = message.sender
+    return (message.optype.value, 2, *sender.cell, sender.chunk, sender.micro_batch)
+
+
+def _lines_around_messages(step: RecordedStep) -> tuple[dict[_Key, list[_Line]], dict[_Key, tuple[Operation, float]]]:
+    """Who takes part in each event, and of recorded ones an operation and the end."""
+    lines: dict[_Key, list[_Line]] = {}
+    lasts_s: dict[_Key, tuple[Operation, float]] = {}
+    keys = [_message_key(each) for each in step.messages]
+    needed = {each.user: key for each, key in zip(step.messages, keys, strict=True)}
+    if not step.blocking:
+        for each, key in zip(step.messages, keys, strict=True):
+            lines[key] = [(each.sender.cell, [_key(each.sender)], math.nan), (each.user.cell, [], math.nan)]
+    for cell, program in (programs_of(step) if step.blocking else step.by_cell()).items():
+        before: list[_Key] = []
+        for slot in program:
+            if isinstance(slot, Call):
+                for index in slot.messages:
+                    lines.setdefault(keys[index], []).append((cell, before, math.nan))
+                before = [keys[index] for index in slot.messages]
+            elif slot.optype is not OpType.GARBAGE or slot.duration_s >= _NOTHING_S:
+                key = _key(slot)
+                waits = [*before, *([needed[slot]] if not step.blocking and slot in needed else [])]
+                lines.setdefault(key, []).append((cell, waits, slot.start_s))
+                lasts_s[key] = slot, min(slot.end_s, lasts_s[key][1] if key in lasts_s else math.inf)
+                before = [key]
+    return lines, lasts_s
 
 
 def _end_s(operations: Sequence[Operation]) -> float:
@@ -270,7 +387,7 @@ def _joined_around(step: RecordedStep, drafts: dict[_Key, _Draft]) -> dict[_Key,
     """Messages that wrap around between the last stage and the first are named by where they were sent."""
 
     def around(key: _Key) -> _Key:
-        return (*key[:3], key[3] % step.stages, key[4]) if key[1] == 2 else key
+        return (*key[:3], int(key[3]) % step.stages, key[4]) if key[1] == 2 else key
 
     joined: dict[_Key, _Draft] = {}
     for key, draft in drafts.items():

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.placement import Placement, interleaved
 from adaptra_megatron.schedule.routing.costs import Cell
 
 
@@ -48,6 +49,8 @@ class OpType(str, enum.Enum):
 
 
 COMPUTE = frozenset((OpType.FORWARD, OpType.BACKWARD, OpType.BACKWARD_INPUT, OpType.BACKWARD_WEIGHT))
+SENDING = (OpType.FORWARD, OpType.BACKWARD, OpType.BACKWARD_INPUT)
+"""What ends with a message to the next stage, or the one before."""
 OVER_REPLICAS = frozenset((OpType.PARAMS_ALL_GATHER, OpType.GRADS_REDUCE_SCATTER))
 """Collectives of all cells of a stage."""
 OVER_STAGES = frozenset((OpType.EMBEDDING_ALL_REDUCE,))
@@ -88,12 +91,35 @@ class Operation(NamedTuple):
         return f"{self.optype} {self.sequence} of cell {self.cell}"
 
 
+class Message(NamedTuple):
+    """A message that was not recorded itself: between two actions that were."""
+
+    sender: Operation
+    user: Operation
+    seconds: float
+    """How long it was under way once both ends had come to it."""
+
+    @property
+    def optype(self) -> OpType:
+        return OpType.FORWARD_SEND if self.sender.optype is OpType.FORWARD else OpType.BACKWARD_SEND
+
+    @property
+    def link(self) -> tuple[int, int]:
+        return self.sender.cell.stage, self.user.cell.stage
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
     """One step of all workers. Raises ReplayError at construction for no operation, or times that cannot be."""
 
     number: int
     operations: tuple[Operation, ...]
+    messages: tuple[Message, ...] = ()
+    """Where computation alone was recorded: what its actions must have sent (see `messages.with_messages`)."""
+    blocking: bool | None = None
+    """Whether cells wait for the end of each exchange before they compute on; None: recorded messages tell."""
+    custom_placement: Placement | None = None
+    """None: Megatron's."""
 
     def __post_init__(self) -> None:
         if not self.operations:
@@ -121,6 +147,29 @@ class RecordedStep:
     @cached_property
     def stages(self) -> int:
         return 1 + max(cell.stage for cell in self.cells)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Which stage holds which part of the model."""
+        return self.custom_placement or interleaved(self.stages, 1 + max(each.chunk for each in self.operations))
+
+    def missing(self) -> str:
+        """What a cell did not do of what others of its replica did, in words; empty if nothing is missing."""
+        did: dict[Cell, dict[bool, set[tuple[int, int]]]] = {cell: {True: set(), False: set()} for cell in self.cells}
+        for each in self.operations:
+            if each.optype in SENDING:
+                did[each.cell][each.optype is OpType.FORWARD].add((each.chunk, each.micro_batch))
+        every: dict[int, set[tuple[int, int]]] = {}
+        for cell, done in did.items():
+            every.setdefault(cell.replica, set()).update(done[True], done[False])
+        for cell, done in did.items():
+            for forward, name in ((True, "forward"), (False, "backward")):
+                if lacks := sorted(every[cell.replica] - done[forward]):
+                    return (
+                        f"step {self.number}: stage {cell.stage} of replica {cell.replica} has no {name} of "
+                        f"micro-batch {lacks[0][1]}: routed to another replica, or not recorded"
+                    )
+        return ""
 
     def by_cell(self) -> dict[Cell, list[Operation]]:
         """The operations of each cell, by start."""

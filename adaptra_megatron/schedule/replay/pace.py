@@ -18,7 +18,8 @@ _SHORTEST_PART = 2
 
 
 def paces_of(batches: Sequence[Batch]) -> dict[Cell, dict[int, float]]:
-    """For each cell and step, its computation over the median of the cells of its stage.
+    """For each cell and step, its computation over the median of the cells of its stage: of an even number, the quicker
+    of the two in the middle, so that of two cells the slow one is compared with the other and not with both.
 
     A cell that is slow by itself is so in every step; one whose micro-batches were long is not. 1 for all where there
     is one replica: there is nothing to compare with.
@@ -27,7 +28,8 @@ def paces_of(batches: Sequence[Batch]) -> dict[Cell, dict[int, float]]:
     for batch in batches:
         total_s = _computed_s(batch)
         for cell, row in total_s.items():
-            usual = np.median([other for place, other in total_s.items() if place.stage == cell.stage], axis=0)
+            peers = [other for place, other in total_s.items() if place.stage == cell.stage]
+            usual = np.percentile(peers, 50, axis=0, method="lower")
             ratios = [float(mine / each) if each > 0.0 else 1.0 for mine, each in zip(row, usual, strict=True)]
             found.setdefault(cell, {}).update(zip(batch.numbers, ratios, strict=True))
     return found

@@ -73,7 +73,7 @@ def pipelines_of(step: RecordedStep, batches: Sequence[Batch]) -> RecordedPipeli
     schedule = _schedule(step)
     slowness = slowness_of(batches)
     # Where sends block, each link carries one message at a time, and nothing tells its bandwidth from its latency.
-    blocking = blocks(step.by_cell().values())
+    blocking = blocks(step.by_cell().values()) if step.blocking is None else step.blocking
     usual_s = {ends: statistics.median(row) for ends, row in sorted(transfers.items())}
     links = {
         ends: LinkCost(occupancy_s=each_s) if blocking else LinkCost(latency_s=each_s)
@@ -81,6 +81,7 @@ def pipelines_of(step: RecordedStep, batches: Sequence[Batch]) -> RecordedPipeli
     }
     tables = {replica: _split(found) for replica, found in sorted(seconds.items())}
     _check_alike(step, tables)
+    _check_whole(step, schedule, next(iter(tables.values())))
     usual = _usual(tables, slowness)
     costs = tuple(_costs(schedule, tables[replica], usual, links, slowness, replica) for replica in tables)
     return RecordedPipelines(schedule=schedule, numbers=tuple(tables), replicas=costs, slowness=slowness)
@@ -116,6 +117,18 @@ def _split(seconds: _Seconds) -> _Seconds:
         else:
             found[kind, place] = each_s
     return found
+
+
+def _check_whole(step: RecordedStep, schedule: Schedule, table: Mapping[tuple[Kind, Place], float]) -> None:
+    for stage in range(schedule.stages):
+        for chunk in range(schedule.chunks):
+            for kind in _TABLES:
+                for number in range(schedule.micro_batches):
+                    if (kind, (stage, chunk, number)) not in table:
+                        raise ReplayError(
+                            f"step {step.number} has no {kind} of micro-batch {number} and chunk {chunk} on stage "
+                            f"{stage}: routed or incomplete steps have no costs; name others with --steps"
+                        )
 
 
 def _check_alike(step: RecordedStep, tables: Mapping[int, _Seconds]) -> None:

@@ -34,7 +34,7 @@ _AT_ONCE = 64
 """Questions that are replayed side by side: a matter of memory."""
 
 Kept = Callable[[Event], bool]
-"""Which events a question leaves as they were; all others are ideal."""
+"""Which events a question leaves as they were, by type, cells and link; all others are ideal."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ class Stragglers:
     paper's third root cause, long and short sequences. Cells that are slow by themselves stay so."""
     slowest_workers: tuple[Cell, ...]
     """Those that M_W idealises."""
+    messages_slowdown: float
+    """The time as it was over that with messages that take none: where all links are slow alike, none is by itself."""
 
     @cached_property
     def slowdown(self) -> float:
@@ -84,13 +86,16 @@ class Stragglers:
         )
 
 
-def stragglers_of(steps: Sequence[RecordedStep], batches: Sequence[Batch]) -> Stragglers:
-    """What slowed `steps`, at least one, of which `batches` are made. Raises ReplayError if nothing takes any time."""
-    job = _Questions(batches, ideal_seconds(batches))
+def stragglers_of(
+    steps: Sequence[RecordedStep], batches: Sequence[Batch], ideal_by_optype: Mapping[OpType, float] | None = None
+) -> Stragglers:
+    """What slowed `steps`, at least one, of which `batches` are made. `ideal_by_optype`: for some steps of a recording,
+    the ideals of all. Raises ReplayError if nothing takes any time."""
+    job = _Questions(batches, ideal_by_optype or ideal_seconds(batches))
     cells = sorted({cell for batch in batches for event in batch.graph.events for cell in event.cells})
     stages, replicas = sorted({cell.stage for cell in cells}), sorted({cell.replica for cell in cells})
     links = sorted({link for batch in batches for event in batch.graph.events if (link := event.link) is not None})
-    optypes = sorted(job.ideal_s)
+    optypes = sorted({event.optype for batch in batches for event in batch.graph.events})
     asked: list[Kept] = [
         lambda event: False,
         *map(_of_optype, optypes),
@@ -130,6 +135,7 @@ def stragglers_of(steps: Sequence[RecordedStep], batches: Sequence[Batch]) -> St
         last_stage_share=(_mean(prompt_s) - _mean(without_stage)) / lost_s if lost_s > 0.0 else 0.0,
         lengths_share=(_mean(prompt_s) - _mean(job.even_micro_batches())) / lost_s if lost_s > 0.0 else 0.0,
         slowest_workers=slowest,
+        messages_slowdown=_mean(prompt_s) / bare_s if (bare_s := _mean(job.without_messages())) > 0.0 else 1.0,
     )
 
 
@@ -145,13 +151,19 @@ def _largest_first(names: Sequence[_Each], seconds: Iterator[float], ideal_s: fl
 def ideal_seconds(batches: Sequence[Batch]) -> dict[OpType, float]:
     """The ideal of each type: over all steps, stages and replicas."""
     found: dict[OpType, list[Times]] = {}
+    links: dict[OpType, set[tuple[int, int] | None]] = {}
     for batch in batches:
         for index, event in enumerate(batch.graph.events):
             found.setdefault(event.optype, []).append(batch.work_s[index])
-    return {
-        optype: float((np.mean if optype.computes else np.median)(np.concatenate(rows)))
-        for optype, rows in found.items()
-    }
+            links.setdefault(event.optype, set()).add(event.link)
+    return {optype: _ideal_s(optype, np.concatenate(rows), len(links[optype])) for optype, rows in found.items()}
+
+
+def _ideal_s(optype: OpType, seconds: Times, links: int) -> float:
+    if optype.computes:
+        return float(np.mean(seconds))
+    # Of an even number of links, half may be slow: the ideal is one of the others', and nothing in between.
+    return float(np.percentile(seconds, 50, method="lower") if links % 2 == 0 else np.median(seconds))
 
 
 class _Questions:
@@ -194,10 +206,27 @@ class _Questions:
             found += map(float, replay(batch, _even(batch, mean_s, slowness), launch_delays=False).max(axis=0)[0])
         return found
 
+    def without_messages(self) -> list[float]:
+        """Seconds of each step if messages took no time."""
+        found: list[float] = []
+        for batch in self._batches:
+
+            def work_s(index: int, event: Event, batch: Batch = batch) -> Times:
+                here: Times = batch.work_s[index][None, :] * (event.link is None)
+                return here
+
+            found += map(float, replay(batch, work_s, launch_delays=False).max(axis=0)[0])
+        return found
+
     def _work_of(self, batch: Batch, kept: Sequence[Kept]) -> Callable[[int, Event], Times]:
+        keeps: dict[object, Times] = {}
+        """By what a question may ask of an event: its micro-batch is no part of it."""
+
         def work_s(index: int, event: Event) -> Times:
-            keeps = np.array([[each(event)] for each in kept])
-            return np.where(keeps, batch.work_s[index], self.ideal_s[event.optype])
+            asked = event.optype, event.cells, event.source
+            if asked not in keeps:
+                keeps[asked] = np.array([[each(event)] for each in kept])
+            return np.where(keeps[asked], batch.work_s[index], self.ideal_s[event.optype])
 
         return work_s
 

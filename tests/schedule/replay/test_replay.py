@@ -114,7 +114,7 @@ def simulated_step(stages: int, micro_batches: int, latency_s: float) -> Recorde
 @given(st.integers(2, 5), st.integers(1, 8), st.sampled_from([0.0, 0.3, 2.5]))
 def test_messages_that_were_not_recorded_are_found(stages: int, micro_batches: int, latency_s: float) -> None:
     """The first and the last gradient on their ways find idle stages, so the latency of every link is seen."""
-    step = with_messages(simulated_step(stages, micro_batches, latency_s))
+    (step,) = with_messages([simulated_step(stages, micro_batches, latency_s)])
     (batch,) = batches_of([step])
     assert float(replay(batch).max()) == pytest.approx(step.seconds)
     assert float(replay(batch, launch_delays=False).max()) == pytest.approx(step.seconds)

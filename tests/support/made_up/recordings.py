@@ -66,6 +66,63 @@ def one_f_one_b(cell: Cell, stages: int, micro_batches: int) -> list[Slot]:
     return [slot for slot in slots if slot]
 
 
+def interleaved(chunks: int) -> Callable[[Cell, int, int], list[Slot]]:
+    """What stock's interleaved schedule does at a cell: one call exchanges all messages with both neighbours. Chunks
+    are in the thousands of micro-batches."""
+
+    def program(cell: Cell, stages: int, micro_batches: int) -> list[Slot]:
+        count, last = chunks * micro_batches, chunks * stages - 1
+        turns = [
+            (chunk, group * stages + index)
+            for group in range(micro_batches // stages)
+            for chunk in range(chunks)
+            for index in range(stages)
+        ]
+        work = {
+            OpType.FORWARD: [(chunk * stages + cell.stage, number) for chunk, number in turns],
+            OpType.BACKWARD: [((chunks - 1 - chunk) * stages + cell.stage, number) for chunk, number in turns],
+        }
+        ahead = min(2 * (stages - cell.stage - 1) + (chunks - 1) * stages, count)
+        units = [[(OpType.FORWARD, at)] for at in range(ahead)]
+        units += [[(OpType.FORWARD, at), (OpType.BACKWARD, at - ahead)] for at in range(ahead, count)]
+        units += [[(OpType.BACKWARD, at)] for at in range(count - ahead, count)]
+
+        def message(optype: OpType, at: int, *, sends: bool) -> list[Part]:
+            virtual, number = work[optype][at]
+            step = 1 if optype is OpType.FORWARD else -1
+            sender = virtual if sends else virtual - step
+            if not (0 <= sender <= last and 0 <= sender + step <= last):
+                return []
+            forward = optype is OpType.FORWARD
+            kinds = (
+                (OpType.FORWARD_SEND, OpType.FORWARD_RECV) if forward else (OpType.BACKWARD_SEND, OpType.BACKWARD_RECV)
+            )
+            owner = Cell(cell.replica, sender % stages)
+            return [Part(kinds[0] if sends else kinds[1], ("message", optype, sender, number), number, owner)]
+
+        slots: list[Slot] = [message(OpType.FORWARD, 0, sends=False)]
+        for index, unit in enumerate(units):
+            for optype, at in unit:
+                virtual, number = work[optype][at]
+                place = 1000 * (virtual // stages) + number
+                slots.append([Part(optype, (optype, virtual, number), place, cell)])
+            following = units[index + 1] if index + 1 < len(units) else []
+            sent = [part for optype, at in unit for part in message(optype, at, sends=True)]
+            slots.append(sent + [part for optype, at in following for part in message(optype, at, sends=False)])
+        return [slot for slot in slots if slot]
+
+    return program
+
+
+def played(programs: dict[Cell, list[Slot]], seconds: Seconds, delay_s: float = 0.0) -> list[Operation]:
+    """What each cell did when. `delay_s`: what a host needs between two slots."""
+    shared: dict[tuple[object, ...], int] = {}
+    for program in programs.values():
+        for part in (part for slot in program for part in slot):
+            shared[part.key] = shared.get(part.key, 0) + 1
+    return _run(programs, shared, seconds, delay_s)
+
+
 def recorded_step(
     number: int, replicas: int, stages: int, micro_batches: int, seconds: Seconds, *, delay_s: float = 0.0
 ) -> RecordedStep:
@@ -79,11 +136,7 @@ def recorded_step(
         reduction = Part(OpType.GRADS_REDUCE_SCATTER, ("sync", cell.stage), -1, Cell(0, cell.stage))
         programs[cell] += [[reduction], [Part(OpType.CLIP, ("clip",), -1, cells[0])]]
         programs[cell].append([Part(OpType.OPTIMIZER, ("optimizer", cell), -1, cell)])
-    shared: dict[tuple[object, ...], int] = {}
-    for program in programs.values():
-        for part in (part for slot in program for part in slot):
-            shared[part.key] = shared.get(part.key, 0) + 1
-    return RecordedStep(number=number, operations=numbered(_run(programs, shared, seconds, delay_s)))
+    return RecordedStep(number=number, operations=numbered(played(programs, seconds, delay_s)))
 
 
 def _run(

@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.made_up.runs import Iteration, write_run
+from support.made_up.runs import Iteration, write_events, write_run
 
 from adaptra_megatron.schedule.replay.engine import batches_of, replay
 from adaptra_megatron.schedule.replay.operations import OpType
 from adaptra_megatron.schedule.routing.costs import Cell
+from adaptra_megatron.telemetry.analysis.analysis import analyse
+from adaptra_megatron.telemetry.analysis.wording import headline
+from adaptra_megatron.telemetry.events.events import LinkDetection
 from adaptra_megatron.telemetry.recordings.chrome import read_chrome
+from adaptra_megatron.telemetry.recordings.places import Asked
 from adaptra_megatron.telemetry.recordings.reading import read_recording
 from adaptra_megatron.telemetry.recordings.recording import Recording, RecordingError
 from adaptra_megatron.telemetry.run_record import read_run
 from adaptra_megatron.telemetry.tracing.perfetto import merge_traces
+from adaptra_megatron.telemetry.tracing.trace import trace_path
 
 Event = dict[str, Any]
 
@@ -36,7 +41,7 @@ def check_replays(recording: Recording) -> None:
 def test_our_own_run_is_read_and_replayed(tmp_path: Path, split: bool) -> None:
     write_run(tmp_path, [Iteration(delay_s=delay_s, split=split) for delay_s in (0.0, 0.0, 0.9)])
     recording = read_recording(tmp_path)
-    assert [step.number for step in recording.steps] == [0, 1, 2]
+    assert [step.number for step in recording.steps] == [1, 2, 3]
     assert [step.seconds for step in recording.steps] == pytest.approx(
         [iteration.seconds for iteration in read_run(tmp_path).iterations]
     )
@@ -58,16 +63,40 @@ def test_a_delay_of_a_link_of_our_own_run_is_found(tmp_path: Path) -> None:
     assert links[1, 2] == pytest.approx(0.0)
 
 
+def test_parts_of_our_own_run_are_analysed_by_themselves(tmp_path: Path) -> None:
+    """The log says where a link turned slow: what it cost from there on is not spread over the whole run."""
+    write_run(tmp_path, [Iteration(delay_s=delay_s) for delay_s in (0.0, 0.0, 0.0, 0.0, 2.0, 2.0)])
+    found = LinkDetection(source=0, target=1, before="healthy", after="slow", reason="measured", since_iteration=5)
+    write_events(tmp_path, [(found, 6)])
+    recording = read_recording(tmp_path)
+    assert [(each.step, each.why) for each in recording.beginnings] == [(5, "link 0→1 found slow")]
+    analysis = analyse(recording)
+    assert [part.stragglers.numbers for part in analysis.parts] == [(0, 1, 2, 3, 4), (5,)]
+    healthy, slow = (part.stragglers for part in analysis.parts)
+    assert slow.slowdown > 1.2
+    assert slow.by_link[0, 1] > 1.05
+    assert slow.by_link.get((1, 2), 1.0) == pytest.approx(1.0, abs=0.02)
+    assert healthy.slowdown < slow.slowdown
+    assert headline(analysis).startswith("Step 5 takes")
+
+
+def test_a_stage_without_a_trace_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path, [Iteration()])
+    trace_path(tmp_path, 1).unlink()
+    with pytest.raises(RecordingError, match="lacks the traces of stage 1: .*copy the files of all hosts"):
+        read_recording(tmp_path)
+
+
 def test_the_steps_asked_for_are_read(tmp_path: Path) -> None:
     write_run(tmp_path, [Iteration()] * 5)
     assert [step.number for step in read_recording(tmp_path, {1, 3, 99}).steps] == [1, 3]
-    with pytest.raises(RecordingError, match="no training step that is complete"):
+    with pytest.raises(RecordingError, match="none of the steps asked for: there are 1-5"):
         read_recording(tmp_path, {99})
 
 
 def test_evaluations_are_no_steps(tmp_path: Path) -> None:
     write_run(tmp_path, [Iteration(), Iteration(forward_only=True), Iteration()])
-    assert [step.number for step in read_recording(tmp_path).steps] == [0, 2]
+    assert [step.number for step in read_recording(tmp_path).steps] == [1, 2]
 
 
 def test_our_own_chrome_trace_says_what_the_run_does(tmp_path: Path) -> None:
@@ -129,22 +158,22 @@ def test_kineto_s_files_of_each_rank_are_read_by_the_number_of_stages(tmp_path: 
         starts = {"forward mb 0": late, "F 1": late + 100.0, "backward mb 0": 500.0 - late, "B 1": 600.0 - late}
         data = json.dumps(kineto(rank, starts)).encode()
         (tmp_path / f"rank{rank}.json.gz").write_bytes(gzip.compress(data))
-    recording = read_recording(tmp_path, stages=2)
+    recording = read_recording(tmp_path, asked=Asked(stages=2))
     (step,) = recording.steps
     assert step.number == 7
     assert step.cells == (Cell(0, 0), Cell(0, 1), Cell(1, 0), Cell(1, 1))
     check_replays(recording)
-    with pytest.raises(RecordingError, match="4 ranks that do not name their stages: give the pipeline size"):
+    with pytest.raises(RecordingError, match="4 ranks that do not say on which stage they ran: give the pipeline size"):
         read_recording(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("not json", "is no Chrome trace in JSON"),
+        ("not json", "neither JSON nor Parquet"),
         ("{}", "has no list of traceEvents"),
         ("[]", "names no forwards and backwards"),
-        ('[{"ph": "X", "name": "forward"}]', "has an event without a time"),
+        ('[{"ph": "X", "name": "forward"}]', "'forward' has no time"),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, message: str) -> None:
