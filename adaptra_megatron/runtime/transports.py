@@ -125,7 +125,7 @@ def _two_paths(
 
 
 def _nccl_side(device: Device, config: AdaptraConfig, watch: LinkWatch) -> NcclSide:
-    return NcclSide(torch_nccl, device, gpu_identity(device.device), config.communicators, watch)
+    return NcclSide(torch_nccl, device, gpu_identity(device.device), config.communicators, watch, device.new_stream())
 
 
 def _say_once(rendezvous: Rendezvous, text: str) -> None:

@@ -45,6 +45,8 @@ class NcclSide:
     """Identity of its GPU, unique in the job."""
     config: CommunicatorConfig
     watch: LinkWatch
+    headers: Stream
+    """For small copies from host memory: behind a transfer, on a link's stream, they would hold up a shared queue."""
 
 
 @dataclass(eq=False)
@@ -53,7 +55,7 @@ class NcclWork:
 
     tensor: torch.Tensor
     ended: Event
-    """Timed: behind it on the link's stream."""
+    """Behind it on the link's stream. Not timed: a timed event there holds up all that shares its hardware queue."""
     deadline_s: float = float("inf")
     """When waiting for it makes no sense any more (time.monotonic)."""
 
@@ -110,8 +112,10 @@ class NcclLink:
         locked = device.page_locked(host.nbytes)
         locked.copy_(host.view(torch.uint8))
         tensor = self.empty(host.shape, host.dtype)
-        device.copy(tensor.view(torch.uint8), locked, self._stream)
-        self._hold(NcclWork(locked, device.record(self._stream)))
+        device.copy(tensor.view(torch.uint8), locked, self._side.headers)
+        copied = device.record(self._side.headers)
+        device.make_wait(self._stream, copied)
+        self._hold(NcclWork(locked, copied))
         return tensor
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -201,7 +205,7 @@ class NcclLink:
                 self._await_nccl("NCCL did not launch a transfer")
                 self._connects_until_s = None
             finally:  # whatever became of it, the device may use the bytes
-                work = NcclWork(tensor, device.record(self._stream, timed=True))
+                work = NcclWork(tensor, device.record(self._stream))
                 self._hold(work)
             return work
 

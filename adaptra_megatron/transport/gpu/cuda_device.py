@@ -74,9 +74,8 @@ class Device(Protocol):
     def handle(self, stream: Stream) -> int:
         """The stream as a number, a cudaStream_t, for libraries."""
 
-    def record(self, stream: Stream, unused: Event | None = None, *, timed: bool = False) -> Event:
-        """An event at the present end of `stream`; `unused`: one to use again. `timed`: a DeviceClock can tell when it
-        was."""
+    def record(self, stream: Stream, unused: Event | None = None) -> Event:
+        """An event at the present end of `stream`, which tells no time; `unused`: one to use again."""
 
     def make_wait(self, stream: Stream, event: Event) -> None:
         """What is put on `stream` from now on runs after `event`. Returns at once."""
@@ -140,9 +139,9 @@ class CudaDevice:
     def handle(self, stream: Stream) -> int:
         return int(stream.cuda_stream)
 
-    def record(self, stream: Stream, unused: Event | None = None, *, timed: bool = False) -> Event:
+    def record(self, stream: Stream, unused: Event | None = None) -> Event:
         # blocking: a thread that synchronizes sleeps instead of spinning on a core that training needs.
-        event: Event = unused if unused is not None else _cuda.Event(blocking=True, enable_timing=timed)
+        event: Event = unused if unused is not None else _cuda.Event(blocking=True, enable_timing=False)
         event.record(stream)  # type: ignore[attr-defined]
         return event
 

@@ -3,7 +3,8 @@
 
 A receive is on the device when it is posted, and so is a send, in the order of the training thread's calls (see
 transfers.launch_order for why that order matters). A wait only makes computation wait: the CPU never sees an arrival.
-When it arrived is read afterwards, from events before and behind each receive on the link's stream.
+When it arrived is read afterwards, from events on computation's stream before and behind a wait in which it stood: on
+the link's stream a timed event behind a transfer would hold up whatever shares its hardware queue.
 
 A link that fails ends the run. Its receives are left standing: if they ended, what they were to bring would be taken
 for a message, by computation that is queued behind them and by whatever saves its results. So the training thread gets
@@ -26,7 +27,7 @@ from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport.device_session.link_watch import LinkWatch
 from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclWork
 from adaptra_megatron.transport.gpu.cuda_device import Device, Event
-from adaptra_megatron.transport.gpu.device_clock import DeviceClock
+from adaptra_megatron.transport.gpu.device_clock import DeviceClock, Mark
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.paths import Path
 from adaptra_megatron.transport.setup.link_setup import FREED_S, Link
@@ -40,6 +41,8 @@ GRACE_S = 5.0
 """Left to the training thread to raise the error of a failed link."""
 
 
+STOOD_S = 5e-5
+"""Computation that waited for less than this has found its message there: when that arrived is not known."""
 _NO_TAG = 0
 """NCCL matches by order alone."""
 
@@ -50,6 +53,14 @@ class _Receive(NamedTuple):
     work: NcclWork
     posted: Event
     """When computation came to the post."""
+
+
+class _Received(NamedTuple):
+    key: MessageKey
+    receive: _Receive
+    came: Mark
+    """When computation came to the wait."""
+    went_on: Mark
 
 
 class StreamTransport:
@@ -77,7 +88,7 @@ class StreamTransport:
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
         self._receives: dict[MessageKey, _Receive] = {}
         self._sent: list[MessageTimes] = []
-        self._received: list[tuple[MessageKey, _Receive]] = []
+        self._received: list[_Received] = []
         self._failure: TransportError | None = None
         self._timer: threading.Timer | None = None
         self._closed = False
@@ -126,10 +137,12 @@ class StreamTransport:
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
         receive = self._receives.pop(key)
+        clock = self._clock
+        came = None if clock is None else clock.mark()
         with self._raising(key, (receive.peer, self._rank)) as group:
             group.follow(receive.work, max(0.0, deadline_s - time.monotonic()))
-        if self._clock is not None:
-            self._received.append((key, receive))
+        if clock is not None:
+            self._received.append(_Received(key, receive, came, clock.mark()))
         return receive.buffer
 
     def flush(self, deadline_s: float) -> None:
@@ -141,12 +154,14 @@ class StreamTransport:
             return (), ()
         sent, self._sent = self._sent, []
         received, self._received = self._received, []
-        posted_s = self._clock.seconds([receive.posted for _key, receive in received])
-        arrived_s = self._clock.seconds([receive.work.ended for _key, receive in received])
-        return sent, [
-            MessageTimes(key, receive.peer, begin_s, end_s, receive.buffer.nbytes, Path.DEVICE)
-            for (key, receive), begin_s, end_s in zip(received, posted_s, arrived_s, strict=True)
-        ]
+        times = []
+        for key, receive, came, went_on in received:
+            posted_s, came_s, went_on_s = self._clock.seconds([receive.posted, came, went_on])
+            if went_on_s - came_s < STOOD_S:
+                posted_s = went_on_s  # says nothing of the link, like what was sent before it was asked for
+            times.append(MessageTimes(key, receive.peer, posted_s, went_on_s, receive.buffer.nbytes, Path.DEVICE))
+            self._clock.use_again([receive.posted, came, went_on])
+        return sent, times
 
     def close(self, *, drained: bool = True) -> bool:
         self._closed = True
@@ -172,7 +187,7 @@ class StreamTransport:
             return _Receive(peer, buffer, group.receive(buffer, _NO_TAG), posted)
 
     def _begin_after_computation(self, group: NcclLink) -> Event:
-        event = self._device.record(self._device.current_stream(), timed=self._clock is not None)
+        event: Event = self._clock.mark() if self._clock else self._device.record(self._device.current_stream())
         group.begin_after(event)
         return event
 

@@ -264,7 +264,14 @@ class StageOnSimulation:
         """As CudaStage's."""
         nccl: Any = WaitingNccl(self.simulated.nccl, self._waits)
         name = identity or f"gpu {self.stage}"
-        return NcclSide(lambda: decorate(nccl), self.device, name, CommunicatorConfig(), self.simulated.watch)
+        return NcclSide(
+            lambda: decorate(nccl),
+            self.device,
+            name,
+            CommunicatorConfig(),
+            self.simulated.watch,
+            self.simulated.headers,
+        )
 
     def maker(self, decorate: Decorate = lambda library: library, *, identity: str | None = None) -> LinkMaker:
         """As CudaStage's."""

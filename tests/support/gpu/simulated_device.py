@@ -35,7 +35,10 @@ class SimulatedEvent:
 
     def record(self) -> None:
         """On the current stream, as a mark of a DeviceClock."""
-        self._device.put_event(self._device.current_stream(), self)
+        stream = self._device.current_stream()
+        self._device.timed_on.add(stream.name)
+        self.done = False
+        self._device.put_event(stream, self)
 
     def elapsed_time(self, later: SimulatedEvent) -> float:
         """Milliseconds."""
@@ -93,6 +96,8 @@ class SimulatedDevice:
         self.page_locks_made = 0
         self.copies = 0
         self.pageable_copies = 0
+        self.timed_on: set[str] = set()
+        """Streams with events that tell the time."""
         self.kept: list[tuple[int, str]] = []
         """Addresses of tensors that were kept until done, and on which stream."""
         self.allocated_pinned: list[int] = []
@@ -129,9 +134,7 @@ class SimulatedDevice:
         """Its number among all streams."""
         return self.streams.index(stream)
 
-    def record(
-        self, stream: SimulatedStream, unused: SimulatedEvent | None = None, *, timed: bool = False
-    ) -> SimulatedEvent:
+    def record(self, stream: SimulatedStream, unused: SimulatedEvent | None = None) -> SimulatedEvent:
         """Put an event on `stream`, one that is done if it is to be used again."""
         event = SimulatedEvent(self) if unused is None else unused
         assert unused is None or unused.done, "what waits for its first use would wait for the second"

@@ -59,6 +59,7 @@ class Gpus:
         self.devices = [SimulatedDevice(seed, first=first) for seed in range(2)]
         self.fabric = Fabric()
         self.libraries = [SimulatedNccl(self.fabric, device) for device in self.devices]
+        self.headers = [device.new_stream() for device in self.devices]
         self.watches = [LinkWatch(interval_s=0.005) for _ in range(2)]
         self.store = dist.HashStore()
         self.streams: dict[tuple[int, bool], Any] = {}
@@ -66,7 +67,9 @@ class Gpus:
     def side(self, stage: int, gpu: str = "") -> NcclSide:
         device: Any = self.devices[stage]
         library: Any = self.libraries[stage]
-        return NcclSide(lambda: library, device, gpu or f"gpu {stage}", CONFIG, self.watches[stage])
+        return NcclSide(
+            lambda: library, device, gpu or f"gpu {stage}", CONFIG, self.watches[stage], self.headers[stage]
+        )
 
     def link(self, stage: int, name: str, *, sends: bool, timeout_s: float = 5.0, gpu: str = "") -> NcclLink:
         ends = PairEnds(stage, 1 - stage) if sends else PairEnds(1 - stage, stage)
