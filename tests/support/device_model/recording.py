@@ -13,6 +13,7 @@ from support.device_model.calls import (
     HostWait,
     Launch,
     Program,
+    Record,
     Transfer,
     Transfers,
 )
@@ -35,8 +36,9 @@ class Recorder:
         return self._launch(Compute(COMPUTE, seconds, label, self._taken(COMPUTE)))
 
     def transfer(self, communicator: str, stream: str, *transfers: Transfer) -> int:
-        """A kernel of NCCL on `stream`, behind what is on the current stream by now."""
-        return self._launch(Transfers(stream, Communicator(communicator), transfers, self._behind(stream)))
+        """A kernel of NCCL on `stream`, behind what is on the current stream by now, and an event behind it."""
+        self._launch(Transfers(stream, Communicator(communicator), transfers, self._behind(stream)))
+        return self._launch(Record(stream))
 
     def collective(self, communicator: Communicator, members: int, seconds: float, label: object = None) -> int:
         """A kernel of NCCL on the communicator's own stream, behind what is on the current stream by now."""

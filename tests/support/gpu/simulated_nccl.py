@@ -148,6 +148,8 @@ class SimulatedNccl:
         self.fabric, self.device = fabric, device
         self.abort_hangs = threading.Event()
         """While it is set, `abort` does not return, and ends nothing."""
+        self.abort_waits = False
+        """True if it frees memory, and so waits for all kernels of the device."""
 
     def new_unique_id(self) -> bytes:
         """As ncclGetUniqueId."""
@@ -198,6 +200,12 @@ class SimulatedNccl:
             while self.abort_hangs.is_set():
                 time.sleep(1e-3)
             communicator.aborted = communicator.freed = True
+            while self.abort_waits and self._kernels_stand():
+                time.sleep(1e-3)
+
+    def _kernels_stand(self) -> bool:
+        ends = [end for end in self.fabric.of(self.device) if not end.aborted]
+        return any(not transfer.over for end in ends for transfer in end.launched)
 
     def _begin(self, handle: int, address: int, nbytes: int, peer: int, stream: int, queue: list[Transfer]) -> None:
         communicator = self._at(handle)

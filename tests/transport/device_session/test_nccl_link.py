@@ -324,6 +324,24 @@ def test_an_abort_that_hangs_holds_up_no_thread_and_keeps_the_memory(gpus: Gpus)
     until(lambda: address in gpus.devices[1].freed)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_links_of_a_pair_end_though_each_abort_waits_for_the_others_kernels(gpus: Gpus, first: int) -> None:
+    """As where NCCL frees memory (pytorch#150690): one thread for both would wait for ever."""
+    forth, _peer = gpus.pair("forth")
+    _peer, back = began(lambda: gpus.link(1, "back", sends=True), lambda: gpus.link(0, "back", sends=False))
+    for each in gpus.fabric.communicators:
+        each.connected = True
+    forth.send(numbers(0), 0)
+    back.receive(back.empty((NBYTES,), torch.uint8), 0)
+    gpus.libraries[0].abort_waits = True
+    links = (forth, back)
+    links[first].abort()
+    time.sleep(0.02)
+    assert not links[first].wait_until_freed(time.monotonic())
+    links[1 - first].abort()
+    assert all(link.wait_until_freed(soon()) for link in links)
+
+
 def test_a_new_session_does_not_begin_behind_what_an_old_one_left(gpus: Gpus) -> None:
     source, target = gpus.pair()
     gpus.libraries[1].abort_hangs.set()
