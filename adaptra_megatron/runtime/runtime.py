@@ -40,8 +40,8 @@ from adaptra_megatron.runtime.rejoining import Joining, Training, hand_over, tak
 from adaptra_megatron.runtime.single_stage import SingleStage
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.transport.device_session.link_watch import end_process
 from adaptra_megatron.transport.messages import TwoPathTransport
-from adaptra_megatron.transport.single_path.nccl_transport import end_process
 
 logger = logger_of(__name__)
 

@@ -51,7 +51,7 @@ def make_transport(
     blocked = None if device is None else why_blocked(os.environ)
     maker, watch = None, LinkWatch()
     if blocked is None:
-        maker = LinkMaker(rendezvous, None if device is None else _nccl_side(device, config, watch))
+        maker = LinkMaker(rendezvous, None if device is None else _nccl_side(device, config, watch, timeout_s))
         maker.connect(wrap=chunks > 1)
     if config.host_transport != "off":
         try:
@@ -124,8 +124,9 @@ def _two_paths(
     return HostTransport(rendezvous, chunks, settings, paths, maker, device)
 
 
-def _nccl_side(device: Device, config: AdaptraConfig, watch: LinkWatch) -> NcclSide:
-    return NcclSide(torch_nccl, device, gpu_identity(device.device), config.communicators, watch, device.new_stream())
+def _nccl_side(device: Device, config: AdaptraConfig, watch: LinkWatch, timeout_s: float) -> NcclSide:
+    identity = gpu_identity(device.device)
+    return NcclSide(torch_nccl, device, identity, config.communicators, watch, timeout_s, device.new_stream())
 
 
 def _say_once(rendezvous: Rendezvous, text: str) -> None:

@@ -112,7 +112,13 @@ class CudaStage:
         # NCCL itself refuses ranks that share a GPU unless NCCL_MULTI_RANK_GPU_ENABLE is set.
         name = identity or f"{gpu_identity(self.tensors)} of rank {self.stage}"
         return NcclSide(
-            lambda: decorate(torch_nccl()), self.device, name, CommunicatorConfig(), self._watch, self._headers
+            lambda: decorate(torch_nccl()),
+            self.device,
+            name,
+            CommunicatorConfig(),
+            self._watch,
+            TIMEOUT_S,
+            self._headers,
         )
 
     def maker(self, decorate: Decorate = lambda library: library, *, identity: str | None = None) -> LinkMaker:

@@ -21,15 +21,13 @@ import torch
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.transport.device_session.link_watch import LinkWatch
+from adaptra_megatron.transport.device_session.link_watch import Failure, LinkWatch
 from adaptra_megatron.transport.device_session.nccl_library import Communicator, CommunicatorConfig, NcclLibrary
 from adaptra_megatron.transport.device_session.pair_group import ENDED, PairEnds
 from adaptra_megatron.transport.gpu.cuda_device import Device, Event, Stream
 
 logger = logger_of(__name__)
 
-LAUNCH_S = 60.0
-"""Longest time that NCCL may take to launch one transfer: another thread may be waiting for the whole device."""
 _SPIN_S = 2e-3
 _PAUSE_S = 1e-3
 
@@ -45,6 +43,8 @@ class NcclSide:
     """Identity of its GPU, unique in the job."""
     config: CommunicatorConfig
     watch: LinkWatch
+    timeout_s: float
+    """Longest time that NCCL may take to launch a transfer: while a queue is full, that waits for the peers."""
     headers: Stream
     """For small copies from host memory: behind a transfer, on a link's stream, they would hold up a shared queue."""
 
@@ -74,11 +74,14 @@ class NcclLink:
         Raises RuntimeError when the other end does not come within `timeout_s`, or is on the same GPU.
         """
         self.ends = ends
+        self.timeout_s = side.timeout_s
         self._side, self._stream, self._library = side, stream, side.load()
         self._peer = 1 if sends else 0
         self._lock = threading.Lock()
         self._under_way: deque[NcclWork] = deque()
         """In the order of the stream."""
+        self._kept: list[torch.Tensor] = []
+        """What the device may use, now or later, and no event tells when: NCCL has not said that it launched it."""
         self._calls = threading.Lock()
         """NCCL's calls on one communicator must not overlap, what frees it included."""
         self._ended, self._freed = threading.Event(), threading.Event()
@@ -166,25 +169,30 @@ class NcclLink:
 
     # What the watch asks.
 
-    def failure(self, now_s: float) -> str | None:
+    def failure(self, now_s: float) -> Failure | None:
         """Why the session is of no use any more; None while it is, and once it has ended. Never waits."""
-        under_way = self._prune()
-        if self._ended.is_set() or not self._calls.acquire(blocking=False):
+        if self._ended.is_set():
+            return None
+        late = min((work for work in self._prune() if now_s >= work.deadline_s), key=_deadline_s, default=None)
+        if late is not None:
+            return Failure(late.deadline_s, f"a message of {late.tensor.nbytes} bytes did not come in time")
+        if not self._calls.acquire(blocking=False):
             return None
         try:
             if not self._ended.is_set():
                 self._library.in_progress(self._communicator)
         except RuntimeError as cause:
-            return str(cause)
+            return Failure(now_s, str(cause))
         finally:
             self._calls.release()
-        late = next((work for work in under_way if now_s >= work.deadline_s), None)
-        return None if late is None else f"a message of {late.tensor.nbytes} bytes did not come in time"
+        return None
 
     @property
     def settled(self) -> bool:
         """Return whether it has ended, and the device is through with all that was put on its stream."""
-        return self._freed.is_set() and not self._prune()
+        if not self._freed.is_set() or self._prune():
+            return False
+        return not self._kept or self._side.device.idle(self._stream)
 
     def _meet(self, store: SealedStore, rank: int, timeout_s: float) -> bytes:
         """The communicator's unique id, made by rank 0 once the other is there."""
@@ -202,17 +210,19 @@ class NcclLink:
             self._prune()
             call(self._communicator, tensor.data_ptr(), tensor.nbytes, self._peer, device.handle(self._stream))
             try:
-                self._await_nccl("NCCL did not launch a transfer")
-                self._connects_until_s = None
-            finally:  # whatever became of it, the device may use the bytes
-                work = NcclWork(tensor, device.record(self._stream))
-                self._hold(work)
+                self._await_nccl("NCCL did not launch a transfer, for which it may have to wait for the device,")
+            except BaseException:  # an event now would stand where the launch stands, and keep this thread without end
+                self._kept.append(tensor)
+                raise
+            self._connects_until_s = None
+            work = NcclWork(tensor, device.record(self._stream))
+            self._hold(work)
             return work
 
     def _await_nccl(self, otherwise: str) -> None:
         """Until NCCL has done, in a thread of its own, what it was asked for."""
         began_s = time.monotonic()
-        deadline_s = self._connects_until_s or began_s + LAUNCH_S
+        deadline_s = self._connects_until_s or began_s + self.timeout_s
         while self._library.in_progress(self._communicator):
             now_s = time.monotonic()
             if self._ended.is_set():
@@ -232,12 +242,16 @@ class NcclLink:
             self._under_way.append(work)
 
     def _prune(self) -> Sequence[NcclWork]:
-        """Free the bytes of what is done; returns what is not. A device that failed keeps all."""
-        with self._lock:
-            with contextlib.suppress(RuntimeError):
-                while self._under_way and self._under_way[0].ended.query():
-                    self._under_way.popleft()
-            return tuple(self._under_way)
+        """Free the bytes of what is done; returns what is not. A device that failed keeps all.
+
+        The device is asked without the lock: a question that it does not answer keeps the thread that asks, no other.
+        """
+        with contextlib.suppress(RuntimeError):
+            while (work := next(iter(tuple(self._under_way)), None)) is not None and work.ended.query():
+                with self._lock:
+                    if self._under_way and self._under_way[0] is work:  # else another thread has been here
+                        self._under_way.popleft()
+        return tuple(self._under_way)
 
     def _end(self, cause: str, finalize_until_s: float | None) -> None:
         with self._lock:
@@ -249,7 +263,7 @@ class NcclLink:
         """A thread of its own, which may be kept waiting: NCCL frees memory, and that waits for the device."""
         self._ended.wait()
         link = f"link from rank {self.ends.source} to rank {self.ends.target}"
-        if not self._calls.acquire(timeout=LAUNCH_S):
+        if not self._calls.acquire(timeout=self.timeout_s):
             logger.warning("%s: NCCL does not return from a call; its communicator is left as it is", link)
             return
         # Not released: there is nothing left to call.
@@ -284,6 +298,10 @@ class NcclLink:
             yield
         finally:
             self._calls.release()
+
+
+def _deadline_s(work: NcclWork) -> float:
+    return work.deadline_s
 
 
 def gpu_identity(device: torch.device) -> str:

@@ -20,6 +20,9 @@ _NON_BLOCKING = 1
 _HIGHEST_PRIORITY = -(1 << 16)
 """CUDA takes what is out of range for the nearest that the device has."""
 
+_CAPTURES_OF_THIS_THREAD = 1
+"""cudaStreamCaptureModeThreadLocal: calls that no capture allows fail only where this thread captures."""
+
 Stream = Any
 """Opaque here; torch.cuda.Stream on a GPU."""
 
@@ -182,6 +185,16 @@ def device_of(tensors: torch.device) -> CudaDevice | None:
     if tensors.type != "cuda":
         raise ValueError(f"the host path carries tensors of CPUs and GPUs, not of {tensors}")
     return CudaDevice(tensors)
+
+
+def leave_captures_alone() -> None:
+    """To be called first by each thread of ours that asks anything of the device: a CUDA graph that another thread
+    captures is then not broken by it, whatever mode that was begun in (as pytorch#148594 does for torch's watchdog)."""
+    if torch.version.cuda is not None and _cuda.is_initialized():
+        mode = ctypes.c_int(_CAPTURES_OF_THIS_THREAD)
+        _check(
+            _runtime().cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cudaThreadExchangeStreamCaptureMode"
+        )
 
 
 def _runtime() -> Any:

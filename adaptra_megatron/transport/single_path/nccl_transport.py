@@ -13,18 +13,16 @@ an error at its next call, and where it makes none because it waits for the devi
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.transport.device_session.link_watch import LinkWatch
+from adaptra_megatron.transport.device_session.link_watch import LinkWatch, end_process
 from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclWork
 from adaptra_megatron.transport.gpu.cuda_device import Device, Event
 from adaptra_megatron.transport.gpu.device_clock import DeviceClock, Mark
@@ -191,11 +189,11 @@ class StreamTransport:
         group.begin_after(event)
         return event
 
-    def _link_failed(self, link: object, cause: str) -> None:
+    def _link_failed(self, link: Any, cause: str) -> None:
         """By the watch's thread."""
         if self._failure is not None or self._closed:
             return
-        source, target = next(name for name, group in self._links.items() if group is link)
+        source, target = link.ends
         self._failure = TransportError(
             f"{self._name(self._rank)}, link {source}->{target}: the device path failed: {cause}. Look at the rank at "
             "the other end first: it died, hangs, or cannot be reached; restart from the last checkpoint"
@@ -222,10 +220,3 @@ class StreamTransport:
                 f"{key.spelled(self._specification.micro_batches)} did not get through: {cause}. Look at the rank at "
                 "the other end first: it died, hangs, or cannot be reached"
             ) from cause
-
-
-def end_process() -> None:
-    """End this process at once, as one that failed, whatever its other threads and its GPU do."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)

@@ -46,7 +46,9 @@ class SimulatedStage:
         identity = gpu or f"gpu {self.stage}"
         return LinkMaker(
             rendezvous,
-            NcclSide(lambda: self.nccl, self.device, identity, CommunicatorConfig(), self.watch, self.headers),
+            NcclSide(
+                lambda: self.nccl, self.device, identity, CommunicatorConfig(), self.watch, TIMEOUT_S, self.headers
+            ),
         )
 
     def transport(self, rendezvous: Rendezvous, clock: DeviceClock | None = None) -> StreamTransport:

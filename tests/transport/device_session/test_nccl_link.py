@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.gpu.simulated_device import SimulatedDevice
+from support.gpu import simulated_nccl
+from support.gpu.simulated_device import SimulatedDevice, SimulatedEvent
 from support.gpu.simulated_nccl import Fabric, SimulatedCommunicator, SimulatedNccl
 from transport_checks import until
 
 from adaptra_megatron.transport._ring import Ring
-from adaptra_megatron.transport.device_session.link_watch import LinkWatch
+from adaptra_megatron.transport.device_session.link_watch import Failure, LinkWatch
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
-from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide
+from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide, NcclWork
 from adaptra_megatron.transport.device_session.pair_group import PairEnds
 from adaptra_megatron.transport.device_session.session import ReceivingSession, SendingSession
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
@@ -62,13 +63,20 @@ class Gpus:
         self.headers = [device.new_stream() for device in self.devices]
         self.watches = [LinkWatch(interval_s=0.005) for _ in range(2)]
         self.store = dist.HashStore()
+        self.timeout_s = 20.0
         self.streams: dict[tuple[int, bool], Any] = {}
 
     def side(self, stage: int, gpu: str = "") -> NcclSide:
         device: Any = self.devices[stage]
         library: Any = self.libraries[stage]
         return NcclSide(
-            lambda: library, device, gpu or f"gpu {stage}", CONFIG, self.watches[stage], self.headers[stage]
+            lambda: library,
+            device,
+            gpu or f"gpu {stage}",
+            CONFIG,
+            self.watches[stage],
+            self.timeout_s,
+            self.headers[stage],
         )
 
     def link(self, stage: int, name: str, *, sends: bool, timeout_s: float = 5.0, gpu: str = "") -> NcclLink:
@@ -443,6 +451,104 @@ def test_a_thread_that_launches_is_left_when_another_ends_the_session(gpus: Gpus
         source.send(numbers(0), 0)  # connects, which the other end never comes to
     assert 0.09 < time.monotonic() - start_s < 15.0
     until(lambda: gpus.end_of(0).aborted)
+
+
+def connected(gpus: Gpus) -> tuple[NcclLink, NcclLink]:
+    """A pair over which something has gone."""
+    source, target = gpus.pair()
+    tensor, buffer = numbers(0, 8), target.empty((8,), torch.uint8)
+    began(lambda: source.send(tensor, 0), lambda: target.receive(buffer, 0))
+    gpus.run()
+    return source, target
+
+
+def test_a_launch_may_take_as_long_as_messages_may(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that is given up leaves no event behind: where the launch stands, that would keep the thread as long."""
+    gpus.timeout_s = 0.3
+    source, _target = connected(gpus)
+    monkeypatch.setattr(simulated_nccl, "LOOKS_TO_LAUNCH", 1 << 40)
+    tensors, recorded = [numbers(1)], len(source._stream.operations)
+    address, begun_s = tensors[0].data_ptr(), time.monotonic()
+    with pytest.raises(RuntimeError, match="NCCL did not launch a transfer, for which it may .* within 0 s"):
+        source.send(tensors.pop(), 0)
+    assert 0.29 < time.monotonic() - begun_s < 10.0
+    assert len(source._stream.operations) == recorded
+    assert any(each.data_ptr() == address for each in source._kept), "the device may still read it"
+
+
+def test_a_launch_that_stands_keeps_the_watch_from_no_deadline(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = connected(gpus)
+    work = target.receive(target.empty((NBYTES,), torch.uint8), 0)
+    monkeypatch.setattr(simulated_nccl, "LOOKS_TO_LAUNCH", 1 << 40)
+    target.follow(work, 0.1)
+    begun_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="a message of 100000 bytes did not come in time"):
+        target.receive(target.empty((8,), torch.uint8), 0)
+    assert time.monotonic() - begun_s < 10.0
+    source.abort()
+
+
+def test_a_question_that_the_driver_does_not_answer_keeps_no_other_thread(gpus: Gpus) -> None:
+    """Nor the link from being ended; and when the watch has stood for long, the process is."""
+    source, target = connected(gpus)
+    answers, ended = threading.Event(), threading.Event()
+
+    class Stands(SimulatedEvent):
+        def query(self) -> bool:
+            answers.wait(20.0)
+            return False
+
+    watch = LinkWatch(interval_s=0.005, stands_s=0.2, last_resort=ended.set)
+    target.timeout_s = 0.0
+    target._hold(NcclWork(numbers(0), Stands(gpus.devices[1])))
+    watch.add(target)
+    try:
+        time.sleep(0.05)
+        begun_s = time.monotonic()
+        target._hold(NcclWork(numbers(1), gpus.devices[1].record(target._stream)))
+        target.abort()
+        assert time.monotonic() - begun_s < 5.0
+        assert ended.wait(5.0)
+    finally:
+        answers.set()
+        watch.close()
+        source.abort()
+
+
+class Failing:
+    """A link that fails, or whose watching does."""
+
+    timeout_s = 0.0
+    settled = False
+
+    def __init__(self, at_s: float, error: Exception | None = None) -> None:
+        self._at_s, self._error = at_s, error
+
+    def failure(self, now_s: float) -> Failure | None:
+        if self._error is not None:
+            raise self._error
+        return Failure(self._at_s, f"since {self._at_s:g}")
+
+    def abort(self, cause: str) -> None:
+        """It stays as it is."""
+
+
+def test_the_link_that_failed_first_is_told_first_and_the_watch_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[str] = []
+
+    def failed(link: object, cause: str) -> None:
+        told.append(cause)
+        if len(told) == 1:
+            raise StopIteration
+
+    watch = LinkWatch(interval_s=0.005)
+    watch.failed = failed
+    for link in (Failing(7.0), Failing(3.0), Failing(0.0, KeyError("gone"))):
+        watch.add(link)
+    until(lambda: len(told) >= 6)
+    watch.close()
+    assert told[:3] == ["since 3", "since 7", "it cannot be watched: KeyError: 'gone'"] == told[3:6]
+    assert len(caplog.records) == 2, "each error is said once"
 
 
 class Links:
