@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.transport.gpu.cuda_device import leave_captures_alone
+from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 
 logger = logger_of(__name__)
 
@@ -85,15 +85,14 @@ class LinkWatch:
             if self._started:
                 return
             self._started, self._looked_s = True, time.monotonic()
-        for name, target in (("adaptra-link-watch", self._run), ("adaptra-watch-of-watch", self._watch_itself)):
-            threading.Thread(target=target, name=name, daemon=True).start()
+        DeviceThread(self._run, "adaptra-link-watch").start()
+        threading.Thread(target=self._watch_itself, name="adaptra-watch-of-watch", daemon=True).start()
 
     def close(self) -> None:
         """End the threads. Links that have not settled are kept, for the device may still use their memory."""
         self._closed.set()
 
     def _run(self) -> None:
-        leave_captures_alone()
         while not self._closed.wait(self._interval_s):
             with self._lock:
                 links = list(self._links)
@@ -134,8 +133,8 @@ class LinkWatch:
             stood_s = time.monotonic() - self._looked_s
             if stood_s > self._stands_s:
                 logger.error(
-                    "the watch of links has stood for %.0f s in a call of the GPU's driver: no deadline holds any more, "
-                    "and this process ends. Look at the driver's log (dmesg, nvidia-smi -q) of this host",
+                    "the watch of links has stood for %.0f s in a call of the GPU's driver: no deadline holds: this "
+                    "process ends. Look at the driver's log (dmesg, nvidia-smi -q) of this host",
                     stood_s,
                 )
                 self._last_resort()

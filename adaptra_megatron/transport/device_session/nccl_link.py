@@ -24,7 +24,7 @@ from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport.device_session.link_watch import Failure, LinkWatch
 from adaptra_megatron.transport.device_session.nccl_library import Communicator, CommunicatorConfig, NcclLibrary
 from adaptra_megatron.transport.device_session.pair_group import ENDED, PairEnds
-from adaptra_megatron.transport.gpu.cuda_device import Device, Event, Stream
+from adaptra_megatron.transport.gpu.cuda_device import Device, DeviceThread, Event, Stream
 
 logger = logger_of(__name__)
 
@@ -99,7 +99,7 @@ class NcclLink:
         side.watch.add(self)
         # Waits for the end from now on: an interpreter that shuts down starts no threads.
         name = f"adaptra-nccl-end-{ends.source}>{ends.target}"
-        threading.Thread(target=self._free_when_ended, name=name, daemon=True).start()
+        DeviceThread(self._free_when_ended, name).start()
         try:
             with self._calling():
                 self._await_nccl("the other end did not come to the communicator")

@@ -20,7 +20,7 @@ import torch
 
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport.device_session.pair_group import LinkGroup
-from adaptra_megatron.transport.gpu.cuda_device import Computed
+from adaptra_megatron.transport.gpu.cuda_device import Computed, DeviceThread
 from adaptra_megatron.transport.messages import TensorSpecification
 from adaptra_megatron.transport.paths import PROBE_NBYTES
 from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
@@ -127,7 +127,7 @@ class ReceivingSession:
         self._under_way: queue.SimpleQueue[_UnderWay | str | None] = queue.SimpleQueue()
         """For the thread; a text says why a launch failed."""
         name = f"adaptra-device-receive-{group.ends.source}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = DeviceThread(self._run, name)
         self._thread.start()
 
     def receive(self, index: int, specification: TensorSpecification | None, probe_nbytes: int = PROBE_NBYTES) -> None:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -187,18 +188,27 @@ def device_of(tensors: torch.device) -> CudaDevice | None:
     return CudaDevice(tensors)
 
 
-def leave_captures_alone() -> None:
-    """To be called first by each thread of ours that asks anything of the device: a CUDA graph that another thread
-    captures is then not broken by it, whatever mode that was begun in (as pytorch#148594 does for torch's watchdog)."""
-    if torch.version.cuda is not None and _cuda.is_initialized():
-        mode = ctypes.c_int(_CAPTURES_OF_THIS_THREAD)
-        _check(
-            _runtime().cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cudaThreadExchangeStreamCaptureMode"
-        )
+class DeviceThread(threading.Thread):
+    """A thread of ours that asks something of a device: a CUDA graph that another one captures is not broken by it.
+
+    In the mode that a thread begins with, most of what it asks spoils any capture in the process (pytorch#104487).
+    """
+
+    def __init__(self, target: Callable[..., None], name: str, args: tuple[Any, ...] = ()) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
+
+    def run(self) -> None:
+        if _cuda.is_initialized() and (runtime := _runtime()) is not None:
+            mode = ctypes.c_int(_CAPTURES_OF_THIS_THREAD)
+            status = runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            _check(status, "cudaThreadExchangeStreamCaptureMode")
+        super().run()
 
 
 def _runtime() -> Any:
-    """The CUDA runtime that torch has loaded, by its soname; torch has no binding for streams with a priority."""
+    """The CUDA runtime that torch has loaded, by its soname; torch lacks some bindings. None: it is one for CPUs."""
+    if torch.version.cuda is None:
+        return None
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
 
 

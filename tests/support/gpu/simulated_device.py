@@ -16,6 +16,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
+
 POISON = 0xA5
 PATIENCE_S = 5.0
 LOOK_S = 1e-3
@@ -277,6 +279,8 @@ class SimulatedDevice:
 
     def check(self) -> None:
         """Raise the device's error, if it has one."""
+        thread = threading.current_thread()
+        assert not thread.name.startswith("adaptra") or isinstance(thread, DeviceThread), "it may spoil a capture"
         if self.failure is not None:
             raise self.failure
 
