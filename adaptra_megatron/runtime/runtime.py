@@ -32,7 +32,7 @@ from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, pipeli
 from adaptra_megatron.runtime.megatron.refusals import refuse_for_staggering
 from adaptra_megatron.runtime.megatron.replica_updates import ReplicaUpdates
 from adaptra_megatron.runtime.megatron.staggered_optimizer import StaggeredOptimizer, ValidatedComputation
-from adaptra_megatron.runtime.megatron.state.random_draws import flags_drawn_in_other_order
+from adaptra_megatron.runtime.megatron.state.random_draws import flags_drawn_in_other_order, shares_amax_history
 from adaptra_megatron.runtime.megatron.state.repeated_iteration import RepeatableIteration
 from adaptra_megatron.runtime.outliving import CONNECT_S
 from adaptra_megatron.runtime.pipeline import Pipeline
@@ -351,4 +351,11 @@ def _warn_of_other_draws(call: PipelineCall) -> None:
             "stock draws them for all actions of a rank from the same streams, so another order of actions draws "
             "others; --adaptra-policy observe keeps stock's order",
             ", ".join(flags),
+        )
+    if shares_amax_history(call.config, call.chunks) and dist.get_rank() == 0:
+        logger.warning(
+            "--fp8-amax-compute-algo max, --fp8-amax-history-len %d: scales are not stock's, bit for bit: the window "
+            "moves on with the actions of all chunks of a rank, and another order of these leaves others in it; "
+            "--adaptra-policy observe keeps stock's order, and --fp8-amax-compute-algo most_recent depends on none",
+            call.config.fp8_amax_history_len,
         )

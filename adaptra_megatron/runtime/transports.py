@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.path_decider import PathPolicy
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.runtime.device import current_device, has_one_queue, pci_bus_id
+from adaptra_megatron.runtime.device import current_device, has_one_queue, pci_bus_id, shares_queues
 from adaptra_megatron.transport.device_session.link_watch import LinkWatch
 from adaptra_megatron.transport.device_session.nccl_library import torch_nccl
 from adaptra_megatron.transport.device_session.nccl_link import NcclSide, gpu_identity
@@ -20,7 +20,7 @@ from adaptra_megatron.transport.messages import Transport, TransportError, TwoPa
 from adaptra_megatron.transport.paths import Path, PathSettings
 from adaptra_megatron.transport.setup.link_setup import LinkMaker
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous, agree_on_host_path
-from adaptra_megatron.transport.setup.rnic_affinity import RnicError, cpus_to_bind, rank_rnics
+from adaptra_megatron.transport.setup.rnic_affinity import RnicError, cpus_to_bind, fastest_rnic_gbit_per_s, rank_rnics
 from adaptra_megatron.transport.single_path.gloo_transport import WaitingThreadTransport
 from adaptra_megatron.transport.single_path.nccl_transport import StreamTransport
 
@@ -50,6 +50,8 @@ def make_transport(
     device = device_of(current_device())
     blocked = None if device is None else why_blocked(os.environ)
     maker, watch = None, LinkWatch()
+    if device is not None and (too_few := shares_queues(device.device)) is not None:
+        _say_once(rendezvous, too_few)
     if blocked is None:
         maker = LinkMaker(rendezvous, None if device is None else _nccl_side(device, config, watch, timeout_s))
         maker.connect(wrap=chunks > 1)
@@ -125,7 +127,7 @@ def _two_paths(
 
 
 def _nccl_side(device: Device, config: AdaptraConfig, watch: LinkWatch, timeout_s: float) -> NcclSide:
-    identity = gpu_identity(device.device)
+    identity = gpu_identity(device.device, fastest_rnic_gbit_per_s())
     return NcclSide(torch_nccl, device, identity, config.communicators, watch, timeout_s, device.new_stream())
 
 

@@ -22,6 +22,9 @@ _MAGIC = 0xCAFEBEEF
 _UINT8 = 1
 """ncclUint8: links move bytes, whatever they mean."""
 
+_NAMES: dict[str, bytes] = {}
+"""Of all communicators, for ever: NCCL keeps the pointer alone, and profiler plugins read there at any time."""
+
 Communicator = int
 """Opaque: an ncclComm_t."""
 
@@ -41,11 +44,23 @@ class NcclError(RuntimeError):
 class CommunicatorConfig:
     """What can be set about the communicators of links: Megatron's entry "pp" of --nccl-communicator-config-path."""
 
-    max_ctas: int = 2
-    """Thread blocks of a transfer at most. Each takes a whole multiprocessor while it waits for the other end."""
+    max_ctas: int | None = None
+    """Thread blocks of a transfer at most. Each takes a whole multiprocessor while it waits for the other end. None: by
+    what is between the two GPUs, see `most_ctas`."""
     min_ctas: int | None = None
     cga_cluster_size: int | None = None
     net_name: str | None = None
+
+
+def most_ctas(same_host: bool, rnic_gbit_per_s: float) -> int:
+    """As many as a message's bandwidth needs. `rnic_gbit_per_s`: of the slower end's fastest RNIC; 0: not known.
+
+    NCCL itself takes one per 14 GB/s of the network (2.29.7, graph/paths.cc, P2P_PER_CHANNEL_NET_BW), and 32 or more
+    over NVLink, 20 to 40 GB/s each (graph/topo.h): a quarter of them leaves computation most of its multiprocessors.
+    """
+    if same_host:
+        return 8
+    return 2 if 0 < rnic_gbit_per_s <= 200 else 4
 
 
 class NcclConfig(ctypes.Structure):
@@ -110,11 +125,11 @@ class NcclLibrary:
             blocking=0,
             cga_cluster_size=_or_default(config.cga_cluster_size),
             min_ctas=_or_default(config.min_ctas),
-            max_ctas=config.max_ctas,
+            max_ctas=_or_default(config.max_ctas),
             net_name=None if config.net_name is None else config.net_name.encode(),
             split_share=UNDEFINED,
             traffic_class=UNDEFINED,
-            comm_name=name.encode(),
+            comm_name=_NAMES.setdefault(name, name.encode()),
         )
         identity = UniqueId.from_buffer_copy(unique_id)
         made = self._library.ncclCommInitRankConfig(

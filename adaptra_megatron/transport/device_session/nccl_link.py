@@ -13,16 +13,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
+from adaptra_megatron.job.identity import boot_identity
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport.device_session.link_watch import Failure, LinkWatch
-from adaptra_megatron.transport.device_session.nccl_library import Communicator, CommunicatorConfig, NcclLibrary
+from adaptra_megatron.transport.device_session.nccl_library import (
+    Communicator,
+    CommunicatorConfig,
+    NcclLibrary,
+    most_ctas,
+)
 from adaptra_megatron.transport.device_session.pair_group import ENDED, PairEnds
 from adaptra_megatron.transport.gpu.cuda_device import Device, DeviceThread, Event, Stream
 
@@ -40,7 +46,7 @@ class NcclSide:
     """Raises NcclError where there is no NCCL."""
     device: Device
     identity: str
-    """Identity of its GPU, unique in the job."""
+    """Identity of its GPU, unique in the job. What follows a space names its host, and the rate of that's RNICs."""
     config: CommunicatorConfig
     watch: LinkWatch
     timeout_s: float
@@ -92,10 +98,11 @@ class NcclLink:
         if not side.device.idle(stream):
             raise RuntimeError("what an earlier session left on the link's stream has not ended")
         # NCCL would wait for a peer that does not come, and go on listening for it.
-        unique_id = self._meet(store, 1 - self._peer, timeout_s)
-        name = f"adaptra {ends.source}>{ends.target}"
+        unique_id, peer = self._meet(store, 1 - self._peer, timeout_s)
+        name, config = f"adaptra {ends.source}>{ends.target}", _with_ctas(side.config, side.identity, peer)
+        logger.info("link %d->%d: NCCL may take %s thread blocks of this GPU for a transfer", *ends, config.max_ctas)
         with side.device.use(stream):
-            self._communicator: Communicator = self._library.init_rank(unique_id, 1 - self._peer, name, side.config)
+            self._communicator: Communicator = self._library.init_rank(unique_id, 1 - self._peer, name, config)
         side.watch.add(self)
         # Waits for the end from now on: an interpreter that shuts down starts no threads.
         name = f"adaptra-nccl-end-{ends.source}>{ends.target}"
@@ -194,15 +201,16 @@ class NcclLink:
             return False
         return not self._kept or self._side.device.idle(self._stream)
 
-    def _meet(self, store: SealedStore, rank: int, timeout_s: float) -> bytes:
-        """The communicator's unique id, made by rank 0 once the other is there."""
+    def _meet(self, store: SealedStore, rank: int, timeout_s: float) -> tuple[bytes, str]:
+        """The communicator's unique id, made by rank 0 once the other is there, and the identity of the other's GPU."""
         store.set_timeout(timedelta(seconds=max(_PAUSE_S, timeout_s)))
         store.set(f"gpu/{rank}", self._side.identity.encode())
-        if store.get(f"gpu/{1 - rank}").decode() == self._side.identity:
+        peer = store.get(f"gpu/{1 - rank}").decode()
+        if peer == self._side.identity:
             raise RuntimeError("both stages are on one GPU, and NCCL connects different GPUs only")
         if rank == 0:
             store.set("id", self._library.new_unique_id())
-        return store.get("id")
+        return store.get("id"), peer
 
     def _begin(self, call: Callable[..., None], tensor: torch.Tensor) -> NcclWork:
         device = self._side.device
@@ -304,7 +312,17 @@ def _deadline_s(work: NcclWork) -> float:
     return work.deadline_s
 
 
-def gpu_identity(device: torch.device) -> str:
-    """The name of a GPU, the same in all processes and in no other host."""
+def _with_ctas(config: CommunicatorConfig, identity: str, peer: str) -> CommunicatorConfig:
+    """With the same number at both ends, if none was asked for."""
+    if config.max_ctas is not None:
+        return config
+    (_gpu, host, rate), (_peer, peer_host, peer_rate) = ([*each.split(), "", ""][:3] for each in (identity, peer))
+    slower = min(float(rate or 0.0), float(peer_rate or 0.0))
+    most = max(most_ctas(host == peer_host != "", slower), config.min_ctas or 1)
+    return replace(config, max_ctas=most)
+
+
+def gpu_identity(device: torch.device, rnic_gbit_per_s: float = 0.0) -> str:
+    """The name of a GPU, the same in all processes and in no other host, that of its host, and what its RNICs carry."""
     properties: Any = torch.cuda.get_device_properties(device)
-    return str(properties.uuid)
+    return f"{properties.uuid} {boot_identity()} {rnic_gbit_per_s:g}"

@@ -223,8 +223,23 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+OutOfMemory: type[Exception] = torch.OutOfMemoryError
+
+
+def out_of_memory(link: str, cause: Exception) -> TransportError:
+    """The error for a received message that found no room on the device."""
+    return TransportError(
+        f"link {link}: the device has no memory left for a received message: {' '.join(str(cause).split())}. Received "
+        "messages have a share of the memory of their own, beside what training has cached. Lower "
+        "--adaptra-max-in-flight, or --adaptra-memory-fraction where the cap is measured; "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets cached memory serve both"
+    )
+
+
 def device_error(link: str, cause: Exception) -> TransportError:
     """The error for copies that `cause` ended."""
+    if isinstance(cause, OutOfMemory):
+        return out_of_memory(link, cause)
     return TransportError(
         f"link {link}: copying between the device and host memory failed; the device reported: {cause}. Look for the "
         "first error of that device in this process's log; restart from the last checkpoint, with "

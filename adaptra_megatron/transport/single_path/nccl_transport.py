@@ -24,7 +24,7 @@ import torch
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport.device_session.link_watch import LinkWatch, end_process
 from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclWork
-from adaptra_megatron.transport.gpu.cuda_device import Device, Event
+from adaptra_megatron.transport.gpu.cuda_device import Device, Event, OutOfMemory, out_of_memory
 from adaptra_megatron.transport.gpu.device_clock import DeviceClock, Mark
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.paths import Path
@@ -213,6 +213,8 @@ class StreamTransport:
         self._raise_failure()
         try:
             yield self._links[link]
+        except OutOfMemory as cause:
+            raise out_of_memory(f"{link[0]}->{link[1]}", cause) from cause
         except RuntimeError as cause:
             self._raise_failure()
             raise TransportError(

@@ -325,7 +325,8 @@ class SimulatedDevice:
         if stream is None:
             memory.fill(POISON)
         elif self.failure is None:
-            self._put(stream, lambda: memory.fill(POISON))
+            with self._changed:  # by whichever thread collects garbage
+                stream.operations.append(lambda: memory.fill(POISON))
 
     def _is_known(self, address: int, nbytes: int) -> bool:
         ranges = [(memory.ctypes.data, memory.nbytes) for memory in self._memories] + list(self.locked.items())

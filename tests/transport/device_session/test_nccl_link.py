@@ -63,7 +63,7 @@ class Gpus:
         self.headers = [device.new_stream() for device in self.devices]
         self.watches = [LinkWatch(interval_s=0.005) for _ in range(2)]
         self.store = dist.HashStore()
-        self.timeout_s = 20.0
+        self.timeout_s, self.config = 20.0, CONFIG
         self.streams: dict[tuple[int, bool], Any] = {}
 
     def side(self, stage: int, gpu: str = "") -> NcclSide:
@@ -73,7 +73,7 @@ class Gpus:
             lambda: library,
             device,
             gpu or f"gpu {stage}",
-            CONFIG,
+            self.config,
             self.watches[stage],
             self.timeout_s,
             self.headers[stage],
@@ -171,6 +171,19 @@ def test_communicators_are_made_as_they_were_configured(gpus: Gpus) -> None:
     for communicator in gpus.fabric.communicators:
         assert communicator.config == CONFIG
         assert communicator.name == "adaptra 0>1"
+
+
+@pytest.mark.parametrize(
+    ("gpus_of", "expected"),
+    [(("a h 400", "b h 400"), 8), (("a h 400", "b i 400"), 4), (("a h 400", "b i 100"), 2), (("a", "b"), 4)],
+)
+def test_both_ends_take_as_many_blocks_as_what_is_between_them_needs(gpus_of: tuple[str, str], expected: int) -> None:
+    gpus = Gpus()
+    gpus.config = CommunicatorConfig()
+    began(*(lambda stage=stage: gpus.link(stage, "0", sends=stage == 0, gpu=gpus_of[stage]) for stage in range(2)))
+    assert [each.config.max_ctas for each in gpus.fabric.communicators] == [expected] * 2
+    for watch in gpus.watches:
+        watch.close()
 
 
 class Sessions:
@@ -361,6 +374,17 @@ def test_a_new_session_does_not_begin_behind_what_an_old_one_left(gpus: Gpus) ->
         gpus.link(1, "again", sends=False)
     gpus.libraries[1].abort_hangs.clear()
     assert target.wait_until_freed(soon())
+
+
+def test_a_message_that_finds_no_memory_is_told_as_that(gpus: Gpus, sessions: Sessions, monkeypatch: Any) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
+
+    monkeypatch.setattr(gpus.devices[1], "empty", full)
+    sessions.receiving.receive(0, FIXED)
+    until(lambda: bool(sessions.failed))
+    assert sessions.failed[0].startswith("link 0->1: the device has no memory left for a received message: CUDA out")
+    assert "--adaptra-max-in-flight" in sessions.failed[0]
 
 
 def test_an_error_of_nccl_ends_the_session_without_a_call(gpus: Gpus, sessions: Sessions) -> None:

@@ -295,6 +295,20 @@ def test_an_error_names_stage_link_key_cause_and_remedy() -> None:
     together(program)
 
 
+def test_no_memory_for_a_message_is_not_taken_for_a_peer_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
+
+    def program(stage: SimulatedStage, transport: StreamTransport) -> None:
+        if stage.stage == 1:
+            monkeypatch.setattr(stage.device, "empty", full)
+            with pytest.raises(TransportError, match=r"link 0->1: the device has no memory .* 64.00 MiB") as failed:
+                transport.post_receive(key(0), 0)
+            assert "other end" not in str(failed.value)
+
+    together(program)
+
+
 class ModelError(Exception):
     """What a stage fails with."""
 
