@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 
 from support.device_model.calls import (
     Collective,
@@ -14,6 +15,7 @@ from support.device_model.calls import (
     Launch,
     Program,
     Record,
+    Tell,
     Transfer,
     Transfers,
 )
@@ -48,6 +50,10 @@ class Recorder:
     def make_wait(self, work: int, stream: str = COMPUTE) -> None:
         """What comes next on `stream` waits for `work`."""
         self._awaited[stream].append(work)
+
+    def tell(self, name: Hashable) -> None:
+        """What another host waits for happens when the current stream has come here."""
+        self.program.append(Tell(name, (self._latest[COMPUTE],)))
 
     def host_wait(self, work: int) -> None:
         """The host waits for `work`."""
