@@ -6,15 +6,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+import torch
+
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.path_decider import PathPolicy
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.runtime.device import current_device, has_one_queue, pci_bus_id, shares_queues
+from adaptra_megatron.runtime.device import current_device, has_one_queue, pci_bus_id
 from adaptra_megatron.transport.device_session.link_watch import LinkWatch
 from adaptra_megatron.transport.device_session.nccl_library import torch_nccl
 from adaptra_megatron.transport.device_session.nccl_link import NcclSide, gpu_identity
 from adaptra_megatron.transport.gpu.cuda_device import Device, device_of
 from adaptra_megatron.transport.gpu.device_clock import DeviceClock
+from adaptra_megatron.transport.gpu.hardware_queues import queues_in_words
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Transport, TransportError, TwoPathTransport
 from adaptra_megatron.transport.paths import Path, PathSettings
@@ -50,8 +53,8 @@ def make_transport(
     device = device_of(current_device())
     blocked = None if device is None else why_blocked(os.environ)
     maker, watch = None, LinkWatch()
-    if device is not None and (too_few := shares_queues(device.device)) is not None:
-        _say_once(rendezvous, too_few)
+    if device is not None and (queues := queues_in_words(model=config.queue_model)) is not None:
+        _say_once(rendezvous, queues)
     if blocked is None:
         maker = LinkMaker(rendezvous, None if device is None else _nccl_side(device, config, watch, timeout_s))
         maker.connect(wrap=chunks > 1)
@@ -76,7 +79,20 @@ def path_policy(config: AdaptraConfig, transport: Transport) -> PathPolicy | Non
         return None
     device = current_device()
     host_alone = device.type == "cuda" and why_blocked(os.environ) is not None
-    return PathPolicy(preferred=Path.HOST if host_alone else Path(config.path), device_blocks=has_one_queue(device))
+    preferred = Path.HOST if host_alone else preferred_path(config, device)
+    return PathPolicy(preferred=preferred, device_blocks=has_one_queue(device))
+
+
+def has_serial_queue(config: AdaptraConfig, device: torch.device) -> bool:
+    """Return whether plans are to reckon with one hardware queue that starts nothing before what is in front ended."""
+    return has_one_queue(device) and config.queue_model == "serial"
+
+
+def preferred_path(config: AdaptraConfig, device: torch.device) -> Path:
+    """The path that messages take while it is healthy."""
+    if config.path != "auto":
+        return Path(config.path)
+    return Path.HOST if has_serial_queue(config, device) else Path.DEVICE
 
 
 def why_blocked(environment: Mapping[str, str]) -> str | None:
@@ -122,7 +138,8 @@ def _two_paths(
     if maker is None:
         _say_once(rendezvous, f"messages between stages go by the host path alone: {why_blocked(os.environ)}")
     on_gpu = device is not None
-    paths = PathSettings(preferred=Path(config.path), probe_limit_s=NCCL_LIMIT_S if on_gpu else GLOO_LIMIT_S)
+    preferred = preferred_path(config, current_device())
+    paths = PathSettings(preferred=preferred, probe_limit_s=NCCL_LIMIT_S if on_gpu else GLOO_LIMIT_S)
     return HostTransport(rendezvous, chunks, settings, paths, maker, device)
 
 
