@@ -8,11 +8,10 @@ NCCL launches what a communicator that does not block is asked for in a thread o
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -55,7 +54,7 @@ class NcclSide:
     """For small copies from host memory: behind a transfer, on a link's stream, they would hold up a shared queue."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class NcclWork:
     """A transfer under way. Holding it holds the bytes."""
 
@@ -103,12 +102,13 @@ class NcclLink:
         logger.info("link %d->%d: NCCL may take %s thread blocks of this GPU for a transfer", *ends, config.max_ctas)
         with side.device.use(stream):
             self._communicator: Communicator = self._library.init_rank(unique_id, 1 - self._peer, name, config)
+        self._transfers = self._library.transfers(self._communicator, self._peer, side.device.handle(stream))
         side.watch.add(self)
         # Waits for the end from now on: an interpreter that shuts down starts no threads.
         name = f"adaptra-nccl-end-{ends.source}>{ends.target}"
         DeviceThread(self._free_when_ended, name).start()
         try:
-            with self._calling():
+            with self._calls:
                 self._await_nccl("the other end did not come to the communicator")
         except RuntimeError as cause:
             self.abort(str(cause))
@@ -139,19 +139,20 @@ class NcclLink:
         self._side.device.make_wait(self._stream, event)
 
     # Looked up on the class at each call: fault injection and instrumentation replace them there.
-    def send(self, tensor: torch.Tensor, tag: int) -> NcclWork:
-        """Put a send on the link's stream; the bytes are held until it is done. NCCL has no tags: order counts."""
-        return self._begin(self._library.send, tensor)
+    def send(self, tensor: torch.Tensor, tag: int, after: int | None = None) -> NcclWork:
+        """Put a send on the link's stream, behind what is on the stream `after` by now (a cudaStream_t); the bytes are
+        held until it is done. NCCL has no tags: order counts."""
+        return self._begin(True, tensor, after)
 
-    def receive(self, buffer: torch.Tensor, tag: int) -> NcclWork:
-        """Put a receive on the link's stream."""
-        return self._begin(self._library.receive, buffer)
+    def receive(self, buffer: torch.Tensor, tag: int, after: int | None = None) -> NcclWork:
+        """Put a receive on the link's stream, likewise."""
+        return self._begin(False, buffer, after)
 
     def follow(self, work: NcclWork, timeout_s: float) -> None:
         """Have what the calling thread computes from now on come after `work`, which may take `timeout_s`. Returns at
         once."""
         self._limit(work, timeout_s)
-        self._side.device.make_wait(self._side.device.current_stream(), work.ended)
+        self._transfers.follow(work.ended, self._side.device.current_handle())
 
     def wait(self, work: NcclWork, timeout_s: float) -> None:
         """Sleep until `work` is done. The watch keeps the time, and then ends the session."""
@@ -212,25 +213,35 @@ class NcclLink:
             store.set("id", self._library.new_unique_id())
         return store.get("id"), peer
 
-    def _begin(self, call: Callable[..., None], tensor: torch.Tensor) -> NcclWork:
-        device = self._side.device
-        with self._calling():
-            self._prune()
-            call(self._communicator, tensor.data_ptr(), tensor.nbytes, self._peer, device.handle(self._stream))
+    def _begin(self, sends: bool, tensor: torch.Tensor, after: int | None) -> NcclWork:
+        if not self._calls.acquire(blocking=False):
+            self._take_turn()
+        try:
+            if self._ended.is_set():
+                raise RuntimeError(self._cause)
+            limit_s = self.timeout_s
+            if self._connects_until_s is not None:
+                limit_s = self._connects_until_s - time.monotonic()
             try:
-                self._await_nccl("NCCL did not launch a transfer, for which it may have to wait for the device,")
+                ended = self._transfers.begin(sends, tensor.data_ptr(), tensor.nbytes, after, limit_s)
             except BaseException:  # an event now would stand where the launch stands, and keep this thread without end
                 self._kept.append(tensor)
+                if self._ended.is_set():
+                    raise RuntimeError(self._cause) from None
                 raise
             self._connects_until_s = None
-            work = NcclWork(tensor, device.record(self._stream))
-            self._hold(work)
-            return work
+        finally:
+            self._calls.release()
+        work = NcclWork(tensor, ended)
+        self._under_way.append(work)
+        self._free_done()
+        return work
 
     def _await_nccl(self, otherwise: str) -> None:
         """Until NCCL has done, in a thread of its own, what it was asked for."""
         began_s = time.monotonic()
-        deadline_s = self._connects_until_s or began_s + self.timeout_s
+        assert self._connects_until_s is not None, "it is made"
+        deadline_s = self._connects_until_s
         while self._library.in_progress(self._communicator):
             now_s = time.monotonic()
             if self._ended.is_set():
@@ -250,22 +261,28 @@ class NcclLink:
             self._under_way.append(work)
 
     def _prune(self) -> Sequence[NcclWork]:
-        """Free the bytes of what is done; returns what is not. A device that failed keeps all.
+        """Free the bytes of what is done; returns what is not. A device that failed keeps all."""
+        self._free_done()
+        with self._lock:
+            return tuple(self._under_way)
 
-        The device is asked without the lock: a question that it does not answer keeps the thread that asks, no other.
-        """
-        with contextlib.suppress(RuntimeError):
-            while (work := next(iter(tuple(self._under_way)), None)) is not None and work.ended.query():
+    def _free_done(self) -> None:
+        # The device is asked without the lock: a question that it does not answer keeps the thread that asks, no other.
+        under_way = self._under_way
+        try:
+            while under_way and (work := under_way[0]).ended.query():
                 with self._lock:
-                    if self._under_way and self._under_way[0] is work:  # else another thread has been here
-                        self._under_way.popleft()
-        return tuple(self._under_way)
+                    if under_way and under_way[0] is work:  # else another thread has been here
+                        under_way.popleft()
+        except (RuntimeError, IndexError) as error:  # the device has failed, or another thread has taken the last one
+            logger.debug("what is on the stream is kept: %s", error)
 
     def _end(self, cause: str, finalize_until_s: float | None) -> None:
         with self._lock:
             if not self._ended.is_set():
                 self._cause, self._finalize_until_s = cause, finalize_until_s
                 self._ended.set()
+                self._transfers.end()
 
     def _free_when_ended(self) -> None:
         """A thread of its own, which may be kept waiting: NCCL frees memory, and that waits for the device."""
@@ -294,18 +311,11 @@ class NcclLink:
             time.sleep(_PAUSE_S)
         return True
 
-    @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
+    def _take_turn(self) -> None:
         # The watch holds it for a moment. What ends the session may hold it for long, and is not waited for.
         while not self._calls.acquire(timeout=_PAUSE_S):
             if self._ended.is_set():
                 raise RuntimeError(self._cause)
-        try:
-            if self._ended.is_set():
-                raise RuntimeError(self._cause)
-            yield
-        finally:
-            self._calls.release()
 
 
 def _deadline_s(work: NcclWork) -> float:

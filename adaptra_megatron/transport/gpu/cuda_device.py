@@ -14,6 +14,7 @@ import torch
 from adaptra_megatron.transport.messages import TransportError
 
 _cuda: Any = torch.cuda  # most of it has no types
+_current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # in builds for GPUs
 _PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every context of this process."""
 _NON_BLOCKING = 1
@@ -78,6 +79,9 @@ class Device(Protocol):
     def handle(self, stream: Stream) -> int:
         """The stream as a number, a cudaStream_t, for libraries."""
 
+    def current_handle(self) -> int:
+        """That of `current_stream`."""
+
     def record(self, stream: Stream, unused: Event | None = None) -> Event:
         """An event at the present end of `stream`, which tells no time; `unused`: one to use again."""
 
@@ -87,8 +91,8 @@ class Device(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Put a copy on `stream`. Returns at once if the side in host memory is page-locked."""
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: Stream) -> torch.Tensor:
-        """Device memory that may be used on `stream` at once."""
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: Stream | None = None) -> torch.Tensor:
+        """Device memory that may be used on `stream` at once; None: on the current one."""
 
     def keep_until_done_on(self, tensor: torch.Tensor, stream: Stream) -> None:
         """The memory of `tensor`, once freed, is not used again before what is on `stream` by then is done."""
@@ -132,7 +136,7 @@ class CudaDevice:
         # events on it for memory that was used there.
         made = ctypes.c_void_p()
         with _cuda.device(self._device):
-            status = _runtime().cudaStreamCreateWithPriority(ctypes.byref(made), _NON_BLOCKING, _HIGHEST_PRIORITY)
+            status = cuda_runtime().cudaStreamCreateWithPriority(ctypes.byref(made), _NON_BLOCKING, _HIGHEST_PRIORITY)
         _check(status, "cudaStreamCreateWithPriority")
         return _cuda.ExternalStream(made.value, device=self._device)
 
@@ -142,6 +146,9 @@ class CudaDevice:
 
     def handle(self, stream: Stream) -> int:
         return int(stream.cuda_stream)
+
+    def current_handle(self) -> int:
+        return int(_current_raw_stream(self._device.index))
 
     def record(self, stream: Stream, unused: Event | None = None) -> Event:
         # blocking: a thread that synchronizes sleeps instead of spinning on a core that training needs.
@@ -156,7 +163,9 @@ class CudaDevice:
         with _cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: Stream) -> torch.Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: Stream | None = None) -> torch.Tensor:
+        if stream is None:
+            return torch.empty(shape, dtype=dtype, device=self._device)
         with _cuda.stream(stream):
             return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
@@ -198,14 +207,14 @@ class DeviceThread(threading.Thread):
         super().__init__(target=target, name=name, args=args, daemon=True)
 
     def run(self) -> None:
-        if _cuda.is_initialized() and (runtime := _runtime()) is not None:
+        if _cuda.is_initialized() and (runtime := cuda_runtime()) is not None:
             mode = ctypes.c_int(_CAPTURES_OF_THIS_THREAD)
             status = runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
             _check(status, "cudaThreadExchangeStreamCaptureMode")
         super().run()
 
 
-def _runtime() -> Any:
+def cuda_runtime() -> Any:
     """The CUDA runtime that torch has loaded, by its soname; torch lacks some bindings. None: it is one for CPUs."""
     if torch.version.cuda is None:
         return None

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ import torch
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport.device_session.link_watch import LinkWatch, end_process
 from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclWork
-from adaptra_megatron.transport.gpu.cuda_device import Device, Event, OutOfMemory, out_of_memory
+from adaptra_megatron.transport.gpu.cuda_device import Device, OutOfMemory, out_of_memory
 from adaptra_megatron.transport.gpu.device_clock import DeviceClock, Mark
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.paths import Path
@@ -49,16 +48,8 @@ class _Receive(NamedTuple):
     peer: int
     buffer: torch.Tensor
     work: NcclWork
-    posted: Event
+    posted: Mark
     """When computation came to the post."""
-
-
-class _Received(NamedTuple):
-    key: MessageKey
-    receive: _Receive
-    came: Mark
-    """When computation came to the wait."""
-    went_on: Mark
 
 
 class StreamTransport:
@@ -85,8 +76,10 @@ class StreamTransport:
         self._last_resort = last_resort or end_process
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
         self._receives: dict[MessageKey, _Receive] = {}
-        self._sent: list[MessageTimes] = []
-        self._received: list[_Received] = []
+        self._sent: list[tuple[MessageKey, int, float, int]] = []
+        """Key, peer, moment and size: what costs the training thread least."""
+        self._received: list[tuple[MessageKey, int, int, Mark, Mark, Mark]] = []
+        """Key, peer, size, and when computation came to the post, to the wait, and on. Holds no message."""
         self._failure: TransportError | None = None
         self._timer: threading.Timer | None = None
         self._closed = False
@@ -97,16 +90,21 @@ class StreamTransport:
         self._specification = specification
 
     def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
-        outgoing = tensor.detach().contiguous()
-        with self._raising(key, (self._rank, peer)) as group:
-            self._begin_after_computation(group)
+        outgoing = tensor.detach()
+        if not outgoing.is_contiguous():
+            outgoing = outgoing.contiguous()
+        link = (self._rank, peer)
+        now_s = time.monotonic()
+        try:
+            group = self._usable(link)
             if self._specification.shape is None:
                 header = group.bring(encode_shape(outgoing.shape, torch.device("cpu")))
                 group.send(header, _NO_TAG)
-            now_s = time.monotonic()
-            group.send(outgoing, _NO_TAG)
+            group.send(outgoing, _NO_TAG, self._device.current_handle())
+        except RuntimeError as cause:
+            raise self._error(key, link, cause) from cause
         if self._clock is not None:
-            self._sent.append(MessageTimes(key, peer, now_s, now_s, outgoing.nbytes, Path.DEVICE))
+            self._sent.append((key, peer, now_s, outgoing.nbytes))
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
         """As in Transport. The size of what varies in size is waited for here; one that does not come ends the run."""
@@ -115,9 +113,12 @@ class StreamTransport:
         shape = specification.shape
         if shape is None:
             header = self._receive(key, peer, (HEADER_NUMBERS,), torch.int64)
-            with self._raising(key, (peer, self._rank)) as group:
+            group = self._links[peer, self._rank]
+            try:
                 group.wait(header.work, self._timeout_s)
                 shape = decode_shape(group.read(header.buffer))
+            except RuntimeError as cause:
+                raise self._error(key, (peer, self._rank), cause) from cause
         self._receives[key] = self._receive(key, peer, shape, specification.dtype)
 
     def ready(self, key: MessageKey) -> bool:
@@ -137,10 +138,14 @@ class StreamTransport:
         receive = self._receives.pop(key)
         clock = self._clock
         came = None if clock is None else clock.mark()
-        with self._raising(key, (receive.peer, self._rank)) as group:
-            group.follow(receive.work, max(0.0, deadline_s - time.monotonic()))
+        link = (receive.peer, self._rank)
+        try:
+            self._usable(link).follow(receive.work, max(0.0, deadline_s - time.monotonic()))
+        except RuntimeError as cause:
+            raise self._error(key, link, cause) from cause
         if clock is not None:
-            self._received.append(_Received(key, receive, came, clock.mark()))
+            peer, buffer, _work, posted = receive
+            self._received.append((key, peer, buffer.nbytes, posted, came, clock.mark()))
         return receive.buffer
 
     def flush(self, deadline_s: float) -> None:
@@ -153,13 +158,13 @@ class StreamTransport:
         sent, self._sent = self._sent, []
         received, self._received = self._received, []
         times = []
-        for key, receive, came, went_on in received:
-            posted_s, came_s, went_on_s = self._clock.seconds([receive.posted, came, went_on])
+        for key, peer, nbytes, *marks in received:
+            posted_s, came_s, went_on_s = self._clock.seconds(marks)
             if went_on_s - came_s < STOOD_S:
                 posted_s = went_on_s  # says nothing of the link, like what was sent before it was asked for
-            times.append(MessageTimes(key, receive.peer, posted_s, went_on_s, receive.buffer.nbytes, Path.DEVICE))
-            self._clock.use_again([receive.posted, came, went_on])
-        return sent, times
+            times.append(MessageTimes(key, peer, posted_s, went_on_s, nbytes, Path.DEVICE))
+            self._clock.use_again(marks)
+        return [MessageTimes(key, peer, at_s, at_s, nbytes, Path.DEVICE) for key, peer, at_s, nbytes in sent], times
 
     def close(self, *, drained: bool = True) -> bool:
         self._closed = True
@@ -177,17 +182,15 @@ class StreamTransport:
         return all(freed)
 
     def _receive(self, key: MessageKey, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> _Receive:
-        device = self._device
-        with self._raising(key, (peer, self._rank)) as group:
+        link = (peer, self._rank)
+        try:
+            group = self._usable(link)
             # Of computation's own memory, which it may still use: so the receive comes behind what it does now.
-            buffer = device.empty(shape, dtype, device.current_stream())
-            posted = self._begin_after_computation(group)
-            return _Receive(peer, buffer, group.receive(buffer, _NO_TAG), posted)
-
-    def _begin_after_computation(self, group: NcclLink) -> Event:
-        event: Event = self._clock.mark() if self._clock else self._device.record(self._device.current_stream())
-        group.begin_after(event)
-        return event
+            buffer = self._device.empty(shape, dtype)
+            posted = None if self._clock is None else self._clock.mark()
+            return _Receive(peer, buffer, group.receive(buffer, _NO_TAG, self._device.current_handle()), posted)
+        except RuntimeError as cause:
+            raise self._error(key, link, cause) from cause
 
     def _link_failed(self, link: Any, cause: str) -> None:
         """By the watch's thread."""
@@ -207,18 +210,20 @@ class StreamTransport:
         if self._failure is not None:
             raise self._failure
 
-    @contextmanager
-    def _raising(self, key: MessageKey, link: Link) -> Iterator[NcclLink]:
-        """The link's group, whose errors are raised as those of a message."""
-        self._raise_failure()
-        try:
-            yield self._links[link]
-        except OutOfMemory as cause:
-            raise out_of_memory(f"{link[0]}->{link[1]}", cause) from cause
-        except RuntimeError as cause:
-            self._raise_failure()
-            raise TransportError(
-                f"{self._name(self._rank)}, link {link[0]}->{link[1]}: the "
-                f"{key.spelled(self._specification.micro_batches)} did not get through: {cause}. Look at the rank at "
-                "the other end first: it died, hangs, or cannot be reached"
-            ) from cause
+    def _usable(self, link: Link) -> NcclLink:
+        """One that has not failed, as none has. Raises TransportError."""
+        if self._failure is not None:
+            raise self._failure
+        return self._links[link]
+
+    def _error(self, key: MessageKey, link: Link, cause: RuntimeError) -> TransportError:
+        """That of a message."""
+        if self._failure is not None or isinstance(cause, TransportError):
+            return self._failure or cause  # type: ignore[return-value]
+        if isinstance(cause, OutOfMemory):
+            return out_of_memory(f"{link[0]}->{link[1]}", cause)
+        return TransportError(
+            f"{self._name(self._rank)}, link {link[0]}->{link[1]}: the "
+            f"{key.spelled(self._specification.micro_batches)} did not get through: {cause}. Look at the rank at "
+            "the other end first: it died, hangs, or cannot be reached"
+        )

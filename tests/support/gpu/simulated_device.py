@@ -136,6 +136,10 @@ class SimulatedDevice:
         """Its number among all streams."""
         return self.streams.index(stream)
 
+    def current_handle(self) -> int:
+        """That of the current stream."""
+        return self.handle(self.current_stream())
+
     def record(self, stream: SimulatedStream, unused: SimulatedEvent | None = None) -> SimulatedEvent:
         """Put an event on `stream`, one that is done if it is to be used again."""
         event = SimulatedEvent(self) if unused is None else unused
@@ -166,9 +170,10 @@ class SimulatedDevice:
             self.pageable_copies += 1
             self.run_until(lambda: bool(over))
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: SimulatedStream) -> torch.Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: SimulatedStream | None = None) -> torch.Tensor:
         """Poisoned memory."""
         self.check()
+        stream = stream or self.current_stream()
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype)

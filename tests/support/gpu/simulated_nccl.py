@@ -141,6 +141,38 @@ class Fabric:
         return [each for each in self.communicators if each.device is device]
 
 
+class SimulatedTransfers:
+    """As _device.Transfers, which does the same by calls of CUDA and NCCL."""
+
+    def __init__(self, library: SimulatedNccl, handle: int, peer: int, stream: int) -> None:
+        self._library, self._link = library, (handle, peer, stream)
+        self._ended = threading.Event()
+
+    def begin(self, sends: bool, address: int, nbytes: int, after: int | None, limit_s: float) -> SimulatedEvent:
+        """Put a transfer on the link's stream."""
+        device, (handle, peer, stream) = self._library.device, self._link
+        own = device.streams[stream]
+        if after is not None:
+            device.make_wait(own, device.record(device.streams[after]))
+        until_s = time.monotonic() + limit_s
+        (self._library.send if sends else self._library.receive)(handle, address, nbytes, peer, stream)
+        while self._library.in_progress(handle):
+            if self._ended.wait(1e-4):
+                raise RuntimeError("the session was ended while NCCL launched a transfer")
+            if time.monotonic() >= until_s:
+                cause = "NCCL did not launch a transfer, for which it may have to wait for the device,"
+                raise RuntimeError(f"{cause} within {limit_s:.0f} s")
+        return device.record(own)
+
+    def follow(self, event: SimulatedEvent, stream: int) -> None:
+        """A wait."""
+        self._library.device.make_wait(self._library.device.streams[stream], event)
+
+    def end(self) -> None:
+        """Who waits in `begin` leaves."""
+        self._ended.set()
+
+
 class SimulatedNccl:
     """libnccl as one process has it, with one device."""
 
@@ -165,6 +197,10 @@ class SimulatedNccl:
         pair.ends[rank] = communicator
         self.fabric.communicators.append(communicator)
         return len(self.fabric.communicators)
+
+    def transfers(self, handle: int, peer: int, stream: int) -> SimulatedTransfers:
+        """As NcclLibrary's."""
+        return SimulatedTransfers(self, handle, peer, stream)
 
     def in_progress(self, handle: int) -> bool:
         """As ncclCommGetAsyncError."""

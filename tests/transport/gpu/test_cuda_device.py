@@ -80,7 +80,7 @@ class RecordedCuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
     recorded = RecordedCuda()
     monkeypatch.setattr("adaptra_megatron.transport.gpu.cuda_device._cuda", recorded)
-    monkeypatch.setattr("adaptra_megatron.transport.gpu.cuda_device._runtime", lambda: recorded)
+    monkeypatch.setattr("adaptra_megatron.transport.gpu.cuda_device.cuda_runtime", lambda: recorded)
     return recorded
 
 
