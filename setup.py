@@ -95,8 +95,8 @@ setup(
         ),
         Pybind11Extension(
             "adaptra_megatron.transport._device",
-            sorted(glob("csrc/device/*.cpp")),
-            depends=sorted(glob("csrc/device/*.hpp")),
+            sorted(glob("csrc/device/**/*.cpp", recursive=True)),
+            depends=sorted(glob("csrc/device/**/*.hpp", recursive=True)),
             cxx_std=17,
             extra_compile_args=COMPILED,
             extra_link_args=LINKED,

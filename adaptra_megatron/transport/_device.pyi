@@ -2,6 +2,7 @@
 """What the device path asks of CUDA and NCCL for a message: one call each, and no GIL. Native code: csrc/device."""
 
 from collections.abc import Mapping
+from typing import Any
 
 class DeviceCallError(RuntimeError):
     """What the driver or NCCL refused, in their words; or a launch that took too long, or was given up."""
@@ -24,8 +25,8 @@ class Transfers:
         Raises DeviceCallError where that takes longer than `limit_s`, or `end` was called.
         """
 
-    def follow(self, event: Event, stream: int) -> None:
-        """What is put on `stream` from now on runs after `event`."""
+    def follow(self, event: Any, stream: int) -> None:
+        """What is put on `stream` from now on runs after `event`, one of `begin`."""
 
     def end(self) -> None:
         """A thread that waits in `begin` leaves."""

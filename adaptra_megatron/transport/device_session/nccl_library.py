@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 UNIQUE_ID_NBYTES = 128
 UNDEFINED = -(1 << 31)
 """NCCL_CONFIG_UNDEF_INT: NCCL's default."""
-_MAGIC = 0xCAFEBEEF
+MAGIC = 0xCAFEBEEF
 
 _NAMES: dict[str, bytes] = {}
 """Of all communicators, for ever: NCCL keeps the pointer alone, and profiler plugins read there at any time."""
@@ -122,7 +122,7 @@ class NcclLibrary:
         communicator = ctypes.c_void_p()
         settings = NcclConfig(
             size=ctypes.sizeof(NcclConfig),
-            magic=_MAGIC,
+            magic=MAGIC,
             version=self.version(),
             blocking=0,
             cga_cluster_size=_or_default(config.cga_cluster_size),
