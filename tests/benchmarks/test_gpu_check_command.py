@@ -138,8 +138,8 @@ AS_STAND_INS_DO = {
     "T7, host path": "links with two paths sent",
     "T7, NCCL": "messages went by ['WaitingThreadTransport']",
 }
-"""Without a GPU nothing passes, one of the calls is made to fail, and trainings are over gloo, where a busy host may have
-a link take the other path."""
+"""Without a GPU nothing passes, one of the calls is made to fail, and trainings are over gloo, where a busy host may$
+have a link take the other path."""
 
 
 def test_arguments_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +209,7 @@ def test_builds_end_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_native_parts_are_those_of_setup_py() -> None:
     compiling, linking = building.native_commands("c++")
-    assert sorted(Path(each[-1]).name.partition(".")[0] for each in linking) == ["_native", "_ring"]
+    assert sorted(Path(each[-1]).name.partition(".")[0] for each in linking) == ["_device", "_native", "_ring"]
     objects = [word for each in linking for word in each if word.endswith(".o")]
     assert objects == [each[-1] for each in compiling]
     assert len(set(objects)) == len(list(REPOSITORY.glob("csrc/**/*.cpp")))

@@ -308,7 +308,7 @@ class TestSoftware:
         assert (found.level, found.details["driver"], found.details["gpus"]) == (Level.PROBLEM, "535.129.03", 0)
 
     def test_a_native_module_that_does_not_load(self) -> None:
-        broken, good = software.check_native_modules(importer("adaptra_megatron.schedule._native"))
+        broken, good, _good = software.check_native_modules(importer("adaptra_megatron.schedule._native"))
         assert (broken.fatal, good.level) == (True, Level.OK)
         assert "schedule._native" in broken.subject
 

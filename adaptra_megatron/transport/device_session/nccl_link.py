@@ -234,7 +234,7 @@ class NcclLink:
             self._calls.release()
         work = NcclWork(tensor, ended)
         self._under_way.append(work)
-        self._free_done()
+        self.free_done()
         return work
 
     def _await_nccl(self, otherwise: str) -> None:
@@ -262,11 +262,12 @@ class NcclLink:
 
     def _prune(self) -> Sequence[NcclWork]:
         """Free the bytes of what is done; returns what is not. A device that failed keeps all."""
-        self._free_done()
+        self.free_done()
         with self._lock:
             return tuple(self._under_way)
 
-    def _free_done(self) -> None:
+    def free_done(self) -> None:
+        """Let go of the bytes of what the device is through with."""
         # The device is asked without the lock: a question that it does not answer keeps the thread that asks, no other.
         under_way = self._under_way
         try:

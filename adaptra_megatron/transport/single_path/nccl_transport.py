@@ -75,6 +75,7 @@ class StreamTransport:
         self._device, self._clock, self._watch, self._timeout_s = device, clock, watch, timeout_s
         self._last_resort = last_resort or end_process
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
+        self._sending = [link for (source, _target), link in links.items() if source == rank]
         self._receives: dict[MessageKey, _Receive] = {}
         self._sent: list[tuple[MessageKey, int, float, int]] = []
         """Key, peer, moment and size: what costs the training thread least."""
@@ -185,6 +186,8 @@ class StreamTransport:
         link = (peer, self._rank)
         try:
             group = self._usable(link)
+            for sending in self._sending:  # the memory of what has left may serve this message
+                sending.free_done()
             # Of computation's own memory, which it may still use: so the receive comes behind what it does now.
             buffer = self._device.empty(shape, dtype)
             posted = None if self._clock is None else self._clock.mark()

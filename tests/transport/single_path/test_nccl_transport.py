@@ -268,6 +268,29 @@ def test_nothing_of_ours_stands_behind_a_transfer_on_a_links_stream() -> None:
     together(run)
 
 
+def test_what_has_left_makes_room_for_what_is_received_next() -> None:
+    """Not only when more is sent over the same link, or the watch looks: that may be an activation too much."""
+
+    def program(stage: SimulatedStage, transport: StreamTransport) -> None:
+        stage.watch.close()
+        if stage.stage == 1:
+            transport.post_receive(key(0), 0)
+            transport.post_receive(key(1), 0)
+            transport.post_send(key(0, Direction.GRADIENT), 0, numbers(0))
+            return
+        tensors = [stage.device.tensor(numbers(0))]
+        address = tensors[0].data_ptr()
+        transport.post_send(key(0), 1, tensors.pop())
+        has_left(stage)
+        stage.device.run()
+        assert address not in stage.device.freed
+        transport.post_receive(key(0, Direction.GRADIENT), 1)
+        assert address in stage.device.freed
+        transport.post_send(key(1), 1, numbers(1))
+
+    together(program)
+
+
 def test_without_a_clock_nothing_is_timed() -> None:
     def program(stage: SimulatedStage, transport: StreamTransport) -> None:
         if stage.stage == 0:
