@@ -219,9 +219,8 @@ class NcclLink:
         try:
             if self._ended.is_set():
                 raise RuntimeError(self._cause)
-            limit_s = self.timeout_s
-            if self._connects_until_s is not None:
-                limit_s = self._connects_until_s - time.monotonic()
+            connects_until_s = self._connects_until_s
+            limit_s = self.timeout_s if connects_until_s is None else connects_until_s - time.monotonic()
             try:
                 ended = self._transfers.begin(sends, tensor.data_ptr(), tensor.nbytes, after, limit_s)
             except BaseException:  # an event now would stand where the launch stands, and keep this thread without end
