@@ -45,6 +45,8 @@ class NoDevice:
     def __getattr__(self, name: str) -> Any:
         return lambda *_: SimpleNamespace(__enter__=None)
 
+    device = torch.device("cpu")
+
     def idle(self, stream: int) -> bool:
         return True
 

@@ -16,8 +16,8 @@ class Event:
 class Transfers:
     """Sends or receives of one end of a link; one thread at a time begins any, `follow` and `end` are for all."""
 
-    def __init__(self, addresses: Mapping[str, int], communicator: int, stream: int, peer: int) -> None:
-        """`addresses`: of functions, by their names. `stream`: of the link."""
+    def __init__(self, addresses: Mapping[str, int], device: int, communicator: int, stream: int, peer: int) -> None:
+        """`addresses`: of functions, by their names. `device`: its index. `stream`: of the link."""
 
     def begin(self, sends: bool, address: int, nbytes: int, after: int | None, limit_s: float) -> Event:
         """Put a transfer on the link's stream, behind what is on the stream `after` by now, and wait until it is there.

@@ -26,6 +26,8 @@ Handle handle(std::uintptr_t number) { return reinterpret_cast<Handle>(number); 
 
 Functions functions_at(const Addresses& addresses) {
     Functions found;
+    set(found.get_device, addresses, "cudaGetDevice");
+    set(found.set_device, addresses, "cudaSetDevice");
     set(found.event_create, addresses, "cudaEventCreateWithFlags");
     set(found.event_record, addresses, "cudaEventRecord");
     set(found.event_query, addresses, "cudaEventQuery");
@@ -51,10 +53,12 @@ PYBIND11_MODULE(_device, module) {
         .def("query", &StreamEvent::query, ReleaseGil())
         .def("synchronize", &StreamEvent::synchronize, ReleaseGil());
     py::class_<Transfers>(module, "Transfers")
-        .def(py::init([](const Addresses& addresses, std::uintptr_t communicator, std::uintptr_t stream, int peer) {
-                 return std::make_unique<Transfers>(functions_at(addresses), handle(communicator), handle(stream), peer);
+        .def(py::init([](const Addresses& addresses, int device, std::uintptr_t communicator, std::uintptr_t stream,
+                         int peer) {
+                 return std::make_unique<Transfers>(functions_at(addresses), device, handle(communicator),
+                                                    handle(stream), peer);
              }),
-             py::arg("addresses"), py::arg("communicator"), py::arg("stream"), py::arg("peer"))
+             py::arg("addresses"), py::arg("device"), py::arg("communicator"), py::arg("stream"), py::arg("peer"))
         .def(
             "begin",
             [](Transfers& transfers, bool sends, std::uintptr_t address, std::size_t nbytes,

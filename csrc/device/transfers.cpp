@@ -32,8 +32,14 @@ Handle EventPool::take() {
             return event;
         }
     }
+    // An event is of the device that is current, which in a thread that has chosen none is the first of the host.
+    int current = device_;
+    check("cudaGetDevice", functions_.get_device(&current));
+    if (current != device_) check("cudaSetDevice", functions_.set_device(device_));
     Handle made = nullptr;
-    check("cudaEventCreateWithFlags", functions_.event_create(&made, kDisableTiming));
+    const int status = functions_.event_create(&made, kDisableTiming);
+    if (current != device_) check("cudaSetDevice", functions_.set_device(current));
+    check("cudaEventCreateWithFlags", status);
     return made;
 }
 

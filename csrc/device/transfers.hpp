@@ -15,6 +15,8 @@ using Handle = void*;  // a cudaStream_t, cudaEvent_t or ncclComm_t
 
 // Functions of the CUDA runtime and of NCCL, found by the caller in the libraries that torch has loaded.
 struct Functions {
+    int (*get_device)(int*) = nullptr;
+    int (*set_device)(int) = nullptr;
     int (*event_create)(Handle*, unsigned) = nullptr;
     int (*event_record)(Handle, Handle) = nullptr;
     int (*event_query)(Handle) = nullptr;
@@ -37,7 +39,7 @@ class DeviceCallError : public std::runtime_error {
 // have the device do more behind a transfer than to set a flag.
 class EventPool {
 public:
-    explicit EventPool(const Functions& functions) : functions_(functions) {}
+    EventPool(const Functions& functions, int device) : functions_(functions), device_(device) {}
     ~EventPool();
     EventPool(const EventPool&) = delete;
     EventPool& operator=(const EventPool&) = delete;
@@ -49,6 +51,7 @@ public:
 
 private:
     const Functions functions_;
+    const int device_;
     std::mutex mutex_;
     std::vector<Handle> unused_;
 };
@@ -74,8 +77,8 @@ private:
 // Sends or receives of one end of a link, over a communicator that does not block.
 class Transfers {
 public:
-    Transfers(const Functions& functions, Handle communicator, Handle stream, int peer)
-        : pool_(std::make_shared<EventPool>(functions)), communicator_(communicator), stream_(stream), peer_(peer) {}
+    Transfers(const Functions& functions, int device, Handle communicator, Handle stream, int peer)
+        : pool_(std::make_shared<EventPool>(functions, device)), communicator_(communicator), stream_(stream), peer_(peer) {}
 
     // Puts a transfer on the stream, behind what is on `after` by now if `waits`, and waits until NCCL has launched it:
     // at most `limit` seconds, or until `end`. Returns the event behind it. One thread at a time.

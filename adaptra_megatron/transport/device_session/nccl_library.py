@@ -149,14 +149,14 @@ class NcclLibrary:
         self._check("what was begun with NCCL", state.value, communicator)
         return state.value == Result.IN_PROGRESS
 
-    def transfers(self, communicator: Communicator, peer: int, stream: int) -> Transfers:
-        """What sends to `peer`, and receives, on a stream (a cudaStream_t)."""
+    def transfers(self, communicator: Communicator, peer: int, stream: int, device: int) -> Transfers:
+        """What sends to `peer`, and receives, on a stream (a cudaStream_t) of the device with that index."""
         from adaptra_megatron.transport._device import Transfers  # settings are read without native code or torch
 
         functions = {name: getattr(self._library, name) for name in _OF_TRANSFERS}
         functions |= {name: getattr(self._runtime, name) for name in _OF_EVENTS}
         addresses = {name: ctypes.cast(each, ctypes.c_void_p).value or 0 for name, each in functions.items()}
-        return Transfers(addresses, communicator, stream, peer)
+        return Transfers(addresses, device, communicator, stream, peer)
 
     def finalize(self, communicator: Communicator) -> None:
         """Begin to let what has been sent leave this host."""
@@ -196,6 +196,8 @@ def _or_default(value: int | None) -> int:
 
 _OF_TRANSFERS = ("ncclSend", "ncclRecv", "ncclCommGetAsyncError", "ncclGetErrorString", "ncclGetLastError")
 _OF_EVENTS = (
+    "cudaGetDevice",
+    "cudaSetDevice",
     "cudaEventCreateWithFlags",
     "cudaEventRecord",
     "cudaEventQuery",

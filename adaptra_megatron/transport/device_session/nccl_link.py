@@ -102,7 +102,8 @@ class NcclLink:
         logger.info("link %d->%d: NCCL may take %s thread blocks of this GPU for a transfer", *ends, config.max_ctas)
         with side.device.use(stream):
             self._communicator: Communicator = self._library.init_rank(unique_id, 1 - self._peer, name, config)
-        self._transfers = self._library.transfers(self._communicator, self._peer, side.device.handle(stream))
+        index = side.device.device.index or 0
+        self._transfers = self._library.transfers(self._communicator, self._peer, side.device.handle(stream), index)
         side.watch.add(self)
         # Waits for the end from now on: an interpreter that shuts down starts no threads.
         name = f"adaptra-nccl-end-{ends.source}>{ends.target}"

@@ -25,7 +25,13 @@ void forget_calls(void) { memset(noted, 0, sizeof noted), length = 0; }
 unsigned long events_made(void) { return made; }
 unsigned event_flags(void) { return flags_of_last; }
 
+static _Thread_local int device; /* as CUDA's: the first in each thread */
+volatile int made_on = -1;
+
+int cudaGetDevice(int* current) { return *current = device, 0; }
+int cudaSetDevice(int next) { return device = next, 0; }
 int cudaEventCreateWithFlags(void** event, unsigned flags) {
+    made_on = device;
     flags_of_last = flags;
     *event = (void*)++made;
     return 0;

@@ -209,7 +209,7 @@ class WaitingNccl:
     def __init__(self, nccl: Any, function: str) -> None:
         self._nccl, self._function = nccl, function
 
-    def transfers(self, handle: int, peer: int, stream: int) -> SimulatedTransfers:
+    def transfers(self, handle: int, peer: int, stream: int, device: int) -> SimulatedTransfers:
         """Of this one, whose functions they call."""
         return SimulatedTransfers(self, handle, peer, stream)  # type: ignore[arg-type]
 

@@ -198,7 +198,7 @@ class SimulatedNccl:
         self.fabric.communicators.append(communicator)
         return len(self.fabric.communicators)
 
-    def transfers(self, handle: int, peer: int, stream: int) -> SimulatedTransfers:
+    def transfers(self, handle: int, peer: int, stream: int, device: int) -> SimulatedTransfers:
         """As NcclLibrary's."""
         return SimulatedTransfers(self, handle, peer, stream)
 

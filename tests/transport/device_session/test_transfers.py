@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ def device(built: DeviceCalls) -> Iterator[DeviceCalls]:
 
 @pytest.fixture
 def transfers(device: DeviceCalls) -> Transfers:
-    return device.nccl().transfers(1, 0, LINK)
+    return device.nccl().transfers(1, 0, LINK, 3)
 
 
 def test_a_transfer_is_behind_computation_and_nothing_but_an_event_is_behind_it(
@@ -44,6 +45,15 @@ def test_a_transfer_is_behind_computation_and_nothing_but_an_event_is_behind_it(
     assert device.noted() == "c"
     transfers.begin(True, 4096, 64, None, 1.0)
     assert device.noted() == "SL"
+
+
+def test_events_are_of_the_links_device_whatever_thread_makes_them(device: DeviceCalls, transfers: Transfers) -> None:
+    """A new thread has the first device of its host: on that an event could not be recorded on the link's stream."""
+    transfers.begin(True, 4096, 64, None, 1.0)
+    assert device.get("made_on") == 3
+    current = ctypes.c_int(-1)
+    device.library.cudaGetDevice(ctypes.byref(current))
+    assert current.value == 0, "the thread's own is what it was"
 
 
 def test_events_are_used_again(device: DeviceCalls, transfers: Transfers) -> None:
