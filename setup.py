@@ -94,6 +94,14 @@ setup(
             extra_link_args=LINKED,
         ),
         Pybind11Extension(
+            "adaptra_megatron.transport._device",
+            sorted(glob("csrc/device/**/*.cpp", recursive=True)),
+            depends=sorted(glob("csrc/device/**/*.hpp", recursive=True)),
+            cxx_std=17,
+            extra_compile_args=COMPILED,
+            extra_link_args=LINKED,
+        ),
+        Pybind11Extension(
             "adaptra_megatron.transport._ring",
             sorted(glob("csrc/ring/**/*.cpp", recursive=True)),
             depends=sorted(glob("csrc/ring/**/*.hpp", recursive=True)),

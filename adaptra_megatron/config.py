@@ -12,12 +12,13 @@ from typing import Any
 
 from adaptra_megatron.schedule.all_reduce.registry import ALGORITHMS
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
+from adaptra_megatron.transport.gpu.hardware_queues import QUEUE_MODELS
 from adaptra_megatron.transport.ports import PortRange
 from adaptra_megatron.transport.wires.registry import WIRES
 
 POLICIES = ("off", "observe", "adapt")
 HOST_TRANSPORTS = ("off", "auto", *WIRES)
-PATHS = ("device", "host")
+PATHS = ("auto", "device", "host")
 TRACES = ("all", "asked")
 DISPATCHES = ("planned", "auto", "online")
 REROUTES = ("off", "stragglers", "failures", "all")
@@ -169,10 +170,18 @@ class AdaptraConfig:
         metavar="FIRST-LAST",
     )
     path: str = _option(
-        "device",
+        "auto",
         "The path that activations and gradients take while it is healthy: torch.distributed (device), or the "
-        "host path. The other takes over when it fails, and, unless the plan is fixed, while it is much better.",
+        "host path. The other takes over when it fails, and, unless the plan is fixed, while it is much better. auto: "
+        "device, but host where plans take a GPU's only queue for a serial one (--adaptra-queue-model).",
         choices=PATHS,
+    )
+    queue_model: str = _option(
+        QUEUE_MODELS[0],
+        "What plans take the hardware queue of a GPU for that has one alone (CUDA_DEVICE_MAX_CONNECTIONS=1). serial: "
+        "nothing starts before the end of what is in front; shared: transfers that have started hold up nothing, as "
+        "T1 of scripts/gpu_check.sh is to show first.",
+        choices=QUEUE_MODELS,
     )
     dispatch: str = _option(
         "auto",
@@ -391,6 +400,7 @@ RULES = (
         ("path",),
         lambda config: config.host_transport != "off",
         "needs a host path, but --adaptra-host-transport is off; use --adaptra-host-transport auto",
+        values=("host",),
     ),
 )
 

@@ -100,8 +100,8 @@ def communicators_from(path: str) -> CommunicatorConfig:
     except Exception as cause:  # PyYAML's errors have no name where it is not installed
         raise ConfigError(f"--nccl-communicator-config-path {path} cannot be read: {cause}") from cause
     least = settings.get("min_ctas", 1)
-    most = settings.get("max_ctas", max(CommunicatorConfig.max_ctas, least))
-    if not 1 <= least <= most:
+    most = settings.get("max_ctas")
+    if not least >= 1 or (most is not None and least > most):
         raise ConfigError(f"--nccl-communicator-config-path {path}: pp has min_ctas {least} and max_ctas {most}")
     return CommunicatorConfig(
         max_ctas=most,

@@ -57,6 +57,13 @@ SOURCES: Mapping[str, Sequence[str]] = {
     ),
     "deaths.md": ("benchmarks/deaths.py", *_ROUTED_PLANS, *_OUTLIVING),
     "deaths_campaign.md": ("campaigns/deaths.py", "campaigns/death_stories.py", f"{_PACKAGE}/epochs"),
+    "device_queues.md": (
+        "benchmarks/device_queues.py",
+        "tests/support/device_model",
+        *_PLANS,
+        *_in("csrc/schedule", "device.cpp", "launch.cpp"),
+        f"{_PACKAGE}/runtime/execution/inbox.py",
+    ),
     "gradient_sync.md": (
         *_in("benchmarks", "gradient_sync.py", "gradient_sync_rank.py"),
         *_in(f"{_PACKAGE}/data_parallel", "straggler_all_reduce.py", "peers.py"),

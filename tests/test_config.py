@@ -95,6 +95,7 @@ ACCEPTED: dict[str, tuple[Any, set[str], str]] = {
     "interface": ("lo", EVERY, ""),
     "port_range": (PortRange(20000, 20127), EVERY, ""),
     "path": ("host", {"host path", "tcp", "observed host path"}, "host-transport"),
+    "queue_model": ("shared", EVERY, ""),
     "dispatch": ("online", ADAPTED | FIXED, "policy"),
     "reroute": ("stragglers", {"host path", "tcp"}, "policy|plan-csv or --adaptra-costs|host-transport"),
     "gradient_sync": ("auto", EVERY, ""),
@@ -333,6 +334,7 @@ def test_help_has_a_group_of_its_own_and_names_units(parser: argparse.ArgumentPa
         "--adaptra-timeout-s",
         "--adaptra-host-transport",
         "--adaptra-path",
+        "--adaptra-queue-model",
         "--adaptra-dispatch",
         "--adaptra-reroute",
         "--adaptra-gradient-sync",
@@ -426,12 +428,12 @@ def test_communicators_are_configured_as_megatrons_are(tmp_path: Path) -> None:
             arguments.nccl_communicator_config_path = str(file)
         return config_from_arguments(arguments).communicators
 
-    assert configured(None) == configured("dp_cp:\n  max_ctas: 8\n") == CommunicatorConfig(max_ctas=2)
+    assert configured(None) == configured("dp_cp:\n  max_ctas: 8\n") == CommunicatorConfig()
     given = (
         "pp:\n  max_ctas: 4\n  min_ctas: 3\n  cga_cluster_size: 1\n  net_name: IB\n  is_high_priority_stream: true\n"
     )
     assert configured(given) == CommunicatorConfig(max_ctas=4, min_ctas=3, cga_cluster_size=1, net_name="IB")
-    assert configured("pp:\n  min_ctas: 5\n").max_ctas == 5
+    assert configured("pp:\n  min_ctas: 5\n") == CommunicatorConfig(min_ctas=5)
     for wrong in ("pp:\n  max_ctas: 0\n", "pp:\n  max_ctas: 1\n  min_ctas: 2\n", "- pp\n", "pp: {\n", ""):
         with pytest.raises(ConfigError, match=f"--nccl-communicator-config-path {file}"):
             configured(wrong)

@@ -23,7 +23,11 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTENSION = f"adaptra_megatron/schedule/_native{sysconfig.get_config_var('EXT_SUFFIX')}"
-EXTENSIONS = ("adaptra_megatron.schedule._native", "adaptra_megatron.transport._ring")
+EXTENSIONS = (
+    "adaptra_megatron.schedule._native",
+    "adaptra_megatron.transport._device",
+    "adaptra_megatron.transport._ring",
+)
 NOT_SOURCE = (".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", "*.so", ".*_cache", ".hypothesis")
 
 

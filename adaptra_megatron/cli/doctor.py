@@ -52,7 +52,7 @@ def examine(roots: Roots, environment: Mapping[str, str], *, self_test: bool) ->
     transports = [check_shm(), check_tcp(find_interfaces(roots), environment), check_verbs(roots)]
     report = {
         "RNICs": check_rnics(roots),
-        "GPUs": check_gpus(roots),
+        "GPUs": check_gpus(roots, environment),
         "transports": transports,
         "limits": check_limits(roots, limits_of_this_process(roots), HostSettings()),
         "versions": check_versions(roots),

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from adaptra_megatron.transport.gpu.hardware_queues import hardware_queues
 
 
 def current_device() -> torch.device:
@@ -20,7 +21,7 @@ def current_device() -> torch.device:
 
 def has_one_queue(device: torch.device) -> bool:
     """Return whether all that a GPU is given stands in one hardware queue, as Megatron demands for some layouts."""
-    return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    return device.type == "cuda" and hardware_queues() == 1
 
 
 def synchronizer_of(device: torch.device) -> Callable[[], None] | None:

@@ -49,7 +49,7 @@ from adaptra_megatron.runtime.planning import agreed_plan, make_planner
 from adaptra_megatron.runtime.rejoining import Counters, Joining
 from adaptra_megatron.runtime.rerouting.inputs import RoutableInputs
 from adaptra_megatron.runtime.rerouting.rerouting import Rerouting
-from adaptra_megatron.runtime.transports import make_transport, path_policy
+from adaptra_megatron.runtime.transports import has_serial_queue, make_transport, path_policy
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs_json import costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
@@ -97,6 +97,7 @@ class Pipeline:
             can_split=call.config.recompute_granularity != "full",
             rendezvous=device.type == "cuda",
             shared_queue=has_one_queue(device),
+            serial_queue=has_serial_queue(config, device),
             staggered=config.staggered_optimizer,
         )
         memory = memory or memory_of(device)

@@ -36,7 +36,7 @@ from adaptra_megatron.runtime.megatron.refusals import refuse_for_staggering
 from adaptra_megatron.runtime.megatron.replica_updates import ReplicaUpdates
 from adaptra_megatron.runtime.megatron.staggered_optimizer import StaggeredOptimizer, ValidatedComputation
 from adaptra_megatron.runtime.megatron.state.conservation import Conservation, Conserved, digest_of
-from adaptra_megatron.runtime.megatron.state.random_draws import flags_drawn_in_other_order
+from adaptra_megatron.runtime.megatron.state.random_draws import flags_drawn_in_other_order, shares_amax_history
 from adaptra_megatron.runtime.megatron.state.repeated_iteration import RepeatableIteration
 from adaptra_megatron.runtime.outliving import CONNECT_S
 from adaptra_megatron.runtime.pipeline import Pipeline
@@ -44,8 +44,8 @@ from adaptra_megatron.runtime.rejoining import Joining, Training, hand_over, tak
 from adaptra_megatron.runtime.single_stage import SingleStage
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.transport.device_session.link_watch import end_process
 from adaptra_megatron.transport.messages import TwoPathTransport
-from adaptra_megatron.transport.single_path.nccl_transport import end_process
 
 logger = logger_of(__name__)
 
@@ -406,4 +406,11 @@ def _warn_of_other_draws(call: PipelineCall) -> None:
             "stock draws them for all actions of a rank from the same streams, so another order of actions draws "
             "others; --adaptra-policy observe keeps stock's order",
             ", ".join(flags),
+        )
+    if shares_amax_history(call.config, call.chunks) and dist.get_rank() == 0:
+        logger.warning(
+            "--fp8-amax-compute-algo max, --fp8-amax-history-len %d: scales are not stock's, bit for bit: the window "
+            "moves on with the actions of all chunks of a rank, and another order of these leaves others in it; "
+            "--adaptra-policy observe keeps stock's order, and --fp8-amax-compute-algo most_recent depends on none",
+            call.config.fp8_amax_history_len,
         )

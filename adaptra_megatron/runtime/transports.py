@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+import torch
+
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.path_decider import PathPolicy
 from adaptra_megatron.log import logger_of
@@ -15,12 +17,13 @@ from adaptra_megatron.transport.device_session.nccl_library import torch_nccl
 from adaptra_megatron.transport.device_session.nccl_link import NcclSide, gpu_identity
 from adaptra_megatron.transport.gpu.cuda_device import Device, device_of
 from adaptra_megatron.transport.gpu.device_clock import DeviceClock
+from adaptra_megatron.transport.gpu.hardware_queues import queues_in_words
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Transport, TransportError, TwoPathTransport
 from adaptra_megatron.transport.paths import Path, PathSettings
 from adaptra_megatron.transport.setup.link_setup import LinkMaker
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous, agree_on_host_path
-from adaptra_megatron.transport.setup.rnic_affinity import RnicError, cpus_to_bind, rank_rnics
+from adaptra_megatron.transport.setup.rnic_affinity import RnicError, cpus_to_bind, fastest_rnic_gbit_per_s, rank_rnics
 from adaptra_megatron.transport.single_path.gloo_transport import WaitingThreadTransport
 from adaptra_megatron.transport.single_path.nccl_transport import StreamTransport
 
@@ -50,8 +53,10 @@ def make_transport(
     device = device_of(current_device())
     blocked = None if device is None else why_blocked(os.environ)
     maker, watch = None, LinkWatch()
+    if device is not None and (queues := queues_in_words(model=config.queue_model)) is not None:
+        _say_once(rendezvous, queues)
     if blocked is None:
-        maker = LinkMaker(rendezvous, None if device is None else _nccl_side(device, config, watch))
+        maker = LinkMaker(rendezvous, None if device is None else _nccl_side(device, config, watch, timeout_s))
         maker.connect(wrap=chunks > 1)
     if config.host_transport != "off":
         try:
@@ -74,7 +79,20 @@ def path_policy(config: AdaptraConfig, transport: Transport) -> PathPolicy | Non
         return None
     device = current_device()
     host_alone = device.type == "cuda" and why_blocked(os.environ) is not None
-    return PathPolicy(preferred=Path.HOST if host_alone else Path(config.path), device_blocks=has_one_queue(device))
+    preferred = Path.HOST if host_alone else preferred_path(config, device)
+    return PathPolicy(preferred=preferred, device_blocks=has_one_queue(device))
+
+
+def has_serial_queue(config: AdaptraConfig, device: torch.device) -> bool:
+    """Return whether plans are to reckon with one hardware queue that starts nothing before what is in front ended."""
+    return has_one_queue(device) and config.queue_model == "serial"
+
+
+def preferred_path(config: AdaptraConfig, device: torch.device) -> Path:
+    """The path that messages take while it is healthy."""
+    if config.path != "auto":
+        return Path(config.path)
+    return Path.HOST if has_serial_queue(config, device) else Path.DEVICE
 
 
 def why_blocked(environment: Mapping[str, str]) -> str | None:
@@ -120,12 +138,14 @@ def _two_paths(
     if maker is None:
         _say_once(rendezvous, f"messages between stages go by the host path alone: {why_blocked(os.environ)}")
     on_gpu = device is not None
-    paths = PathSettings(preferred=Path(config.path), probe_limit_s=NCCL_LIMIT_S if on_gpu else GLOO_LIMIT_S)
+    preferred = preferred_path(config, current_device())
+    paths = PathSettings(preferred=preferred, probe_limit_s=NCCL_LIMIT_S if on_gpu else GLOO_LIMIT_S)
     return HostTransport(rendezvous, chunks, settings, paths, maker, device)
 
 
-def _nccl_side(device: Device, config: AdaptraConfig, watch: LinkWatch) -> NcclSide:
-    return NcclSide(torch_nccl, device, gpu_identity(device.device), config.communicators, watch)
+def _nccl_side(device: Device, config: AdaptraConfig, watch: LinkWatch, timeout_s: float) -> NcclSide:
+    identity = gpu_identity(device.device, fastest_rnic_gbit_per_s())
+    return NcclSide(torch_nccl, device, identity, config.communicators, watch, timeout_s, device.new_stream())
 
 
 def _say_once(rendezvous: Rendezvous, text: str) -> None:

@@ -20,6 +20,7 @@ class Problem:
         cap: Sequence[float],
         released: Sequence[float],
         shared_queue: bool,
+        serial_queue: bool = False,
     ) -> None: ...
 
 class EncodedOrders:

@@ -60,7 +60,8 @@ class Costs:
     were sent. `max_in_flight[stage]` is the cap on activations held at once: each forward takes 1, its input gradient
     gives `released_at_backward_input[stage]` back and its weight gradient the rest; None means no cap. Below 0, an
     input gradient adds to what is held. `shared_queue`: whether a stage's computation and its transfers over rendezvous
-    links stand in one hardware queue. Micro-batches that differ (in length, say) have a factor on the seconds of a
+    links stand in one hardware queue; `serial_queue`: whether each of them also waits there for the end of the one
+    before. Micro-batches that differ (in length, say) have a factor on the seconds of a
     table: `micro_batch_factors[name][stage][chunk][micro_batch]`; tables that it does not name are the same for all.
 
     Raises CostError at construction for anything inconsistent.
@@ -77,6 +78,7 @@ class Costs:
     released_at_backward_input: tuple[float, ...] = ()
     backward_s: PerChunk | None = None
     shared_queue: bool = False
+    serial_queue: bool = False
     custom_placement: Placement | None = None
     """Which stage runs each virtual stage; None: Megatron's, which is also what Megatron's own table becomes."""
     micro_batch_factors: Mapping[str, PerMicroBatch] = field(default_factory=dict)
@@ -109,8 +111,11 @@ class Costs:
                     f"released_at_backward_input of stage {stage} must be between {LEAST_RELEASED:g} and 1, got "
                     f"{released!r}"
                 )
-        if not isinstance(self.shared_queue, bool):
-            raise CostError(f"shared_queue must be true or false, got {self.shared_queue!r}")
+        for name in ("shared_queue", "serial_queue"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise CostError(f"{name} must be true or false, got {value!r}")
+        if self.serial_queue and not self.shared_queue:
+            raise CostError("serial_queue needs shared_queue: it says how that one starts what stands in it")
 
     def _check_placement(self) -> None:
         placement = self.custom_placement

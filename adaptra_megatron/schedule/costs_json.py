@@ -55,6 +55,7 @@ def costs_from_json(document: Any) -> Costs:
         released_at_backward_input=_per_stage("released_at_backward_input", released, stages),
         backward_s=tables.get("backward_s"),
         shared_queue=document.get("shared_queue", False),
+        serial_queue=document.get("serial_queue", False),
         custom_placement=_placement_from_json(document.get("placement"), stages, chunks),
     )
     return costs.with_micro_batches(
@@ -78,6 +79,7 @@ def costs_to_json(costs: Costs) -> dict[str, Any]:
         "max_in_flight": list(costs.max_in_flight),
         "released_at_backward_input": list(costs.released_at_backward_input),
         "shared_queue": costs.shared_queue,
+        "serial_queue": costs.serial_queue,
     }
 
 

@@ -30,6 +30,7 @@ def problem_from_costs(costs: Costs) -> _native.Problem:
         cap=[math.inf if cap is None else cap for cap in costs.max_in_flight],
         released=costs.released_at_backward_input,
         shared_queue=costs.shared_queue,
+        serial_queue=costs.serial_queue,
     )
 
 

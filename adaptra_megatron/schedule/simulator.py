@@ -11,7 +11,8 @@ link carries activations and gradients.
 A rendezvous link is busy for both, and a transfer starts when both of its ends have. Hosts issue all work far ahead,
 in the launch order (see `launch_order`). With separate queues that posts every receive in time. With
 `Costs.shared_queue` all that a stage issues starts in the order of issue: nothing starts while an action in front of it
-waits for its message, a send for its action, or a receive for the link's previous one.
+waits for its message, a send for its action, or a receive for the link's previous one. With `Costs.serial_queue`
+nothing there starts before the end of what was issued in front of it either.
 """
 
 from __future__ import annotations

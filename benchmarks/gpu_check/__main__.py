@@ -22,6 +22,7 @@ from typing import NamedTuple
 from markdown_table import markdown_table
 
 from gpu_check.building import (
+    BUILD,
     KERNELS,
     REPOSITORY,
     BuildError,
@@ -32,7 +33,7 @@ from gpu_check.building import (
 )
 from gpu_check.findings import NOT_OK, Finding, exit_status
 from gpu_check.plan import KERNELS as KERNELS_NEEDED
-from gpu_check.plan import MEGATRON, NATIVE, NCCL, first_call, second_call
+from gpu_check.plan import MEGATRON, MSGSPEC, NATIVE, NCCL, first_call, second_call
 from gpu_check.watchdog import Check, left_out, watch
 
 CALL_S = 570.0
@@ -59,6 +60,9 @@ class Machine(NamedTuple):
     cuda: str
 
 
+STAND_IN = Machine("stand-in", "", "of this machine", "none")
+
+
 def probe() -> Machine:
     """In a process of its own: this one leaves the GPU alone. Raises subprocess.SubprocessError where torch fails."""
     said = subprocess.run([sys.executable, "-c", PROBE], stdout=subprocess.PIPE, text=True, timeout=PROBE_S, check=True)
@@ -76,8 +80,9 @@ def prepare(machine: Machine, nccl: Path | None, second: bool, until_s: float) -
         lacking[NCCL] = "--nccl names no sources or library of NCCL 2.30.3 or newer"
     elif second:
         library = _try(lacking, NCCL, lambda: build_nccl(nccl, nvcc, machine.architecture, until_s))
-    if importlib.util.find_spec("megatron") is None:
-        lacking[MEGATRON] = "megatron-core is not installed"
+    for name, module in ((MEGATRON, "megatron"), (MSGSPEC, "msgspec")):
+        if importlib.util.find_spec(module) is None:
+            lacking[name] = f"{name} is not installed"
     return lacking, library
 
 
@@ -130,7 +135,12 @@ def main(argv: Sequence[str] | None = None, probe: Callable[[], Machine] = probe
     parser = argparse.ArgumentParser(prog="scripts/gpu_check.sh", allow_abbrev=False)
     parser.add_argument("call", choices=["first", "second"], help="T0 to T3, or T2 of NCCL and T4 to T7")
     parser.add_argument("--nccl", type=Path, help="NCCL 2.30.3 or newer: a tarball or folder of sources, or a library")
-    parser.add_argument("--output", type=Path, help="for the table; default: benchmarks/results/gpu_DEVICE_CALL.md")
+    parser.add_argument(
+        "--output", type=Path, help="for the table; default: gpu_DEVICE_CALL.md in $OUT, or benchmarks/results"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="run every step on stand-ins of GPUs and NCCL, on the CPU"
+    )
     parser.add_argument("--only", nargs="+", default=[""], help="checks whose names begin so: T1 'T4, error'")
     arguments = parser.parse_args(argv)
     if arguments.nccl is not None and not arguments.nccl.exists():
@@ -140,7 +150,7 @@ def main(argv: Sequence[str] | None = None, probe: Callable[[], Machine] = probe
     if not any(check.name.startswith(only) for check in (second_call(None) if second else first_call())):
         parser.error(f"--only {' '.join(only)}: no check of the {arguments.call} call has such a name")
     try:
-        machine = probe()
+        machine = STAND_IN if arguments.dry_run else probe()
     except subprocess.SubprocessError as cause:
         print(f"torch cannot be asked for a GPU: {cause}")
         return 2
@@ -148,10 +158,17 @@ def main(argv: Sequence[str] | None = None, probe: Callable[[], Machine] = probe
         print(f"torch {machine.torch} finds no GPU (CUDA build: {machine.cuda})")
         return 2
     nccl = arguments.nccl and arguments.nccl.resolve()
-    lacking, library = prepare(machine, nccl, second, begun_s + BUILD_S)
+    lacking, library = ({}, None) if arguments.dry_run else prepare(machine, nccl, second, begun_s + BUILD_S)
+    if library != nccl:
+        begun_s = time.monotonic()  # a library that was built here: its time is the machine's, not the checks'
     checks = [each for each in (second_call(library) if second else first_call()) if each.name.startswith(only)]
+    if arguments.dry_run:
+        sys.path.append(str(REPOSITORY / "tests"))
+        checks = list(map(importlib.import_module("support.gpu.dry_run").on_stand_ins, checks))
     named = re.sub(r"\W+", "_", machine.gpu).strip("_").lower()
-    output = arguments.output or REPOSITORY / "benchmarks" / "results" / f"gpu_{named}_{arguments.call}.md"
+    folder = Path(os.environ.get("OUT") or (BUILD if arguments.dry_run else REPOSITORY / "benchmarks" / "results"))
+    folder.mkdir(parents=True, exist_ok=True)
+    output = arguments.output or folder / f"gpu_{named}_{arguments.call}.md"
     title = f"# GPU checks, {arguments.call} call, on one {machine.gpu}\n\ntorch {machine.torch}, CUDA {machine.cuda}."
     findings: list[Finding] = []
     logs: list[str] = []
@@ -168,6 +185,8 @@ def main(argv: Sequence[str] | None = None, probe: Callable[[], Machine] = probe
     run_checks(checks, lacking, begun_s + CALL_S, tell)
     counted = sum(finding.verdict == NOT_OK for finding in findings)
     print(f"{counted} of {len(findings)} lines are not ok; written: {output}")
+    if arguments.dry_run:  # what stand-ins show is for tests; here each step is to have run to its end
+        return int(bool(logs))
     return exit_status(findings)
 
 

@@ -22,7 +22,11 @@ KERNELS = BUILD / "kernels.so"
 NCCL_LIBRARY = "libnccl.so.2"
 NCCL_FUNCTIONS = "SendRecv|AllReduce Sum * RING SIMPLE"
 """The part of its device code that is built: with all of it the build takes an hour."""
-NATIVE = {"csrc/schedule": "adaptra_megatron/schedule/_native", "csrc/ring": "adaptra_megatron/transport/_ring"}
+NATIVE = {
+    "csrc/schedule": "adaptra_megatron/schedule/_native",
+    "csrc/ring": "adaptra_megatron/transport/_ring",
+    "csrc/device": "adaptra_megatron/transport/_device",
+}
 
 
 class BuildError(RuntimeError):

@@ -61,7 +61,7 @@ class _Calls:
 
     def new_event(self, stream: Stream) -> Callable[[], Any]:
         other = self._device.new_stream()
-        return lambda: self._device.record(other, timed=True).query()
+        return lambda: self._device.record(other).query()
 
     def first_use(self, stream: Stream) -> Callable[[], Any]:
         values = torch.ones(8, device="cuda")

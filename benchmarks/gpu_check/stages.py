@@ -101,6 +101,7 @@ class CudaStage:
         assert dist.group.WORLD is not None
         self.rendezvous = Rendezvous.of(dist.group.WORLD, TIMEOUT_S)
         self._watch = LinkWatch()
+        self._headers = self.device.new_stream()
         self.plus(self.tensor(1, 1024), 1)  # kernels are loaded at their first use, which may wait for the whole GPU
         torch.cuda.synchronize()
 
@@ -110,7 +111,8 @@ class CudaStage:
     def side(self, decorate: Decorate = lambda library: library, *, identity: str | None = None) -> NcclSide:
         # NCCL itself refuses ranks that share a GPU unless NCCL_MULTI_RANK_GPU_ENABLE is set.
         name = identity or f"{gpu_identity(self.tensors)} of rank {self.stage}"
-        return NcclSide(lambda: decorate(torch_nccl()), self.device, name, CommunicatorConfig(), self._watch)
+        parts = CommunicatorConfig(), self._watch, TIMEOUT_S, self._headers
+        return NcclSide(lambda: decorate(torch_nccl()), self.device, name, *parts)
 
     def maker(self, decorate: Decorate = lambda library: library, *, identity: str | None = None) -> LinkMaker:
         return LinkMaker(self.rendezvous, self.side(decorate, identity=identity))

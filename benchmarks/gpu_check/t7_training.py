@@ -281,7 +281,7 @@ def one_gpu() -> Iterator[None]:
     replacements.append(Replacement(param_and_grad_buffer, "_coalescing_manager", each_alone, reason))
     if os.environ.get(SHARING) == "1":
         reason = f"NCCL lets ranks share a GPU under {SHARING}"
-        identity = f"GPU of rank {os.environ['RANK']}"
-        replacements.append(Replacement(transports, "gpu_identity", lambda device: identity, reason))
+        identity = f"GPU-of-rank-{os.environ['RANK']}"
+        replacements.append(Replacement(transports, "gpu_identity", lambda *_: identity, reason))
     with Replaced(replacements):
         yield

@@ -36,6 +36,7 @@ void DeviceReplay::reset(const Orders& orders) {
         channel.made_at.clear();
         channel.sent.clear();
         channel.posted.clear();
+        channel.arrived.clear();
     }
     for (int stage = 0; stage < problem_.stages; ++stage) {
         for (int position = 0; position < static_cast<int>(orders[stage].size()); ++position) {
@@ -61,10 +62,11 @@ void DeviceReplay::advance(int stage) {
         const int micro_batch = problem_.micro_batch_in(code);
         const int virtual_stage = problem_.virtual_stage(stage, problem_.chunk_in(code));
         const double ready = messages_.ready(problem_, kind, virtual_stage, micro_batch);
-        if (ready == kNever) return;
+        if (ready == kNever || !clear(state)) return;
         double start = std::max(state.free, ready);
         if (problem_.shared_queue) start = state.queue = std::max(start, state.queue);
         state.free = start + problem_.seconds(kind, problem_.row(virtual_stage), micro_batch);
+        if (problem_.serial_queue) state.queue = state.free;
         start_[stage].push_back(start);
         end_[stage].push_back(state.free);
         ++state.position;
@@ -109,10 +111,23 @@ bool DeviceReplay::send(int stage) {
     return true;
 }
 
+// Whether what a serial queue has in front has ended at a known time: a transfer ends when its other end has started.
+bool DeviceReplay::clear(Stage& state) const {
+    if (state.last == nullptr) return true;
+    if (state.last_index >= state.last->carried) return false;
+    state.queue = std::max(state.queue, state.last->arrived[state.last_index]);
+    state.last = nullptr;
+    return true;
+}
+
 // Issues one end of the next transfer. Whether its start is known: behind it in a shared queue nothing is, before.
 bool DeviceReplay::begin(Channel& channel, std::vector<double>& starts, double ready, Stage& state) {
     if (problem_.shared_queue) {
-        if (channel.carried < starts.size()) return false;
+        if (channel.carried < starts.size() || !clear(state)) return false;
+        if (problem_.serial_queue) {
+            state.last = &channel;
+            state.last_index = starts.size();
+        }
         ready = state.queue = std::max({ready, state.queue, channel.free});
     }
     starts.push_back(ready);
@@ -129,6 +144,7 @@ void DeviceReplay::carry(Channel& channel) {
         const Link& link = problem_.links[problem_.link_out(kind, virtual_stage)];
         const double start = std::max({channel.sent[index], channel.posted[index], channel.free});
         channel.free = start + link.occupancy;
+        channel.arrived.push_back(channel.free);
         const int slot = virtual_stage * problem_.micro_batches + problem_.micro_batch_in(code);
         if (kind == kForward) {
             messages_.activation[slot + problem_.micro_batches] = channel.free;

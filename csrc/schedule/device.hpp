@@ -14,7 +14,7 @@ using Ranks = std::vector<std::vector<int>>;
 // order of all actions, then the action, then its send. A receive waits for the computation issued before it, an action
 // for its message, a send for its action. A transfer starts when its send and its receive have, and ends for both at
 // once. With a shared queue, what a stage issues also starts in the order of issue: behind what its stream or its message
-// holds up, everything waits. Messages over other links are not in the queue: the host waits for them.
+// holds up, everything waits. A serial one starts nothing before what was issued in front of it has ended. Messages over other links are not in the queue: the host waits for them.
 class DeviceReplay {
 public:
     explicit DeviceReplay(const Problem& problem) : problem_(problem) {}
@@ -31,6 +31,7 @@ private:
         int source = -1, target = -1;
         std::vector<int> made_at;          // [message]: position of its action in the source's order
         std::vector<double> sent, posted;  // [message]: when its ends started
+        std::vector<double> arrived;       // [message]: when both ended
         std::size_t carried = 0;
         double free = 0.0;  // when the latest of them arrived
     };
@@ -38,13 +39,16 @@ private:
         int position = 0;
         bool owes_send = false;  // of the action before
         double free = 0.0;       // end of its latest action
-        double queue = 0.0;      // start of what it issued last
+        double queue = 0.0;      // from when on its queue can start what comes next
+        const Channel* last = nullptr;  // of a serial queue: the transfer that it issued last,
+        std::size_t last_index = 0;     // and which of that link's it is
     };
 
     void reset(const Orders& orders);
     void advance(int stage);
     bool post_receives(int stage);
     bool send(int stage);
+    bool clear(Stage& state) const;
     bool begin(Channel& channel, std::vector<double>& starts, double ready, Stage& state);
     void carry(Channel& channel);
     void wake(int stage);

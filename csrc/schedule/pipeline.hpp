@@ -50,6 +50,7 @@ struct Problem {
     std::vector<double> cap;        // [stage]; kNever: no cap
     std::vector<double> released;   // [stage]: fraction of an activation that the input gradient gives back; below 0: adds
     bool shared_queue = false;      // whether a stage's computation and rendezvous transfers start in the order of issue
+    bool serial_queue = false;      // whether each of them also waits there for the end of the one before
 
     // What follows from stage_at and links, by `route`.
     std::vector<int> virtual_at;                      // [stage * chunks + chunk]

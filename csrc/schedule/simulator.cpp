@@ -32,7 +32,7 @@ std::vector<Link> links_from(const LinkTable& table) {
 
 Problem make_problem(int stages, int chunks, int micro_batches, Table forward, Table backward_input,
                      Table backward_weight, Table backward, std::vector<int> stage_of, const LinkTable& links,
-                     Table cap, Table released, bool shared_queue) {
+                     Table cap, Table released, bool shared_queue, bool serial_queue) {
     Problem problem;
     problem.stages = stages;
     problem.chunks = chunks;
@@ -46,6 +46,7 @@ Problem make_problem(int stages, int chunks, int micro_batches, Table forward, T
     problem.cap = std::move(cap);
     problem.released = std::move(released);
     problem.shared_queue = shared_queue;
+    problem.serial_queue = shared_queue && serial_queue;
     if (problem.forward.size() != static_cast<std::size_t>(stages) * chunks) {
         problem.width = micro_batches;
         problem.step = 1;
@@ -241,7 +242,8 @@ PYBIND11_MODULE(_native, module) {
     py::class_<Problem>(module, "Problem")
         .def(py::init(&make_problem), py::kw_only(), py::arg("stages"), py::arg("chunks"), py::arg("micro_batches"),
              py::arg("forward_s"), py::arg("backward_input_s"), py::arg("backward_weight_s"), py::arg("backward_s"),
-             py::arg("stage_of"), py::arg("links"), py::arg("cap"), py::arg("released"), py::arg("shared_queue"));
+             py::arg("stage_of"), py::arg("links"), py::arg("cap"), py::arg("released"), py::arg("shared_queue"),
+             py::arg("serial_queue") = false);
     py::class_<EncodedOrders>(module, "EncodedOrders")
         .def(py::init([](Orders orders) { return EncodedOrders{std::move(orders)}; }), py::arg("orders"));
     module.def("replay_finish", &replay_finish, py::arg("problem"), py::arg("orders"));

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from gpu_check import (
     building,
+    first,
     t0_tests,
     t1_queues,
     t2_host_calls,
@@ -27,6 +28,7 @@ from gpu_check.findings import NOT_OK, NOT_RUN, OK, Report
 from gpu_check.plan import first_call
 from gpu_check.t7_memory import NotedMeter, judge_kept
 from gpu_check.watchdog import watch
+from support.gpu.dry_run import Modelled
 from support.gpu.gpu_stand_in import ModelledGpu, StageOnSimulation
 from support.gpu.simulated_pipeline import ProcessEndedError, SimulatedStage, play
 from support.made_up.memory import MadeUpMemory, MadeUpStage
@@ -85,6 +87,41 @@ def test_queues_that_streams_share_are_found(
     monkeypatch.setattr(t1_queues, "HELD_S", 0.002)
     t1_queues.run(gpu, report, asked)
     assert verdicts(report) == expected
+
+
+class HoldingGpu(Modelled):
+    """Where events that tell no time hold up the queue, too."""
+
+    def record(self, stream: Any, *, timed: bool = False, blocking: bool = False) -> Any:
+        return super().record(stream, timed=True)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected", "held"),
+    [(Modelled(1), OK, [0, 0, 8, 8, 8, 8]), (Modelled(10_000), OK, [0] * 6), (HoldingGpu(1), NOT_OK, [8] * 6)],
+    ids=["one queue", "many", "all events hold"],
+)
+def test_events_that_hold_up_computation_are_found(
+    report: Report, monkeypatch: pytest.MonkeyPatch, gpu: Modelled, expected: str, held: list[int]
+) -> None:
+    monkeypatch.setattr(first, "HELD_S", 0.002)
+    first.run(gpu, report, "events")
+    assert verdicts(report) == [expected] + [OK] * 5, "what links do without is only told"
+    assert [finding.seen for finding in report.read().findings] == [
+        f"computation stood still on {count} of 8 streams" for count in held
+    ]
+
+
+def test_what_a_full_queue_keeps_and_what_spoils_a_capture_is_told(report: Report, monkeypatch: Any) -> None:
+    monkeypatch.setattr(first, "BLOCKED_S", 0.1)
+    gpu = Modelled()
+    first.run(gpu, report, "full")
+    assert [each.seen for each in report.read().findings][1:] == ["it returned", "it did not return within 0.1 s"]
+    first.run(gpu, report, "capture")
+    assert verdicts(report)[-2:] == [OK, OK]
+    monkeypatch.setattr(gpu, "captured_beside", lambda ours: "operation not permitted")
+    first.run(gpu, report, "capture")
+    assert verdicts(report)[-2:] == [OK, NOT_OK]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from adaptra_megatron.cli.host_checks.megatron import check_patches
 from adaptra_megatron.cli.host_checks.rnics import check_rnics
 from adaptra_megatron.cli.host_checks.transports import check_shm, check_tcp, check_verbs
 from adaptra_megatron.cli.main import main
+from adaptra_megatron.transport.gpu.hardware_queues import CONNECTIONS
 from adaptra_megatron.transport.host_settings import MEBIBYTE, HostSettings
 from adaptra_megatron.transport.wires.verbs.device import load_verbs
 
@@ -89,9 +90,12 @@ class TestRnics:
         assert "modprobe mlx5_ib" in found.remedy
 
 
+MANY_QUEUES = {CONNECTIONS: "32"}
+
+
 class TestGpus:
     def test_each_has_its_nearest_rnic(self, two_rails: MadeUpHost) -> None:
-        first, second = check_gpus(two_rails.roots)
+        first, second = check_gpus(two_rails.roots, MANY_QUEUES)
         assert first.level is Level.OK
         assert first.text == (
             "NVIDIA H100 80GB HBM3, NUMA node 0, the host path copies on CPUs 0-15, nearest RNIC mlx5_0 (on the same "
@@ -104,11 +108,16 @@ class TestGpus:
 
     def test_without_its_driver(self, host: MadeUpHost) -> None:
         host.gpu("0000:17:00.0", 0)
-        (found,) = check_gpus(host.roots)
+        (found,) = check_gpus(host.roots, MANY_QUEUES)
         assert (found.level, "driver is not loaded" in found.text) == (Level.PROBLEM, True)
 
+    @pytest.mark.parametrize(("queues", "said"), [("1", "links take the host path"), ("", f"Set {CONNECTIONS}=32")])
+    def test_what_plans_take_their_queues_for(self, two_rails: MadeUpHost, queues: str, said: str) -> None:
+        found = check_gpus(two_rails.roots, {CONNECTIONS: queues})[-1]
+        assert (found.subject, found.level, said in found.text) == ("hardware queues", Level.NOTE, True)
+
     def test_none(self, host: MadeUpHost) -> None:
-        (found,) = check_gpus(host.roots)
+        (found,) = check_gpus(host.roots, MANY_QUEUES)
         assert (found.level, found.remedy) == (Level.OK, "")
 
 
@@ -299,7 +308,7 @@ class TestSoftware:
         assert (found.level, found.details["driver"], found.details["gpus"]) == (Level.PROBLEM, "535.129.03", 0)
 
     def test_a_native_module_that_does_not_load(self) -> None:
-        broken, good = software.check_native_modules(importer("adaptra_megatron.schedule._native"))
+        broken, good, _good = software.check_native_modules(importer("adaptra_megatron.schedule._native"))
         assert (broken.fatal, good.level) == (True, Level.OK)
         assert "schedule._native" in broken.subject
 

@@ -275,9 +275,11 @@ def test_whole_backwards_count_beside_split_ones_once_both_were_measured() -> No
 
 
 def test_links_over_nccl_are_rendezvous_links_and_may_share_the_queue() -> None:
-    costs = estimate(measured(costs_of()), layout=dataclasses.replace(LAYOUT, rendezvous=True, shared_queue=True))
+    layout = dataclasses.replace(LAYOUT, rendezvous=True, shared_queue=True, serial_queue=True)
+    costs = estimate(measured(costs_of()), layout=layout)
     assert costs is not None
     assert costs.shared_queue
+    assert costs.serial_queue
     assert costs.links
     assert all(link.rendezvous for link in costs.links.values())
 

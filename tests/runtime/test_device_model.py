@@ -19,6 +19,7 @@ from support.device_model.calls import (
     Hear,
     HostWait,
     Pause,
+    Record,
     StreamWait,
     Tell,
     Transfer,
@@ -76,6 +77,39 @@ class TestQueues:
     def test_a_serial_device_runs_one_thing_at_a_time(self) -> None:
         outcome = run(Device(queues=1, serial=True), [Compute("a", 2.0, "a"), Compute("b", 1.0, "b")])
         assert ends(outcome) == {"a": 2.0, "b": 3.0}
+
+    @pytest.mark.parametrize("queues", [1, 10_000])
+    @pytest.mark.parametrize(
+        ("timed", "how", "holds"),
+        [
+            (False, {"timed_records": True}, False),
+            (True, {}, False),
+            (True, {"timed_records": True}, True),
+            (False, {"trailing_waits": True}, True),
+        ],
+    )
+    def test_what_waits_behind_a_transfer_holds_up_a_queue_where_it_is_said_to(
+        self, timed: bool, how: dict[str, bool], holds: bool, queues: int
+    ) -> None:
+        program = [receive(), Record("from 0", timed), Compute("a", 1.0, "a"), Compute("a", 1.0, "b", after=(1,))]
+        outcome = run(Device(queues=queues, **how), [Pause(3.0), send()], program)  # type: ignore[arg-type]
+        assert ends(outcome, 1)["a"] == (5.0 if holds and queues == 1 else 1.0)
+        assert ends(outcome, 1)["b"] == (6.0 if holds and queues == 1 else 5.0)
+
+    def test_a_full_queue_keeps_the_host(self) -> None:
+        told = {}
+        for launches in (None, 3):
+            program = [*[Compute("a", 1.0) for _ in range(6)], Tell("launched"), HostWait((5,))]
+            device = Device(queues=1, serial=True, launches=launches)
+            outcome = run(device, program, [Hear("launched"), Compute("a", 0.0, "launched")])
+            told[launches] = ends(outcome, 1)["launched"]
+        assert told == {None: 0.0, 3: 2.0}
+
+    def test_a_standstill_by_a_full_queue_is_told(self) -> None:
+        program = [receive_back(), Compute("a", 1.0, "a", after=(0,)), Compute("a", 1.0, "b")]
+        outcome = run(Device(queues=1, launches=1), program, [Hear("never")])
+        assert outcome.deadlock is not None
+        assert "[replica 0 stage 0: training] finds its queue full behind [replica 0 stage 0: a]" in outcome.deadlock
 
     def test_a_wait_of_a_stream_holds_it_up(self) -> None:
         outcome = run(MANY, [Compute("a", 2.0, "a"), StreamWait("b", (0,)), Compute("b", 1.0, "b")])
@@ -158,6 +192,18 @@ class TestHosts:
         outcome = run(MANY, given_up, [receive(), receive(1)], other=[Abort(LINK)])
         assert outcome.deadlock is not None
         assert "aborted at its other end" in outcome.deadlock
+
+    @pytest.mark.parametrize("device", [ONE, MANY])
+    @pytest.mark.parametrize("order", [(LINK, BACK), (BACK, LINK)])
+    def test_communicators_of_a_pair_are_to_be_aborted_by_a_thread_each(
+        self, order: tuple[Communicator, Communicator], device: Device
+    ) -> None:
+        """Each abort frees memory, which waits for the device, and there the other's kernels stand (pytorch#150690)."""
+        program = [send(), receive_back(), Compute("a", 1.0, "a", after=(0, 1))]
+        one_by_one = [Pause(2.0), Abort(order[0]), DeviceWait(), Abort(order[1]), DeviceWait()]
+        by_themselves = {each.name: [Pause(2.0), Abort(each), DeviceWait()] for each in order}
+        assert not ends(run(device, program, [Hear("never")], one=one_by_one))
+        assert ends(run(device, program, [Hear("never")], **by_themselves)) == {"a": 3.0}
 
 
 class TestLaunchOrder:

@@ -42,6 +42,7 @@ class DeviceReference:
         self.programs = [deque(self._program(stage, ranks)) for stage in range(schedule.stages)]
         self.queues: list[dict[object, deque[_Operation]]] = [{} for _ in range(schedule.stages)]
         self.latest: dict[tuple[int, tuple[str, int]], _Operation] = {}
+        self.last: dict[int, _Operation] = {}
         self.ends: dict[tuple[int, Message], _Operation] = {}
         self.arrived: set[Result] = {(Kind.FORWARD, 0, m) for m in range(schedule.micro_batches)}
         self.links = Links(costs)
@@ -113,6 +114,9 @@ class DeviceReference:
                 program.popleft()
                 if before := self.latest.get((stage, operation.stream)):
                     operation.after.append(before)
+                if self.costs.serial_queue and (in_front := self.last.get(stage)):
+                    operation.after.append(in_front)
+                self.last[stage] = operation
                 self.latest[stage, operation.stream] = operation
                 queue = "the only one" if self.costs.shared_queue else operation.stream
                 self.queues[stage].setdefault(queue, deque()).append(operation)

@@ -278,6 +278,7 @@ def random_costs(
         max_in_flight=tuple(draw(cap) for _ in range(stages)),
         released_at_backward_input=tuple(draw(released) for _ in range(stages)),
         backward_s=table() if whole and draw(st.booleans()) else None,
-        shared_queue=rendezvous and draw(st.booleans()),
+        shared_queue=(shared := rendezvous and draw(st.booleans())),
+        serial_queue=shared and draw(st.booleans()),
         custom_placement=placement,
     )

@@ -83,6 +83,8 @@ def test_numbers_and_rows_are_spread() -> None:
         ({"released_at_backward_input": 1.5}, "between -16 and 1"),
         ({"released_at_backward_input": [0, 0, -17]}, "of stage 2 must be between -16 and 1"),
         ({"shared_queue": 1}, "shared_queue must be true or false"),
+        ({"serial_queue": 1}, "serial_queue must be true or false"),
+        ({"serial_queue": True}, "serial_queue needs shared_queue"),
         ({"links": [{"from": 0, "to": 1, "rendezvous": "yes"}]}, "rendezvous of link 0->1 must be true or false"),
         ({"backward_s": [[0.1]]}, "backward_s has 1 rows for 3 stages"),
         ({"wat": 1}, "unknown field 'wat'"),

@@ -43,7 +43,8 @@ def schedules_and_costs(draw: st.DrawFn) -> tuple[Schedule, Costs | None]:
         backward_input_s=table(),
         backward_weight_s=table(),
         links=links,
-        shared_queue=draw(st.booleans()),
+        shared_queue=(shared := draw(st.booleans())),
+        serial_queue=shared and draw(st.booleans()),
         custom_placement=schedule.custom_placement,
     )
     return schedule, costs

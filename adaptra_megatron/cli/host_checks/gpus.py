@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from adaptra_megatron.cli.host_checks.findings import Finding, Level, Roots, read_text
+from adaptra_megatron.transport.gpu.hardware_queues import queues_in_words
 from adaptra_megatron.transport.setup.rnic_affinity import (
     Nearness,
     Place,
@@ -26,8 +28,8 @@ _WORDS = {
 }
 
 
-def check_gpus(roots: Roots) -> list[Finding]:
-    """One finding per GPU, or one that says that there is none."""
+def check_gpus(roots: Roots, environment: Mapping[str, str]) -> list[Finding]:
+    """One finding per GPU, and one on their hardware queues, or one that says that there is none."""
     pci = roots.sys / "bus" / "pci" / "devices"
     found = [
         _gpu(roots, entry.name)
@@ -37,7 +39,12 @@ def check_gpus(roots: Roots) -> list[Finding]:
     nothing = Finding(
         subject="none", level=Level.OK, text="no NVIDIA GPU: this host can plan, simulate and emulate training on CPUs"
     )
-    return found or [nothing]
+    if not found:
+        return [nothing]
+    queues = queues_in_words(environment)
+    if queues is not None:
+        found.append(Finding(subject="hardware queues", level=Level.NOTE, text=queues, remedy="see docs/transport.md"))
+    return found
 
 
 def _gpu(roots: Roots, bus_id: str) -> Finding:

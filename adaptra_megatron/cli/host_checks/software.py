@@ -17,7 +17,11 @@ from adaptra_megatron import __version__
 from adaptra_megatron.cli.host_checks.findings import Finding, Level, Roots, read_text
 
 DISTRIBUTION = "adaptra-megatron"
-NATIVE_MODULES = ("adaptra_megatron.schedule._native", "adaptra_megatron.transport._ring")
+NATIVE_MODULES = (
+    "adaptra_megatron.schedule._native",
+    "adaptra_megatron.transport._device",
+    "adaptra_megatron.transport._ring",
+)
 _OPTIONAL = {
     "transformer-engine": "layers of Transformer Engine",
     "rich": "tables and colours (pip install 'adaptra-megatron[cli]')",

@@ -75,6 +75,7 @@ def estimate_costs(
         released_at_backward_input=released_at_backward_input,
         backward_s=tables[Kind.BACKWARD] if can_split else None,
         shared_queue=layout.shared_queue,
+        serial_queue=layout.serial_queue,
     )
 
 

@@ -48,6 +48,8 @@ class Layout:
     """True where a message of the device path starts only when its receive has been posted, as over NCCL."""
     shared_queue: bool = False
     """True where a stage's computation and its messages of that path stand in one hardware queue."""
+    serial_queue: bool = False
+    """True if plans are to reckon with that each of them waits there for the end of the one before."""
     staggered: bool = False
     """True where stages begin an iteration when their own part of the one before is over."""
 

@@ -1,20 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that looks after all links of a process whose transfers nothing else waits for: errors and deadlines."""
+"""A thread that looks after all links of a process whose transfers nothing else waits for: errors and deadlines.
+
+What it asks of the driver may not return: PyTorch has seen cudaEventQuery hang. Then no deadline would hold any more.
+So a second thread, which asks nothing of the driver and takes no lock, ends the process when the first stands for long.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from adaptra_megatron.log import logger_of
+from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
+
+logger = logger_of(__name__)
 
 INTERVAL_S = 0.2
+STANDS_S = 60.0
+"""The watch may stand for so long, or for the links' own timeout where that is longer."""
+
+
+class Failure(NamedTuple):
+    """Why a link is of no use any more."""
+
+    at_s: float
+    """When it failed, or a message was due (time.monotonic)."""
+    cause: str
 
 
 class WatchedLink(Protocol):
     """What the watch asks of a link, from its own thread."""
 
-    def failure(self, now_s: float) -> str | None:
+    timeout_s: float
+    """Longest time that a call for it may take."""
+
+    def failure(self, now_s: float) -> Failure | None:
         """Why the link is of no use any more; None while it is. Never waits."""
 
     def abort(self, cause: str) -> None:
@@ -25,36 +49,93 @@ class WatchedLink(Protocol):
         """Return whether it has ended for good, and needs no watch."""
 
 
+def end_process() -> None:
+    """End this process at once, as one that failed, whatever its other threads and its GPU do."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
 class LinkWatch:
     """Runs while there are links to look after, from `add` to `close`."""
 
-    def __init__(self, interval_s: float = INTERVAL_S) -> None:
+    def __init__(
+        self,
+        interval_s: float = INTERVAL_S,
+        stands_s: float = STANDS_S,
+        last_resort: Callable[[], None] = end_process,
+    ) -> None:
+        """`last_resort`: ends the process when the watch itself stands."""
         self.failed: Callable[[WatchedLink, str], None] = lambda link, cause: link.abort(cause)
-        """Called by the thread with a link and its failure, again and again until the link says so no more."""
-        self._interval_s = interval_s
+        """Called by the thread with a link and its failure, that which failed first before the others, again and again
+        until the link says so no more."""
+        self._interval_s, self._stands_s, self._last_resort = interval_s, stands_s, last_resort
         self._lock = threading.Lock()
         self._links: list[WatchedLink] = []
         self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._started = False
+        self._looked_s = 0.0
+        self._said: set[str] = set()
 
     def add(self, link: WatchedLink) -> None:
         """Look after a link, until it has settled."""
         with self._lock:
             self._links.append(link)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="adaptra-link-watch", daemon=True)
-                self._thread.start()
+            self._stands_s = max(self._stands_s, link.timeout_s)
+            if self._started:
+                return
+            self._started, self._looked_s = True, time.monotonic()
+        DeviceThread(self._run, "adaptra-link-watch").start()
+        threading.Thread(target=self._watch_itself, name="adaptra-watch-of-watch", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread. Links that have not settled are kept, for the device may still use their memory."""
+        """End the threads. Links that have not settled are kept, for the device may still use their memory."""
         self._closed.set()
 
     def _run(self) -> None:
         while not self._closed.wait(self._interval_s):
             with self._lock:
                 links = list(self._links)
-            for link in links:
-                if (cause := link.failure(time.monotonic())) is not None:
-                    self.failed(link, cause)
+            now_s = time.monotonic()
+            found = [(failure, link) for link in links if (failure := self._failure(link, now_s)) is not None]
+            for failure, link in sorted(found, key=lambda each: each[0].at_s):
+                try:
+                    self.failed(link, failure.cause)
+                except Exception as error:  # with this thread all deadlines would end
+                    self._say(link, error)
+            settled = {id(link) for link in links if self._settled(link)}
             with self._lock:
-                self._links = [link for link in self._links if not link.settled]
+                self._links = [link for link in self._links if id(link) not in settled]
+            self._looked_s = time.monotonic()
+
+    def _failure(self, link: WatchedLink, now_s: float) -> Failure | None:
+        try:
+            return link.failure(now_s)
+        except Exception as error:  # of one link: the others are to be watched
+            self._say(link, error)
+            return Failure(now_s, f"it cannot be watched: {type(error).__name__}: {error}")
+
+    def _settled(self, link: WatchedLink) -> bool:
+        try:
+            return link.settled
+        except Exception as error:  # it is kept, and what the device may use with it
+            self._say(link, error)
+            return False
+
+    def _say(self, link: WatchedLink, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        if text not in self._said:
+            self._said.add(text)
+            logger.error("the watch of links met with an error at %r: %s", link, text, exc_info=error)
+
+    def _watch_itself(self) -> None:
+        while not self._closed.wait(min(1.0, self._stands_s / 4)):
+            stood_s = time.monotonic() - self._looked_s
+            if stood_s > self._stands_s:
+                logger.error(
+                    "the watch of links has stood for %.0f s in a call of the GPU's driver: no deadline holds: this "
+                    "process ends. Look at the driver's log (dmesg, nvidia-smi -q) of this host",
+                    stood_s,
+                )
+                self._last_resort()
+                return

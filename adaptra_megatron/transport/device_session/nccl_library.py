@@ -13,14 +13,18 @@ import ctypes
 import enum
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from adaptra_megatron.transport._device import Transfers
 
 UNIQUE_ID_NBYTES = 128
 UNDEFINED = -(1 << 31)
 """NCCL_CONFIG_UNDEF_INT: NCCL's default."""
-_MAGIC = 0xCAFEBEEF
-_UINT8 = 1
-"""ncclUint8: links move bytes, whatever they mean."""
+MAGIC = 0xCAFEBEEF
+
+_NAMES: dict[str, bytes] = {}
+"""Of all communicators, for ever: NCCL keeps the pointer alone, and profiler plugins read there at any time."""
 
 Communicator = int
 """Opaque: an ncclComm_t."""
@@ -41,11 +45,23 @@ class NcclError(RuntimeError):
 class CommunicatorConfig:
     """What can be set about the communicators of links: Megatron's entry "pp" of --nccl-communicator-config-path."""
 
-    max_ctas: int = 2
-    """Thread blocks of a transfer at most. Each takes a whole multiprocessor while it waits for the other end."""
+    max_ctas: int | None = None
+    """Thread blocks of a transfer at most. Each takes a whole multiprocessor while it waits for the other end. None: by
+    what is between the two GPUs, see `most_ctas`."""
     min_ctas: int | None = None
     cga_cluster_size: int | None = None
     net_name: str | None = None
+
+
+def most_ctas(same_host: bool, rnic_gbit_per_s: float) -> int:
+    """As many as a message's bandwidth needs. `rnic_gbit_per_s`: of the slower end's fastest RNIC; 0: not known.
+
+    NCCL itself takes one per 14 GB/s of the network (2.29.7, graph/paths.cc, P2P_PER_CHANNEL_NET_BW), and 32 or more
+    over NVLink, 20 to 40 GB/s each (graph/topo.h): a quarter of them leaves computation most of its multiprocessors.
+    """
+    if same_host:
+        return 8
+    return 2 if 0 < rnic_gbit_per_s <= 200 else 4
 
 
 class NcclConfig(ctypes.Structure):
@@ -78,9 +94,10 @@ class NcclLibrary:
     Raises NcclError for what NCCL refuses. A communicator belongs to the CUDA device that was current at `init_rank`.
     """
 
-    def __init__(self, library: Any) -> None:
-        """`library`: a ctypes.CDLL in which libnccl's functions are found. Raises NcclError where they are not."""
-        self._library = library
+    def __init__(self, library: Any, runtime: Any = None) -> None:
+        """`library`: a ctypes.CDLL in which libnccl's functions are found, `runtime`: libcudart's, for `transfers`.
+        Raises NcclError where they are not."""
+        self._library, self._runtime = library, runtime
         try:
             for name, (result, *arguments) in _SIGNATURES.items():
                 function = getattr(library, name)
@@ -105,16 +122,16 @@ class NcclLibrary:
         communicator = ctypes.c_void_p()
         settings = NcclConfig(
             size=ctypes.sizeof(NcclConfig),
-            magic=_MAGIC,
+            magic=MAGIC,
             version=self.version(),
             blocking=0,
             cga_cluster_size=_or_default(config.cga_cluster_size),
             min_ctas=_or_default(config.min_ctas),
-            max_ctas=config.max_ctas,
+            max_ctas=_or_default(config.max_ctas),
             net_name=None if config.net_name is None else config.net_name.encode(),
             split_share=UNDEFINED,
             traffic_class=UNDEFINED,
-            comm_name=name.encode(),
+            comm_name=_NAMES.setdefault(name, name.encode()),
         )
         identity = UniqueId.from_buffer_copy(unique_id)
         made = self._library.ncclCommInitRankConfig(
@@ -132,15 +149,14 @@ class NcclLibrary:
         self._check("what was begun with NCCL", state.value, communicator)
         return state.value == Result.IN_PROGRESS
 
-    def send(self, communicator: Communicator, address: int, nbytes: int, peer: int, stream: int) -> None:
-        """Put a send on a stream (a cudaStream_t)."""
-        called = self._library.ncclSend(address, nbytes, _UINT8, peer, communicator, stream)
-        self._check("ncclSend", called, communicator)
+    def transfers(self, communicator: Communicator, peer: int, stream: int, device: int) -> Transfers:
+        """What sends to `peer`, and receives, on a stream (a cudaStream_t) of the device with that index."""
+        from adaptra_megatron.transport._device import Transfers  # settings are read without native code or torch
 
-    def receive(self, communicator: Communicator, address: int, nbytes: int, peer: int, stream: int) -> None:
-        """Put a receive on a stream (a cudaStream_t)."""
-        called = self._library.ncclRecv(address, nbytes, _UINT8, peer, communicator, stream)
-        self._check("ncclRecv", called, communicator)
+        functions = {name: getattr(self._library, name) for name in _OF_TRANSFERS}
+        functions |= {name: getattr(self._runtime, name) for name in _OF_EVENTS}
+        addresses = {name: ctypes.cast(each, ctypes.c_void_p).value or 0 for name, each in functions.items()}
+        return Transfers(addresses, device, communicator, stream, peer)
 
     def finalize(self, communicator: Communicator) -> None:
         """Begin to let what has been sent leave this host."""
@@ -166,17 +182,30 @@ def torch_nccl() -> NcclLibrary:
     """NCCL as torch uses it. Raises NcclError where this torch has none that can be called."""
     try:
         # What is found through torch's own library is what it was linked with, whatever its path and its version.
-        return NcclLibrary(ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOW | os.RTLD_NOLOAD))
+        library = ctypes.CDLL("libtorch_cuda.so", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     except OSError as cause:
         raise NcclError(f"this torch was built without CUDA: {cause}") from cause
+    from adaptra_megatron.transport.gpu.cuda_device import cuda_runtime
+
+    return NcclLibrary(library, cuda_runtime())
 
 
 def _or_default(value: int | None) -> int:
     return UNDEFINED if value is None else value
 
 
-_RESULT, _HANDLE, _POINTER = ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
-_TRANSFER = (_RESULT, _POINTER, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _HANDLE, _HANDLE)
+_OF_TRANSFERS = ("ncclSend", "ncclRecv", "ncclCommGetAsyncError", "ncclGetErrorString", "ncclGetLastError")
+_OF_EVENTS = (
+    "cudaGetDevice",
+    "cudaSetDevice",
+    "cudaEventCreateWithFlags",
+    "cudaEventRecord",
+    "cudaEventQuery",
+    "cudaEventDestroy",
+    "cudaStreamWaitEvent",
+    "cudaGetErrorString",
+)
+_RESULT, _HANDLE = ctypes.c_int, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclGetVersion": (_RESULT, ctypes.POINTER(ctypes.c_int)),
     "ncclGetUniqueId": (_RESULT, ctypes.POINTER(UniqueId)),
@@ -189,8 +218,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
         ctypes.POINTER(NcclConfig),
     ),
     "ncclCommGetAsyncError": (_RESULT, _HANDLE, ctypes.POINTER(ctypes.c_int)),
-    "ncclSend": _TRANSFER,
-    "ncclRecv": _TRANSFER,
     "ncclCommFinalize": (_RESULT, _HANDLE),
     "ncclCommDestroy": (_RESULT, _HANDLE),
     "ncclCommAbort": (_RESULT, _HANDLE),

@@ -8,28 +8,31 @@ NCCL launches what a communicator that does not block is asked for in a thread o
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
+from adaptra_megatron.job.identity import boot_identity
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.transport.device_session.link_watch import LinkWatch
-from adaptra_megatron.transport.device_session.nccl_library import Communicator, CommunicatorConfig, NcclLibrary
+from adaptra_megatron.transport.device_session.link_watch import Failure, LinkWatch
+from adaptra_megatron.transport.device_session.nccl_library import (
+    Communicator,
+    CommunicatorConfig,
+    NcclLibrary,
+    most_ctas,
+)
 from adaptra_megatron.transport.device_session.pair_group import ENDED, PairEnds
-from adaptra_megatron.transport.gpu.cuda_device import Device, Event, Stream
+from adaptra_megatron.transport.gpu.cuda_device import Device, DeviceThread, Event, Stream
 
 logger = logger_of(__name__)
 
-LAUNCH_S = 60.0
-"""Longest time that NCCL may take to launch one transfer: another thread may be waiting for the whole device."""
 _SPIN_S = 2e-3
 _PAUSE_S = 1e-3
 
@@ -42,18 +45,22 @@ class NcclSide:
     """Raises NcclError where there is no NCCL."""
     device: Device
     identity: str
-    """Identity of its GPU, unique in the job."""
+    """Identity of its GPU, unique in the job. What follows a space names its host, and the rate of that's RNICs."""
     config: CommunicatorConfig
     watch: LinkWatch
+    timeout_s: float
+    """Longest time that NCCL may take to launch a transfer: while a queue is full, that waits for the peers."""
+    headers: Stream
+    """For small copies from host memory: behind a transfer, on a link's stream, they would hold up a shared queue."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class NcclWork:
     """A transfer under way. Holding it holds the bytes."""
 
     tensor: torch.Tensor
     ended: Event
-    """Timed: behind it on the link's stream."""
+    """Behind it on the link's stream. Not timed: a timed event there holds up all that shares its hardware queue."""
     deadline_s: float = float("inf")
     """When waiting for it makes no sense any more (time.monotonic)."""
 
@@ -72,11 +79,14 @@ class NcclLink:
         Raises RuntimeError when the other end does not come within `timeout_s`, or is on the same GPU.
         """
         self.ends = ends
+        self.timeout_s = side.timeout_s
         self._side, self._stream, self._library = side, stream, side.load()
         self._peer = 1 if sends else 0
         self._lock = threading.Lock()
         self._under_way: deque[NcclWork] = deque()
         """In the order of the stream."""
+        self._kept: list[torch.Tensor] = []
+        """What the device may use, now or later, and no event tells when: NCCL has not said that it launched it."""
         self._calls = threading.Lock()
         """NCCL's calls on one communicator must not overlap, what frees it included."""
         self._ended, self._freed = threading.Event(), threading.Event()
@@ -87,16 +97,19 @@ class NcclLink:
         if not side.device.idle(stream):
             raise RuntimeError("what an earlier session left on the link's stream has not ended")
         # NCCL would wait for a peer that does not come, and go on listening for it.
-        unique_id = self._meet(store, 1 - self._peer, timeout_s)
-        name = f"adaptra {ends.source}>{ends.target}"
+        unique_id, peer = self._meet(store, 1 - self._peer, timeout_s)
+        name, config = f"adaptra {ends.source}>{ends.target}", _with_ctas(side.config, side.identity, peer)
+        logger.info("link %d->%d: NCCL may take %s thread blocks of this GPU for a transfer", *ends, config.max_ctas)
         with side.device.use(stream):
-            self._communicator: Communicator = self._library.init_rank(unique_id, 1 - self._peer, name, side.config)
+            self._communicator: Communicator = self._library.init_rank(unique_id, 1 - self._peer, name, config)
+        index = side.device.device.index or 0
+        self._transfers = self._library.transfers(self._communicator, self._peer, side.device.handle(stream), index)
         side.watch.add(self)
         # Waits for the end from now on: an interpreter that shuts down starts no threads.
         name = f"adaptra-nccl-end-{ends.source}>{ends.target}"
-        threading.Thread(target=self._free_when_ended, name=name, daemon=True).start()
+        DeviceThread(self._free_when_ended, name).start()
         try:
-            with self._calling():
+            with self._calls:
                 self._await_nccl("the other end did not come to the communicator")
         except RuntimeError as cause:
             self.abort(str(cause))
@@ -110,8 +123,10 @@ class NcclLink:
         locked = device.page_locked(host.nbytes)
         locked.copy_(host.view(torch.uint8))
         tensor = self.empty(host.shape, host.dtype)
-        device.copy(tensor.view(torch.uint8), locked, self._stream)
-        self._hold(NcclWork(locked, device.record(self._stream)))
+        device.copy(tensor.view(torch.uint8), locked, self._side.headers)
+        copied = device.record(self._side.headers)
+        device.make_wait(self._stream, copied)
+        self._hold(NcclWork(locked, copied))
         return tensor
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -125,19 +140,20 @@ class NcclLink:
         self._side.device.make_wait(self._stream, event)
 
     # Looked up on the class at each call: fault injection and instrumentation replace them there.
-    def send(self, tensor: torch.Tensor, tag: int) -> NcclWork:
-        """Put a send on the link's stream; the bytes are held until it is done. NCCL has no tags: order counts."""
-        return self._begin(self._library.send, tensor)
+    def send(self, tensor: torch.Tensor, tag: int, after: int | None = None) -> NcclWork:
+        """Put a send on the link's stream, behind what is on the stream `after` by now (a cudaStream_t); the bytes are
+        held until it is done. NCCL has no tags: order counts."""
+        return self._begin(True, tensor, after)
 
-    def receive(self, buffer: torch.Tensor, tag: int) -> NcclWork:
-        """Put a receive on the link's stream."""
-        return self._begin(self._library.receive, buffer)
+    def receive(self, buffer: torch.Tensor, tag: int, after: int | None = None) -> NcclWork:
+        """Put a receive on the link's stream, likewise."""
+        return self._begin(False, buffer, after)
 
     def follow(self, work: NcclWork, timeout_s: float) -> None:
         """Have what the calling thread computes from now on come after `work`, which may take `timeout_s`. Returns at
         once."""
         self._limit(work, timeout_s)
-        self._side.device.make_wait(self._side.device.current_stream(), work.ended)
+        self._transfers.follow(work.ended, self._side.device.current_handle())
 
     def wait(self, work: NcclWork, timeout_s: float) -> None:
         """Sleep until `work` is done. The watch keeps the time, and then ends the session."""
@@ -162,53 +178,70 @@ class NcclLink:
 
     # What the watch asks.
 
-    def failure(self, now_s: float) -> str | None:
+    def failure(self, now_s: float) -> Failure | None:
         """Why the session is of no use any more; None while it is, and once it has ended. Never waits."""
-        under_way = self._prune()
-        if self._ended.is_set() or not self._calls.acquire(blocking=False):
+        if self._ended.is_set():
+            return None
+        late = min((work for work in self._prune() if now_s >= work.deadline_s), key=_deadline_s, default=None)
+        if late is not None:
+            return Failure(late.deadline_s, f"a message of {late.tensor.nbytes} bytes did not come in time")
+        if not self._calls.acquire(blocking=False):
             return None
         try:
             if not self._ended.is_set():
                 self._library.in_progress(self._communicator)
         except RuntimeError as cause:
-            return str(cause)
+            return Failure(now_s, str(cause))
         finally:
             self._calls.release()
-        late = next((work for work in under_way if now_s >= work.deadline_s), None)
-        return None if late is None else f"a message of {late.tensor.nbytes} bytes did not come in time"
+        return None
 
     @property
     def settled(self) -> bool:
         """Return whether it has ended, and the device is through with all that was put on its stream."""
-        return self._freed.is_set() and not self._prune()
+        if not self._freed.is_set() or self._prune():
+            return False
+        return not self._kept or self._side.device.idle(self._stream)
 
-    def _meet(self, store: SealedStore, rank: int, timeout_s: float) -> bytes:
-        """The communicator's unique id, made by rank 0 once the other is there."""
+    def _meet(self, store: SealedStore, rank: int, timeout_s: float) -> tuple[bytes, str]:
+        """The communicator's unique id, made by rank 0 once the other is there, and the identity of the other's GPU."""
         store.set_timeout(timedelta(seconds=max(_PAUSE_S, timeout_s)))
         store.set(f"gpu/{rank}", self._side.identity.encode())
-        if store.get(f"gpu/{1 - rank}").decode() == self._side.identity:
+        peer = store.get(f"gpu/{1 - rank}").decode()
+        if peer == self._side.identity:
             raise RuntimeError("both stages are on one GPU, and NCCL connects different GPUs only")
         if rank == 0:
             store.set("id", self._library.new_unique_id())
-        return store.get("id")
+        return store.get("id"), peer
 
-    def _begin(self, call: Callable[..., None], tensor: torch.Tensor) -> NcclWork:
-        device = self._side.device
-        with self._calling():
-            self._prune()
-            call(self._communicator, tensor.data_ptr(), tensor.nbytes, self._peer, device.handle(self._stream))
+    def _begin(self, sends: bool, tensor: torch.Tensor, after: int | None) -> NcclWork:
+        if not self._calls.acquire(blocking=False):
+            self._take_turn()
+        try:
+            if self._ended.is_set():
+                raise RuntimeError(self._cause)
+            connects_until_s = self._connects_until_s
+            limit_s = self.timeout_s if connects_until_s is None else connects_until_s - time.monotonic()
             try:
-                self._await_nccl("NCCL did not launch a transfer")
-                self._connects_until_s = None
-            finally:  # whatever became of it, the device may use the bytes
-                work = NcclWork(tensor, device.record(self._stream, timed=True))
-                self._hold(work)
-            return work
+                ended = self._transfers.begin(sends, tensor.data_ptr(), tensor.nbytes, after, limit_s)
+            except BaseException:  # an event now would stand where the launch stands, and keep this thread without end
+                self._kept.append(tensor)
+                if self._ended.is_set():
+                    raise RuntimeError(self._cause) from None
+                raise
+            self._connects_until_s = None
+        finally:
+            self._calls.release()
+        work = NcclWork(tensor, ended)
+        self._under_way.append(work)
+        self.free_done()
+        return work
 
     def _await_nccl(self, otherwise: str) -> None:
         """Until NCCL has done, in a thread of its own, what it was asked for."""
         began_s = time.monotonic()
-        deadline_s = self._connects_until_s or began_s + LAUNCH_S
+        assert self._connects_until_s is not None, "it is made"
+        deadline_s = self._connects_until_s
         while self._library.in_progress(self._communicator):
             now_s = time.monotonic()
             if self._ended.is_set():
@@ -229,23 +262,34 @@ class NcclLink:
 
     def _prune(self) -> Sequence[NcclWork]:
         """Free the bytes of what is done; returns what is not. A device that failed keeps all."""
+        self.free_done()
         with self._lock:
-            with contextlib.suppress(RuntimeError):
-                while self._under_way and self._under_way[0].ended.query():
-                    self._under_way.popleft()
             return tuple(self._under_way)
+
+    def free_done(self) -> None:
+        """Let go of the bytes of what the device is through with."""
+        # The device is asked without the lock: a question that it does not answer keeps the thread that asks, no other.
+        under_way = self._under_way
+        try:
+            while under_way and (work := under_way[0]).ended.query():
+                with self._lock:
+                    if under_way and under_way[0] is work:  # else another thread has been here
+                        under_way.popleft()
+        except (RuntimeError, IndexError) as error:  # the device has failed, or another thread has taken the last one
+            logger.debug("what is on the stream is kept: %s", error)
 
     def _end(self, cause: str, finalize_until_s: float | None) -> None:
         with self._lock:
             if not self._ended.is_set():
                 self._cause, self._finalize_until_s = cause, finalize_until_s
                 self._ended.set()
+                self._transfers.end()
 
     def _free_when_ended(self) -> None:
         """A thread of its own, which may be kept waiting: NCCL frees memory, and that waits for the device."""
         self._ended.wait()
         link = f"link from rank {self.ends.source} to rank {self.ends.target}"
-        if not self._calls.acquire(timeout=LAUNCH_S):
+        if not self._calls.acquire(timeout=self.timeout_s):
             logger.warning("%s: NCCL does not return from a call; its communicator is left as it is", link)
             return
         # Not released: there is nothing left to call.
@@ -268,21 +312,28 @@ class NcclLink:
             time.sleep(_PAUSE_S)
         return True
 
-    @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
+    def _take_turn(self) -> None:
         # The watch holds it for a moment. What ends the session may hold it for long, and is not waited for.
         while not self._calls.acquire(timeout=_PAUSE_S):
             if self._ended.is_set():
                 raise RuntimeError(self._cause)
-        try:
-            if self._ended.is_set():
-                raise RuntimeError(self._cause)
-            yield
-        finally:
-            self._calls.release()
 
 
-def gpu_identity(device: torch.device) -> str:
-    """The name of a GPU, the same in all processes and in no other host."""
+def _deadline_s(work: NcclWork) -> float:
+    return work.deadline_s
+
+
+def _with_ctas(config: CommunicatorConfig, identity: str, peer: str) -> CommunicatorConfig:
+    """With the same number at both ends, if none was asked for."""
+    if config.max_ctas is not None:
+        return config
+    (_gpu, host, rate), (_peer, peer_host, peer_rate) = ([*each.split(), "", ""][:3] for each in (identity, peer))
+    slower = min(float(rate or 0.0), float(peer_rate or 0.0))
+    most = max(most_ctas(host == peer_host != "", slower), config.min_ctas or 1)
+    return replace(config, max_ctas=most)
+
+
+def gpu_identity(device: torch.device, rnic_gbit_per_s: float = 0.0) -> str:
+    """The name of a GPU, the same in all processes and in no other host, that of its host, and what its RNICs carry."""
     properties: Any = torch.cuda.get_device_properties(device)
-    return str(properties.uuid)
+    return f"{properties.uuid} {boot_identity()} {rnic_gbit_per_s:g}"

@@ -20,8 +20,8 @@ import torch
 
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport.device_session.pair_group import LinkGroup
-from adaptra_megatron.transport.gpu.cuda_device import Computed
-from adaptra_megatron.transport.messages import TensorSpecification
+from adaptra_megatron.transport.gpu.cuda_device import Computed, DeviceThread, OutOfMemory, out_of_memory
+from adaptra_megatron.transport.messages import TensorSpecification, TransportError
 from adaptra_megatron.transport.paths import PROBE_NBYTES
 from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
 
@@ -124,10 +124,10 @@ class ReceivingSession:
         """Launched, and not waited for to the end."""
         self._awaits_body = False
         """A header has been launched, and nothing can be before what it announces."""
-        self._under_way: queue.SimpleQueue[_UnderWay | str | None] = queue.SimpleQueue()
-        """For the thread; a text says why a launch failed."""
+        self._under_way: queue.SimpleQueue[_UnderWay | Exception | None] = queue.SimpleQueue()
+        """For the thread; an error says why a launch failed."""
         name = f"adaptra-device-receive-{group.ends.source}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = DeviceThread(self._run, name)
         self._thread.start()
 
     def receive(self, index: int, specification: TensorSpecification | None, probe_nbytes: int = PROBE_NBYTES) -> None:
@@ -167,7 +167,7 @@ class ReceivingSession:
             self._standing += 1
             self._under_way.put(self._launched(first))
 
-    def _launched(self, receive: _Receive) -> _UnderWay | str:
+    def _launched(self, receive: _Receive) -> _UnderWay | Exception:
         header = receive.shape is None
         try:
             if receive.shape is None:
@@ -175,15 +175,19 @@ class ReceivingSession:
             else:
                 buffer = self._group.empty(receive.shape, receive.dtype)
             return _UnderWay(receive, self._group.receive(buffer, 2 * receive.place + (not header)), buffer)
+        except OutOfMemory as cause:
+            return out_of_memory("{}->{}".format(*self._group.ends), cause)
         except RuntimeError as cause:  # the thread comes to it after what is still under way
-            return str(cause)
+            return cause
 
     def _run(self) -> None:
         while (launched := self._under_way.get()) is not None:
             try:
                 tensor = self._completed(launched)
             except Exception as cause:  # whatever the backend raises: the link has another path
-                self._failed(f"torch.distributed reported: {cause}")
+                self._failed(
+                    str(cause) if isinstance(cause, TransportError) else f"torch.distributed reported: {cause}"
+                )
                 return
             arrived_s = time.monotonic()
             with self._lock:
@@ -192,9 +196,9 @@ class ReceivingSession:
             self._arrived(tensor, arrived_s)
             del launched, tensor
 
-    def _completed(self, launched: _UnderWay | str) -> torch.Tensor:
-        if isinstance(launched, str):
-            raise RuntimeError(launched)
+    def _completed(self, launched: _UnderWay | Exception) -> torch.Tensor:
+        if isinstance(launched, Exception):
+            raise launched
         receive, work, buffer = launched
         self._group.wait(work, self._timeout_s)
         if receive.shape is not None:

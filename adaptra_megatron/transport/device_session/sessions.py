@@ -20,7 +20,7 @@ from adaptra_megatron.transport.device_session.pair_group import LinkGroup
 from adaptra_megatron.transport.device_session.session import ReceivingSession, SendingSession
 from adaptra_megatron.transport.failover.receiver import DeviceReceive
 from adaptra_megatron.transport.failover.sender import DeviceSend
-from adaptra_megatron.transport.gpu.cuda_device import Computed
+from adaptra_megatron.transport.gpu.cuda_device import Computed, DeviceThread
 from adaptra_megatron.transport.messages import TensorSpecification
 
 MakeGroup = Callable[[bool, int, float], LinkGroup]
@@ -74,7 +74,7 @@ class DevicePath:
 
     def begin(self, as_sender: bool, session: int) -> None:
         """Meet the peer for a new session, in a thread of its own: the peer may not come."""
-        maker = threading.Thread(target=self._make, args=(as_sender, session), name="adaptra-meet", daemon=True)
+        maker = DeviceThread(self._make, "adaptra-meet", (as_sender, session))
         with self._lock:
             self._makers = [thread for thread in self._makers if thread.is_alive()]
             if meets := len(self._makers) < _MOST_MAKERS:

@@ -21,6 +21,7 @@ from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport.delegate.control import Start
 from adaptra_megatron.transport.delegate.supervisor import DRAIN_S, Link, Supervisor
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
+from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.lines.lines import Lines
 from adaptra_megatron.transport.messages import TransportError
@@ -115,7 +116,7 @@ class LinkOpener:
             work(task)
 
         name = f"adaptra-link-{link.ends.peer}"
-        task = _Task(threading.Thread(target=run, name=name, daemon=True), weakref.ref(link))
+        task = _Task(DeviceThread(run, name), weakref.ref(link))
         with self._lock:
             earlier = self._tasks.get(link.ends.peer)
             if unless_replaced and earlier is not None and earlier.link() is not link:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -13,12 +14,16 @@ import torch
 from adaptra_megatron.transport.messages import TransportError
 
 _cuda: Any = torch.cuda  # most of it has no types
+_current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # in builds for GPUs
 _PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every context of this process."""
 _NON_BLOCKING = 1
 """cudaStreamNonBlocking: the legacy default stream, on which training computes, is not waited for."""
 _HIGHEST_PRIORITY = -(1 << 16)
 """CUDA takes what is out of range for the nearest that the device has."""
+
+_CAPTURES_OF_THIS_THREAD = 1
+"""cudaStreamCaptureModeThreadLocal: calls that no capture allows fail only where this thread captures."""
 
 Stream = Any
 """Opaque here; torch.cuda.Stream on a GPU."""
@@ -74,9 +79,11 @@ class Device(Protocol):
     def handle(self, stream: Stream) -> int:
         """The stream as a number, a cudaStream_t, for libraries."""
 
-    def record(self, stream: Stream, unused: Event | None = None, *, timed: bool = False) -> Event:
-        """An event at the present end of `stream`; `unused`: one to use again. `timed`: a DeviceClock can tell when it
-        was."""
+    def current_handle(self) -> int:
+        """That of `current_stream`."""
+
+    def record(self, stream: Stream, unused: Event | None = None) -> Event:
+        """An event at the present end of `stream`, which tells no time; `unused`: one to use again."""
 
     def make_wait(self, stream: Stream, event: Event) -> None:
         """What is put on `stream` from now on runs after `event`. Returns at once."""
@@ -84,8 +91,8 @@ class Device(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Put a copy on `stream`. Returns at once if the side in host memory is page-locked."""
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: Stream) -> torch.Tensor:
-        """Device memory that may be used on `stream` at once."""
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: Stream | None = None) -> torch.Tensor:
+        """Device memory that may be used on `stream` at once; None: on the current one."""
 
     def keep_until_done_on(self, tensor: torch.Tensor, stream: Stream) -> None:
         """The memory of `tensor`, once freed, is not used again before what is on `stream` by then is done."""
@@ -129,7 +136,7 @@ class CudaDevice:
         # events on it for memory that was used there.
         made = ctypes.c_void_p()
         with _cuda.device(self._device):
-            status = _runtime().cudaStreamCreateWithPriority(ctypes.byref(made), _NON_BLOCKING, _HIGHEST_PRIORITY)
+            status = cuda_runtime().cudaStreamCreateWithPriority(ctypes.byref(made), _NON_BLOCKING, _HIGHEST_PRIORITY)
         _check(status, "cudaStreamCreateWithPriority")
         return _cuda.ExternalStream(made.value, device=self._device)
 
@@ -140,9 +147,12 @@ class CudaDevice:
     def handle(self, stream: Stream) -> int:
         return int(stream.cuda_stream)
 
-    def record(self, stream: Stream, unused: Event | None = None, *, timed: bool = False) -> Event:
+    def current_handle(self) -> int:
+        return int(_current_raw_stream(self._device.index))
+
+    def record(self, stream: Stream, unused: Event | None = None) -> Event:
         # blocking: a thread that synchronizes sleeps instead of spinning on a core that training needs.
-        event: Event = unused if unused is not None else _cuda.Event(blocking=True, enable_timing=timed)
+        event: Event = unused if unused is not None else _cuda.Event(blocking=True, enable_timing=False)
         event.record(stream)  # type: ignore[attr-defined]
         return event
 
@@ -153,7 +163,9 @@ class CudaDevice:
         with _cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: Stream) -> torch.Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: Stream | None = None) -> torch.Tensor:
+        if stream is None:
+            return torch.empty(shape, dtype=dtype, device=self._device)
         with _cuda.stream(stream):
             return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
@@ -185,8 +197,27 @@ def device_of(tensors: torch.device) -> CudaDevice | None:
     return CudaDevice(tensors)
 
 
-def _runtime() -> Any:
-    """The CUDA runtime that torch has loaded, by its soname; torch has no binding for streams with a priority."""
+class DeviceThread(threading.Thread):
+    """A thread of ours that asks something of a device: a CUDA graph that another one captures is not broken by it.
+
+    In the mode that a thread begins with, most of what it asks spoils any capture in the process (pytorch#104487).
+    """
+
+    def __init__(self, target: Callable[..., None], name: str, args: tuple[Any, ...] = ()) -> None:
+        super().__init__(target=target, name=name, args=args, daemon=True)
+
+    def run(self) -> None:
+        if _cuda.is_initialized() and (runtime := cuda_runtime()) is not None:
+            mode = ctypes.c_int(_CAPTURES_OF_THIS_THREAD)
+            status = runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            _check(status, "cudaThreadExchangeStreamCaptureMode")
+        super().run()
+
+
+def cuda_runtime() -> Any:
+    """The CUDA runtime that torch has loaded, by its soname; torch lacks some bindings. None: it is one for CPUs."""
+    if torch.version.cuda is None:
+        return None
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
 
 
@@ -201,8 +232,23 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+OutOfMemory: type[Exception] = torch.OutOfMemoryError
+
+
+def out_of_memory(link: str, cause: Exception) -> TransportError:
+    """The error for a received message that found no room on the device."""
+    return TransportError(
+        f"link {link}: the device has no memory left for a received message: {' '.join(str(cause).split())}. Received "
+        "messages have a share of the memory of their own, beside what training has cached. Lower "
+        "--adaptra-max-in-flight, or --adaptra-memory-fraction where the cap is measured; "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets cached memory serve both"
+    )
+
+
 def device_error(link: str, cause: Exception) -> TransportError:
     """The error for copies that `cause` ended."""
+    if isinstance(cause, OutOfMemory):
+        return out_of_memory(link, cause)
     return TransportError(
         f"link {link}: copying between the device and host memory failed; the device reported: {cause}. Look for the "
         "first error of that device in this process's log; restart from the last checkpoint, with "

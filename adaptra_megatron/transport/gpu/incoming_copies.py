@@ -24,7 +24,7 @@ import torch
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport._ring import Event as RingEvent
 from adaptra_megatron.transport._ring import Ring
-from adaptra_megatron.transport.gpu.cuda_device import Device, Event, bytes_of, device_error
+from adaptra_megatron.transport.gpu.cuda_device import Device, DeviceThread, Event, bytes_of, device_error
 from adaptra_megatron.transport.gpu.page_locks import PageLocks, RingPages
 
 logger = logger_of(__name__)
@@ -92,7 +92,7 @@ class IncomingCopies:
         self._under_way: deque[_UnderWay] = deque()
         self._unused_events: list[Event] = []
         self._closing = False
-        self._thread = threading.Thread(target=self._release_until_closed, name=f"adaptra-copied-{link}", daemon=True)
+        self._thread = DeviceThread(self._release_until_closed, f"adaptra-copied-{link}")
         self._thread.start()
 
     def use_ring(self, ring: Ring) -> None:

@@ -24,7 +24,7 @@ import torch
 
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport._ring import Description, Ring
-from adaptra_megatron.transport.gpu.cuda_device import Computed, Device, Event, bytes_of, device_error
+from adaptra_megatron.transport.gpu.cuda_device import Computed, Device, DeviceThread, Event, bytes_of, device_error
 from adaptra_megatron.transport.gpu.page_locks import PageLocks, RingPages
 from adaptra_megatron.transport.messages import TransportError
 
@@ -81,7 +81,7 @@ class OutgoingCopies:
         self._uncomputed: deque[OutgoingCopy] = deque()
         self._failure: RuntimeError | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._follow_until_closed, name=f"adaptra-computed-{link}", daemon=True)
+        self._thread = DeviceThread(self._follow_until_closed, f"adaptra-computed-{link}")
         self._thread.start()
 
     def use_ring(self, ring: Ring) -> None:

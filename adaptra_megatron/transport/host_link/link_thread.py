@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
+
 Result = TypeVar("Result")
 Work = Callable[[], Callable[[], Result] | None]
 """What is done without the lock. Returns what is then to be done with it, or None."""
@@ -33,7 +35,7 @@ class LinkThread:
         """`next_work` returns what to do, or for how many seconds to sleep unless woken, or None for the end."""
         self._lock, self._next_work = lock, next_work
         self._to_do = threading.Condition(lock)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = DeviceThread(self._run, name)
 
     def start(self) -> None:
         """Begin. With or without the lock."""

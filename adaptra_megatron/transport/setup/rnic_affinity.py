@@ -88,6 +88,14 @@ def rdma_devices(sysfs: Path = SYSFS) -> list[RdmaDevice]:
     return [_device(sysfs, entry) for entry in sorted((sysfs / "class/infiniband").glob("*"))]
 
 
+def fastest_rnic_gbit_per_s(sysfs: Path = SYSFS) -> float:
+    """What the fastest active port of this host carries, as sysfs tells it ("400 Gb/sec (4X NDR)"); 0 without any."""
+    rates = [
+        port.rate.split()[0] for device in rdma_devices(sysfs) for port in device.ports if port.active and port.rate
+    ]
+    return max(map(float, rates), default=0.0)
+
+
 def pci_place(sysfs: Path, pci_bus_id: str) -> Place | None:
     """Where the PCI device with this bus id is ("0000:3b:00.0", or as CUDA spells it); None if there is none."""
     entry = _pci_entry(sysfs, pci_bus_id)

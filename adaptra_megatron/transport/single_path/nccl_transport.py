@@ -3,7 +3,8 @@
 
 A receive is on the device when it is posted, and so is a send, in the order of the training thread's calls (see
 transfers.launch_order for why that order matters). A wait only makes computation wait: the CPU never sees an arrival.
-When it arrived is read afterwards, from events before and behind each receive on the link's stream.
+When it arrived is read afterwards, from events on computation's stream before and behind a wait in which it stood: on
+the link's stream a timed event behind a transfer would hold up whatever shares its hardware queue.
 
 A link that fails ends the run. Its receives are left standing: if they ended, what they were to bring would be taken
 for a message, by computation that is queued behind them and by whatever saves its results. So the training thread gets
@@ -12,21 +13,18 @@ an error at its next call, and where it makes none because it waits for the devi
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.transport.device_session.link_watch import LinkWatch
+from adaptra_megatron.transport.device_session.link_watch import LinkWatch, end_process
 from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclWork
-from adaptra_megatron.transport.gpu.cuda_device import Device, Event
-from adaptra_megatron.transport.gpu.device_clock import DeviceClock
+from adaptra_megatron.transport.gpu.cuda_device import Device, OutOfMemory, out_of_memory
+from adaptra_megatron.transport.gpu.device_clock import DeviceClock, Mark
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.paths import Path
 from adaptra_megatron.transport.setup.link_setup import FREED_S, Link
@@ -40,6 +38,8 @@ GRACE_S = 5.0
 """Left to the training thread to raise the error of a failed link."""
 
 
+STOOD_S = 5e-5
+"""Computation that waited for less than this has found its message there: when that arrived is not known."""
 _NO_TAG = 0
 """NCCL matches by order alone."""
 
@@ -48,7 +48,7 @@ class _Receive(NamedTuple):
     peer: int
     buffer: torch.Tensor
     work: NcclWork
-    posted: Event
+    posted: Mark
     """When computation came to the post."""
 
 
@@ -75,9 +75,12 @@ class StreamTransport:
         self._device, self._clock, self._watch, self._timeout_s = device, clock, watch, timeout_s
         self._last_resort = last_resort or end_process
         self._specification = TensorSpecification((), torch.float32, torch.device("cpu"))
+        self._sending = [link for (source, _target), link in links.items() if source == rank]
         self._receives: dict[MessageKey, _Receive] = {}
-        self._sent: list[MessageTimes] = []
-        self._received: list[tuple[MessageKey, _Receive]] = []
+        self._sent: list[tuple[MessageKey, int, float, int]] = []
+        """Key, peer, moment and size: what costs the training thread least."""
+        self._received: list[tuple[MessageKey, int, int, Mark, Mark, Mark]] = []
+        """Key, peer, size, and when computation came to the post, to the wait, and on. Holds no message."""
         self._failure: TransportError | None = None
         self._timer: threading.Timer | None = None
         self._closed = False
@@ -88,28 +91,37 @@ class StreamTransport:
         self._specification = specification
 
     def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
-        outgoing = tensor.detach().contiguous()
-        with self._raising(key, (self._rank, peer)) as group:
-            self._begin_after_computation(group)
+        outgoing = tensor.detach()
+        if not outgoing.is_contiguous():
+            outgoing = outgoing.contiguous()
+        link = (self._rank, peer)
+        now_s = time.monotonic()
+        try:
+            group = self._usable(link)
             if self._specification.shape is None:
                 header = group.bring(encode_shape(outgoing.shape, torch.device("cpu")))
                 group.send(header, _NO_TAG)
-            now_s = time.monotonic()
-            group.send(outgoing, _NO_TAG)
+            group.send(outgoing, _NO_TAG, self._device.current_handle())
+        except RuntimeError as cause:
+            raise self._error(key, link, cause) from cause
         if self._clock is not None:
-            self._sent.append(MessageTimes(key, peer, now_s, now_s, outgoing.nbytes, Path.DEVICE))
+            self._sent.append((key, peer, now_s, outgoing.nbytes))
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
         """As in Transport. The size of what varies in size is waited for here; one that does not come ends the run."""
-        assert key not in self._receives, f"{key} was posted twice"
         specification = self._specification
         shape = specification.shape
         if shape is None:
             header = self._receive(key, peer, (HEADER_NUMBERS,), torch.int64)
-            with self._raising(key, (peer, self._rank)) as group:
+            group = self._links[peer, self._rank]
+            try:
                 group.wait(header.work, self._timeout_s)
                 shape = decode_shape(group.read(header.buffer))
-        self._receives[key] = self._receive(key, peer, shape, specification.dtype)
+            except RuntimeError as cause:
+                raise self._error(key, (peer, self._rank), cause) from cause
+        receive = self._receive(key, peer, shape, specification.dtype)
+        if self._receives.setdefault(key, receive) is not receive:  # keys are hashed once: that is not cheap
+            raise AssertionError(f"{key} was posted twice")
 
     def ready(self, key: MessageKey) -> bool:
         return False
@@ -126,10 +138,16 @@ class StreamTransport:
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
         receive = self._receives.pop(key)
-        with self._raising(key, (receive.peer, self._rank)) as group:
-            group.follow(receive.work, max(0.0, deadline_s - time.monotonic()))
-        if self._clock is not None:
-            self._received.append((key, receive))
+        clock = self._clock
+        came = None if clock is None else clock.mark()
+        link = (receive.peer, self._rank)
+        try:
+            self._usable(link).follow(receive.work, max(0.0, deadline_s - time.monotonic()))
+        except RuntimeError as cause:
+            raise self._error(key, link, cause) from cause
+        if clock is not None:
+            peer, buffer, _work, posted = receive
+            self._received.append((key, peer, buffer.nbytes, posted, came, clock.mark()))
         return receive.buffer
 
     def flush(self, deadline_s: float) -> None:
@@ -141,12 +159,14 @@ class StreamTransport:
             return (), ()
         sent, self._sent = self._sent, []
         received, self._received = self._received, []
-        posted_s = self._clock.seconds([receive.posted for _key, receive in received])
-        arrived_s = self._clock.seconds([receive.work.ended for _key, receive in received])
-        return sent, [
-            MessageTimes(key, receive.peer, begin_s, end_s, receive.buffer.nbytes, Path.DEVICE)
-            for (key, receive), begin_s, end_s in zip(received, posted_s, arrived_s, strict=True)
-        ]
+        times = []
+        for key, peer, nbytes, *marks in received:
+            posted_s, came_s, went_on_s = self._clock.seconds(marks)
+            if went_on_s - came_s < STOOD_S:
+                posted_s = went_on_s  # says nothing of the link, like what was sent before it was asked for
+            times.append(MessageTimes(key, peer, posted_s, went_on_s, nbytes, Path.DEVICE))
+            self._clock.use_again(marks)
+        return [MessageTimes(key, peer, at_s, at_s, nbytes, Path.DEVICE) for key, peer, at_s, nbytes in sent], times
 
     def close(self, *, drained: bool = True) -> bool:
         self._closed = True
@@ -164,23 +184,23 @@ class StreamTransport:
         return all(freed)
 
     def _receive(self, key: MessageKey, peer: int, shape: tuple[int, ...], dtype: torch.dtype) -> _Receive:
-        device = self._device
-        with self._raising(key, (peer, self._rank)) as group:
+        link = (peer, self._rank)
+        try:
+            group = self._usable(link)
+            for sending in self._sending:  # the memory of what has left may serve this message
+                sending.free_done()
             # Of computation's own memory, which it may still use: so the receive comes behind what it does now.
-            buffer = device.empty(shape, dtype, device.current_stream())
-            posted = self._begin_after_computation(group)
-            return _Receive(peer, buffer, group.receive(buffer, _NO_TAG), posted)
+            buffer = self._device.empty(shape, dtype)
+            posted = None if self._clock is None else self._clock.mark()
+            return _Receive(peer, buffer, group.receive(buffer, _NO_TAG, self._device.current_handle()), posted)
+        except RuntimeError as cause:
+            raise self._error(key, link, cause) from cause
 
-    def _begin_after_computation(self, group: NcclLink) -> Event:
-        event = self._device.record(self._device.current_stream(), timed=self._clock is not None)
-        group.begin_after(event)
-        return event
-
-    def _link_failed(self, link: object, cause: str) -> None:
+    def _link_failed(self, link: Any, cause: str) -> None:
         """By the watch's thread."""
         if self._failure is not None or self._closed:
             return
-        source, target = next(name for name, group in self._links.items() if group is link)
+        source, target = link.ends
         self._failure = TransportError(
             f"{self._name(self._rank)}, link {source}->{target}: the device path failed: {cause}. Look at the rank at "
             "the other end first: it died, hangs, or cannot be reached; restart from the last checkpoint"
@@ -194,23 +214,20 @@ class StreamTransport:
         if self._failure is not None:
             raise self._failure
 
-    @contextmanager
-    def _raising(self, key: MessageKey, link: Link) -> Iterator[NcclLink]:
-        """The link's group, whose errors are raised as those of a message."""
-        self._raise_failure()
-        try:
-            yield self._links[link]
-        except RuntimeError as cause:
-            self._raise_failure()
-            raise TransportError(
-                f"{self._name(self._rank)}, link {link[0]}->{link[1]}: the "
-                f"{key.spelled(self._specification.micro_batches)} did not get through: {cause}. Look at the rank at "
-                "the other end first: it died, hangs, or cannot be reached"
-            ) from cause
+    def _usable(self, link: Link) -> NcclLink:
+        """One that has not failed, as none has. Raises TransportError."""
+        if self._failure is not None:
+            raise self._failure
+        return self._links[link]
 
-
-def end_process() -> None:
-    """End this process at once, as one that failed, whatever its other threads and its GPU do."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    def _error(self, key: MessageKey, link: Link, cause: RuntimeError) -> TransportError:
+        """That of a message."""
+        if self._failure is not None or isinstance(cause, TransportError):
+            return self._failure or cause  # type: ignore[return-value]
+        if isinstance(cause, OutOfMemory):
+            return out_of_memory(f"{link[0]}->{link[1]}", cause)
+        return TransportError(
+            f"{self._name(self._rank)}, link {link[0]}->{link[1]}: the "
+            f"{key.spelled(self._specification.micro_batches)} did not get through: {cause}. Look at the rank at "
+            "the other end first: it died, hangs, or cannot be reached"
+        )

@@ -17,6 +17,7 @@ from adaptra_megatron.runtime.megatron.state.random_draws import (
     DRAWS,
     NO_STOCHASTIC_ROUNDING,
     flags_drawn_in_other_order,
+    shares_amax_history,
 )
 from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
@@ -52,6 +53,36 @@ def test_forwards_and_backwards_that_draw_share_a_stream_in_one_chunk_too(monkey
     monkeypatch.setenv(NO_STOCHASTIC_ROUNDING, "1")
     assert flags(1, **settings) == ()
     assert flags(2, **settings) == ("--hidden-dropout",)
+
+
+def scales(order: str, length: int, by_maximum: bool) -> list[float]:
+    """Of a stand-in of delayed scaling with a layer in each of two chunks: what each forward is scaled by.
+
+    As Transformer Engine's `delayed_scaling_update`: whenever a forward ends the windows of all layers move on by one,
+    those of layers that did not run by a zero; where what counts of a window is zero the scale stays.
+    """
+    windows, scale, runs, seen = [[0.0] * length] * 2, [1.0] * 2, [0, 0], []
+    for chunk in map(int, order):
+        seen.append((chunk, runs[chunk], scale[chunk]))
+        amax = [0.0, 0.0]
+        amax[chunk] = float((7 * runs[chunk] + 3 * chunk) % 11 + 1)
+        runs[chunk] += 1
+        windows = [[new, *window][:length] for new, window in zip(amax, windows, strict=True)]
+        found = [max(window) if by_maximum else window[0] for window in windows]
+        scale = [new or old for new, old in zip(found, scale, strict=True)]
+    return [each for _chunk, _run, each in sorted(seen)]
+
+
+@pytest.mark.parametrize(("algorithm", "length"), [("max", 4), ("max", 1), ("most_recent", 4)])
+def test_windows_of_scales_are_stocks_unless_chunks_share_them(algorithm: str, length: int) -> None:
+    config = SimpleNamespace(
+        fp8="e4m3", fp8_recipe="delayed", fp8_amax_compute_algo=algorithm, fp8_amax_history_len=length
+    )
+    stock, planned = (scales(order, length, algorithm == "max") for order in ("0011" * 4, "0001110100111001"))
+    assert (stock != planned) is shares_amax_history(config, 2)
+    assert not shares_amax_history(config, 1)
+    config.fp8_recipe = "mxfp8"
+    assert not shares_amax_history(config, 2)
 
 
 def test_biases_that_are_drawn_once_are_stocks() -> None:

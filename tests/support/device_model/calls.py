@@ -77,6 +77,13 @@ class StreamWait(NamedTuple):
     after: tuple[int, ...] = ()
 
 
+class Record(NamedTuple):
+    """An event at the present end of a stream."""
+
+    stream: str
+    timed: bool = False
+
+
 class HostWait(NamedTuple):
     """The host waits for events (cudaEventSynchronize, `.cpu()`, `.item()`)."""
 
@@ -119,6 +126,6 @@ class Abort(NamedTuple):
     communicator: Communicator
 
 
-Launch = Compute | Transfers | Collective | StreamWait
+Launch = Compute | Transfers | Collective | StreamWait | Record
 Call = Launch | HostWait | DeviceWait | Pause | Tell | Hear | Abort
 Program = list[Call]

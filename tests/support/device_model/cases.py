@@ -91,6 +91,8 @@ def random_case(seed: int) -> Case:
         blocks=random.choice((None, enough_blocks(per_transfer, per_collective))),
         blocks_per_transfer=per_transfer,
         blocks_per_collective=per_collective,
+        trailing_waits=random.random() < 0.5,
+        launches=random.choice((None, None, 1, 8)),
         noise=random.choice((0.0, 0.5)),
     )
     waits = random.choice(WAITS)

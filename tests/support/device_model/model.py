@@ -23,6 +23,11 @@ What the model does, and where that was read:
   communicators, has started (src/enqueue.cc ncclLaunchPrepare, ncclLaunchFinish: ncclImplicitOrderLaunch), or before
   CUDA 12.3 has ended (ncclImplicitOrderSerial). Threads that race to launch are an error (src/misc/strongstream.cc,
   NCCL_LAUNCH_RACE_FATAL): `Outcome.racing` names the ranks where more than one thread launches.
+- Behind each kernel NCCL records an event, and has a stream of the communicator wait for it (src/enqueue.cc
+  ncclLaunchFinish, src/misc/strongstream.cc). With `trailing_waits` that holds up the queue which that stream is in, as
+  any wait does. Whether it does where nothing is put on that stream behind it is known of no GPU yet; nor is it of
+  events that tell the time (`timed_records`), but NVIDIA's answer in pytorch/pytorch#143890 says that they do.
+- A host is kept in its call when a queue is full, at about 1000 launches (`launches`).
 - ncclCommAbort first sets a flag in page-locked memory, which kernels look at (src/init.cc setCommAbortFlags): no lock
   of the context is needed for that.
 - A block of NCCL takes a whole multiprocessor until its kernel ends: 640 threads of 96 registers (src/include/device.h
@@ -49,6 +54,7 @@ from support.device_model.calls import (
     Pause,
     Program,
     Rank,
+    Record,
     StreamWait,
     Tell,
     Transfers,
@@ -69,7 +75,7 @@ class Job:
         self._random = random.Random(seed)
         self._kind = device
         self._clock = Clock()
-        self._queues = Queues(device, self._clock, self._random, self._ended)
+        self._queues = Queues(device, self._clock, self._random, self._ended, self._started)
         self.devices = {rank: DeviceState(rank, device.queues, device.blocks) for rank in programs}
         for rank, threads in programs.items():
             state = self.devices[rank]
@@ -88,6 +94,7 @@ class Job:
         self._calls: dict[type, Callable[[Thread, Any], bool]] = {
             Compute: self._launch,
             StreamWait: self._launch,
+            Record: self._record,
             Transfers: self._launch_nccl,
             Collective: self._launch_nccl,
             HostWait: lambda thread, call: self._await(thread, [thread.works[index] for index in call.after]),
@@ -135,10 +142,33 @@ class Job:
         self._advance(thread)
 
     def _launch(self, thread: Thread, call: Compute | StreamWait) -> bool:
+        if self._full(thread, call.stream):
+            return False
         self._queues.issue(self._make(thread, call))
         return True
 
+    def _record(self, thread: Thread, call: Record) -> bool:
+        if call.timed and self._kind.timed_records:
+            return self._launch(thread, call)
+        thread.works.append(thread.device.latest[call.stream])
+        return True
+
+    def _full(self, thread: Thread, stream: str) -> bool:
+        """Return whether the thread is kept, for its queue has no room."""
+        device, most = thread.device, self._kind.launches
+        full = most is not None and len(device.queues[self._queue_of(device, stream)]) >= most
+        if full:
+            device.kept.append(thread)
+        return full
+
+    def _started(self, device: DeviceState) -> None:
+        kept, device.kept = device.kept, []
+        for thread in kept:
+            self._clock.after(0.0, self._advance, thread)
+
     def _launch_nccl(self, thread: Thread, call: Transfers | Collective) -> bool:
+        if self._full(thread, call.stream):
+            return False
         if not self._kind.connected and not self._connected(thread, call):
             return False
         device, kind = thread.device, self._kind
@@ -161,18 +191,25 @@ class Job:
         if kind.launch_order:
             work.ordered, device.ordered = device.ordered, work
         self._queues.issue(work)
+        if kind.trailing_waits:
+            self._queues.issue(self._on(device, StreamWait(f"NCCL's own of {call.communicator}"), [work]))
         return True
 
     def _make(self, thread: Thread, call: Any) -> Work:
-        device, stream, works = thread.device, call.stream, thread.works
-        queue = device.queue_of.get(stream)
-        if queue is None:
-            queue = device.queue_of[stream] = self._random.randrange(self._kind.queues)
-        work = Work(device, call, queue, [works[index] for index in call.after])
-        work.previous = device.latest.get(stream)
-        device.latest[stream] = work
-        works.append(work)
+        works = thread.works
+        works.append(self._on(thread.device, call, [works[index] for index in getattr(call, "after", ())]))
+        return works[-1]
+
+    def _on(self, device: DeviceState, call: Any, after: list[Work]) -> Work:
+        work = Work(device, call, self._queue_of(device, call.stream), after)
+        work.previous = device.latest.get(call.stream)
+        device.latest[call.stream] = work
         return work
+
+    def _queue_of(self, device: DeviceState, stream: str) -> int:
+        if stream not in device.queue_of:
+            device.queue_of[stream] = self._random.randrange(self._kind.queues)
+        return device.queue_of[stream]
 
     def _connected(self, thread: Thread, call: Transfers | Collective) -> bool:
         """Return whether all that `call` uses is connected, now that this host has come, too."""

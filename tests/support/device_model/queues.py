@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from random import Random
 from typing import Any
 
-from support.device_model.calls import Collective, Communicator, Compute, StreamWait
+from support.device_model.calls import Collective, Communicator, Compute, Record, StreamWait
 from support.device_model.state import Device, DeviceState, Work
 
 
@@ -35,9 +35,16 @@ class Clock:
 class Queues:
     """All hardware queues of all devices."""
 
-    def __init__(self, kind: Device, clock: Clock, random: Random, ended: Callable[[Work], None]) -> None:
-        """`ended` is called for each work when it has ended."""
-        self._kind, self._clock, self._random, self._ended = kind, clock, random, ended
+    def __init__(
+        self,
+        kind: Device,
+        clock: Clock,
+        random: Random,
+        ended: Callable[[Work], None],
+        started: Callable[[DeviceState], None],
+    ) -> None:
+        """`ended` is called for each work when it has ended, `started` with a device when it has started one."""
+        self._kind, self._clock, self._random, self._ended, self._started = kind, clock, random, ended, started
         self._met: dict[Hashable, list[Work]] = {}
         """Started ends of transfers and collectives whose others have not started."""
 
@@ -85,6 +92,7 @@ class Queues:
             if self._kind.serial:
                 device.running[number] = work
             self._start(work)
+            self._started(device)
 
     def _start(self, work: Work) -> None:
         call, clock = work.call, self._clock
@@ -96,7 +104,7 @@ class Queues:
             noise = self._kind.noise
             seconds = call.seconds * self._random.uniform(1.0 - noise, 1.0 + noise) if noise else call.seconds
             clock.after(seconds, self._end, work)
-        elif isinstance(call, StreamWait) or call.communicator in work.device.aborted:
+        elif isinstance(call, (StreamWait, Record)) or call.communicator in work.device.aborted:
             clock.after(0.0, self._end, work)
         elif isinstance(call, Collective):
             for each in self._all_here(work, work.ends[0], call.members):

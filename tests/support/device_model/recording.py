@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 
 from support.device_model.calls import (
     Collective,
@@ -13,6 +14,8 @@ from support.device_model.calls import (
     HostWait,
     Launch,
     Program,
+    Record,
+    Tell,
     Transfer,
     Transfers,
 )
@@ -35,8 +38,9 @@ class Recorder:
         return self._launch(Compute(COMPUTE, seconds, label, self._taken(COMPUTE)))
 
     def transfer(self, communicator: str, stream: str, *transfers: Transfer) -> int:
-        """A kernel of NCCL on `stream`, behind what is on the current stream by now."""
-        return self._launch(Transfers(stream, Communicator(communicator), transfers, self._behind(stream)))
+        """A kernel of NCCL on `stream`, behind what is on the current stream by now, and an event behind it."""
+        self._launch(Transfers(stream, Communicator(communicator), transfers, self._behind(stream)))
+        return self._launch(Record(stream))
 
     def collective(self, communicator: Communicator, members: int, seconds: float, label: object = None) -> int:
         """A kernel of NCCL on the communicator's own stream, behind what is on the current stream by now."""
@@ -46,6 +50,10 @@ class Recorder:
     def make_wait(self, work: int, stream: str = COMPUTE) -> None:
         """What comes next on `stream` waits for `work`."""
         self._awaited[stream].append(work)
+
+    def tell(self, name: Hashable) -> None:
+        """What another host waits for happens when the current stream has come here."""
+        self.program.append(Tell(name, (self._latest[COMPUTE],)))
 
     def host_wait(self, work: int) -> None:
         """The host waits for `work`."""

@@ -47,6 +47,8 @@ def _why_host(job: Job, thread: Thread) -> tuple[str, Thread | Work | None]:
         tellers = (each for state in job.devices.values() for each in state.threads if not each.ended)
         told = (each for each in tellers if any(_tells(other, call.name) for other in each.program[each.position :]))
         return f"listens for {call.name} of", next(told, None)
+    if thread in device.kept:
+        return "finds its queue full behind", device.queues[device.queue_of[call.stream]][0]  # type: ignore[union-attr]
     assert isinstance(call, (Transfers, Collective))
     for other in job.devices.values():
         if other.rank != device.rank and not _has_come(job, call, device.rank, other.rank):

@@ -25,6 +25,12 @@ class Device:
     """Multiprocessors; None: more than are needed."""
     blocks_per_transfer: int = 1
     blocks_per_collective: int = 1
+    trailing_waits: bool = False
+    """True if the wait that NCCL puts on a stream of each communicator behind each kernel holds up its queue."""
+    timed_records: bool = False
+    """True if an event that tells the time holds up its queue until the device has come to it."""
+    launches: int | None = None
+    """How much of what has not started a queue takes, before a host that launches more is kept; None: any number."""
     noise: float = 0.0
     """How much shorter or longer than said an action's kernels may run, relative."""
 
@@ -119,6 +125,8 @@ class DeviceState:
         self.free_blocks = blocks
         self.short_of_blocks: set[int] = set()
         """Queues whose first work waits for room."""
+        self.kept: list[Thread] = []
+        """Threads that find a queue full."""
         self.stalled: list[Work] = []
         """Computation that could end if there were room."""
         self.aborted: set[Communicator] = set()

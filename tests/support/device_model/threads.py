@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from random import Random
 from typing import Any
+from unittest import mock
 
 import torch
 from support.device_model.calls import (
@@ -20,7 +21,7 @@ from support.device_model.calls import (
     Transfer,
     Transfers,
 )
-from support.device_model.from_runtime import RecordingTransport
+from support.device_model.from_runtime import Job, RecordingTransport
 
 from adaptra_megatron.transport.messages import MessageKey
 
@@ -60,6 +61,46 @@ class OneAtATimeTransport(RecordingTransport):
         """The host waits for the thread."""
         self._recorder.program.append(Hear(("here", self._peer.pop(key), self._stage, key)))
         return self._tensor
+
+
+class ByHost(RecordingTransport):
+    """Messages by the host path: nothing of them waits in a queue of a device, and the host waits for those it needs.
+
+    Copies between device and host memory are part of a link's latency and occupancy.
+    """
+
+    def __init__(self, *arguments: Any, **how: Any) -> None:
+        super().__init__(*arguments, **how)
+        self.threads: Threads = defaultdict(list)
+
+    def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
+        """A thread carries the messages of a link, one after the other."""
+        message, cost = (self._stage, peer, key), self.costs.link(self._stage, peer)
+        self._recorder.tell(("made", message))
+        carry = [Hear(("made", message)), Pause(cost.occupancy_s), Tell(("here", message), seconds=cost.latency_s)]
+        self.threads[f"carries to {peer}"] += carry
+
+    def post_receive(self, key: MessageKey, peer: int) -> None:
+        """Nothing of it is on the device."""
+        self._received[key] = peer
+
+    def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
+        """The host waits."""
+        self._recorder.program.append(Hear(("here", (self._received.pop(key), self._stage, key))))
+        return self._tensor
+
+
+def record_by_host(job: Job, stage: int) -> Threads:
+    """All calls of one rank of `stage` of a pipeline that is alone, by the host path."""
+    made: list[ByHost] = []
+
+    def make(*arguments: Any, **how: Any) -> ByHost:
+        made.append(ByHost(*arguments, **how))
+        return made[0]
+
+    with mock.patch("support.device_model.from_runtime.RecordingTransport", make):
+        program = job.record(stage)
+    return {"training": program, **made[0].threads}
 
 
 def makers(replica: int, stages: int, random: Random, *, greets: bool) -> list[Threads]:

@@ -23,7 +23,8 @@ from gpu_check.t7_memory import NotedMeter
 from support.device_model import Device, Rank, play
 from support.device_model.calls import Call, Compute, StreamWait
 from support.gpu.simulated_device import SimulatedEvent
-from support.gpu.simulated_pipeline import ProcessEndedError, SimulatedStage
+from support.gpu.simulated_nccl import SimulatedTransfers
+from support.gpu.simulated_pipeline import TIMEOUT_S, ProcessEndedError, SimulatedStage
 from support.made_up.memory import MadeUpMemory
 
 from adaptra_megatron.emulation.replacing import Replaced, Replacement
@@ -208,6 +209,10 @@ class WaitingNccl:
     def __init__(self, nccl: Any, function: str) -> None:
         self._nccl, self._function = nccl, function
 
+    def transfers(self, handle: int, peer: int, stream: int, device: int) -> SimulatedTransfers:
+        """Of this one, whose functions they call."""
+        return SimulatedTransfers(self, handle, peer, stream)  # type: ignore[arg-type]
+
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._nccl, name)
         if name != self._function:
@@ -264,7 +269,15 @@ class StageOnSimulation:
         """As CudaStage's."""
         nccl: Any = WaitingNccl(self.simulated.nccl, self._waits)
         name = identity or f"gpu {self.stage}"
-        return NcclSide(lambda: decorate(nccl), self.device, name, CommunicatorConfig(), self.simulated.watch)
+        return NcclSide(
+            lambda: decorate(nccl),
+            self.device,
+            name,
+            CommunicatorConfig(),
+            self.simulated.watch,
+            TIMEOUT_S,
+            self.simulated.headers,
+        )
 
     def maker(self, decorate: Decorate = lambda library: library, *, identity: str | None = None) -> LinkMaker:
         """As CudaStage's."""

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
+
 POISON = 0xA5
 PATIENCE_S = 5.0
 LOOK_S = 1e-3
@@ -35,7 +37,10 @@ class SimulatedEvent:
 
     def record(self) -> None:
         """On the current stream, as a mark of a DeviceClock."""
-        self._device.put_event(self._device.current_stream(), self)
+        stream = self._device.current_stream()
+        self._device.timed_on.add(stream.name)
+        self.done = False
+        self._device.put_event(stream, self)
 
     def elapsed_time(self, later: SimulatedEvent) -> float:
         """Milliseconds."""
@@ -93,6 +98,8 @@ class SimulatedDevice:
         self.page_locks_made = 0
         self.copies = 0
         self.pageable_copies = 0
+        self.timed_on: set[str] = set()
+        """Streams with events that tell the time."""
         self.kept: list[tuple[int, str]] = []
         """Addresses of tensors that were kept until done, and on which stream."""
         self.allocated_pinned: list[int] = []
@@ -129,9 +136,11 @@ class SimulatedDevice:
         """Its number among all streams."""
         return self.streams.index(stream)
 
-    def record(
-        self, stream: SimulatedStream, unused: SimulatedEvent | None = None, *, timed: bool = False
-    ) -> SimulatedEvent:
+    def current_handle(self) -> int:
+        """That of the current stream."""
+        return self.handle(self.current_stream())
+
+    def record(self, stream: SimulatedStream, unused: SimulatedEvent | None = None) -> SimulatedEvent:
         """Put an event on `stream`, one that is done if it is to be used again."""
         event = SimulatedEvent(self) if unused is None else unused
         assert unused is None or unused.done, "what waits for its first use would wait for the second"
@@ -161,9 +170,10 @@ class SimulatedDevice:
             self.pageable_copies += 1
             self.run_until(lambda: bool(over))
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: SimulatedStream) -> torch.Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, stream: SimulatedStream | None = None) -> torch.Tensor:
         """Poisoned memory."""
         self.check()
+        stream = stream or self.current_stream()
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype)
@@ -274,6 +284,8 @@ class SimulatedDevice:
 
     def check(self) -> None:
         """Raise the device's error, if it has one."""
+        thread = threading.current_thread()
+        assert not thread.name.startswith("adaptra") or isinstance(thread, DeviceThread), "it may spoil a capture"
         if self.failure is not None:
             raise self.failure
 
@@ -318,7 +330,8 @@ class SimulatedDevice:
         if stream is None:
             memory.fill(POISON)
         elif self.failure is None:
-            self._put(stream, lambda: memory.fill(POISON))
+            with self._changed:  # by whichever thread collects garbage
+                stream.operations.append(lambda: memory.fill(POISON))
 
     def _is_known(self, address: int, nbytes: int) -> bool:
         ranges = [(memory.ctypes.data, memory.nbytes) for memory in self._memories] + list(self.locked.items())

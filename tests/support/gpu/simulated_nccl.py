@@ -141,6 +141,38 @@ class Fabric:
         return [each for each in self.communicators if each.device is device]
 
 
+class SimulatedTransfers:
+    """As _device.Transfers, which does the same by calls of CUDA and NCCL."""
+
+    def __init__(self, library: SimulatedNccl, handle: int, peer: int, stream: int) -> None:
+        self._library, self._link = library, (handle, peer, stream)
+        self._ended = threading.Event()
+
+    def begin(self, sends: bool, address: int, nbytes: int, after: int | None, limit_s: float) -> SimulatedEvent:
+        """Put a transfer on the link's stream."""
+        device, (handle, peer, stream) = self._library.device, self._link
+        own = device.streams[stream]
+        if after is not None:
+            device.make_wait(own, device.record(device.streams[after]))
+        until_s = time.monotonic() + limit_s
+        (self._library.send if sends else self._library.receive)(handle, address, nbytes, peer, stream)
+        while self._library.in_progress(handle):
+            if self._ended.wait(1e-4):
+                raise RuntimeError("the session was ended while NCCL launched a transfer")
+            if time.monotonic() >= until_s:
+                cause = "NCCL did not launch a transfer, for which it may have to wait for the device,"
+                raise RuntimeError(f"{cause} within {limit_s:.0f} s")
+        return device.record(own)
+
+    def follow(self, event: SimulatedEvent, stream: int) -> None:
+        """A wait."""
+        self._library.device.make_wait(self._library.device.streams[stream], event)
+
+    def end(self) -> None:
+        """Who waits in `begin` leaves."""
+        self._ended.set()
+
+
 class SimulatedNccl:
     """libnccl as one process has it, with one device."""
 
@@ -148,6 +180,8 @@ class SimulatedNccl:
         self.fabric, self.device = fabric, device
         self.abort_hangs = threading.Event()
         """While it is set, `abort` does not return, and ends nothing."""
+        self.abort_waits = False
+        """True if it frees memory, and so waits for all kernels of the device."""
 
     def new_unique_id(self) -> bytes:
         """As ncclGetUniqueId."""
@@ -163,6 +197,10 @@ class SimulatedNccl:
         pair.ends[rank] = communicator
         self.fabric.communicators.append(communicator)
         return len(self.fabric.communicators)
+
+    def transfers(self, handle: int, peer: int, stream: int, device: int) -> SimulatedTransfers:
+        """As NcclLibrary's."""
+        return SimulatedTransfers(self, handle, peer, stream)
 
     def in_progress(self, handle: int) -> bool:
         """As ncclCommGetAsyncError."""
@@ -198,6 +236,12 @@ class SimulatedNccl:
             while self.abort_hangs.is_set():
                 time.sleep(1e-3)
             communicator.aborted = communicator.freed = True
+            while self.abort_waits and self._kernels_stand():
+                time.sleep(1e-3)
+
+    def _kernels_stand(self) -> bool:
+        ends = [end for end in self.fabric.of(self.device) if not end.aborted]
+        return any(not transfer.over for end in ends for transfer in end.launched)
 
     def _begin(self, handle: int, address: int, nbytes: int, peer: int, stream: int, queue: list[Transfer]) -> None:
         communicator = self._at(handle)

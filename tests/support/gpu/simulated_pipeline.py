@@ -36,6 +36,7 @@ class SimulatedStage:
         self.stage = stage
         self.device: Any = SimulatedDevice(stage, first=first)
         self.nccl: Any = SimulatedNccl(fabric, self.device)
+        self.headers = self.device.new_stream()
         self.watch = LinkWatch(interval_s=0.005)
         self.ended = threading.Event()
         """Set when the process was ended as a last resort."""
@@ -44,7 +45,10 @@ class SimulatedStage:
         """Maker of this stage's links."""
         identity = gpu or f"gpu {self.stage}"
         return LinkMaker(
-            rendezvous, NcclSide(lambda: self.nccl, self.device, identity, CommunicatorConfig(), self.watch)
+            rendezvous,
+            NcclSide(
+                lambda: self.nccl, self.device, identity, CommunicatorConfig(), self.watch, TIMEOUT_S, self.headers
+            ),
         )
 
     def transport(self, rendezvous: Rendezvous, clock: DeviceClock | None = None) -> StreamTransport:

@@ -8,6 +8,7 @@ wrong. NCCL_DIRECTORY names another place than the package of this environment.
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.util
 import os
 import subprocess
@@ -23,6 +24,7 @@ from adaptra_megatron.transport.device_session.nccl_library import (
     NcclError,
     NcclLibrary,
     Result,
+    most_ctas,
     torch_nccl,
 )
 
@@ -185,8 +187,27 @@ def test_communicators_do_not_block_and_are_configured_as_asked() -> None:
     assert (given.net_name, given.comm_name) == (b"IB", b"adaptra 4>8")
     library.init_rank(bytes(128), 0, "", CommunicatorConfig())
     given = recorded.calls[-1][-1]._obj
-    assert (given.min_ctas, given.max_ctas, given.cga_cluster_size) == (UNDEFINED, 2, UNDEFINED)
+    assert (given.min_ctas, given.max_ctas, given.cga_cluster_size) == (UNDEFINED, UNDEFINED, UNDEFINED)
     assert given.net_name is None
+
+
+def test_a_communicators_name_lasts_as_long_as_the_process() -> None:
+    """NCCL copies the pointer (init.cc, parseCommConfig), and profiler plugins read there later."""
+    recorded = Recorded()
+    NcclLibrary(recorded).init_rank(bytes(128), 0, f"adaptra {12}>{13}", CommunicatorConfig())
+    copied = NcclConfig.from_buffer_copy(bytes(recorded.calls.pop()[-1]._obj))
+    recorded.calls.clear()
+    gc.collect()
+    others = [bytes([65]) * 13 for _ in range(2000)]
+    assert copied.comm_name == b"adaptra 12>13"
+    assert len(others) == 2000
+
+
+@pytest.mark.parametrize(
+    ("same_host", "rate", "expected"), [(True, 400, 8), (False, 400, 4), (False, 200, 2), (False, 0, 4)]
+)
+def test_transfers_take_as_many_blocks_as_their_way_needs(same_host: bool, rate: float, expected: int) -> None:
+    assert most_ctas(same_host, rate) == expected
 
 
 def test_what_goes_wrong_later_is_an_error_when_it_is_looked_for() -> None:

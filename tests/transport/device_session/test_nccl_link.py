@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.gpu.simulated_device import SimulatedDevice
+from support.gpu import simulated_nccl
+from support.gpu.simulated_device import SimulatedDevice, SimulatedEvent
 from support.gpu.simulated_nccl import Fabric, SimulatedCommunicator, SimulatedNccl
 from transport_checks import until
 
 from adaptra_megatron.transport._ring import Ring
-from adaptra_megatron.transport.device_session.link_watch import LinkWatch
+from adaptra_megatron.transport.device_session.link_watch import Failure, LinkWatch
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
-from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide
+from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide, NcclWork
 from adaptra_megatron.transport.device_session.pair_group import PairEnds
 from adaptra_megatron.transport.device_session.session import ReceivingSession, SendingSession
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
@@ -59,14 +60,24 @@ class Gpus:
         self.devices = [SimulatedDevice(seed, first=first) for seed in range(2)]
         self.fabric = Fabric()
         self.libraries = [SimulatedNccl(self.fabric, device) for device in self.devices]
+        self.headers = [device.new_stream() for device in self.devices]
         self.watches = [LinkWatch(interval_s=0.005) for _ in range(2)]
         self.store = dist.HashStore()
+        self.timeout_s, self.config = 20.0, CONFIG
         self.streams: dict[tuple[int, bool], Any] = {}
 
     def side(self, stage: int, gpu: str = "") -> NcclSide:
         device: Any = self.devices[stage]
         library: Any = self.libraries[stage]
-        return NcclSide(lambda: library, device, gpu or f"gpu {stage}", CONFIG, self.watches[stage])
+        return NcclSide(
+            lambda: library,
+            device,
+            gpu or f"gpu {stage}",
+            self.config,
+            self.watches[stage],
+            self.timeout_s,
+            self.headers[stage],
+        )
 
     def link(self, stage: int, name: str, *, sends: bool, timeout_s: float = 5.0, gpu: str = "") -> NcclLink:
         ends = PairEnds(stage, 1 - stage) if sends else PairEnds(1 - stage, stage)
@@ -160,6 +171,19 @@ def test_communicators_are_made_as_they_were_configured(gpus: Gpus) -> None:
     for communicator in gpus.fabric.communicators:
         assert communicator.config == CONFIG
         assert communicator.name == "adaptra 0>1"
+
+
+@pytest.mark.parametrize(
+    ("gpus_of", "expected"),
+    [(("a h 400", "b h 400"), 8), (("a h 400", "b i 400"), 4), (("a h 400", "b i 100"), 2), (("a", "b"), 4)],
+)
+def test_both_ends_take_as_many_blocks_as_what_is_between_them_needs(gpus_of: tuple[str, str], expected: int) -> None:
+    gpus = Gpus()
+    gpus.config = CommunicatorConfig()
+    began(*(lambda stage=stage: gpus.link(stage, "0", sends=stage == 0, gpu=gpus_of[stage]) for stage in range(2)))
+    assert [each.config.max_ctas for each in gpus.fabric.communicators] == [expected] * 2
+    for watch in gpus.watches:
+        watch.close()
 
 
 class Sessions:
@@ -321,6 +345,24 @@ def test_an_abort_that_hangs_holds_up_no_thread_and_keeps_the_memory(gpus: Gpus)
     until(lambda: address in gpus.devices[1].freed)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_links_of_a_pair_end_though_each_abort_waits_for_the_others_kernels(gpus: Gpus, first: int) -> None:
+    """As where NCCL frees memory (pytorch#150690): one thread for both would wait for ever."""
+    forth, _peer = gpus.pair("forth")
+    _peer, back = began(lambda: gpus.link(1, "back", sends=True), lambda: gpus.link(0, "back", sends=False))
+    for each in gpus.fabric.communicators:
+        each.connected = True
+    forth.send(numbers(0), 0)
+    back.receive(back.empty((NBYTES,), torch.uint8), 0)
+    gpus.libraries[0].abort_waits = True
+    links = (forth, back)
+    links[first].abort()
+    time.sleep(0.02)
+    assert not links[first].wait_until_freed(time.monotonic())
+    links[1 - first].abort()
+    assert all(link.wait_until_freed(soon()) for link in links)
+
+
 def test_a_new_session_does_not_begin_behind_what_an_old_one_left(gpus: Gpus) -> None:
     source, target = gpus.pair()
     gpus.libraries[1].abort_hangs.set()
@@ -332,6 +374,17 @@ def test_a_new_session_does_not_begin_behind_what_an_old_one_left(gpus: Gpus) ->
         gpus.link(1, "again", sends=False)
     gpus.libraries[1].abort_hangs.clear()
     assert target.wait_until_freed(soon())
+
+
+def test_a_message_that_finds_no_memory_is_told_as_that(gpus: Gpus, sessions: Sessions, monkeypatch: Any) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
+
+    monkeypatch.setattr(gpus.devices[1], "empty", full)
+    sessions.receiving.receive(0, FIXED)
+    until(lambda: bool(sessions.failed))
+    assert sessions.failed[0].startswith("link 0->1: the device has no memory left for a received message: CUDA out")
+    assert "--adaptra-max-in-flight" in sessions.failed[0]
 
 
 def test_an_error_of_nccl_ends_the_session_without_a_call(gpus: Gpus, sessions: Sessions) -> None:
@@ -422,6 +475,104 @@ def test_a_thread_that_launches_is_left_when_another_ends_the_session(gpus: Gpus
         source.send(numbers(0), 0)  # connects, which the other end never comes to
     assert 0.09 < time.monotonic() - start_s < 15.0
     until(lambda: gpus.end_of(0).aborted)
+
+
+def connected(gpus: Gpus) -> tuple[NcclLink, NcclLink]:
+    """A pair over which something has gone."""
+    source, target = gpus.pair()
+    tensor, buffer = numbers(0, 8), target.empty((8,), torch.uint8)
+    began(lambda: source.send(tensor, 0), lambda: target.receive(buffer, 0))
+    gpus.run()
+    return source, target
+
+
+def test_a_launch_may_take_as_long_as_messages_may(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that is given up leaves no event behind: where the launch stands, that would keep the thread as long."""
+    gpus.timeout_s = 0.3
+    source, _target = connected(gpus)
+    monkeypatch.setattr(simulated_nccl, "LOOKS_TO_LAUNCH", 1 << 40)
+    tensors, recorded = [numbers(1)], len(source._stream.operations)
+    address, begun_s = tensors[0].data_ptr(), time.monotonic()
+    with pytest.raises(RuntimeError, match="NCCL did not launch a transfer, for which it may .* within 0 s"):
+        source.send(tensors.pop(), 0)
+    assert 0.29 < time.monotonic() - begun_s < 10.0
+    assert len(source._stream.operations) == recorded
+    assert any(each.data_ptr() == address for each in source._kept), "the device may still read it"
+
+
+def test_a_launch_that_stands_keeps_the_watch_from_no_deadline(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = connected(gpus)
+    work = target.receive(target.empty((NBYTES,), torch.uint8), 0)
+    monkeypatch.setattr(simulated_nccl, "LOOKS_TO_LAUNCH", 1 << 40)
+    target.follow(work, 0.1)
+    begun_s = time.monotonic()
+    with pytest.raises(RuntimeError, match="a message of 100000 bytes did not come in time"):
+        target.receive(target.empty((8,), torch.uint8), 0)
+    assert time.monotonic() - begun_s < 10.0
+    source.abort()
+
+
+def test_a_question_that_the_driver_does_not_answer_keeps_no_other_thread(gpus: Gpus) -> None:
+    """Nor the link from being ended; and when the watch has stood for long, the process is."""
+    source, target = connected(gpus)
+    answers, ended = threading.Event(), threading.Event()
+
+    class Stands(SimulatedEvent):
+        def query(self) -> bool:
+            answers.wait(20.0)
+            return False
+
+    watch = LinkWatch(interval_s=0.005, stands_s=0.2, last_resort=ended.set)
+    target.timeout_s = 0.0
+    target._hold(NcclWork(numbers(0), Stands(gpus.devices[1])))
+    watch.add(target)
+    try:
+        time.sleep(0.05)
+        begun_s = time.monotonic()
+        target._hold(NcclWork(numbers(1), gpus.devices[1].record(target._stream)))
+        target.abort()
+        assert time.monotonic() - begun_s < 5.0
+        assert ended.wait(5.0)
+    finally:
+        answers.set()
+        watch.close()
+        source.abort()
+
+
+class Failing:
+    """A link that fails, or whose watching does."""
+
+    timeout_s = 0.0
+    settled = False
+
+    def __init__(self, at_s: float, error: Exception | None = None) -> None:
+        self._at_s, self._error = at_s, error
+
+    def failure(self, now_s: float) -> Failure | None:
+        if self._error is not None:
+            raise self._error
+        return Failure(self._at_s, f"since {self._at_s:g}")
+
+    def abort(self, cause: str) -> None:
+        """It stays as it is."""
+
+
+def test_the_link_that_failed_first_is_told_first_and_the_watch_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[str] = []
+
+    def failed(link: object, cause: str) -> None:
+        told.append(cause)
+        if len(told) == 1:
+            raise StopIteration
+
+    watch = LinkWatch(interval_s=0.005)
+    watch.failed = failed
+    for link in (Failing(7.0), Failing(3.0), Failing(0.0, KeyError("gone"))):
+        watch.add(link)
+    until(lambda: len(told) >= 6)
+    watch.close()
+    assert told[:3] == ["since 3", "since 7", "it cannot be watched: KeyError: 'gone'"] == told[3:6]
+    assert len(caplog.records) == 2, "each error is said once"
 
 
 class Links:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptra_megatron.transport.gpu.cuda_device import CudaDevice
+from adaptra_megatron.transport.gpu.cuda_device import CudaDevice, DeviceThread
 
 GPU = torch.device("cuda", 3)
 
@@ -37,6 +37,13 @@ class RecordedCuda:
         made._obj.value = self.streams_made = self.streams_made + 1
         self.calls.append(("create stream", flags, priority))
         return self.status
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        self.calls.append(("capture mode", mode._obj.value))
+        return 0
 
     def Event(self, *, blocking: bool, enable_timing: bool) -> Any:
         self.calls.append(("event", blocking, enable_timing))
@@ -73,7 +80,7 @@ class RecordedCuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
     recorded = RecordedCuda()
     monkeypatch.setattr("adaptra_megatron.transport.gpu.cuda_device._cuda", recorded)
-    monkeypatch.setattr("adaptra_megatron.transport.gpu.cuda_device._runtime", lambda: recorded)
+    monkeypatch.setattr("adaptra_megatron.transport.gpu.cuda_device.cuda_runtime", lambda: recorded)
     return recorded
 
 
@@ -108,8 +115,14 @@ def test_threads_sleep_on_events(cuda: RecordedCuda) -> None:
     event = device.record("a stream")
     assert event is cuda
     assert cuda.calls == [("event", True, False), ("record", "a stream")]
-    device.record("a stream", timed=True)
-    assert cuda.calls[2] == ("event", True, True)
+
+
+def test_threads_of_ours_spoil_no_capture_of_others(cuda: RecordedCuda) -> None:
+    """Else a query breaks the CUDA graph that another thread captures (pytorch#104487)."""
+    thread = DeviceThread(lambda *given: cuda.calls.append(("runs", *given)), "adaptra-test", (7,))
+    thread.start()
+    thread.join(10.0)
+    assert cuda.calls[-2:] == [("capture mode", 1), ("runs", 7)]
 
 
 def test_copies_are_asynchronous_and_on_their_stream(cuda: RecordedCuda) -> None:

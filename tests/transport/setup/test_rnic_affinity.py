@@ -20,6 +20,7 @@ from adaptra_megatron.transport.setup.rnic_affinity import (
     choose_rnics,
     cpus_numa_node,
     cpus_to_bind,
+    fastest_rnic_gbit_per_s,
     nearest_rnics,
     nearness,
     pci_place,
@@ -246,3 +247,12 @@ def test_what_is_started_is_bound_and_the_starting_thread_is_not(binds: bool) ->
     assert os.sched_getaffinity(0) == before
     thread.join()
     assert seen == [cpus or before] * 2
+
+
+def test_the_fastest_port_that_is_up_says_what_a_host_carries(tmp_path: Path) -> None:
+    assert fastest_rnic_gbit_per_s(tmp_path) == 0.0
+    host = Host(tmp_path)
+    host.rnic("mlx5_0", "pci0000:00/0000:00:01.0", 0, state="1: DOWN")
+    assert fastest_rnic_gbit_per_s(tmp_path) == 0.0
+    host.rnic("mlx5_1", "pci0000:00/0000:00:02.0", 0)
+    assert fastest_rnic_gbit_per_s(tmp_path) == 200.0

@@ -171,21 +171,24 @@ def test_a_receive_comes_behind_what_computation_does_with_its_memory() -> None:
     together(program)
 
 
-def test_messages_are_timed_where_the_device_can_tell() -> None:
-    """A message that has come early counts as arrived then, though computation came to it much later."""
+def clock_of(stage: SimulatedStage) -> DeviceClock:
+    apart = stage.device.new_stream()
+
+    class Events:
+        def new_event(self) -> SimulatedEvent:
+            return SimulatedEvent(stage.device)
+
+        def record_apart(self) -> SimulatedEvent:
+            return stage.device.record(apart)
+
+    return DeviceClock(Events())
+
+
+def test_messages_are_timed_by_computation_that_waits_for_them() -> None:
+    """And no event on a link's stream tells the time: behind a kernel of NCCL it holds up a shared hardware queue."""
 
     def program(stage: SimulatedStage, rendezvous: Rendezvous) -> Any:
-        apart = stage.device.new_stream()
-
-        class Events:
-            def new_event(self) -> SimulatedEvent:
-                return SimulatedEvent(stage.device)
-
-            def record_apart(self) -> SimulatedEvent:
-                return stage.device.record(apart)
-
-        clock = DeviceClock(Events())
-        transport = stage.transport(rendezvous, clock=clock)
+        transport = stage.transport(rendezvous, clock=clock_of(stage))
         transport.describe(FIXED)
         device, moments = stage.device, [time.monotonic()]
         for number in range(2):
@@ -201,6 +204,7 @@ def test_messages_are_timed_where_the_device_can_tell() -> None:
         times = transport.take_times()
         assert transport.take_times() == ([], [])
         transport.close(drained=False)
+        assert device.timed_on <= {device.compute.name}
         return times, moments
 
     (sent, moments), (received, _moments) = play(2, program)
@@ -211,6 +215,80 @@ def test_messages_are_timed_where_the_device_can_tell() -> None:
         assert each.posted_s <= each.done_s
         assert each.done_s == pytest.approx(moments[number + 1], abs=0.04), "when it came, not when it was used"
     assert sent[0][0].posted_s == pytest.approx(moments[0] + 0.05, abs=0.04)
+
+
+def test_a_message_that_computation_finds_there_says_nothing_of_its_link() -> None:
+    """It came some time before: measured as awaited, a link that plans hide would look as slow as they allow."""
+
+    def program(stage: SimulatedStage, rendezvous: Rendezvous) -> Any:
+        transport = stage.transport(rendezvous, clock=clock_of(stage))
+        transport.describe(FIXED)
+        if stage.stage == 0:
+            transport.post_send(key(0), 1, stage.device.tensor(numbers(0)))
+            has_left(stage)
+        else:
+            transport.post_receive(key(0), 0)
+            has_left(stage)
+            time.sleep(0.05)
+            transport.wait(key(0), soon())
+            finish(stage)
+        times = transport.take_times()[1]
+        transport.close(drained=False)
+        return times
+
+    _nothing, (times,) = play(2, program)
+    assert times.posted_s == times.done_s
+
+
+def test_nothing_of_ours_stands_behind_a_transfer_on_a_links_stream() -> None:
+    """But the event that computation waits for: headers are copied elsewhere."""
+
+    def program(stage: SimulatedStage, transport: StreamTransport) -> None:
+        if stage.stage == 1:
+            for number in range(2):
+                transport.post_receive(key(number), 0)
+                transport.wait(key(number), soon())
+            finish(stage)
+            return
+        transport.describe(VARYING)
+        forward = transport._links[0, 1]
+        device, stream = stage.device, forward._stream
+        stream.held = True
+        for number in range(2):
+            transport.post_send(key(number), 1, device.tensor(numbers(number)))
+        works = [each for each in stream.operations if callable(each)]
+        device.let_go(stream)
+        has_left(stage)
+        assert works == []
+
+    def run(stage: SimulatedStage, transport: StreamTransport) -> None:
+        transport.describe(VARYING)
+        program(stage, transport)
+
+    together(run)
+
+
+def test_what_has_left_makes_room_for_what_is_received_next() -> None:
+    """Not only when more is sent over the same link, or the watch looks: that may be an activation too much."""
+
+    def program(stage: SimulatedStage, transport: StreamTransport) -> None:
+        stage.watch.close()
+        if stage.stage == 1:
+            transport.post_receive(key(0), 0)
+            transport.post_receive(key(1), 0)
+            transport.post_send(key(0, Direction.GRADIENT), 0, numbers(0))
+            return
+        tensors = [stage.device.tensor(numbers(0))]
+        address = tensors[0].data_ptr()
+        transport.post_send(key(0), 1, tensors.pop())
+        has_left(stage)
+        stage.device.run()
+        assert address not in stage.device.freed
+        transport.post_receive(key(0, Direction.GRADIENT), 1)
+        assert address in stage.device.freed
+        transport.post_send(key(1), 1, numbers(1))
+
+    together(program)
 
 
 def test_without_a_clock_nothing_is_timed() -> None:
@@ -236,6 +314,20 @@ def test_an_error_names_stage_link_key_cause_and_remedy() -> None:
         for part in (rank_name, "link 0->1", str(key(7)), "fallen over", "Look at the rank at the other end"):
             assert part in str(failed.value)
         assert isinstance(failed.value.__cause__, RuntimeError)
+
+    together(program)
+
+
+def test_no_memory_for_a_message_is_not_taken_for_a_peer_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
+
+    def program(stage: SimulatedStage, transport: StreamTransport) -> None:
+        if stage.stage == 1:
+            monkeypatch.setattr(stage.device, "empty", full)
+            with pytest.raises(TransportError, match=r"link 0->1: the device has no memory .* 64.00 MiB") as failed:
+                transport.post_receive(key(0), 0)
+            assert "other end" not in str(failed.value)
 
     together(program)
 

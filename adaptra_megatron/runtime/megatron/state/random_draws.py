@@ -47,6 +47,18 @@ DRAWS = (
 """What the transformer layers of megatron-core 0.14 to 0.19 draw."""
 
 
+def shares_amax_history(config: Any, chunks: int) -> bool:
+    """Return whether scales of FP8 depend on how a stage's chunks alternate.
+
+    Transformer Engine's delayed scaling moves the histories of all layers on whenever any forward or backward ends
+    (quantization.py, `reduce_and_update_fp8_tensors`), those of other chunks too. The most recent value stays where a
+    layer did not run; a maximum over a window sees less of the layer, the more others ran.
+    """
+    delayed = bool(getattr(config, "fp8", None)) and getattr(config, "fp8_recipe", None) == "delayed"
+    by_maximum = getattr(config, "fp8_amax_compute_algo", None) == "max"
+    return chunks > 1 and delayed and by_maximum and getattr(config, "fp8_amax_history_len", 1) > 1
+
+
 def flags_drawn_in_other_order(config: Any, chunks: int) -> tuple[str, ...]:
     """Flags whose random numbers depend on the order in which a stage of `chunks` model chunks runs its actions.
 

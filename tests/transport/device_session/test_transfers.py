@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One native call per receive, wait and send: what it asks of CUDA and NCCL, and that it keeps no other thread."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from support.gpu.device_calls import COMPUTE, LINK, DeviceCalls
+from transport_checks import until
+
+from adaptra_megatron.transport._device import DeviceCallError, Transfers
+
+DISABLE_TIMING = 2
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> DeviceCalls:
+    return DeviceCalls(tmp_path_factory.mktemp("device"))
+
+
+@pytest.fixture
+def device(built: DeviceCalls) -> Iterator[DeviceCalls]:
+    built.noted()
+    yield built
+    for name in ("launch_looks", "not_reached", "query_stands", "refuses"):
+        built.set(name, 0)
+
+
+@pytest.fixture
+def transfers(device: DeviceCalls) -> Transfers:
+    return device.nccl().transfers(1, 0, LINK, 3)
+
+
+def test_a_transfer_is_behind_computation_and_nothing_but_an_event_is_behind_it(
+    device: DeviceCalls, transfers: Transfers
+) -> None:
+    event = transfers.begin(False, 4096, 64, COMPUTE, 1.0)
+    assert device.noted() == "ClRL"
+    assert device.library.event_flags() == DISABLE_TIMING, "no time, and no thread that sleeps on it"
+    transfers.follow(event, COMPUTE)
+    assert device.noted() == "c"
+    transfers.begin(True, 4096, 64, None, 1.0)
+    assert device.noted() == "SL"
+
+
+def test_events_are_of_the_links_device_whatever_thread_makes_them(device: DeviceCalls, transfers: Transfers) -> None:
+    """A new thread has the first device of its host: on that an event could not be recorded on the link's stream."""
+    transfers.begin(True, 4096, 64, None, 1.0)
+    assert device.get("made_on") == 3
+    current = ctypes.c_int(-1)
+    device.library.cudaGetDevice(ctypes.byref(current))
+    assert current.value == 0, "the thread's own is what it was"
+
+
+def test_events_are_used_again(device: DeviceCalls, transfers: Transfers) -> None:
+    before = device.library.events_made()
+    for _ in range(100):
+        transfers.begin(True, 4096, 64, COMPUTE, 1.0)
+    assert device.library.events_made() - before <= 2
+
+
+def test_a_launch_that_is_given_up_leaves_no_event_behind(device: DeviceCalls, transfers: Transfers) -> None:
+    device.set("launch_looks", -1)
+    begun_s = time.monotonic()
+    with pytest.raises(DeviceCallError, match="NCCL did not launch a transfer, for which it may have to wait"):
+        transfers.begin(True, 4096, 64, None, 0.1)
+    assert 0.1 <= time.monotonic() - begun_s < 5.0
+    assert device.noted() == "S"
+    threading.Timer(0.1, transfers.end).start()
+    with pytest.raises(DeviceCallError, match="the session was ended"):
+        transfers.begin(True, 4096, 64, None, 60.0)
+    assert device.noted() == "S"
+
+
+def test_what_nccl_refuses_is_told_in_its_words(device: DeviceCalls, transfers: Transfers) -> None:
+    device.set("refuses", 6)
+    with pytest.raises(DeviceCallError, match=r"ncclRecv failed: remote process exited \(the peer closed its socket\)"):
+        transfers.begin(False, 4096, 64, None, 1.0)
+
+
+def test_a_driver_that_does_not_answer_keeps_the_thread_that_asks_alone(
+    device: DeviceCalls, transfers: Transfers
+) -> None:
+    """torch.cuda.Event.query would keep the GIL, and with it all threads of Python."""
+    event = transfers.begin(True, 4096, 64, None, 1.0)
+    device.set("query_stands", 1)
+    answers: list[bool] = []
+    asks = threading.Thread(target=lambda: answers.append(event.query()))
+    asks.start()
+    until(lambda: device.get("standing") == 1)
+    assert not answers
+    device.set("query_stands", 0)
+    asks.join(10.0)
+    assert answers == [True]
+
+
+def test_a_thread_sleeps_until_the_device_is_there(device: DeviceCalls, transfers: Transfers) -> None:
+    event = transfers.begin(False, 4096, 64, None, 1.0)
+    device.set("not_reached", 50)
+    used_s, begun_s = time.thread_time(), time.monotonic()
+    event.synchronize()
+    assert device.get("not_reached") == 0
+    assert time.monotonic() - begun_s > 0.005
+    assert time.thread_time() - used_s < 0.004
