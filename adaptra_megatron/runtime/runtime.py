@@ -334,6 +334,7 @@ class AdaptraRuntime:
                     functools.partial(hand_over, self.training, pipeline),
                     {**self._config.common, **self.training.settings},
                 )
+            self.weight_gradients.leave_whole(call.model_chunks)
             self._engine_layers.split(call.model_chunks, call.config)
             if self.staggered is not None:
                 refuse_for_staggering(call.config)

@@ -73,11 +73,6 @@ REFUSALS = (
         _setting("moe_paged_stash"),
         "it counts forwards and backwards by the stock schedule",
     ),
-    Refusal(
-        "multi-token prediction (--mtp-num-layers)",
-        lambda config: bool(getattr(config, "mtp_num_layers", None)),
-        "its shared output layer has not been compared with stock under re-ordered weight gradients",
-    ),
 )
 
 SEEN_IN_ARGUMENTS = (
