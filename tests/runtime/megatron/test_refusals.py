@@ -12,10 +12,11 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
-from adaptra_megatron.runtime.megatron.megatron_call import pipeline_call
+from adaptra_megatron.runtime.megatron.megatron_call import pipeline_call, recomputed_spans
 from adaptra_megatron.runtime.megatron.refusals import (
     REFUSALS,
     SEEN_IN_ARGUMENTS,
@@ -44,7 +45,6 @@ SETTINGS: dict[str, tuple[Any, str]] = {
         "--num-microbatches-with-partial-activation-checkpoints",
     ),
     "moe_paged_stash": (True, "--moe-paged-stash"),
-    "mtp_num_layers": (1, "--mtp-num-layers"),
 }
 ARGUMENTS: dict[str, tuple[Any, str]] = {
     "use_megatron_fsdp": (True, "--use-megatron-fsdp"),
@@ -308,3 +308,28 @@ def test_every_refusal_of_replicas_apart_is_tried() -> None:
 def test_one_replica_is_refused() -> None:
     with pytest.raises(UnsupportedFeatureError, match="--adaptra-sync-mode auto is for replicas .* the job has 1 "):
         refuse_to_split("auto", 1)
+
+
+LAYERS = 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "spans"),
+    [
+        ({}, 0),
+        ({"recompute_granularity": "selective"}, 0),
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, 3),
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, 2),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 0}, 0),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}, 2),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9}, 3),
+        ({"recompute_granularity": "full", "recompute_layer_ids": [0, 7]}, 2),
+    ],
+)
+def test_spans_of_layers_that_are_recomputed(settings: dict[str, Any], spans: int) -> None:
+    class Layer(torch.nn.Module, BaseTransformerLayer):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+
+    chunks = [torch.nn.Sequential(Layer()), torch.nn.Sequential(*(Layer() for _ in range(LAYERS)))]
+    assert recomputed_spans(Model(**settings).config, chunks) == spans
