@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-token prediction in Megatron-LM's own pretrain_gpt.py: the numbers of stock, to the bit, with split backwards."""
+"""Multi-token prediction in Megatron-LM's own pretrain_gpt.py: the numbers of stock, with backwards that are split."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from support.pretrain import MOCK_DATA, NO_DROPOUT, compare_with_stock, needs_megatron_lm, pretrain, what_ran
-from support.processes import compare_dumps
+from support.pretrain import MOCK_DATA, NO_DROPOUT, compare_with_stock, needs_megatron_lm, what_ran
 
 pytestmark = needs_megatron_lm
 
@@ -33,7 +32,16 @@ JOBS = {
     "deepseek": (4, (*PP2, *CHUNKS, *DEEPSEEK, "--bf16")),
     "recompute": (
         2,
-        (*PP2, UNTIED, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        (
+            *PP2,
+            UNTIED,
+            "--recompute-granularity",
+            "full",
+            "--recompute-method",
+            "uniform",
+            "--recompute-num-layers",
+            "1",
+        ),
     ),
 }
 

@@ -124,9 +124,7 @@ def recomputed_spans(config: Any, model_chunks: Sequence[torch.nn.Module]) -> in
     """
     if config.recompute_granularity != "full":
         return 0
-    layers = max(
-        sum(isinstance(module, BaseTransformerLayer) for module in model.modules()) for model in model_chunks
-    )
+    layers = max(sum(isinstance(module, BaseTransformerLayer) for module in model.modules()) for model in model_chunks)
     named, number = getattr(config, "recompute_layer_ids", None), config.recompute_num_layers or 0
     if named is not None:
         return min(layers, len(named))

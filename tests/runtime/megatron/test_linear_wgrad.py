@@ -199,7 +199,7 @@ def test_a_weight_that_an_embedding_looks_up_too_is_left_to_stock(queue: WeightG
         if split:
             queue.leave_whole([torch.nn.Sequential(embedding)])
         outputs = []
-        for micro_batch in range(MICRO_BATCHES):
+        for _ in range(MICRO_BATCHES):
             hidden = embedding(torch.arange(SEQUENCE * BATCH).reshape(SEQUENCE, BATCH) % WIDTH)
             for weight in (model.weights[1], model.weights[0]):
                 hidden = model._linear(weight, hidden)

@@ -55,7 +55,7 @@ class DelayedGradient(Protocol):
         """Number of the pass of autograd that left it: see `current_graph_task`."""
 
     def compute(self) -> Gradients:
-        """Compute them, once; what is returned is still to be accumulated, and nothing is where a kernel has done so."""
+        """Compute them, once; what is returned is still to be accumulated: nothing where a kernel has done so."""
 
 
 _Use = tuple[int, object]
@@ -67,7 +67,7 @@ def current_graph_task() -> int:
 
     Autograd adds up the gradients of a parameter within a pass before it accumulates them.
     """
-    return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
+    return int(torch._C._current_graph_task_id())
 
 
 @dataclass(eq=False)

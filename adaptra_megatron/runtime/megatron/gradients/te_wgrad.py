@@ -170,7 +170,9 @@ def why_whole(layer: Any, base: Any, config: Any) -> str | None:
         return "this Transformer Engine has no delayed weight gradients; they came with 2.3"
     if layer.wgrad_store.delay_wgrad_compute():
         return "built with delay_wgrad_compute, so Transformer Engine computes its weight gradients"
-    quantized = any((getattr(config, "fp8", None), getattr(config, "fp4", None), getattr(layer, "te_quant_params", None)))
+    quantized = any(
+        (getattr(config, "fp8", None), getattr(config, "fp4", None), getattr(layer, "te_quant_params", None))
+    )
     if getattr(layer, "ub_bulk_wgrad", False):
         return "--tp-comm-overlap reduces its input gradient while its weight gradient is computed"
     if quantized and any(getattr(layer, switch, False) for switch in _IN_USERBUFFERS):
