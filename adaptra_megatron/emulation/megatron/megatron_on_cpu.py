@@ -135,8 +135,8 @@ def megatron_names() -> list[Replacement]:
         latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     reason = "takes none of the arguments that Megatron's latent attention has for Transformer Engine's"
     found = [Replacement(attention, "__init__", _with_channels(attention.__init__), reason)]
-    if getattr(latent, "TELinear", type) is None:
-        found.append(Replacement(latent, "TELinear", type("TELinear", (), {}), "layers are compared with it"))
+    if not isinstance(getattr(latent, "TELinear", None), type):
+        found.append(Replacement(latent, "HAVE_TE", False, "True without Transformer Engine", may_be_absent=True))
     if not hasattr(moe_utils, "te_general_gemm"):
         reason = "read, but not defined, without Transformer Engine"
         found.append(Replacement(moe_utils, "te_general_gemm", None, reason, may_be_absent=True))

@@ -25,12 +25,11 @@ from packaging.version import Version
 
 from adaptra_megatron.log import is_first_rank, logger_of
 from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import Gradients, WeightGradientQueue, current_graph_task
+from adaptra_megatron.runtime.megatron.gradients.split_rules import SPLIT, LayerFacts, rule_for
 
 logger = logger_of(__name__)
 
 _PACKAGE = "transformer_engine"
-_SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
-_GROUPED_SINCE = Version("2.8")
 _IN_USERBUFFERS = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad")
 """Switches of layers: their input is gathered into a buffer of all such layers, and their output's gradient is."""
 _DELAYED_PARAMETER = re.compile(r"(weight|bias)\d*")
@@ -164,38 +163,33 @@ class EngineLayers:
 
 def why_whole(layer: Any, base: Any, config: Any) -> str | None:
     """Why the backward of `layer`, of class `base` of Transformer Engine, is not split; None where it is."""
-    if base.__name__ not in _SPLIT:
-        return "not a single linear layer"
+    rule = rule_for(facts_of(layer, base, config))
+    return None if rule is None else rule.reason
+
+
+def facts_of(layer: Any, base: Any, config: Any) -> LayerFacts:
+    """What decides whether the backward of `layer`, of class `base` of Transformer Engine, is split."""
+    if base.__name__ not in SPLIT:
+        return LayerFacts(kind=base.__name__)
     if getattr(layer, "wgrad_store", None) is None or not hasattr(base, "backward_dw"):
-        return "this Transformer Engine has no delayed weight gradients; they came with 2.3"
-    if layer.wgrad_store.delay_wgrad_compute():
-        return "built with delay_wgrad_compute, so Transformer Engine computes its weight gradients"
-    quantized = any(
-        (getattr(config, "fp8", None), getattr(config, "fp4", None), getattr(layer, "te_quant_params", None))
-    )
-    if getattr(layer, "ub_bulk_wgrad", False):
-        return "--tp-comm-overlap reduces its input gradient while its weight gradient is computed"
-    if quantized and any(getattr(layer, switch, False) for switch in _IN_USERBUFFERS):
-        return "--tp-comm-overlap, quantized: a buffer of other layers, too, has what the weight gradient is made of"
-    if getattr(config, "cpu_offloading", False):
-        return "activations are offloaded to the CPU"
-    grouped = base.__name__ == "GroupedLinear"
-    if grouped and Version(sys.modules[_PACKAGE].__version__) < _GROUPED_SINCE:
-        return "before Transformer Engine 2.8 delaying leaves hooks of DistributedDataParallel without a gradient"
-    if grouped and not layer.fuse_wgrad_accumulation:
-        return "without gradient accumulation fusion autograd gets weight gradients before they are computed"
+        return LayerFacts(kind=base.__name__, delays=False)
     weights = {name: parameter for name, parameter in layer.named_parameters(recurse=False) if parameter.dim() > 1}
-    if not all(map(_DELAYED_PARAMETER.fullmatch, weights)):
-        return "its weight is split into several parameters"
-    if any(getattr(weight, "is_distributed_weight", False) for weight in weights.values()):
-        return "its weight is sharded and gathered for each use"
-    if getattr(layer, "single_grouped_weight", False) or getattr(layer, "single_grouped_bias", False):
-        return "its experts share one parameter, which is experimental"
-    if layer.use_bias and (not layer.apply_bias or getattr(layer, "gemm_bias_unfused_add", False)):
-        return "its bias is added elsewhere, whose gradient backward_dw would look for"
-    if layer.use_bias and (grouped or quantized):
-        return "quantized or grouped, and with a bias, whose gradient then comes at B"
-    return None
+    quantized = (getattr(config, "fp8", None), getattr(config, "fp4", None), getattr(layer, "te_quant_params", None))
+    return LayerFacts(
+        kind=base.__name__,
+        version=Version(sys.modules[_PACKAGE].__version__),
+        built_delayed=layer.wgrad_store.delay_wgrad_compute(),
+        reduces_within_weight_gradient=getattr(layer, "ub_bulk_wgrad", False),
+        in_userbuffers=any(getattr(layer, switch, False) for switch in _IN_USERBUFFERS),
+        quantized=any(quantized),
+        offloaded=getattr(config, "cpu_offloading", False),
+        fused=layer.fuse_wgrad_accumulation,
+        parts=not all(map(_DELAYED_PARAMETER.fullmatch, weights)),
+        sharded=any(getattr(weight, "is_distributed_weight", False) for weight in weights.values()),
+        one_of_experts=getattr(layer, "single_grouped_weight", False) or getattr(layer, "single_grouped_bias", False),
+        bias=layer.use_bias,
+        bias_elsewhere=layer.use_bias and (not layer.apply_bias or getattr(layer, "gemm_bias_unfused_add", False)),
+    )
 
 
 def _class_of_engine(layer: Any) -> Any:
