@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,8 +71,8 @@ def prospects_of(settings: Any) -> Prospects:
     ]
     if splits:
         features += [*_whole(whole), *_recompute(settings), *_twice(settings), *_draws(settings)]
-    split = sum(layer.count for layer in layers if layer.name not in whole) if splits else 0
-    total = sum(layer.count for layer in layers)
+    split = sum(layer.number for layer in layers if layer.name not in whole) if splits else 0
+    total = sum(layer.number for layer in layers)
     effects = {feature.effect for feature in features}
     return Prospects(
         verdict=REFUSED if REFUSED in effects else LESS if "less" in effects else STARTS,
@@ -136,11 +137,11 @@ def _draws(settings: Any) -> list[Feature]:
 
 
 def _has_chunks(settings: Any) -> bool:
-    names = ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
-    names += ("num_virtual_stages_per_pipeline_rank",)
-    if any((getattr(settings, name, None) or 0) >= 1 for name in names):
-        return getattr(settings, names[0], None) != 1
-    return bool(getattr(settings, "pipeline_model_parallel_layout", None))
+    of_layers = ("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout")
+    of_chunks = ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
+    return any(getattr(settings, name, None) for name in of_layers) or any(
+        (getattr(settings, name, None) or 0) > 1 for name in of_chunks
+    )
 
 
 def _paths(settings: Any) -> str:
@@ -156,6 +157,6 @@ def _device(settings: Any) -> str:
     return "one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)" if one else "several hardware queues"
 
 
-def counts(all_of: list[Prospects]) -> tuple[Counter[str], Counter[str]]:
+def counts(all_of: Sequence[Prospects]) -> tuple[Counter[str], Counter[str]]:
     """Verdicts, and splits of those that start."""
     return Counter(each.verdict for each in all_of), Counter(each.split for each in all_of if each.verdict != REFUSED)

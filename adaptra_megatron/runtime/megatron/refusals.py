@@ -91,7 +91,11 @@ REFUSALS = (
             or (getattr(config, "tensor_parallel_num_weight_shards", 0) or 0)
             > (getattr(config, "tensor_model_parallel_size", 1) or 1)
             or (getattr(config, "expert_tensor_parallel_num_weight_shards", 0) or 0)
-            > (getattr(config, "expert_tensor_parallel_size", None) or getattr(config, "tensor_model_parallel_size", 1))
+            > (
+                getattr(config, "expert_tensor_parallel_size", None)
+                or getattr(config, "tensor_model_parallel_size", 0)
+                or 1
+            )
         ),
         "weights are gathered inside of each forward and backward over ranks of several pipelines, which have plans of "
         "their own",

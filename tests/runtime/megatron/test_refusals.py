@@ -45,6 +45,10 @@ SETTINGS: dict[str, tuple[Any, str]] = {
         "--num-microbatches-with-partial-activation-checkpoints",
     ),
     "moe_paged_stash": (True, "--moe-paged-stash"),
+    "gtp_weight_remat_size": (2, "--tensor-parallel-num-weight-shards"),
+    "expert_gtp_weight_remat_size": (2, "--tensor-parallel-num-weight-shards"),
+    "tensor_parallel_num_weight_shards": (4, "--tensor-parallel-num-weight-shards"),
+    "expert_tensor_parallel_num_weight_shards": (4, "--tensor-parallel-num-weight-shards"),
 }
 ARGUMENTS: dict[str, tuple[Any, str]] = {
     "use_megatron_fsdp": (True, "--use-megatron-fsdp"),
@@ -54,7 +58,13 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "pipeline_model_parallel_comm_backend": ("ucc", "--pipeline-model-parallel-comm-backend ucc"),
 }
 """What shows in Megatron's parsed arguments alone."""
-OF_LATER_RELEASES = {"moe_paged_stash": "0.19"}
+OF_LATER_RELEASES = {
+    "moe_paged_stash": "0.19",
+    "gtp_weight_remat_size": "0.19",
+    "expert_gtp_weight_remat_size": "0.19",
+    "tensor_parallel_num_weight_shards": "0.19",
+    "expert_tensor_parallel_num_weight_shards": "0.19",
+}
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
 
 
@@ -103,6 +113,26 @@ def test_a_setting_is_refused_by_its_flag(name: str) -> None:
     text = refused(Model(**{name: value}))
     assert flag in text
     assert "Drop one of the two" in text
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_only_another_order_breaks_is_observed(name: str) -> None:
+    """Stock's own schedule function runs then, with all that it was given."""
+    value, _flag = SETTINGS[name]
+    by_order = any(each.by_order and each.is_on(Model(**{name: value}).config) for each in REFUSALS)
+    parsed = {"pipeline_model_parallel_size": 2, "adaptra_policy": "observe", name: value}
+    if not by_order:
+        with pytest.raises(UnsupportedFeatureError):
+            refuse_arguments(SimpleNamespace(**parsed))
+        return
+    refuse_arguments(SimpleNamespace(**parsed))
+    runtime = AdaptraRuntime(AdaptraConfig(policy="observe"), WeightGradientQueue(layers))
+    ran: list[Any] = []
+    runtime.run_stock = lambda *given: ran.append(given)  # type: ignore[method-assign]
+    call, stock = {"model": [Model(**{name: value})]}, object()
+    runtime.forward_backward(call, interleaved=True, stock=stock)  # type: ignore[arg-type]
+    assert ran[0][:2] == (stock, call)
+    assert "not timed" in ran[0][2]
 
 
 def test_every_refusal_is_tried_and_says_why() -> None:

@@ -133,7 +133,7 @@ class Expected(NamedTuple):
     """A kind of linear layer that a job will have."""
 
     name: str
-    count: int
+    number: int
     """In the whole model; in each layer where the number of layers is not known."""
     facts: LayerFacts
 
@@ -211,7 +211,7 @@ def _common(setting: _Setting, *, bias: bool | None = None, elsewhere: bool = Fa
     }
 
 
-def _parallel(setting: _Setting) -> tuple[dict[str, bool], dict[str, bool]]:
+def _parallel(setting: _Setting) -> tuple[dict[str, Any], dict[str, Any]]:
     """What --tp-comm-overlap does to column-parallel and to row-parallel layers."""
     if not setting("tp_comm_overlap", False) or int(setting("tensor_model_parallel_size", 1)) < 2:
         return {}, {}
