@@ -119,7 +119,7 @@ def rank(port: int, lanes: int, stages: int, number: int) -> None:
             secret=SECRET.hex(),
             place=seal.place,
             reporters=tuple(job.reporters),
-            layout=Layout(stages=stages, chunks=1, group_size=None, can_split=True),
+            layout=Layout(stages=stages, chunks=1, group_size=None),
             measures_memory=False,
             policy="adapt",
             max_in_flight=2.0 * stages,

@@ -36,7 +36,7 @@ _PARAMETERS = (
 def _run(stock: Callable[..., Any], runtime: AdaptraRuntime, *, interleaved: bool) -> Callable[..., Any]:
     @functools.wraps(stock)
     def forward_backward(**arguments: Any) -> Any:
-        return runtime.forward_backward(arguments, interleaved=interleaved)
+        return runtime.forward_backward(arguments, interleaved=interleaved, stock=stock)
 
     return forward_backward
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from adaptra_megatron import __version__
-from adaptra_megatron.cli import analyze, bench, doctor, launch, report, status, trace
+from adaptra_megatron.cli import analyze, bench, check, doctor, launch, report, status, trace
 from adaptra_megatron.cli.planning import plan, simulate, simulate_sync
 from adaptra_megatron.cli.planning.inputs import InputError
 from adaptra_megatron.schedule.costs import CostError
@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     analyze.add_command(commands)
     launch.add_command(commands)
     doctor.add_command(commands)
+    check.add_command(commands)
     bench.add_command(commands)
     report.add_command(commands)
     trace.add_command(commands)

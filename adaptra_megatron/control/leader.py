@@ -119,7 +119,7 @@ class PlanLeader:
             context.in_use,
             layout,
             micro_batches=context.micro_batches,
-            can_split=self._book.adapts and layout.can_split,
+            can_split=self._book.adapts,
             caps=self._caps,
             released_at_backward_input=self._memory.released_at_backward_input(layout.stages),
         )

@@ -59,9 +59,10 @@ class MemorySource(Protocol):
         """How often, so far, the device had nothing left and cached memory had to be given back to it first."""
 
 
-def make_meter(source: MemorySource, fraction: float, *, fp16: bool) -> MemoryMeter:
-    """A meter for a job that trains in fp16, with dynamic loss scaling, or not. `fraction`: as for MemoryMeter."""
-    return MemoryMeter(source, fraction, SETTLED_ITERATIONS_FP16 if fp16 else SETTLED_ITERATIONS)
+def make_meter(source: MemorySource, fraction: float, *, fp16: bool, spans: int = 0) -> MemoryMeter:
+    """A meter for a job that trains in fp16, with dynamic loss scaling, or not. `fraction`, `spans`: as for
+    MemoryMeter."""
+    return MemoryMeter(source, fraction, SETTLED_ITERATIONS_FP16 if fp16 else SETTLED_ITERATIONS, spans)
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class StageMemory:
     released_at_backward_input: float | None
     """The fraction of an activation that is free after its input gradient, at most 1; negative where a weight gradient
     that waits holds more than an activation, as with sequence parallelism. None until a split backward was seen."""
+    guessed: bool = False
+    """True while that fraction comes from whole backwards of recomputed layers: at most so much will be held."""
 
 
 class _Change(NamedTuple):
@@ -92,13 +95,16 @@ class _Change(NamedTuple):
 class MemoryMeter:
     """Measures one rank. Not safe for threads: it belongs to the one that runs the pipeline."""
 
-    def __init__(self, source: MemorySource, fraction: float, settled_iterations: int = SETTLED_ITERATIONS) -> None:
+    def __init__(
+        self, source: MemorySource, fraction: float, settled_iterations: int = SETTLED_ITERATIONS, spans: int = 0
+    ) -> None:
         """`fraction`: of the device's memory, what may be in use; the rest is for fragmentation and surprises.
 
-        `settled_iterations`: see SETTLED_ITERATIONS.
+        `settled_iterations`: see SETTLED_ITERATIONS. `spans`: of layers that a backward recomputes one after the other.
         """
         self._source = source
         self._fraction = fraction
+        self._spans = spans
         self._settled_iterations = settled_iterations
         self._iterations = 0
         self._plan = -1
@@ -113,6 +119,8 @@ class MemoryMeter:
         self._beside_nbytes = 0.0
         self._waiting_nbytes: float | None = None
         """What a weight gradient holds that waits: the most of any chunk. None until one was seen."""
+        self._recomputed_nbytes = 0.0
+        """What whole backwards need beside activations at most: one recomputed span and its gradients."""
         self._shortages = source.shortages()
 
     @property
@@ -166,12 +174,16 @@ class MemoryMeter:
         free, total = self._source.device_nbytes()
         of_others = total - free - self._source.reserved_nbytes()
         for_activations = self._fraction * total - of_others - self._base_nbytes - self._beside_nbytes
-        waiting = None if self._waiting_nbytes is None else self._waiting_nbytes / self._activation_nbytes
+        waiting_nbytes, guessed = self._waiting_nbytes, False
+        if waiting_nbytes is None and self._spans:
+            waiting_nbytes, guessed = self._activation_nbytes + self._spans * self._recomputed_nbytes, True
+        waiting = None if waiting_nbytes is None else waiting_nbytes / self._activation_nbytes
         return StageMemory(
             room=for_activations / self._activation_nbytes,
             activation_nbytes=self._activation_nbytes,
             free_nbytes=for_activations - self._held_nbytes,
             released_at_backward_input=None if waiting is None else 1.0 - waiting,
+            guessed=guessed,
         )
 
     def _take_in(self, message_nbytes: int) -> None:
@@ -191,6 +203,8 @@ class MemoryMeter:
             }[kind]
             beside_nbytes = peak_nbytes - self._base_nbytes - max(before, held)
             self._beside_nbytes = max(self._beside_nbytes, beside_nbytes)
+            if kind is Kind.BACKWARD:
+                self._recomputed_nbytes = max(self._recomputed_nbytes, beside_nbytes)
             self._held_nbytes = max(self._held_nbytes, held)
 
 

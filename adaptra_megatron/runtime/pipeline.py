@@ -7,7 +7,7 @@ import functools
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from adaptra_megatron.child_process import OwningProcess
@@ -43,7 +43,7 @@ from adaptra_megatron.runtime.measurement.reporting import (
 from adaptra_megatron.runtime.measurement.stragglers import Arrivals
 from adaptra_megatron.runtime.measurement.sync_waits import SyncWaits
 from adaptra_megatron.runtime.megatron.computation import StageComputation
-from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, shared_groups
+from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, recomputed_spans, shared_groups
 from adaptra_megatron.runtime.outliving import hold_copies, outlive, refuse_outliving
 from adaptra_megatron.runtime.planning import agreed_plan, make_planner
 from adaptra_megatron.runtime.rejoining import Counters, Joining
@@ -94,13 +94,15 @@ class Pipeline:
             stages=call.stages,
             chunks=call.chunks,
             group_size=call.group_size,
-            can_split=call.config.recompute_granularity != "full",
             rendezvous=device.type == "cuda",
             shared_queue=has_one_queue(device),
             serial_queue=has_serial_queue(config, device),
             staggered=config.staggered_optimizer,
         )
         memory = memory or memory_of(device)
+        spans = recomputed_spans(call.config, call.model_chunks)
+        if spans and memory is not None:
+            layout = replace(layout, whole_first=True)
         self.book = PlanBook(config, layout, measures_memory=memory is not None)
         if joining is None:
             self._job = join_job(call.pipeline_group, shared_groups(call.config, call.groups), config)
@@ -151,7 +153,7 @@ class Pipeline:
         )
         self._meter: MemoryMeter | None = None
         if memory is not None:
-            self._meter = make_meter(memory, config.memory_fraction, fp16=bool(call.config.fp16))
+            self._meter = make_meter(memory, config.memory_fraction, fp16=bool(call.config.fp16), spans=spans)
         self._steering = self._make_steering()
         """None where links have one path, or their paths are not decided on."""
         self._disturbances = DisturbanceWatch()

@@ -31,8 +31,8 @@ from adaptra_megatron.runtime.megatron.gradients.gradient_reduction import Gradi
 from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
 from adaptra_megatron.runtime.megatron.gradients.te_wgrad import EngineLayers
 from adaptra_megatron.runtime.megatron.iteration import finish_gradients, forget_gradients, iteration
-from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, pipeline_call
-from adaptra_megatron.runtime.megatron.refusals import refuse_for_staggering
+from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, config_of, pipeline_call
+from adaptra_megatron.runtime.megatron.refusals import kept_in_order, refuse_for_staggering
 from adaptra_megatron.runtime.megatron.replica_updates import ReplicaUpdates
 from adaptra_megatron.runtime.megatron.staggered_optimizer import StaggeredOptimizer, ValidatedComputation
 from adaptra_megatron.runtime.megatron.state.conservation import Conservation, Conserved, digest_of
@@ -41,7 +41,7 @@ from adaptra_megatron.runtime.megatron.state.repeated_iteration import Repeatabl
 from adaptra_megatron.runtime.outliving import CONNECT_S
 from adaptra_megatron.runtime.pipeline import Pipeline
 from adaptra_megatron.runtime.rejoining import Joining, Training, hand_over, take_place
-from adaptra_megatron.runtime.single_stage import SingleStage
+from adaptra_megatron.runtime.single_stage import ONE_STAGE, SingleStage
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.transport.device_session.link_watch import end_process
@@ -104,7 +104,7 @@ class AdaptraRuntime:
         self._joining: Joining | None = None
         """Until its first iteration, of a process that takes the place of a rank that had left."""
         self._single: SingleStage | None = None
-        """Where pipelines have one stage."""
+        """Where stock's own schedule runs."""
         stock_sums = config.gradient_sync == "stock"
         self.gradients = None if stock_sums else GradientReduction(config.gradient_sync, config.timeout_s)
         """Reductions of gradients around a straggler."""
@@ -117,13 +117,26 @@ class AdaptraRuntime:
         # Threads that wait in native code must not outlive the interpreter, and Megatron's scripts undo nothing.
         atexit.register(self._close_at_exit)
 
-    def forward_backward(self, arguments: Mapping[str, Any], *, interleaved: bool) -> list[Any]:
-        """One call of Megatron's forward_backward function, training or evaluation.
+    def forward_backward(
+        self, arguments: Mapping[str, Any], *, interleaved: bool, stock: Callable[..., Any] | None = None
+    ) -> Any:
+        """One call of Megatron's forward_backward function, training or evaluation. `stock`: that function, which runs
+        where orders are only observed, and a feature needs its own.
 
         Returns what stock returns: the loss functions' results in micro-batch order on the last stage, else an empty
         list. Raises UnsupportedFeatureError or a plan's error before anything is computed, TransportError or
         ExchangeError when a peer fails.
         """
+        if stock is not None and self._config.policy == "observe":
+            model = arguments["model"]
+            kept = kept_in_order(config_of(model[0] if isinstance(model, list) else model))
+            if kept:
+                return self.run_stock(
+                    stock,
+                    arguments,
+                    f"{', '.join(kept)}: stock's own schedule runs, and its actions "
+                    "and messages are not timed; iterations and their ranks are",
+                )
         run = functools.partial(self._run_pipeline, arguments, interleaved=interleaved)
         return run() if self.updates is None else self.updates.iterate(run, arguments)
 
@@ -139,13 +152,13 @@ class AdaptraRuntime:
             atexit.register(gc.freeze)
             raise
 
-    def run_stock(self, stock: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """One call of Megatron's schedule without pipelining, which runs as it is; returns its result.
+    def run_stock(self, stock: Callable[..., Any], arguments: Mapping[str, Any], why: str = ONE_STAGE) -> Any:
+        """One call of Megatron's own schedule, which runs as it is; returns its result. `why`: for the log.
 
         Raises ExchangeError when ranks of the job do not meet at the first.
         """
         if self._single is None:
-            self._single = SingleStage(arguments, self._config, self.sync_waits)
+            self._single = SingleStage(arguments, self._config, why, self.sync_waits)
         run = functools.partial(self._single.run, stock, arguments)
         return run() if self.updates is None else self.updates.iterate(run, arguments)
 
@@ -389,6 +402,7 @@ class AdaptraRuntime:
                     functools.partial(hand_over, self.training, pipeline),
                     {**self._config.common, **self.training.settings},
                 )
+            self.weight_gradients.leave_whole(call.model_chunks)
             self._engine_layers.split(call.model_chunks, call.config)
             if self.staggered is not None:
                 refuse_for_staggering(call.config)

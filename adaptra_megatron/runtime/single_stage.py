@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs whose pipelines have one stage: there is no order to adapt, and stock's schedule runs."""
+"""Jobs in which stock's schedule runs: pipelines have one stage, or a feature that is observed needs its order."""
 
 from __future__ import annotations
 
@@ -20,12 +20,18 @@ from adaptra_megatron.telemetry.figures.scalars import RankFigures
 logger = logger_of(__name__)
 
 
+ONE_STAGE = "pipelines have 1 stage (PP 1): there is nothing to adapt, stock's schedule runs"
+
+
 class SingleStage:
     """One rank's. Its iterations are stock's; telemetry tells of them."""
 
-    def __init__(self, arguments: Mapping[str, Any], config: AdaptraConfig, waits: SyncWaits | None = None) -> None:
-        """Collective over the job's ranks, with the first call of each, which `arguments` are of. `waits`: this
-        process's in gradient synchronisation, where stragglers are looked for.
+    def __init__(
+        self, arguments: Mapping[str, Any], config: AdaptraConfig, why: str, waits: SyncWaits | None = None
+    ) -> None:
+        """Collective over the job's ranks, with the first call of each, which `arguments` are of. `why`: stock's
+        schedule runs, for the log. `waits`: this process's in gradient synchronisation, where stragglers are looked
+        for.
 
         Raises ExchangeError when ranks do not meet.
         """
@@ -37,10 +43,10 @@ class SingleStage:
         self.training_iterations = 0
         self._iterations = 0
         if self._job.layout.rank == min(self._job.layout.workers):
-            logger.warning("pipelines have 1 stage (PP 1): there is nothing to adapt, stock's schedule runs")
+            logger.warning("%s", why)
 
     def run(self, stock: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """One call of `stock`, Megatron's schedule without pipelining; returns its result."""
+        """One call of `stock`, Megatron's own schedule; returns its result."""
         begun_s = time.monotonic()
         self._telemetry.begin(self._iterations)
         self._telemetry.switch(0)

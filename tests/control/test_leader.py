@@ -25,7 +25,7 @@ from adaptra_megatron.telemetry.events.events import LinkDetection, PlanMade, Ru
 from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations, request_directory
 
-FOUR = Layout(stages=4, chunks=1, group_size=None, can_split=True)
+FOUR = Layout(stages=4, chunks=1, group_size=None)
 
 
 @pytest.fixture

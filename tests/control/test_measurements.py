@@ -39,7 +39,7 @@ from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTi
 from adaptra_megatron.transport.paths import Path, ProbeTimes
 
 STAGES, MICRO_BATCHES = 4, 8
-LAYOUT = Layout(stages=STAGES, chunks=1, group_size=None, can_split=True)
+LAYOUT = Layout(stages=STAGES, chunks=1, group_size=None)
 NBYTES = 1 << 20
 CLOCK_OFFSETS_S = (0.0, 1000.0, -50.0, 3.0)
 """What each stage's own clock shows later than the common one."""
@@ -288,6 +288,17 @@ def test_where_backwards_cannot_be_split_the_whole_counts_as_input_gradient() ->
     costs = costs_of()
     expected = dataclasses.replace(costs, backward_input_s=costs.whole_backward_s, backward_weight_s=((0.0,),) * STAGES)
     assert_close(estimate(measured(costs, split=False), can_split=False), expected)
+
+
+def test_where_all_ran_whole_first_the_parts_are_guessed() -> None:
+    costs, layout = costs_of(), dataclasses.replace(LAYOUT, whole_first=True)
+    found = estimate(measured(costs, split=False), layout=layout)
+    assert found is not None
+    assert found.backward_s is not None
+    assert np.allclose(found.backward_s, costs.whole_backward_s)
+    assert np.allclose(found.whole_backward_s, costs.whole_backward_s)
+    assert np.all(np.array(found.backward_input_s) > np.array(found.backward_weight_s)), "it recomputes the forward"
+    assert_close(estimate(measured(costs), layout=layout), estimate(measured(costs)))
 
 
 def test_the_share_of_idle_time_is_the_mean_over_ranks() -> None:

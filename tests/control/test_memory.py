@@ -88,6 +88,32 @@ def test_what_an_activation_takes_and_what_there_is_room_for(order: Order, relea
     assert report.free_nbytes == pytest.approx(0.9 * 4000 * MB - memory.peak_ever, abs=8 * MESSAGE)
 
 
+@pytest.mark.parametrize("spans", [0, 3])
+def test_what_a_recomputed_layer_would_hold_is_guessed_from_whole_backwards(spans: int) -> None:
+    memory = MadeUpMemory(total=4000 * MB, static=STATIC)
+    scratch = {**dict.fromkeys(Kind, 0), Kind.BACKWARD: SCRATCH}
+    stage = MadeUpStage(memory, ACTIVATION, message=MESSAGE, released=-0.5, scratch=scratch)
+    meter = MemoryMeter(memory, 0.9, spans=spans)
+    report = settled(one_f_one_b(4, 12).orders[1], stage, meter)
+    assert report.guessed == (spans > 0)
+    if not spans:
+        assert report.released_at_backward_input is None
+        return
+    assert report.released_at_backward_input is not None
+    assert -report.released_at_backward_input * report.activation_nbytes >= spans * SCRATCH
+    caps = MeasuredCaps()
+    caps.observe([(0, report)])
+    guessed = caps.released_at_backward_input(1)[0]
+    measured = train(SPLIT[1], stage, meter, plan_number=1)
+    assert measured is not None
+    assert not measured.guessed
+    assert measured.released_at_backward_input == pytest.approx(-0.5, abs=0.1)
+    caps.observe([(0, measured), (0, report)])
+    assert guessed < caps.released_at_backward_input(1)[0] <= -0.5, "what was measured counts, not the guess"
+    caps.observe([(0, report)])
+    assert guessed < caps.released_at_backward_input(1)[0]
+
+
 def count(order: Order, released: float) -> float:
     """Most activations at once, as plans count them."""
     changes = {

@@ -31,7 +31,7 @@ from adaptra_megatron.transport.paths import ProbeTimes
 MICRO_BATCHES, PERIOD_S, NBYTES = 12, 0.05, 1 << 20
 REPLICAS = (0, 2)
 LINK = LinkName(0, 0, 1)
-TWO = Layout(stages=2, chunks=1, group_size=None, can_split=True)
+TWO = Layout(stages=2, chunks=1, group_size=None)
 BY_DEVICE = PathPolicy(preferred=LinkPath.DEVICE)
 Latency = Callable[[LinkName, LinkPath], float]
 CLOCKS_S = {(0, 0): 0.0, (0, 1): 100.0, (2, 0): 0.0, (2, 1): -7.0}

@@ -78,7 +78,7 @@ class Replica:
             secret=controls[0].secret.hex(),
             place=place,
             reporters=tuple(ranks),
-            layout=Layout(stages=STAGES, chunks=1, group_size=None, can_split=True),
+            layout=Layout(stages=STAGES, chunks=1, group_size=None),
             measures_memory=False,
             policy="adapt",
             max_in_flight=8.0,

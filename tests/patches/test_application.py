@@ -262,7 +262,7 @@ class TestPatched:
     ) -> None:
         calls: list[tuple[Any, bool]] = []
 
-        def forward_backward(arguments: Any, *, interleaved: bool) -> str:
+        def forward_backward(arguments: Any, *, interleaved: bool, stock: Any) -> str:
             calls.append((arguments, interleaved))
             return "losses"
 

@@ -8,9 +8,9 @@ import dataclasses
 from adaptra_megatron.control.order.plans import Layout
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
 
-FOUR = Layout(stages=4, chunks=1, group_size=None, can_split=True)
-WHOLE = dataclasses.replace(FOUR, can_split=False)
-"""The costs of backwards that must not be split."""
+FOUR = Layout(stages=4, chunks=1, group_size=None)
+WHOLE_FIRST = dataclasses.replace(FOUR, whole_first=True)
+"""Of layers that are recomputed on a device whose memory is measured."""
 
 
 def costs(micro_batches: int = 12, *, slow_s: float = 0.0, cap: float | None = 4.0, forward_s: float = 1.0) -> Costs:

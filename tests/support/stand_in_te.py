@@ -24,6 +24,10 @@ def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) ->
     return torch.zeros(shape, dtype=dtype) if zero else torch.full(shape, float("nan"), dtype=dtype)
 
 
+USERBUFFER: list[torch.Tensor] = []
+"""Into which layers with overlapped communication of tensor parallelism gather, one after the other."""
+
+
 class WeightGradStore:
     __module__ = f"{MODULE}._common"
 
@@ -95,7 +99,8 @@ class _Linears(torch.autograd.Function):
         layer, (inp,), inputs = ctx.layer, ctx.saved_tensors, ctx.inputs
         weights = layer.weights()
         split_output = grad_output.reshape(-1, grad_output.shape[-1]).split(ctx.splits)
-        outputs = layer.quantized("grad_output", split_output)
+        outputs = layer.in_userbuffer("ub_overlap_ag_dgrad", layer.quantized("grad_output", split_output))
+        inputs = layer.in_userbuffer("ub_bulk_dgrad", inputs)
         dgrad = torch.cat([_plain(dy) @ weight for dy, weight in zip(outputs, weights, strict=True)]).reshape(inp.shape)
         fused = layer.fuse_wgrad_accumulation
         # Quantizing adds up the bias gradient on the way, and so do, in any precision, experts computed as one.
@@ -107,7 +112,8 @@ class _Linears(torch.autograd.Function):
             wgrads = [torch.full_like(weight, float("nan")) for weight in weights]
 
         def gemm(xs: Any, dys: Any, out: list[torch.Tensor]) -> tuple[Any, Any]:
-            xs, dys = [_plain(x) for x in xs], [_plain(dy) for dy in dys]
+            grouped = isinstance(layer, GroupedLinear)
+            xs, dys = ([_plain(each) for each in (given if grouped else [given])] for given in (xs, dys))
             for x, dy, into in zip(xs, dys, out, strict=True):
                 product = (dy.t().to(into.dtype) @ x.to(into.dtype)) if fused else dy.t() @ x
                 if fused and ctx.accumulate:
@@ -116,11 +122,14 @@ class _Linears(torch.autograd.Function):
                     into.copy_(product)
             return out, [dy.sum(dim=0) if ctx.biases and not early else None for dy in dys]
 
+        given = (inputs, outputs) if isinstance(layer, GroupedLinear) else (inputs[0], outputs[0])
         delayed = ctx.store is not None and ctx.store.delay_wgrad_compute()
         if delayed:
-            ctx.store.put([inputs, outputs, wgrads], gemm)
+            if layer.ub_bulk_wgrad:
+                raise NotImplementedError("Delayed weight grad computation is not supported with Userbuffers")
+            ctx.store.put([*given, wgrads], gemm)
         else:
-            _, late = gemm(inputs, outputs, wgrads)
+            _, late = gemm(*given, wgrads)
             bgrads = bgrads if early else late
         if fused:
             wgrads = [_dummy(weight) for weight in weights]
@@ -146,6 +155,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     num_gemms = 1
     gemm_bias_unfused_add = False
     use_grouped_tensor = False
+    ub_bulk_wgrad = ub_bulk_dgrad = ub_overlap_ag_dgrad = False
     before_2_8 = False
     keeps_gradients = False
     """As 2.3 does: a gradient that is in .grad already is not overwritten."""
@@ -182,6 +192,16 @@ class TransformerEngineBaseModule(torch.nn.Module):
         found = [self.quantizers[what](tensor) for tensor in tensors]
         self.quantizers[what].update()
         return found
+
+    def in_userbuffer(self, switch: str, tensors: Sequence[Any]) -> Sequence[Any]:
+        """`tensors`, as they are gathered into the buffer where the switch is on."""
+        if not getattr(self, switch):
+            return tensors
+        (tensor,) = tensors
+        if not USERBUFFER or USERBUFFER[0].shape != tensor.shape:
+            USERBUFFER[:] = [torch.empty_like(tensor)]
+        USERBUFFER[0].copy_(tensor)
+        return [USERBUFFER[0]]
 
     def need_backward_dw(self) -> bool:
         return self.wgrad_store is not None and self.wgrad_store.delay_wgrad_compute()
@@ -236,6 +256,7 @@ class Linear(TransformerEngineBaseModule):
         store = WeightGradStore(delay_wgrad_compute, ub_bulk_wgrad)
         self._set_up(in_features, out_features, bias, return_bias, fuse_wgrad_accumulation, store)
         self.tp_size, self.parallel_mode = tp_size, parallel_mode
+        self.ub_bulk_dgrad, self.ub_bulk_wgrad = ub_bulk_dgrad, ub_bulk_wgrad
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         return self._apply_linears(inp, [inp.shape[:-1].numel()], is_first_microbatch)
@@ -279,6 +300,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         store = WeightGradStore(delay_wgrad_compute, ub_bulk_wgrad)
         self._set_up(in_features, out_features, bias, return_bias, fuse_wgrad_accumulation, store)
         self.tp_size, self.parallel_mode = tp_size, parallel_mode
+        self.ub_bulk_dgrad, self.ub_bulk_wgrad = ub_bulk_dgrad, ub_bulk_wgrad
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features))
         self.layer_norm_bias = torch.nn.Parameter(torch.zeros(in_features))
 

@@ -46,9 +46,11 @@ def estimate_costs(
 
     A stage whose backwards ran whole lately (in stock's order, say) keeps the costs that they had when split, and the
     other way round. Where plans are not to split them (`can_split`), what ran counts: a whole backward as input
-    gradient, a split one as it is.
+    gradient, a split one as it is. Where all ran whole so far (`layout.whole_first`), the parts are guessed from them.
     """
     slowest = _slowest(estimates)
+    if can_split and layout.whole_first:
+        _guess_parts(slowest)
     if not can_split:
         for (stage, kind, chunk), seconds in list(slowest.items()):
             if kind is Kind.BACKWARD:
@@ -100,6 +102,17 @@ def _slowest(estimates: Estimates) -> dict[tuple[int, Kind, int], float]:
             place = identity.stage, Kind(kind), chunk
             found[place] = max(seconds, found.get(place, 0.0))
     return found
+
+
+def _guess_parts(seconds: dict[tuple[int, Kind, int], float]) -> None:
+    """Add what input and weight gradients take, where only whole backwards were measured: those recompute the forward,
+    and what is left is half one and half the other."""
+    for (stage, kind, chunk), whole_s in list(seconds.items()):
+        parts = (stage, Kind.BACKWARD_INPUT, chunk), (stage, Kind.BACKWARD_WEIGHT, chunk)
+        if kind is Kind.BACKWARD and not any(part in seconds for part in parts):
+            forward_s = min(seconds.get((stage, Kind.FORWARD, chunk), 0.0), whole_s)
+            half_s = (whole_s - forward_s) / 2
+            seconds[parts[0]], seconds[parts[1]] = forward_s + half_s, half_s
 
 
 def _table(slowest: Mapping[tuple[int, Kind, int], float], kind: Kind, layout: Layout) -> PerChunk | None:

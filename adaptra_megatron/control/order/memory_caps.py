@@ -36,6 +36,8 @@ class MeasuredCaps:
         """By stage: the replica with the least room, in the latest iteration that told."""
         self._caps: dict[int, _StageCap] = {}
         self._released: dict[int, float] = {}
+        self._guessed: set[int] = set()
+        """Stages whose released fraction has not been measured yet."""
 
     def observe(self, reports: Iterable[tuple[int, StageMemory | None]]) -> None:
         """One iteration's reports of all ranks, each with its stage. Who reports nothing changes nothing."""
@@ -45,9 +47,7 @@ class MeasuredCaps:
                 continue
             if stage not in least or memory.room < least[stage].room:
                 least[stage] = memory
-            if memory.released_at_backward_input is not None:
-                released = min(memory.released_at_backward_input, self._released.get(stage, 1.0))
-                self._released[stage] = released
+            self._take_in_released(stage, memory)
         for stage, memory in least.items():
             self._take_in(stage, memory.room)
         self.latest |= least
@@ -83,6 +83,18 @@ class MeasuredCaps:
                     f"but has memory for {self._caps[stage].room}"
                 )
         return None
+
+    def _take_in_released(self, stage: int, memory: StageMemory) -> None:
+        """The least of what was measured counts, and until then the least of what was guessed."""
+        released, known = memory.released_at_backward_input, self._released.get(stage, 1.0)
+        if released is None or (memory.guessed and stage in self._released and stage not in self._guessed):
+            return
+        if stage in self._guessed and not memory.guessed:
+            self._guessed.remove(stage)
+            known = 1.0
+        if memory.guessed:
+            self._guessed.add(stage)
+        self._released[stage] = min(released, known)
 
     def _take_in(self, stage: int, room: float) -> None:
         whole = max(0, math.floor(room))

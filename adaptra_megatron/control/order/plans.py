@@ -42,21 +42,22 @@ class Layout:
     stages: int
     chunks: int
     group_size: int | None
-    can_split: bool
-    """False: weight gradients stay in the backward (full recompute would hold whole layers for each pending W)."""
     rendezvous: bool = False
     """True where a message of the device path starts only when its receive has been posted, as over NCCL."""
     shared_queue: bool = False
     """True where a stage's computation and its messages of that path stand in one hardware queue."""
     serial_queue: bool = False
     """True if plans are to reckon with that each of them waits there for the end of the one before."""
+    whole_first: bool = False
+    """True where backwards run whole until memory has been measured: where layers are recomputed within the backward, a
+    W that waits holds what they hold, and an activation does not."""
     staggered: bool = False
     """True where stages begin an iteration when their own part of the one before is over."""
 
-    def plan(self, costs: Costs, *, deadline_s: float, patience_s: float = 0.0) -> Plan:
+    def plan(self, costs: Costs, *, deadline_s: float, patience_s: float = 0.0, split: bool = True) -> Plan:
         """The best schedule for its iterations; see `schedule.planner.plan`."""
         planner = plan_for_period if self.staggered else plan
-        return planner(costs, deadline_s=deadline_s, patience_s=patience_s, split=self.can_split)
+        return planner(costs, deadline_s=deadline_s, patience_s=patience_s, split=split)
 
     def iteration_s(self, schedule: Schedule, costs: Costs) -> float:
         """Seconds that an iteration of `schedule` takes."""
@@ -225,7 +226,7 @@ class PlanBook:
 
     def calibration_schedule(self, micro_batches: int) -> Schedule:
         """What runs until costs are known: stock's order with every other B as I and W, if that is within the caps."""
-        return self._order_of_equal_costs(micro_batches, self.caps(micro_batches), split=self.layout.can_split)
+        return self._order_of_equal_costs(micro_batches, self.caps(micro_batches), split=not self.layout.whole_first)
 
     def _order_of_equal_costs(self, micro_batches: int, caps: Caps, *, split: bool) -> Schedule:
         layout, stock = self.layout, self._stock_schedule(micro_batches)
@@ -248,7 +249,7 @@ class PlanBook:
         schedule = read_plan(path, stages=layout.stages, chunks=layout.chunks, max_in_flight=cap)
         # A user's own plan: the cap counts only if the user has set one.
         self.install(schedule, 1, (cap,) * layout.stages)
-        if schedule.splits_backward and not layout.can_split:
+        if schedule.splits_backward and layout.whole_first:
             logger.warning("%s splits backwards under full recompute: each pending W holds whole layers", path)
 
     def _install_given(self, costs: Costs, micro_batches: int) -> None:
@@ -261,5 +262,5 @@ class PlanBook:
             max_in_flight=caps,
             released_at_backward_input=(RELEASED_AT_BACKWARD_INPUT,) * costs.stages,
         )
-        chosen = self.layout.plan(costs, deadline_s=PLANNING_S)
+        chosen = self.layout.plan(costs, deadline_s=PLANNING_S, split=not self.layout.whole_first)
         self.install(chosen.schedule, self.number + 1, caps, costs=costs)

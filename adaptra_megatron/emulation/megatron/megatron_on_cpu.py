@@ -13,11 +13,13 @@ reason, and is put back by `undo()`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -129,10 +131,30 @@ def megatron_names() -> list[Replacement]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Transformer Engine and apex not being installed
         moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if hasattr(moe_utils, "te_general_gemm"):
-        return []
-    reason = "read, but not defined, without Transformer Engine"
-    return [Replacement(moe_utils, "te_general_gemm", None, reason, may_be_absent=True)]
+        attention: Any = importlib.import_module("megatron.core.transformer.dot_product_attention").DotProductAttention
+        latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    reason = "takes none of the arguments that Megatron's latent attention has for Transformer Engine's"
+    found = [Replacement(attention, "__init__", _with_channels(attention.__init__), reason)]
+    if not isinstance(getattr(latent, "TELinear", None), type):
+        found.append(Replacement(latent, "HAVE_TE", False, "True without Transformer Engine", may_be_absent=True))
+    if not hasattr(moe_utils, "te_general_gemm"):
+        reason = "read, but not defined, without Transformer Engine"
+        found.append(Replacement(moe_utils, "te_general_gemm", None, reason, may_be_absent=True))
+    return found
+
+
+def _with_channels(stock: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of Megatron's own attention for values of other width than keys."""
+
+    @functools.wraps(stock)
+    def construct(
+        self: Any, *given: Any, k_channels: int | None = None, v_channels: int | None = None, **keywords: Any
+    ) -> None:
+        stock(self, *given, **keywords)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    return construct
 
 
 def fused_weight_gradient_module() -> ModuleType:

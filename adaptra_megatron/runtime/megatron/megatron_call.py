@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from adaptra_megatron.runtime.megatron.compat import default_groups, groups_keyword
 from adaptra_megatron.runtime.megatron.refusals import UnsupportedFeatureError, refuse_unsupported
@@ -112,6 +114,21 @@ def pipeline_call(arguments: Mapping[str, Any], *, interleaved: bool) -> Pipelin
         pipeline_group=pipeline_group,
         groups=groups,
     )
+
+
+def recomputed_spans(config: Any, model_chunks: Sequence[torch.nn.Module]) -> int:
+    """How many spans of layers a backward recomputes one after the other, the most of any chunk; 0 where none is.
+
+    --recompute-granularity full: `uniform` recomputes all layers, so many at once; `block` the first of each chunk, one
+    by one. Primus names the layers instead (recompute_layer_ids).
+    """
+    if config.recompute_granularity != "full":
+        return 0
+    layers = max(sum(isinstance(module, BaseTransformerLayer) for module in model.modules()) for model in model_chunks)
+    named, number = getattr(config, "recompute_layer_ids", None), config.recompute_num_layers or 0
+    if named is not None:
+        return min(layers, len(named))
+    return min(layers, number) if config.recompute_method == "block" else math.ceil(layers / max(1, number))
 
 
 def shared_groups(config: Any, groups: Any) -> list[list[int]]:

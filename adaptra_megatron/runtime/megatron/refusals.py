@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the executor cannot run, refused before anything of an iteration is done."""
+"""What the executor cannot run, refused before anything of an iteration is done.
+
+The tables need neither torch nor Megatron: `adaptra check` reads them, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-
-from adaptra_megatron.runtime.megatron.compat import is_encoder_decoder
+if TYPE_CHECKING:
+    import torch
 
 
 class UnsupportedFeatureError(RuntimeError):
@@ -23,6 +25,8 @@ class Refusal:
     feature: str
     is_on: Callable[[Any], bool]
     reason: str
+    by_order: bool = False
+    """True where it runs in stock's order alone: under --adaptra-policy observe."""
 
 
 def _setting(name: str) -> Callable[[Any], bool]:
@@ -33,20 +37,23 @@ REFUSALS = (
     Refusal(
         "CUDA graphs (--cuda-graph-impl)",
         lambda config: (
-            getattr(config, "cuda_graph_impl", "none") != "none"
+            getattr(config, "cuda_graph_impl", None) not in (None, "none")
             or bool(getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False))
         ),
         "a captured graph fixes the order of actions that is re-planned here",
+        by_order=True,
     ),
     Refusal(
         "combined 1F1B (--overlap-moe-expert-parallel-comm)",
         _setting("overlap_moe_expert_parallel_comm"),
         "it fuses a forward and a backward into one action",
+        by_order=True,
     ),
     Refusal(
         "delayed weight gradients (--delay-wgrad-compute)",
         _setting("delay_wgrad_compute"),
         "it needs combined 1F1B, and weight gradients are scheduled here already",
+        by_order=True,
     ),
     Refusal(
         "hybrid context parallelism (--hybrid-context-parallel)",
@@ -57,6 +64,7 @@ REFUSALS = (
         "fine-grained activation offloading (--fine-grained-activation-offloading)",
         _setting("fine_grained_activation_offloading"),
         "it assumes that backwards come in the order of the stock schedule",
+        by_order=True,
     ),
     Refusal(
         "ring exchange (use_ring_exchange_p2p)",
@@ -67,16 +75,31 @@ REFUSALS = (
         "partial activation checkpointing (--num-microbatches-with-partial-activation-checkpoints)",
         lambda config: getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) is not None,
         "it counts micro-batches in flight by the stock schedule",
+        by_order=True,
     ),
     Refusal(
         "paged stashing of experts' activations (--moe-paged-stash)",
         _setting("moe_paged_stash"),
         "it counts forwards and backwards by the stock schedule",
+        by_order=True,
     ),
     Refusal(
-        "multi-token prediction (--mtp-num-layers)",
-        lambda config: bool(getattr(config, "mtp_num_layers", None)),
-        "its shared output layer has not been compared with stock under re-ordered weight gradients",
+        "generalized tensor parallelism (--tensor-parallel-num-weight-shards)",
+        lambda config: (
+            (getattr(config, "gtp_weight_remat_size", 1) or 1) > 1
+            or (getattr(config, "expert_gtp_weight_remat_size", 1) or 1) > 1
+            or (getattr(config, "tensor_parallel_num_weight_shards", 0) or 0)
+            > (getattr(config, "tensor_model_parallel_size", 1) or 1)
+            or (getattr(config, "expert_tensor_parallel_num_weight_shards", 0) or 0)
+            > (
+                getattr(config, "expert_tensor_parallel_size", None)
+                or getattr(config, "tensor_model_parallel_size", 0)
+                or 1
+            )
+        ),
+        "weights are gathered inside of each forward and backward over ranks of several pipelines, which have plans of "
+        "their own",
+        by_order=True,
     ),
 )
 
@@ -234,6 +257,11 @@ def refuse_to_split(mode: str, replicas: int) -> NoReturn:
     )
 
 
+def kept_in_order(config: Any) -> list[str]:
+    """Features of `config`, Megatron's, that run in stock's order alone."""
+    return [refusal.feature for refusal in REFUSALS if refusal.by_order and refusal.is_on(config)]
+
+
 def refuse_unsupported(config: Any, model_chunks: Sequence[torch.nn.Module], arguments: Mapping[str, Any]) -> None:
     """Raise UnsupportedFeatureError for the first feature found that the executor cannot run."""
     for refusal in REFUSALS:
@@ -244,6 +272,8 @@ def refuse_unsupported(config: Any, model_chunks: Sequence[torch.nn.Module], arg
             "--adaptra does not run with adjust_tensor_shapes_fn (knowledge distillation): messages of several "
             "tensors per micro-batch are not carried. Drop one of the two"
         )
+    from adaptra_megatron.runtime.megatron.compat import is_encoder_decoder
+
     for model in model_chunks:
         if is_encoder_decoder(model):
             raise UnsupportedFeatureError(
@@ -277,11 +307,20 @@ def refuse_arguments(arguments: Any) -> None:
         )
     if reroute in ("failures", "all") and _is_layer_wise(arguments):
         refuse_layer_wise()
+    for refusal in refused_of(arguments):
+        raise _refused(refusal)
+
+
+def refused_of(arguments: Any) -> list[Refusal]:
+    """What Megatron's `arguments` (or settings by these names) have that the executor cannot run."""
     if pipeline_stages(arguments) == 1:
-        return  # stock's schedule runs
-    for refusal in (*REFUSALS, *SEEN_IN_ARGUMENTS):
-        if refusal.is_on(arguments):
-            raise _refused(refusal)
+        return []  # stock's schedule runs
+    observes = getattr(arguments, "adaptra_policy", "adapt") == "observe"
+    return [
+        refusal
+        for refusal in (*REFUSALS, *SEEN_IN_ARGUMENTS)
+        if refusal.is_on(arguments) and not (observes and refusal.by_order)
+    ]
 
 
 def refuse_layer_wise() -> NoReturn:
@@ -320,8 +359,12 @@ def pipeline_stages(arguments: Any) -> int | None:
 
 def _refused(refusal: Refusal) -> UnsupportedFeatureError:
     return UnsupportedFeatureError(
-        f"--adaptra does not run with {refusal.feature}: {refusal.reason}. Drop one of the two"
+        f"--adaptra does not run with {refusal.feature}: {refusal.reason}. {remedy_of(refusal)}"
     )
+
+
+def remedy_of(refusal: Refusal) -> str:
+    return "Drop one of the two" + (", or give --adaptra-policy observe" if refusal.by_order else "")
 
 
 def _reduces_as_expected(model: torch.nn.Module) -> bool:

@@ -161,13 +161,14 @@ class Rerouting:
 
     def _degraded_order(self, degraded: DegradedRoutes, call: PipelineCall) -> CellOrder:
         count = call.micro_batches
-        costs = self._book.planned_for(count)
+        costs, split = self._book.planned_for(count), True
         if costs is None:
+            split = not self._book.layout.whole_first
             costs = uniform_costs(
                 call.stages, count, chunks=call.chunks, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0
             )
             costs = replace(costs, max_in_flight=self._book.caps(count))
-        order = degraded.order(costs, split=self._book.layout.can_split, forward_only=call.forward_only)
+        order = degraded.order(costs, split=split, forward_only=call.forward_only)
         if self._planner is not None and degraded.planned is not None:
             self._planner.run(degraded.planned)
         return order

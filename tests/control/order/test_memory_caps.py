@@ -29,8 +29,8 @@ from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, Teleme
 from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
 from adaptra_megatron.transport.paths import Path
 
-FOUR = Layout(stages=4, chunks=1, group_size=None, can_split=True)
-INTERLEAVED = Layout(stages=4, chunks=2, group_size=None, can_split=True)
+FOUR = Layout(stages=4, chunks=1, group_size=None)
+INTERLEAVED = Layout(stages=4, chunks=2, group_size=None)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.four_stages import FOUR, WHOLE, costs
+from support.four_stages import FOUR, WHOLE_FIRST, costs
 
 from adaptra_megatron.config import AdaptraConfig, ConfigError
 from adaptra_megatron.control.decisions import Decision
@@ -25,7 +25,7 @@ from adaptra_megatron.schedule.planner import PlanError, plan
 from adaptra_megatron.schedule.simulator import peak_in_flight
 from adaptra_megatron.schedule.weight_delays import split_backward, split_every_other
 
-INTERLEAVED = Layout(stages=4, chunks=2, group_size=None, can_split=True)
+INTERLEAVED = Layout(stages=4, chunks=2, group_size=None)
 COSTS: dict[str, Any] = {
     "stages": 4,
     "micro_batches": 3,
@@ -92,7 +92,7 @@ class TestPlanFromFile:
         with caplog.at_level(logging.WARNING):
             PlanBook(AdaptraConfig(plan_csv=given(schedule)), FOUR)
             assert caplog.text == ""
-            PlanBook(AdaptraConfig(plan_csv=given(schedule)), WHOLE)
+            PlanBook(AdaptraConfig(plan_csv=given(schedule)), WHOLE_FIRST)
         assert "splits backwards under full recompute" in caplog.text
 
 
@@ -121,10 +121,10 @@ class TestPlanFromGivenCosts:
         assert held(book.schedule_for(12)) == enforced, "a slow link makes room worth using"
         assert [book.enforced_cap(12, stage) for stage in range(4)] == [enforced] * 4
 
-    def test_without_split_no_backward_is_split(self, given: Any) -> None:
+    def test_where_memory_is_yet_to_be_measured_no_backward_is_split(self, given: Any) -> None:
         path = given(COSTS)
         assert PlanBook(AdaptraConfig(costs_json=path), FOUR).schedule_for(12).splits_backward
-        assert not PlanBook(AdaptraConfig(costs_json=path), WHOLE).schedule_for(12).splits_backward
+        assert not PlanBook(AdaptraConfig(costs_json=path), WHOLE_FIRST).schedule_for(12).splits_backward
 
     @pytest.mark.parametrize(
         ("content", "said"),
@@ -140,7 +140,7 @@ class TestPlanFromGivenCosts:
 
 
 class TestWithoutAPlan:
-    @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED, WHOLE])
+    @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED, WHOLE_FIRST])
     def test_observe_keeps_stocks_order_whatever_it_holds(self, layout: Layout) -> None:
         book = PlanBook(AdaptraConfig(policy="observe"), layout)
         assert book.schedule_for(8) == stock_order(4, 8, layout.chunks)
@@ -156,16 +156,16 @@ class TestWithoutAPlan:
             assert book.caps(8) == (held(stock),) * 4
             assert book.enforced_cap(8, 3) == held(stock)
             assert book.number == 0
-        assert PlanBook(AdaptraConfig(), WHOLE).schedule_for(8) == one_f_one_b(4, 8)
+        assert PlanBook(AdaptraConfig(), WHOLE_FIRST).schedule_for(8) == one_f_one_b(4, 8)
 
-    @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED, WHOLE])
+    @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED, WHOLE_FIRST])
     def test_measuring_stays_within_a_cap_below_stocks(self, layout: Layout) -> None:
         cap = 2.0 * layout.chunks
         book = PlanBook(AdaptraConfig(max_in_flight=cap), layout)
         schedule = book.schedule_for(8)
         check_schedule(schedule, max_in_flight=(cap,) * 4)
         assert held(stock_order(4, 8, layout.chunks)) > cap
-        assert schedule.splits_backward == layout.can_split
+        assert schedule.splits_backward != layout.whole_first
         assert book.enforced_cap(8, 0) == cap
 
     def test_a_cap_that_nothing_fits_is_refused(self) -> None:

@@ -8,7 +8,7 @@ import logging
 import re
 
 import pytest
-from support.four_stages import FOUR, WHOLE, costs
+from support.four_stages import FOUR, costs
 
 from adaptra_megatron.control.order.replanner import Replanner, material_change
 from adaptra_megatron.schedule.checks import check_schedule
@@ -74,11 +74,6 @@ class TestReplanning:
         assert simulate(chosen, roomy).makespan_s == simulate(current, roomy).makespan_s == made.current_predicted_s
         assert made.predicted_s == pytest.approx(made.current_predicted_s - 3.0)
         assert made.predicted_s == pytest.approx(made.lower_bound_s)
-
-    def test_without_split_the_new_plan_has_whole_backwards(self) -> None:
-        chosen, _made = Replanner(WHOLE).decide(costs(slow_s=2.0, cap=8.0), one_f_one_b(4, 12))
-        assert chosen is not None
-        assert not chosen.splits_backward
 
     def test_a_finding_is_planned_for_whatever_the_costs_say(self) -> None:
         replanner = Replanner(FOUR)

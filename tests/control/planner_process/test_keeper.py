@@ -35,7 +35,7 @@ from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 from adaptra_megatron.transport.setup.placement import listen_tcp
 
 PLACE = "exchange/0"
-FOUR = Layout(stages=4, chunks=1, group_size=None, can_split=True)
+FOUR = Layout(stages=4, chunks=1, group_size=None)
 
 
 class Diary:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel import layers
+from torch.utils.checkpoint import checkpoint
 
 from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import (
     DelayedGradient,
@@ -72,6 +74,8 @@ class Model:
         self.weights = [self._parameter((WIDTH, WIDTH), dtype, generator) for _ in range(2)]
         self.bias = self._parameter((WIDTH,), dtype, generator) if options.get("bias", True) else None
         self.buffer: list[torch.Tensor] | None = options.get("buffer")
+        self.uses: tuple[int, ...] = options.get("uses", (0, 1))
+        self.checkpointed: bool = options.get("checkpointed", False)
         if hooked:
             for parameter in self.parameters:
                 self._hook(parameter, options.get("main_dtype", torch.float32))
@@ -102,9 +106,16 @@ class Model:
         generator = torch.Generator().manual_seed(10 + micro_batch)
         hidden = torch.randn(SEQUENCE, BATCH, WIDTH, generator=generator).to(dtype).requires_grad_()
         given = hidden
-        for weight in weights or self.weights:
-            hidden = LINEAR.apply(hidden.tanh(), weight, self.bias, self.fused, False, False, self.buffer, 0, None)
+        for weight in weights or [self.weights[index] for index in self.uses]:
+            linear = functools.partial(self._linear, weight)
+            hidden = checkpoint(linear, hidden, use_reentrant=True) if self.checkpointed else linear(hidden)
         return given, hidden
+
+    def _linear(self, weight: torch.nn.Parameter, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = LINEAR.apply(
+            hidden.tanh(), weight, self.bias, self.fused, False, False, self.buffer, 0, None
+        )
+        return output
 
     def gradients(self) -> list[torch.Tensor]:
         return [p.main_grad if hasattr(p, "main_grad") else p.grad for p in self.parameters]
@@ -130,7 +141,7 @@ def train(model: Model, order: str, queue: WeightGradientQueue) -> list[torch.Te
         elif kind == "I":
             with queue.collect() as left[number]:
                 backward(runs[number][1], number)
-            assert len(left[number]) == len(model.weights)
+            assert len(left[number]) == len(model.uses)
         else:
             queue.compute(left[number])
     return [given.grad for given, _output in runs] + model.gradients()
@@ -143,7 +154,7 @@ def compare(queue: WeightGradientQueue, order: str, **options: Any) -> Model:
     assert queue.computed == 0
     ours = Model(**options)
     actual = train(ours, order, queue)
-    assert queue.computed == 2 * order.count("W")
+    assert queue.computed == len(ours.uses) * order.count("W")
     assert len(actual) == len(expected) == MICRO_BATCHES + len(ours.parameters)
     for one, other in zip(expected, actual, strict=True):
         assert one.dtype == other.dtype
@@ -163,6 +174,49 @@ def test_gradients_are_bitwise_those_of_the_whole_backward(
     model = compare(queue, order, dtype=dtype, hooked=hooked, bias=bias)
     if hooked:
         assert not any(weight.grad_added_to_main_grad for weight in model.weights)
+
+
+@interleavings
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("hooked", "fused"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_a_weight_that_is_used_three_times_in_a_micro_batch(
+    queue: WeightGradientQueue, order: str, dtype: torch.dtype, hooked: bool, fused: bool, checkpointed: bool
+) -> None:
+    """As the output layer is with multi-token prediction: autograd accumulates the sum, but of checkpointed spans each
+    by itself, as kernels of gradient accumulation fusion do."""
+    compare(queue, order, dtype=dtype, hooked=hooked, fused=fused, checkpointed=checkpointed, uses=(0, 1, 0, 0))
+
+
+@interleavings
+def test_a_weight_that_an_embedding_looks_up_too_is_left_to_stock(queue: WeightGradientQueue, order: str) -> None:
+    """Tied embeddings with multi-token prediction."""
+
+    def trained(*, split: bool) -> list[torch.Tensor]:
+        model = Model(bias=False)
+        embedding = torch.nn.Embedding(WIDTH, WIDTH)
+        embedding.weight = model.weights[0]
+        if split:
+            queue.leave_whole([torch.nn.Sequential(embedding)])
+        outputs = []
+        for _ in range(MICRO_BATCHES):
+            hidden = embedding(torch.arange(SEQUENCE * BATCH).reshape(SEQUENCE, BATCH) % WIDTH)
+            for weight in (model.weights[1], model.weights[0]):
+                hidden = model._linear(weight, hidden)
+            outputs.append(hidden)
+        left: dict[int, list[DelayedGradient]] = {}
+        for kind, number in ((action[0], int(action[1:])) for action in (order if split else WHOLE).split()):
+            if kind == "W":
+                queue.compute(left[number])
+            elif kind == "B":
+                backward(outputs[number], number)
+            else:
+                with queue.collect() as left[number]:
+                    backward(outputs[number], number)
+                assert [native(each).weight for each in left[number]] == [model.weights[1]]
+        return model.gradients()
+
+    assert all(torch.equal(*pair) for pair in zip(trained(split=False), trained(split=True), strict=True))
 
 
 @interleavings

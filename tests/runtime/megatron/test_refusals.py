@@ -14,10 +14,11 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
-from adaptra_megatron.runtime.megatron.megatron_call import pipeline_call
+from adaptra_megatron.runtime.megatron.megatron_call import pipeline_call, recomputed_spans
 from adaptra_megatron.runtime.megatron.refusals import (
     REFUSALS,
     SEEN_IN_ARGUMENTS,
@@ -51,7 +52,10 @@ SETTINGS: dict[str, tuple[Any, str]] = {
         "--num-microbatches-with-partial-activation-checkpoints",
     ),
     "moe_paged_stash": (True, "--moe-paged-stash"),
-    "mtp_num_layers": (1, "--mtp-num-layers"),
+    "gtp_weight_remat_size": (2, "--tensor-parallel-num-weight-shards"),
+    "expert_gtp_weight_remat_size": (2, "--tensor-parallel-num-weight-shards"),
+    "tensor_parallel_num_weight_shards": (4, "--tensor-parallel-num-weight-shards"),
+    "expert_tensor_parallel_num_weight_shards": (4, "--tensor-parallel-num-weight-shards"),
 }
 ARGUMENTS: dict[str, tuple[Any, str]] = {
     "use_megatron_fsdp": (True, "--use-megatron-fsdp"),
@@ -61,7 +65,13 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "pipeline_model_parallel_comm_backend": ("ucc", "--pipeline-model-parallel-comm-backend ucc"),
 }
 """What shows in Megatron's parsed arguments alone."""
-OF_LATER_RELEASES = {"moe_paged_stash": "0.19"}
+OF_LATER_RELEASES = {
+    "moe_paged_stash": "0.19",
+    "gtp_weight_remat_size": "0.19",
+    "expert_gtp_weight_remat_size": "0.19",
+    "tensor_parallel_num_weight_shards": "0.19",
+    "expert_tensor_parallel_num_weight_shards": "0.19",
+}
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
 
 
@@ -110,6 +120,26 @@ def test_a_setting_is_refused_by_its_flag(name: str) -> None:
     text = refused(Model(**{name: value}))
     assert flag in text
     assert "Drop one of the two" in text
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_only_another_order_breaks_is_observed(name: str) -> None:
+    """Stock's own schedule function runs then, with all that it was given."""
+    value, _flag = SETTINGS[name]
+    by_order = any(each.by_order and each.is_on(Model(**{name: value}).config) for each in REFUSALS)
+    parsed = {"pipeline_model_parallel_size": 2, "adaptra_policy": "observe", name: value}
+    if not by_order:
+        with pytest.raises(UnsupportedFeatureError):
+            refuse_arguments(SimpleNamespace(**parsed))
+        return
+    refuse_arguments(SimpleNamespace(**parsed))
+    runtime = AdaptraRuntime(AdaptraConfig(policy="observe"), WeightGradientQueue(layers))
+    ran: list[Any] = []
+    runtime.run_stock = lambda *given: ran.append(given)  # type: ignore[method-assign]
+    call, stock = {"model": [Model(**{name: value})]}, object()
+    runtime.forward_backward(call, interleaved=True, stock=stock)  # type: ignore[arg-type]
+    assert ran[0][:2] == (stock, call)
+    assert "not timed" in ran[0][2]
 
 
 def test_every_refusal_is_tried_and_says_why() -> None:
@@ -357,3 +387,28 @@ def test_every_refusal_of_replicas_apart_is_tried() -> None:
 def test_one_replica_is_refused() -> None:
     with pytest.raises(UnsupportedFeatureError, match="--adaptra-sync-mode auto is for replicas .* the job has 1 "):
         refuse_to_split("auto", 1)
+
+
+LAYERS = 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "spans"),
+    [
+        ({}, 0),
+        ({"recompute_granularity": "selective"}, 0),
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, 3),
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, 2),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 0}, 0),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}, 2),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9}, 3),
+        ({"recompute_granularity": "full", "recompute_layer_ids": [0, 7]}, 2),
+    ],
+)
+def test_spans_of_layers_that_are_recomputed(settings: dict[str, Any], spans: int) -> None:
+    class Layer(torch.nn.Module, BaseTransformerLayer):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+
+    chunks = [torch.nn.Sequential(Layer()), torch.nn.Sequential(*(Layer() for _ in range(LAYERS)))]
+    assert recomputed_spans(Model(**settings).config, chunks) == spans

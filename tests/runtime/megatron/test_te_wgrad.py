@@ -47,8 +47,12 @@ def make(kind: str, *, fused: bool = False, bias: bool = True, **options: Any) -
 class Model(torch.nn.Module):
     """Two layers, and hooks as those of Megatron's DistributedDataParallel with overlapped reduction."""
 
-    def __init__(self, kind: str, *, hooked: bool = True, fp8: bool = False, **options: Any) -> None:
+    def __init__(
+        self, kind: str, *, hooked: bool = True, fp8: bool = False, uses: tuple[int, ...] = (0, 1), **options: Any
+    ) -> None:
+        """`uses`: indices of layers, in the order in which they compute."""
         super().__init__()
+        self.uses = uses
         self.stack = torch.nn.ModuleList(make(kind, **options) for _ in range(2))
         for layer in self.stack:
             layer.fp8 = fp8
@@ -75,7 +79,7 @@ class Model(torch.nn.Module):
         """Input and loss."""
         generator = torch.Generator().manual_seed(10 + micro_batch)
         given = hidden = torch.randn(ROWS, WIDTH, generator=generator, requires_grad=True)
-        for layer in self.stack:
+        for layer in (self.stack[index] for index in self.uses):
             splits = ([2, ROWS - 2],) if isinstance(layer, stand_in_te.GroupedLinear) else ()
             hidden = layer(hidden.tanh(), *splits, is_first_microbatch=micro_batch == 0)
         return given, hidden.square().sum()
@@ -94,18 +98,20 @@ def train(model: Model, order: str, queue: WeightGradientQueue) -> list[torch.Te
         elif kind == "I":
             with queue.collect() as left[number]:
                 runs[number][1].backward()
-            assert len(left[number]) == len(model.stack)
+            assert len(left[number]) == len(model.uses)
         else:
             queue.compute(left[number])
     return [given.grad for given, _loss in runs if given.grad is not None] + list(model.gradients().values())
 
 
-CASES: dict[str, tuple[str, dict[str, bool]]] = {
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Linear": ("Linear", {}),
     "Linear, no bias": ("Linear", {"bias": False}),
     "Linear, bare": ("Linear", {"hooked": False}),
     "Linear, fused": ("Linear", {"fused": True}),
     "Linear, fused, no bias": ("Linear", {"fused": True, "bias": False}),
+    "Linear, used three times": ("Linear", {"uses": (0, 1, 0, 0)}),
+    "Linear, fused, used three times": ("Linear", {"uses": (0, 1, 0, 0), "fused": True}),
     "Linear, quantized": ("Linear", {"bias": False, "fp8": True}),
     "Linear, quantized, bare": ("Linear", {"bias": False, "fp8": True, "hooked": False}),
     "Linear, quantized, fused": ("Linear", {"bias": False, "fp8": True, "fused": True}),
@@ -139,8 +145,9 @@ def test_gradients_are_bitwise_those_of_the_whole_backward(
     assert all(one.isfinite().all() and one.abs().sum() > 0 for one in actual)
     assert sorted(ours.hook_runs) == sorted(stock.hook_runs), "hooks have to run once per parameter and micro-batch"
     splits = order.count("W")
-    assert queue.computed == 2 * splits
-    assert [layer.backward_dw_calls for layer in ours.stack] == [splits] * 2, "one backward_dw per queued micro-batch"
+    assert queue.computed == len(ours.uses) * splits
+    calls = [layer.backward_dw_calls for layer in ours.stack]
+    assert calls == [splits * ours.uses.count(layer) for layer in range(2)], "one backward_dw per use and micro-batch"
     assert not options.get("hooked", True) or all(parameter.grad is None for parameter in ours.parameters())
 
 
@@ -192,6 +199,30 @@ def test_flags_of_unfused_parameters_are_as_before(queue: WeightGradientQueue) -
     with queue.collect():
         model.run(0)[1].backward()
     assert not any(parameter.grad_added_to_main_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("switch", ["ub_bulk_dgrad", "ub_overlap_ag_dgrad"])
+def test_what_is_gathered_into_a_buffer_of_all_layers_is_copied(
+    queue: WeightGradientQueue, switch: str, order: str
+) -> None:
+    """--tp-comm-overlap: the next layer's backward overwrites it."""
+    stock, ours = Model("Linear", bias=False), Model("Linear", bias=False)
+    for layer in (*stock.stack, *ours.stack):
+        setattr(layer, switch, True)
+    expected = train(stock, WHOLE, queue)
+    EngineLayers(queue).split([ours], CONFIG)
+    assert all(torch.equal(*pair) for pair in zip(expected, train(ours, order, queue), strict=True))
+    assert queue.computed == 2 * order.count("W")
+
+
+@pytest.mark.parametrize("switch", ["ub_bulk_dgrad", "ub_overlap_ag_dgrad"])
+def test_what_is_quantized_and_in_a_buffer_of_all_layers_runs_whole(switch: str) -> None:
+    layer = make("Linear", bias=False)
+    assert why_whole(layer, stand_in_te.Linear, QUANTIZED) is None
+    setattr(layer, switch, True)
+    assert "--tp-comm-overlap, quantized" in str(why_whole(layer, stand_in_te.Linear, QUANTIZED))
+    assert why_whole(layer, stand_in_te.Linear, CONFIG) is None
 
 
 def test_an_error_inside_a_split_backward_leaves_no_trace(queue: WeightGradientQueue) -> None:
@@ -273,7 +304,7 @@ def test_experts_of_old_releases_leave_hooks_their_gradients(
 WHOLE_LAYERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "quantized or grouped, and with a bias": ("Linear", {}, {"fp8": "hybrid"}),
     "with a bias, whose gradient then comes at B": ("GroupedLinear", {"fused": True}, {}),
-    "--tp-comm-overlap": ("Linear", {}, {"tp_comm_overlap": True}),
+    "--tp-comm-overlap reduces its input gradient": ("LayerNormLinear", {"ub_bulk_wgrad": True}, {}),
     "offloaded to the CPU": ("Linear", {}, {"cpu_offloading": True}),
     "without gradient accumulation fusion": ("GroupedLinear", {"fused": False}, {}),
     "its bias is added elsewhere": ("Linear", {"return_bias": True}, {}),

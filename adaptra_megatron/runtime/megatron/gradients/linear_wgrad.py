@@ -22,6 +22,7 @@ Communication of tensor parallelism, which stock hides behind the products of on
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,11 +39,35 @@ GATHER_BUFFERS = ("mpu", "adaptra-ahead")
 """Names in Megatron's global memory buffer: the one that stock gathers into, and one to gather ahead into."""
 
 
-class DelayedGradient(Protocol):
-    """What one layer owes its parameters for one micro-batch."""
+Gradients = list[tuple[torch.nn.Parameter, torch.Tensor]]
+"""With the parameter that each is of."""
 
-    def compute(self) -> None:
-        """Compute and accumulate it, once."""
+
+class DelayedGradient(Protocol):
+    """The gradients of one layer's parameters from one use of the layer in one micro-batch."""
+
+    @property
+    def owner(self) -> object:
+        """Equal for all uses of the same parameters."""
+
+    @property
+    def graph_task(self) -> int:
+        """Number of the pass of autograd that left it: see `current_graph_task`."""
+
+    def compute(self) -> Gradients:
+        """Compute them, once; what is returned is still to be accumulated: nothing where a kernel has done so."""
+
+
+_Use = tuple[int, object]
+"""Graph task and owner."""
+
+
+def current_graph_task() -> int:
+    """Return the number of the pass of autograd that runs in this thread; a checkpointed span has a pass of its own.
+
+    Autograd adds up the gradients of a parameter within a pass before it accumulates them.
+    """
+    return int(torch._C._current_graph_task_id())
 
 
 @dataclass(eq=False)
@@ -61,7 +86,12 @@ class LinearWeightGradient:
     """Where gradient accumulation fusion adds to; None without fusion."""
     gather_group: dist.ProcessGroup | None
     """Tensor-parallel group the input is scattered over; None without sequence parallelism."""
+    graph_task: int = field(default_factory=current_graph_task)
     _gathered: tuple[torch.Tensor, dist.Work] | None = field(default=None, init=False)
+
+    @property
+    def owner(self) -> object:
+        return self.weight
 
     def gather(self, buffer: str) -> None:
         """Begin to gather the input from `gather_group`, collectively over it, into one of GATHER_BUFFERS."""
@@ -71,8 +101,8 @@ class LinearWeightGradient:
         work = self.layers.dist_all_gather_func(total_input, self.input, group=self.gather_group, async_op=True)
         self._gathered = total_input, work
 
-    def compute(self) -> None:
-        """Compute and accumulate; with a `gather_group`, after `gather`."""
+    def compute(self) -> Gradients:
+        """See DelayedGradient; with a `gather_group`, after `gather`."""
         layers, total_input = self.layers, self.input
         if self.gather_group is not None:
             assert self._gathered is not None, "the input has not been asked for"
@@ -84,14 +114,8 @@ class LinearWeightGradient:
             weight.main_grad = self.fused_main_grad
             kernel = getattr(layers.fused_weight_gradient_mlp_cuda, _fused_kernel(self.fused_main_grad.dtype))
             kernel(total_input, grad_output, self.fused_main_grad)
-            return
-        gradient = grad_output.t().matmul(total_input)
-        if hasattr(weight, "main_grad"):
-            weight.main_grad.add_(gradient)  # what DistributedDataParallel's backward hook does with param.grad
-        elif weight.grad is None:
-            weight.grad = gradient
-        else:
-            weight.grad.add_(gradient)
+            return []
+        return [(weight, grad_output.t().matmul(total_input))]
 
 
 class WeightGradientQueue:
@@ -105,8 +129,12 @@ class WeightGradientQueue:
         """`layers`: megatron.core.tensor_parallel.layers."""
         self._layers = layers
         self._collected: list[DelayedGradient] | None = None
+        self._uses: set[_Use] = set()
+        """Of what was collected."""
         self._flags: list[tuple[torch.nn.Parameter, bool]] = []
         self._stand_ins: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._whole: set[torch.nn.Parameter] = set()
+        """Weights whose gradients are left to stock."""
         self._streams: set[Any] = set()
         """On which split backwards have run: several with Megatron's moe_shared_expert_overlap."""
         self.computed = 0
@@ -116,6 +144,17 @@ class WeightGradientQueue:
     def collects(self) -> bool:
         """Return whether a split backward is running."""
         return self._collected is not None
+
+    def leave_whole(self, model_chunks: Sequence[torch.nn.Module]) -> None:
+        """Have weights of embeddings computed as stock does wherever a linear layer uses them, too.
+
+        With multi-token prediction a chunk looks up tied embeddings and projects with them. Autograd adds up both
+        gradients, and the embedding's is not delayed.
+        """
+        embeddings = (torch.nn.Embedding, self._layers.VocabParallelEmbedding)
+        for module in (module for model in model_chunks for module in model.modules()):
+            if isinstance(module, embeddings):
+                self._whole.update(module.parameters(recurse=False))
 
     @contextmanager
     def collect(self) -> Iterator[list[DelayedGradient]]:
@@ -127,6 +166,7 @@ class WeightGradientQueue:
             yield collected
         finally:
             self._collected = None
+            self._uses.clear()
             # The flag told DistributedDataParallel's hook to add nothing; the next whole backward must add again.
             # Last first: of a weight that was used twice, the first entry has what was there before.
             for weight, previous in reversed(self._flags):
@@ -141,6 +181,7 @@ class WeightGradientQueue:
         """Leave `gradient` for later; only in a split backward."""
         assert self._collected is not None, "a gradient was left outside of a split backward"
         self._collected.append(gradient)
+        self._uses.add((gradient.graph_task, gradient.owner))
         self._streams.add(current_stream())
 
     def expect_none(self, parameter: torch.nn.Parameter) -> None:
@@ -161,9 +202,19 @@ class WeightGradientQueue:
 
         With sequence parallelism, collective over the tensor-parallel group, in the same order on all of its ranks.
         """
+        uses = Counter((gradient.graph_task, gradient.owner) for gradient in gradients)
+        sums: dict[_Use, dict[torch.nn.Parameter, torch.Tensor]] = {}
         with torch.no_grad():
             for gradient in _gathering_ahead(gradients):
-                gradient.compute()
+                # Of a layer that is used more than once (multi-token prediction) the sum is accumulated, as in stock.
+                use = gradient.graph_task, gradient.owner
+                total = sums.setdefault(use, {})
+                for parameter, value in gradient.compute():
+                    total[parameter] = total[parameter].add_(value) if parameter in total else value
+                uses[use] -= 1
+                if not uses[use]:
+                    for parameter, value in sums.pop(use).items():
+                        _accumulate(parameter, value)
         for stream in self._streams - {current_stream()}:
             stream.wait_stream(current_stream())  # or what it allocates next may be memory that is still read here
         self.computed += len(gradients)
@@ -180,7 +231,7 @@ class WeightGradientQueue:
         input_gradient = self._layers.custom_bwd(split)
 
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-            if self._collected is None or not _can_split(ctx):
+            if self._collected is None or not self._can_split(ctx):
                 return stock(ctx, grad_output)
             return input_gradient(ctx, grad_output)
 
@@ -200,20 +251,32 @@ class WeightGradientQueue:
             handle = self._layers.dist_reduce_scatter_func(scattered, grad_input, group=ctx.tp_group, async_op=True)
             grad_input = scattered
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
-        self.add(
-            LinearWeightGradient(
-                layers=self._layers,
-                input=layer_input,
-                weight=weight,
-                grad_output=grad_output,
-                fused_main_grad=ctx.main_grad if ctx.gradient_accumulation_fusion else None,
-                gather_group=ctx.tp_group if ctx.sequence_parallel else None,
-            )
+        gradient = LinearWeightGradient(
+            layers=self._layers,
+            input=layer_input,
+            weight=weight,
+            grad_output=grad_output,
+            fused_main_grad=ctx.main_grad if ctx.gradient_accumulation_fusion else None,
+            gather_group=ctx.tp_group if ctx.sequence_parallel else None,
         )
-        stand_in = self._stand_in(weight, layer_input.dtype, fused=ctx.gradient_accumulation_fusion)
+        stand_in = None
+        if (gradient.graph_task, gradient.owner) not in self._uses:  # of an earlier use autograd has one: enough
+            stand_in = self._stand_in(weight, layer_input.dtype, fused=ctx.gradient_accumulation_fusion)
+        self.add(gradient)
         if handle is not None:
             handle.wait()
         return grad_input, stand_in, grad_bias
+
+    def _can_split(self, ctx: Any) -> bool:
+        weight = ctx.saved_tensors[1]
+        return (
+            ctx.grad_output_buffer is None  # defer_embedding_wgrad_compute has a queue of its own
+            and weight.requires_grad
+            and weight not in self._whole
+            and not hasattr(weight, "__fsdp_param__")
+            and not has_sharded_weight(ctx)
+            and (not ctx.gradient_accumulation_fusion or ctx.main_grad is not None)  # what is missing, stock says
+        )
 
     def _stand_in(self, weight: torch.nn.Parameter, dtype: torch.dtype, *, fused: bool) -> torch.Tensor | None:
         """A gradient that DistributedDataParallel's hook sees and drops; None where there is no such hook.
@@ -264,12 +327,11 @@ def _fused_kernel(main_dtype: torch.dtype) -> str:
     )
 
 
-def _can_split(ctx: Any) -> bool:
-    weight = ctx.saved_tensors[1]
-    return (
-        ctx.grad_output_buffer is None  # defer_embedding_wgrad_compute has a queue of its own
-        and weight.requires_grad
-        and not hasattr(weight, "__fsdp_param__")
-        and not has_sharded_weight(ctx)
-        and (not ctx.gradient_accumulation_fusion or ctx.main_grad is not None)  # what is missing, stock says
-    )
+def _accumulate(parameter: Any, gradient: torch.Tensor) -> None:
+    """Add `gradient` to where those of other micro-batches are."""
+    if hasattr(parameter, "main_grad"):
+        parameter.main_grad.add_(gradient)  # what DistributedDataParallel's backward hook does with param.grad
+    elif parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)

@@ -17,20 +17,21 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from packaging.version import Version
 
 from adaptra_megatron.log import is_first_rank, logger_of
-from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
+from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import Gradients, WeightGradientQueue, current_graph_task
+from adaptra_megatron.runtime.megatron.gradients.split_rules import SPLIT, LayerFacts, rule_for
 
 logger = logger_of(__name__)
 
 _PACKAGE = "transformer_engine"
-_SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
-_GROUPED_SINCE = Version("2.8")
+_IN_USERBUFFERS = ("ub_bulk_dgrad", "ub_overlap_ag_dgrad")
+"""Switches of layers: their input is gathered into a buffer of all such layers, and their output's gradient is."""
 _DELAYED_PARAMETER = re.compile(r"(weight|bias)\d*")
 """Names of parameters whose gradients `backward_dw` computes. Norms' and those of split parameters have others."""
 
@@ -42,10 +43,15 @@ class EngineWeightGradient:
     store: CollectingStore
     tensors: list[Any]
     function: Callable[..., Any]
+    graph_task: int = field(default_factory=current_graph_task)
 
-    def compute(self) -> None:
-        """Have the layer compute and accumulate them."""
-        self.store.compute(self.tensors, self.function)
+    @property
+    def owner(self) -> object:
+        return self.store
+
+    def compute(self) -> Gradients:
+        """See DelayedGradient."""
+        return self.store.compute(self.tensors, self.function)
 
 
 class CollectingStore:
@@ -74,7 +80,14 @@ class CollectingStore:
         return self._computes or self._queue.collects or torch.is_grad_enabled()
 
     def put(self, tensor_list: list[Any], func: Callable[..., Any]) -> None:
-        """Called by the layer's backward instead of computing `func(*tensor_list)`."""
+        """Called by the layer's backward instead of computing `func(*tensor_list)`, which are the gathered input and
+        the gathered gradient of the output.
+
+        With --tp-comm-overlap one of them may be in a buffer that the next layer gathers into: it is copied.
+        """
+        for index, switch in enumerate(_IN_USERBUFFERS):
+            if getattr(self._layer, switch, False):
+                tensor_list[index] = tensor_list[index].clone()
         self._queue.add(EngineWeightGradient(self, tensor_list, func))
         for name, parameter in self._parameters():
             # With fusion, weights get a stand-in from Transformer Engine itself.
@@ -85,8 +98,8 @@ class CollectingStore:
         """Called by the layer's `backward_dw`."""
         return self._own.pop()
 
-    def compute(self, tensor_list: list[Any], func: Callable[..., Any]) -> None:
-        """One `backward_dw` of the layer, and what DistributedDataParallel's hook does after a backward."""
+    def compute(self, tensor_list: list[Any], func: Callable[..., Any]) -> Gradients:
+        """One `backward_dw` of the layer: the gradients that it leaves to a hook of DistributedDataParallel."""
         before = [(parameter, parameter.grad) for _name, parameter in self._parameters()]
         for parameter, _gradient in before:
             parameter.grad = None  # releases differ in whether one that is there is kept or overwritten
@@ -97,8 +110,10 @@ class CollectingStore:
             self._base.backward_dw(self._layer)
         finally:
             self._computes = False
+        gradients = [(parameter, parameter.grad) for parameter, _gradient in before if parameter.grad is not None]
         for parameter, gradient in before:
-            _accumulate(parameter, gradient)
+            parameter.grad = gradient
+        return gradients
 
     def _parameters(self) -> list[tuple[str, Any]]:
         return [
@@ -148,34 +163,33 @@ class EngineLayers:
 
 def why_whole(layer: Any, base: Any, config: Any) -> str | None:
     """Why the backward of `layer`, of class `base` of Transformer Engine, is not split; None where it is."""
-    if base.__name__ not in _SPLIT:
-        return "not a single linear layer"
+    rule = rule_for(facts_of(layer, base, config))
+    return None if rule is None else rule.reason
+
+
+def facts_of(layer: Any, base: Any, config: Any) -> LayerFacts:
+    """What decides whether the backward of `layer`, of class `base` of Transformer Engine, is split."""
+    if base.__name__ not in SPLIT:
+        return LayerFacts(kind=base.__name__)
     if getattr(layer, "wgrad_store", None) is None or not hasattr(base, "backward_dw"):
-        return "this Transformer Engine has no delayed weight gradients; they came with 2.3"
-    if layer.wgrad_store.delay_wgrad_compute():
-        return "built with delay_wgrad_compute, so Transformer Engine computes its weight gradients"
-    if getattr(config, "tp_comm_overlap", False):
-        return "--tp-comm-overlap: Transformer Engine does not delay weight gradients then"
-    if getattr(config, "cpu_offloading", False):
-        return "activations are offloaded to the CPU"
-    grouped = base.__name__ == "GroupedLinear"
-    if grouped and Version(sys.modules[_PACKAGE].__version__) < _GROUPED_SINCE:
-        return "before Transformer Engine 2.8 delaying leaves hooks of DistributedDataParallel without a gradient"
-    if grouped and not layer.fuse_wgrad_accumulation:
-        return "without gradient accumulation fusion autograd gets weight gradients before they are computed"
+        return LayerFacts(kind=base.__name__, delays=False)
     weights = {name: parameter for name, parameter in layer.named_parameters(recurse=False) if parameter.dim() > 1}
-    if not all(map(_DELAYED_PARAMETER.fullmatch, weights)):
-        return "its weight is split into several parameters"
-    if any(getattr(weight, "is_distributed_weight", False) for weight in weights.values()):
-        return "its weight is sharded and gathered for each use"
-    if getattr(layer, "single_grouped_weight", False) or getattr(layer, "single_grouped_bias", False):
-        return "its experts share one parameter, which is experimental"
-    if layer.use_bias and (not layer.apply_bias or getattr(layer, "gemm_bias_unfused_add", False)):
-        return "its bias is added elsewhere, whose gradient backward_dw would look for"
     quantized = (getattr(config, "fp8", None), getattr(config, "fp4", None), getattr(layer, "te_quant_params", None))
-    if layer.use_bias and (grouped or any(quantized)):
-        return "quantized or grouped, and with a bias, whose gradient then comes at B"
-    return None
+    return LayerFacts(
+        kind=base.__name__,
+        version=Version(sys.modules[_PACKAGE].__version__),
+        built_delayed=layer.wgrad_store.delay_wgrad_compute(),
+        reduces_within_weight_gradient=getattr(layer, "ub_bulk_wgrad", False),
+        in_userbuffers=any(getattr(layer, switch, False) for switch in _IN_USERBUFFERS),
+        quantized=any(quantized),
+        offloaded=getattr(config, "cpu_offloading", False),
+        fused=layer.fuse_wgrad_accumulation,
+        parts=not all(map(_DELAYED_PARAMETER.fullmatch, weights)),
+        sharded=any(getattr(weight, "is_distributed_weight", False) for weight in weights.values()),
+        one_of_experts=getattr(layer, "single_grouped_weight", False) or getattr(layer, "single_grouped_bias", False),
+        bias=layer.use_bias,
+        bias_elsewhere=layer.use_bias and (not layer.apply_bias or getattr(layer, "gemm_bias_unfused_add", False)),
+    )
 
 
 def _class_of_engine(layer: Any) -> Any:
@@ -186,19 +200,6 @@ def _class_of_engine(layer: Any) -> Any:
         if base.__module__.split(".")[0] == _PACKAGE:
             return base
     return None
-
-
-def _accumulate(parameter: Any, before: torch.Tensor | None) -> None:
-    """Add the gradient that is in `parameter.grad`, if any, to where those of other micro-batches are."""
-    gradient, parameter.grad = parameter.grad, before
-    if gradient is None:
-        return  # a fused kernel has added it
-    if hasattr(parameter, "main_grad"):
-        parameter.main_grad.add_(gradient)
-    elif before is None:
-        parameter.grad = gradient
-    else:
-        before.add_(gradient)
 
 
 def _listed(layers: Counter[str]) -> str:

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which linear layers have their backward split: one table, for the layers that a job has and for those that its
+settings promise. Imports neither torch nor Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from packaging.version import Version
+
+SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
+"""Classes of Transformer Engine that delay weight gradients."""
+GROUPED_SINCE = Version("2.8")
+NATIVE = "native"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFacts:
+    """What decides whether the backward of a layer is split. The defaults are those of a layer that is."""
+
+    kind: str
+    """Class of Transformer Engine, or NATIVE: Megatron's own."""
+    version: Version | None = None
+    """Of Transformer Engine; None: one that does it all."""
+    delays: bool = True
+    """Transformer Engine has delayed weight gradients for its class."""
+    built_delayed: bool = False
+    reduces_within_weight_gradient: bool = False
+    in_userbuffers: bool = False
+    """What its weight gradient is made of is gathered into a buffer that other layers use, too."""
+    quantized: bool = False
+    offloaded: bool = False
+    fused: bool = True
+    """A kernel adds its weight gradient to the main gradient."""
+    parts: bool = False
+    """Its weight is several parameters."""
+    sharded: bool = False
+    """Its weight is gathered for each use."""
+    one_of_experts: bool = False
+    """All experts' weights are one parameter."""
+    bias: bool = False
+    bias_elsewhere: bool = False
+    """Its bias is added by another operation."""
+    deferred: bool = False
+    """Megatron computes its weight gradients in its own queue (--defer-embedding-wgrad-compute)."""
+    looked_up: bool = False
+    """Its weight is an embedding's, too, in the same chunk."""
+
+    @property
+    def grouped(self) -> bool:
+        return self.kind == "GroupedLinear"
+
+
+class Rule(NamedTuple):
+    """One reason to run a layer's backward whole."""
+
+    applies: Callable[[LayerFacts], bool]
+    reason: str
+    remedy: str
+
+
+RULES = (
+    Rule(lambda f: f.deferred, "Megatron delays its weight gradients itself", "drop --defer-embedding-wgrad-compute"),
+    Rule(
+        lambda f: f.looked_up,
+        "an embedding looks its weight up, too, and autograd adds up both gradients",
+        "--untie-embeddings-and-output-weights",
+    ),
+    Rule(
+        lambda f: f.kind not in (*SPLIT, NATIVE),
+        "not a single linear layer",
+        "the default layer specifications, without fused operations (--use-transformer-engine-op-fuser)",
+    ),
+    Rule(
+        lambda f: not f.delays,
+        "this Transformer Engine has no delayed weight gradients; they came with 2.3",
+        "Transformer Engine 2.3 or later",
+    ),
+    Rule(
+        lambda f: f.built_delayed,
+        "built with delay_wgrad_compute, so Transformer Engine computes its weight gradients",
+        "drop --delay-wgrad-compute",
+    ),
+    Rule(
+        lambda f: f.reduces_within_weight_gradient,
+        "--tp-comm-overlap reduces its input gradient while its weight gradient is computed",
+        "--disable-tp-comm-bulk-wgrad",
+    ),
+    Rule(
+        lambda f: f.quantized and f.in_userbuffers,
+        "--tp-comm-overlap, quantized: a buffer of other layers, too, has what the weight gradient is made of",
+        "drop --tp-comm-overlap",
+    ),
+    Rule(
+        lambda f: f.offloaded and f.kind != NATIVE,
+        "activations are offloaded to the CPU",
+        "drop --cpu-offloading-num-layers",
+    ),
+    Rule(
+        lambda f: f.grouped and f.version is not None and f.version < GROUPED_SINCE,
+        "before Transformer Engine 2.8 delaying leaves hooks of DistributedDataParallel without a gradient",
+        "Transformer Engine 2.8 or later",
+    ),
+    Rule(
+        lambda f: f.grouped and not f.fused,
+        "without gradient accumulation fusion autograd gets weight gradients before they are computed",
+        "drop --no-gradient-accumulation-fusion",
+    ),
+    Rule(lambda f: f.parts, "its weight is split into several parameters", "none"),
+    Rule(lambda f: f.sharded, "its weight is sharded and gathered for each use", "none"),
+    Rule(lambda f: f.one_of_experts, "its experts share one parameter, which is experimental", "none"),
+    Rule(
+        lambda f: f.bias_elsewhere and f.kind != NATIVE,
+        "its bias is added elsewhere, whose gradient backward_dw would look for",
+        "--disable-bias-linear",
+    ),
+    Rule(
+        lambda f: f.kind != NATIVE and f.bias and (f.grouped or f.quantized),
+        "quantized or grouped, and with a bias, whose gradient then comes at B",
+        "--disable-bias-linear",
+    ),
+)
+
+
+def rule_for(facts: LayerFacts) -> Rule | None:
+    """The first rule by which the layer's backward runs whole; None where it is split."""
+    return next((rule for rule in RULES if rule.applies(facts)), None)
+
+
+class Expected(NamedTuple):
+    """A kind of linear layer that a job will have."""
+
+    name: str
+    number: int
+    """In the whole model; in each layer where the number of layers is not known."""
+    facts: LayerFacts
+
+
+def expected_layers(settings: Any) -> list[Expected]:
+    """The linear layers of a GPT by its settings; what they do not say is as by Megatron-LM's command line."""
+
+    def setting(name: str, default: Any = None) -> Any:
+        value = getattr(settings, name, None)
+        return default if value is None else value
+
+    layers = int(setting("num_layers", 1)) + int(setting("mtp_num_layers", 0))
+    experts = bool(setting("num_moe_experts", setting("num_experts", 0)))
+    found = [*_attention(setting), *(_experts(setting) if experts else _dense(setting))]
+    if setting("transformer_impl", "transformer_engine") == "local":
+        found = [(name, LayerFacts(kind=NATIVE)) for name, _facts in found]
+    return [*(Expected(name, layers, facts) for name, facts in found), Expected("output layer", 1, _output(setting))]
+
+
+_Setting = Callable[..., Any]
+
+
+def _attention(setting: _Setting) -> Iterator[tuple[str, LayerFacts]]:
+    column, row = _parallel(setting)
+    if setting("multi_latent_attention", False):
+        for name in ("q_down", "q_up", "kv_down", "kv_up"):
+            yield name, LayerFacts(kind="Linear", **_common(setting, bias=False))
+    else:
+        qkv_bias = bool(setting("add_qkv_bias", False)) or bool(setting("add_bias_linear", True))
+        yield "qkv", LayerFacts(kind="LayerNormLinear", **_common(setting, bias=qkv_bias), **column)
+    yield "proj", LayerFacts(kind="Linear", **_common(setting, elsewhere=True), **row)
+
+
+def _dense(setting: _Setting) -> Iterator[tuple[str, LayerFacts]]:
+    column, row = _parallel(setting)
+    fused = bool(setting("use_transformer_engine_op_fuser", False))
+    common = _common(setting, elsewhere=True)
+    yield "fc1", LayerFacts(kind="fused operations" if fused else "LayerNormLinear", **common, **column)
+    yield "fc2", LayerFacts(kind="fused operations" if fused else "Linear", **common, **row)
+
+
+def _experts(setting: _Setting) -> Iterator[tuple[str, LayerFacts]]:
+    grouped = bool(setting("moe_grouped_gemm", False))
+    kind = "GroupedLinear" if grouped else "Linear"
+    if setting("use_transformer_engine_op_fuser", False):
+        kind = "fused operations"
+    one = bool(setting("moe_single_grouped_weight", False))
+    for name in ("experts' fc1", "experts' fc2"):
+        yield name, LayerFacts(kind=kind, one_of_experts=one, **_common(setting, elsewhere=not grouped))
+    if setting("moe_shared_expert_intermediate_size"):
+        for name in ("shared experts' fc1", "shared experts' fc2"):
+            yield name, LayerFacts(kind="Linear", **_common(setting, elsewhere=True))
+
+
+def _output(setting: _Setting) -> LayerFacts:
+    shared = setting("share_embeddings_and_output_weights")
+    tied = not setting("untie_embeddings_and_output_weights", False) if shared is None else bool(shared)
+    fused_loss = setting("cross_entropy_fusion_impl") == "linear" and setting("cross_entropy_loss_fusion", False)
+    return LayerFacts(
+        kind="output layer and loss in one operation" if fused_loss else NATIVE,
+        deferred=bool(setting("defer_embedding_wgrad_compute", False)),
+        looked_up=tied and bool(setting("mtp_num_layers", 0)),
+    )
+
+
+def _common(setting: _Setting, *, bias: bool | None = None, elsewhere: bool = False) -> dict[str, Any]:
+    """Facts of all layers of Transformer Engine alike. `elsewhere`: Megatron adds their biases itself."""
+    has_bias = bool(setting("add_bias_linear", True)) if bias is None else bias
+    return {
+        "quantized": bool(setting("fp8") or setting("fp4")),
+        "offloaded": bool(setting("cpu_offloading", False) or setting("cpu_offloading_num_layers", 0)),
+        "fused": bool(setting("gradient_accumulation_fusion", True)),
+        "bias": has_bias,
+        "bias_elsewhere": has_bias and elsewhere,
+    }
+
+
+def _parallel(setting: _Setting) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What --tp-comm-overlap does to column-parallel and to row-parallel layers."""
+    if not setting("tp_comm_overlap", False) or int(setting("tensor_model_parallel_size", 1)) < 2:
+        return {}, {}
+    scattered = bool(setting("tp_comm_overlap_rs_dgrad", False))
+    column = {
+        "reduces_within_weight_gradient": bool(setting("tp_comm_bulk_wgrad", True)) and not scattered,
+        "in_userbuffers": bool(setting("tp_comm_bulk_dgrad", True)) and not scattered,
+    }
+    return column, {"in_userbuffers": bool(setting("tp_comm_overlap_ag", True))}
