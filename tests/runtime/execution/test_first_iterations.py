@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.four_stages import FOUR, WHOLE
+from support.four_stages import FOUR, WHOLE_FIRST
 from support.processes import RankResult
 
 from adaptra_megatron.config import AdaptraConfig
@@ -65,7 +65,7 @@ def test_where_computation_blocks_the_host_no_iteration_is_cold() -> None:
 class TestWhatRuns:
     def test_is_stocks_order_with_whole_backwards_whatever_is_planned(self) -> None:
         stock = stock_order(4, 12)
-        for layout in (FOUR, WHOLE):
+        for layout in (FOUR, WHOLE_FIRST):
             book = PlanBook(AdaptraConfig(), layout)
             assert book.whole_schedule(12) == stock
             book.install(split_backward(stock, 2), 1, (None,) * 4)
