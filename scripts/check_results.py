@@ -37,7 +37,16 @@ _HOST_PATH = (
     *_in(f"{_PACKAGE}/transport/wires", "shm.py", "tcp.py"),
     *_in("csrc/ring", "ring.cpp", "tcp_pump.cpp", "slot_access.cpp", "spin.hpp"),
 )
-_OUTLIVING = _in(f"{_PACKAGE}/epochs", "survival.py", "meeting.py", "live_group.py", "live_groups.py", "handles.py")
+_OUTLIVING = _in(
+    f"{_PACKAGE}/epochs",
+    "survival.py",
+    "commit.py",
+    "protocol.py",
+    "fence.py",
+    "live_group.py",
+    "live_groups.py",
+    "handles.py",
+)
 
 SOURCES: Mapping[str, Sequence[str]] = {
     "analyze.md": (
