@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recovery protocol holds in every order in which ranks fail and rejoin; rules of old do not."""
+
+from __future__ import annotations
+
+import pytest
+from epochs.protocol_model import Model, Scope, ViolationError, numbered_by_membership
+
+from adaptra_megatron.epochs import protocol
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "scope",
+    [
+        Scope(calls=2, failures=1, admissions=0),
+        Scope(calls=1, failures=1, admissions=1, late_operations=0),
+    ],
+    ids=["fails", "fails-and-rejoins"],
+)
+def test_invariants_hold_in_every_order(scope: Scope) -> None:
+    model = Model(scope)
+    assert model.explore() > 1000
+    assert model.ends
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_invariants_hold_in_some_orders_of_two_failures_and_two_admissions(replicas: int) -> None:
+    """As many as fit into seconds; the slow test has millions."""
+    assert Model(Scope(replicas=replicas)).explore(25_000, seed=replicas) == 25_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_invariants_hold_in_millions_of_orders_of_two_failures_and_two_admissions(replicas: int) -> None:
+    Model(Scope(replicas=replicas)).explore(2_000_000, seed=replicas)
+
+
+def test_without_a_fence_a_late_operation_writes_into_the_next_attempt() -> None:
+    with pytest.raises(ViolationError, match="an operation of turn 0 writes into gradients of turn 1"):
+        Model(Scope(failures=1, admissions=0, fenced=False)).explore()
+
+
+def test_an_admission_that_shares_its_number_with_a_failure_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "with_rejoining", numbered_by_membership(protocol.with_rejoining))
+    with pytest.raises(ViolationError, match="generation 3 has another live set than before"):
+        Model(Scope(late_operations=0, admissions=1)).explore(60_000, seed=4)
