@@ -154,7 +154,7 @@ def test_pods_may_lock_memory_and_have_what_they_mount(manifest: dict[str, dict[
     assert (REPOSITORY / script[1]).stat().st_mode & 0o111
 
 
-NO_VARIABLE = re.compile(r".*_(PATCHES|ERR|FATAL)|SLICE_(BEGIN|END)|WORTH_SAYING")
+NO_VARIABLE = re.compile(r".*_(PATCHES|ERR|FATAL)|M_[SW]|SLICE_(BEGIN|END)|WORTH_SAYING")
 """Constants of the package that are spelled like environment variables."""
 
 

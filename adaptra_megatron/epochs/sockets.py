@@ -77,7 +77,7 @@ def _device() -> tuple[Any, str]:
             new = [each.local for each in _sockets() if each.inode not in before and each.state == _LISTENS]
             if len(new) == 1:  # else another thread has begun to listen in the same moment
                 return device, new[0]
-    raise RuntimeError(f"gloo's listener cannot be told from others that this process has opened, in {_TRIES} tries")
+    raise RuntimeError(f"gloo's listener cannot be identified among those of other threads, in {_TRIES} tries")
 
 
 def _default_device() -> Any:
