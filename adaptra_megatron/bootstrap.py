@@ -23,6 +23,7 @@ OFF_VARIABLE = "ADAPTRA_DISABLE"
 """Environment variable that turns us off, unless it is empty or 0: flags are read, and Megatron is left as it is."""
 
 ARGUMENTS = "megatron.training.arguments"
+BRIDGE = "megatron.bridge.training.config"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 HOOKS = {
@@ -31,6 +32,8 @@ HOOKS = {
     f"{SCHEDULES}:get_forward_backward_func": "in scripts that do not use Megatron's parser, the first call applies "
     "the patches below under `-m adaptra_megatron` and `import adaptra_megatron.auto`, and otherwise warns that the "
     "flag has no effect",
+    f"{BRIDGE}:ConfigContainer.validate": "the same once Megatron-Bridge has put a job's settings together: "
+    "what is refused is refused before any GPU is touched",
 }
 """What is replaced to get in, and why; by target."""
 
@@ -66,7 +69,7 @@ class MegatronHooks(PostImportFinder):
     """The finder of this process; there is one at most."""
 
     def __init__(self) -> None:
-        super().__init__({ARGUMENTS: self._hook_arguments, SCHEDULES: self._hook_schedules})
+        super().__init__({ARGUMENTS: self._hook_arguments, SCHEDULES: self._hook_schedules, BRIDGE: self._hook_bridge})
         self.requested = False
         self._enabling: Enabling | None = None
 
@@ -88,6 +91,18 @@ class MegatronHooks(PostImportFinder):
             return stock(*arguments, **keywords)
 
         schedules.get_forward_backward_func = get_forward_backward_func  # type: ignore[attr-defined]
+
+    def _hook_bridge(self, config: ModuleType) -> None:
+        container = _expected(config, "ConfigContainer")
+        stock = container.validate
+
+        @functools.wraps(stock)
+        def validate(settings: Any, *arguments: Any, **keywords: Any) -> Any:
+            result = stock(settings, *arguments, **keywords)
+            self._decider().decide_without_parser(job=settings)
+            return result
+
+        container.validate = validate
 
     def _decider(self) -> Enabling:
         if self._enabling is None:

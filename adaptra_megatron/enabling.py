@@ -11,6 +11,7 @@ from typing import Any
 
 from adaptra_megatron.bootstrap import OFF_VARIABLE, is_turned_off
 from adaptra_megatron.config import ConfigError, add_adaptra_arguments, config_from_arguments
+from adaptra_megatron.job_settings import settings_of_objects
 from adaptra_megatron.log import is_first_rank, logger_of
 
 logger = logger_of(__name__)
@@ -43,8 +44,10 @@ class Enabling:
         parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
         return parser
 
-    def decide_without_parser(self, command_line: Sequence[str] | None = None) -> None:
+    def decide_without_parser(self, command_line: Sequence[str] | None = None, job: Any = None) -> None:
         """Decide by the --adaptra flags among others on `command_line` (default: the process's own).
+
+        `job`: the job's settings, as configurations within configurations, where they are known already.
 
         Does nothing once it is decided, or when the program has patched Megatron by itself. Where --adaptra was not
         taken as given, a program that has none of our modules has read it, or ignored it: warns that it has no effect.
@@ -69,6 +72,8 @@ class Enabling:
         add_adaptra_arguments(parser)
         parser.set_defaults(adaptra=self._requested)
         arguments, _others = parser.parse_known_args(command_line)
+        if job is not None:
+            arguments = argparse.Namespace(**{**vars(settings_of_objects(job)), **vars(arguments)})
         self.decide(parser, arguments)
 
     def decide(self, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

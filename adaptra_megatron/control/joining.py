@@ -46,7 +46,9 @@ def iteration_sample(measurements: Sequence[StageMeasurement], *, rendezvous: bo
                 links[link] = LinkSample(_joined(end, received.get(link), path, rendezvous))
     _add_probes(links, measurements)
     stages = {
-        StageId(measurement.pipeline, measurement.stage): StageSample(measurement.durations_s, sizes=measurement.sizes)
+        StageId(measurement.pipeline, measurement.stage): StageSample(
+            measurement.durations_s, sizes=measurement.sizes, work=measurement.work
+        )
         for measurement in measurements
     }
     disturbances = (measurement.disturbance for measurement in measurements)

@@ -148,6 +148,8 @@ class StageMeasurement:
     nbytes: Mapping[int, int] = field(default_factory=dict)
     """Bytes of the messages of each micro-batch that has any, also where another replica's cell is at their other
     end."""
+    work: tuple[str, ...] = ()
+    """By chunk: what it computes, in a word that is the same where it is as much."""
 
     @cached_property
     def _columns(self) -> tuple[npt.NDArray[Any], ...]:
@@ -225,6 +227,7 @@ def stage_measurement(
     disturbance: str | None = None,
     nbytes: Mapping[int, int] | None = None,
     idle: tuple[int, float] | None = None,
+    work: tuple[str, ...] = (),
 ) -> StageMeasurement:
     """One rank's measurement; `clock_offset_s` is added to its local moments.
 
@@ -257,6 +260,7 @@ def stage_measurement(
         broken=tuple(broken),
         disturbance=disturbance,
         nbytes=nbytes or {},
+        work=work,
     )
 
 

@@ -99,7 +99,7 @@ class Detector:
 
     def _compare_stages(self, iteration: int) -> list[Finding]:
         settled = {
-            Place(identity.pipeline, identity.stage, key): series
+            Place(identity.pipeline, identity.stage, key, tracker.work[key[1]] if tracker.work else None): series
             for identity, tracker in self._stages.items()
             for key, series in tracker.series.items()
             if series.settled

@@ -24,6 +24,8 @@ class Place(NamedTuple):
     """The same in pipelines that do the same work."""
     sort: Any
     """Series of different sorts (paths; kinds of actions) are never compared."""
+    work: Any = None
+    """What it does: those of different positions are only compared where it is the same."""
 
 
 def declare_slow_beside_peers(
@@ -35,7 +37,8 @@ def declare_slow_beside_peers(
 ) -> dict[Place, Change]:
     """Declare those of `newly_settled` slow that are far above the median of their peers.
 
-    Peers are the same position of the other pipelines, or, where those are too few, the other positions.
+    Peers are the same position of the other pipelines, or, where those are too few, the other positions that do the
+    same work: in an uneven pipeline (layouts, multi-token prediction) a stage with more layers is not slow.
     """
     newly_settled = list(newly_settled)
     if not newly_settled:
@@ -47,7 +50,8 @@ def declare_slow_beside_peers(
         peers = [level_s for other, level_s in alike.items() if other.position == place.position]
         factor, who = changes.replica_factor, f"the same of {len(peers)} other pipelines"
         if len(peers) < _MIN_REPLICAS:
-            peers = [level_s for other, level_s in alike.items() if other.pipeline == place.pipeline]
+            own = [other for other in alike if (other.pipeline, other.work) == (place.pipeline, place.work)]
+            peers = [alike[other] for other in own]
             factor, who = changes.peer_factor, f"{len(peers)} others of its pipeline"
             if len(peers) < _MIN_OTHERS:
                 continue

@@ -110,6 +110,8 @@ class StageSample:
     sizes: Mapping[tuple[str, int], Sequence[float] | npt.NDArray[np.floating[Any]]] = field(default_factory=dict)
     """By (kind, chunk), where it is known: how much each action had to do, in the same order, or one value where all
     had as much. In any unit that is the same for all pipelines and iterations."""
+    work: Sequence[str] = ()
+    """By chunk, where it is known: what it computes. Chunks of one text take about as long."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ class Change(NamedTuple):
     previous_s: float
     baseline: Level
     evidence: str
+    of_others: bool = False
+    """`previous_s` and `baseline` are not its own, but those of its peers: nothing of it was known before."""
 
 
 class _Verdict(NamedTuple):
@@ -93,7 +95,7 @@ class Series:
         level = self.window.level()
         self._baseline = level._replace(value=healthy_s, scatter=0.0)
         self._healthy_window = Window(self._settings.baseline_iterations)
-        return self._fall(iteration, iteration, level.value, healthy_s, evidence)
+        return self._fall(iteration, iteration, level.value, healthy_s, evidence)._replace(of_others=True)
 
     def forget(self) -> None:
         """What comes cannot be compared with what was: settle anew."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -25,6 +25,8 @@ class StageTracker:
         self.identity = identity
         self._settings = settings
         self.series: dict[KindAndChunk, Series] = {}
+        self.work: Sequence[str] = ()
+        """See StageSample."""
         self._dead = False
         self._slow: dict[KindAndChunk, Change] = {}
         """The last change of each kind of action that is slow."""
@@ -39,7 +41,7 @@ class StageTracker:
 
     def observe(self, iteration: int, sample: StageSample, *, action_s: float, disturbed: bool) -> Finding | None:
         """Judge an iteration. A lost stage is dead until it measures again."""
-        before = self.state
+        before, self.work = self.state, sample.work or self.work
         if sample.lost is not None:
             self._dead = True
             self._since, self._reason = iteration, sample.lost

@@ -31,8 +31,9 @@ def change_in_words(what: str, change: Change, state_since: int) -> str:
     """
     again = " again" if change.before is State.SLOW and change.state is State.HEALTHY else ""
     since = f" since iteration {change.since_iteration}" if change.since_iteration != state_since else ""
-    text = f"{what} takes {seconds(change.level_s)}{again}{since}, before {seconds(change.previous_s)}"
-    if State.SLOW in (change.before, change.state):
+    compared = "others" if change.of_others else "before"
+    text = f"{what} takes {seconds(change.level_s)}{again}{since}, {compared} {seconds(change.previous_s)}"
+    if not change.of_others and State.SLOW in (change.before, change.state):
         text += f" ({_baseline_in_words(change.baseline)})"
     return f"{text}; seen in {change.evidence}"
 

@@ -43,7 +43,7 @@ from adaptra_megatron.runtime.measurement.reporting import (
 from adaptra_megatron.runtime.measurement.stragglers import Arrivals
 from adaptra_megatron.runtime.measurement.sync_waits import SyncWaits
 from adaptra_megatron.runtime.megatron.computation import StageComputation
-from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, recomputed_spans, shared_groups
+from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, recomputed_spans, shared_groups, work_of
 from adaptra_megatron.runtime.outliving import hold_copies, outlive, refuse_outliving
 from adaptra_megatron.runtime.planning import agreed_plan, make_planner
 from adaptra_megatron.runtime.rejoining import Counters, Joining
@@ -163,7 +163,9 @@ class Pipeline:
         self._works = IterationWork(job, self.book, self.dispatcher, self.rerouting, self._meter)
         self._begun_s = 0.0
         self._arrivals = Arrivals.make(self._job, config, self.telemetry, waits)
-        self._measuring = Measuring(self._job, self.transport, self.dispatcher, self.telemetry, self._arrivals)
+        self._measuring = Measuring(
+            self._job, self.transport, self.dispatcher, self.telemetry, self._arrivals, work_of(call.model_chunks)
+        )
         self._generation = FIRST
         """The one that links and routes were made for."""
         self._rank_losses_told = 0

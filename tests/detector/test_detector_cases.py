@@ -184,6 +184,29 @@ def test_a_stage_that_was_slow_from_the_start_is_told_by_its_replicas() -> None:
     assert [(finding.subject, finding.state) for finding in findings] == [(StageId(2, 1), State.SLOW)]
 
 
+@pytest.mark.parametrize(
+    ("layers", "slow"),
+    [
+        (["2 layers"] * 5, [4]),
+        (["2 layers"] * 4 + ["5 layers"], []),
+        (["0 layers", "0 layers", "2 layers", "2 layers", "5 layers"], []),
+        (["1 layers"] * 4 + ["1 layers, mtp"], []),
+        ([], [4]),
+    ],
+)
+def test_stages_of_one_pipeline_are_compared_where_they_do_the_same_work(layers: list[str], slow: list[int]) -> None:
+    """In uneven pipelines (layouts, multi-token prediction) some take longer, and are not slow."""
+    detector = Detector()
+    samples = {
+        StageId(0, stage): StageSample({("B", 0): [0.025 if stage == 4 else 0.01]}, work=layers[stage : stage + 1])
+        for stage in range(5)
+    }
+    findings = [finding for k in range(8) for finding in detector.observe(IterationSample(k, {}, samples))]
+    assert [finding.subject for finding in findings] == [StageId(0, stage) for stage in slow]
+    for finding in findings:
+        assert "takes 25 ms, others 10 ms; seen in comparison with 4 others of its pipeline" in finding.reason
+
+
 def test_a_stage_is_judged_by_medians_too_and_may_be_lost() -> None:
     detector, stage = Detector(), StageId(0, 0)
     said = []

@@ -8,10 +8,12 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from adaptra_megatron.patches import PATCHES, application, enable, in_force
 
+from adaptra_megatron.bootstrap import BRIDGE, MegatronHooks
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.enabling import Enabling
 from adaptra_megatron.schedule.classic import one_f_one_b
@@ -120,6 +122,46 @@ class TestWithoutMegatronsParser:
         for _iteration in range(2):
             enabling.decide_without_parser(line.split())
         assert caplog.text.count("nothing has been patched: stock Megatron runs") == said
+
+    def test_what_is_refused_is_told_as_megatron_bridge_validates_its_settings(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A stand-in of megatron.bridge.training.config (0.3.1 to 0.6), whose recipes never pass Megatron's parser:
+        pretrain() has them validated before anything is initialized."""
+
+        @dataclasses.dataclass
+        class Provider:
+            pipeline_model_parallel_size: int = 4
+            cuda_graph_impl: str = "none"
+
+        @dataclasses.dataclass
+        class ConfigContainer:
+            model: Provider = dataclasses.field(default_factory=Provider)
+            validated: int = 0
+
+            def validate(self) -> None:
+                self.validated += 1
+
+        monkeypatch.setattr(sys, "argv", ["train.py", "--recipe", "x", "--adaptra-max-in-flight", "6"])
+        module = ModuleType(BRIDGE)
+        module.ConfigContainer = ConfigContainer  # type: ignore[attr-defined]
+        hooks = MegatronHooks()
+        hooks.requested = True
+        hooks._hook_bridge(module)
+        refused = ConfigContainer(Provider(cuda_graph_impl="transformer_engine"))
+        with pytest.raises(SystemExit) as exit_:
+            refused.validate()
+        assert (exit_.value.code, refused.validated) == (2, 1)
+        assert "--adaptra does not run with CUDA graphs (--cuda-graph-impl)" in capsys.readouterr().err
+        assert in_force() is None
+        hooks = MegatronHooks()
+        hooks.requested = True
+        accepted = ConfigContainer()
+        hooks._hook_bridge(module)
+        ConfigContainer.validate(accepted)
+        applied = in_force()
+        assert applied is not None
+        assert applied.config == AdaptraConfig(max_in_flight=6)
 
     def test_a_program_that_has_our_modules_decides_by_itself(self, caplog: pytest.LogCaptureFixture) -> None:
         Enabling(requested=False).decide_without_parser(["--adaptra", "--adaptra-policy", "off"])

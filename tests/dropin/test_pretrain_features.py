@@ -59,6 +59,15 @@ def test_the_numbers_are_those_of_stock(feature: str, tmp_path: Path) -> None:
     compare_with_stock(ranks, tmp_path, *PP2, *MOCK_DATA, *arguments)
 
 
+@pytest.mark.parametrize("layers", ["0", "1"])
+def test_full_recompute_of_some_layers_splits_backwards(layers: str, tmp_path: Path) -> None:
+    """Of none at all, and of the first of each stage's two."""
+    recompute = ("--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", layers)
+    compare_with_stock(2, tmp_path, *PP2, *MOCK_DATA, *recompute)
+    for rank in range(2):
+        assert what_ran(tmp_path / "ours", rank)["adaptra"]["split_weight_gradients"] > 0
+
+
 def test_batch_size_rampup(tmp_path: Path) -> None:
     """Iterations of 4, 4, 6, 6 and then 8 micro-batches: the plan of each is made for its number."""
     by_samples = (*_without(TRAINING, "--train-iters", "--global-batch-size"), "--train-samples", "36", *_rampup())

@@ -51,8 +51,11 @@ class Measuring:
         dispatcher: Dispatcher,
         telemetry: RunTelemetry,
         arrivals: Arrivals | None = None,
+        work: tuple[str, ...] = (),
     ) -> None:
-        """All of them are this rank's. `arrivals`: None where no stragglers are looked for."""
+        """All of them are this rank's. `arrivals`: None where no stragglers are looked for. `work`: see
+        StageMeasurement."""
+        self._work = work
         self._job, self._transport, self._dispatcher, self._telemetry = job, transport, dispatcher, telemetry
         self._arrivals = arrivals
         self.unsettled: EndedIteration | None = None
@@ -107,5 +110,6 @@ class Measuring:
             disturbance=ended.disturbance,
             nbytes=nbytes,
             idle=(ended.iteration, ended.begun_s),
+            work=self._work,
         )
         exchange.post(ended.training_iteration, measurement)

@@ -124,11 +124,23 @@ def recomputed_spans(config: Any, model_chunks: Sequence[torch.nn.Module]) -> in
     """
     if config.recompute_granularity != "full":
         return 0
-    layers = max(sum(isinstance(module, BaseTransformerLayer) for module in model.modules()) for model in model_chunks)
+    layers = max(map(_layers, model_chunks))
     named, number = getattr(config, "recompute_layer_ids", None), config.recompute_num_layers or 0
     if named is not None:
         return min(layers, len(named))
     return min(layers, number) if config.recompute_method == "block" else math.ceil(layers / max(1, number))
+
+
+def work_of(model_chunks: Sequence[torch.nn.Module]) -> tuple[str, ...]:
+    """What each chunk computes, in words that are the same where it is about as much."""
+    predicts = [any(hasattr(module, "mtp") for module in model.modules()) for model in model_chunks]
+    return tuple(
+        f"{_layers(model)} layers{', mtp' if more else ''}" for model, more in zip(model_chunks, predicts, strict=True)
+    )
+
+
+def _layers(model: torch.nn.Module) -> int:
+    return sum(isinstance(module, BaseTransformerLayer) for module in model.modules())
 
 
 def shared_groups(config: Any, groups: Any) -> list[list[int]]:

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
-from adaptra_megatron.runtime.megatron.megatron_call import pipeline_call, recomputed_spans
+from adaptra_megatron.runtime.megatron.megatron_call import pipeline_call, recomputed_spans, work_of
 from adaptra_megatron.runtime.megatron.refusals import (
     REFUSALS,
     SEEN_IN_ARGUMENTS,
@@ -412,3 +412,14 @@ def test_spans_of_layers_that_are_recomputed(settings: dict[str, Any], spans: in
 
     chunks = [torch.nn.Sequential(Layer()), torch.nn.Sequential(*(Layer() for _ in range(LAYERS)))]
     assert recomputed_spans(Model(**settings).config, chunks) == spans
+
+
+def test_chunks_are_alike_by_their_layers() -> None:
+    class Layer(torch.nn.Module, BaseTransformerLayer):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+
+    one, two, predicting = (torch.nn.Sequential(*(Layer() for _ in range(count))) for count in (1, 2, 2))
+    predicting.mtp = torch.nn.Linear(1, 1)
+    wrapped = torch.nn.Sequential(predicting)
+    assert work_of([one, two, wrapped]) == ("1 layers", "2 layers", "2 layers, mtp")
