@@ -50,7 +50,7 @@ SIZES = (1, 1000, MEBIBYTE // 8, MEBIBYTE, 40_000)
 """Elements of float32: below, at and beyond what fits into a slot and a ring."""
 
 FAILOVER_S = 20.0
-"""Longest pause of traffic that a dead or silent delegate may cause: it ends before a message's deadline. `make soak`
+"""Longest pause of traffic that a dead or silent delegate may cause: before a message's own deadline. `make soak`
 measures it."""
 
 MOST_WAKES_PER_S = 20.0
