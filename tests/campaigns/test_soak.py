@@ -47,8 +47,6 @@ def test_training_under_faults_is_training_in_peace(fork_server: ForkServer, tmp
     """Numbers, deadlines and what is left behind are judged by the campaign itself; this shows that it took place."""
     said: list[str] = []
     report = run_round(CAMPAIGN, 1, tmp_path, fork_server, said.append)
-    if wrong := [problem for problem in report.problems if "stock" in problem]:
-        pytest.fail("\n".join(wrong))  # which no busy machine excuses
     assert not report.problems, "\n".join([*report.problems, table(report.records), *said])
     strikes = [record.strikes() for record in report.records]
     assert sum(count[Kind.KILL_DELEGATE] for count in strikes) == CAMPAIGN.kills

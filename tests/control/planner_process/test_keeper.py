@@ -205,9 +205,15 @@ def test_who_is_waited_for_is_named_and_the_process_is_not_taken_for_dead(
     own, *others = map(encoded, four.job.measure(0.0))
     for link, report in list(zip(four.links, others, strict=True))[:-1]:
         link.report(1, report)
-    with pytest.raises(NoDecisionError, match="measurements of ranks 3 for iteration 1 within 0.5 s") as late:
-        four.planner.decide([(1, own)])
-    assert late.value.until is None
+    handed_in = [(1, own)]
+    for _ in range(60):  # until the others' reports have come, on a machine that does other things
+        with pytest.raises(NoDecisionError, match="measurements of ranks .*3 for iteration 1 within 0.5 s") as late:
+            four.planner.decide(handed_in)
+        assert late.value.until is None
+        handed_in = []
+        if "of ranks 3 for" in str(late.value):
+            break
+    assert "of ranks 3 for" in str(late.value)
     assert "cannot connect to {}:{}".format(*four.planner.address) in str(late.value)
     four.links[-1].report(1, others[-1])
     assert four.planner.decide([])[0] == 1
