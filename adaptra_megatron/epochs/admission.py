@@ -48,13 +48,13 @@ class RejoiningLateError(RuntimeError):
 class Patience:
     """For how long one admission holds the others up by waiting."""
 
-    def __init__(self, late_s: float = 0.0, clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, late_s: float = 0.0) -> None:
         """From now on they wait. `late_s`: by how much state was handed over too late before."""
-        self._clock_s, self._since_s = clock_s, clock_s() - late_s
+        self._since_s = time.monotonic() - late_s
 
     def waited_s(self) -> float:
         """Return for how long they have waited."""
-        return self._clock_s() - self._since_s
+        return time.monotonic() - self._since_s
 
 
 def note_admitted(store: SealedStore, ticket: Ticket) -> None:

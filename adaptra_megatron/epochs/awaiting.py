@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
 
 _LOOKS_S = 0.002
+Found = TypeVar("Found")
 
 
 def said_by_one(store: SealedStore, key: str, mine: bytes | None, timeout_s: float, check: Callable[[], None]) -> bytes:
@@ -21,15 +23,23 @@ def said_by_one(store: SealedStore, key: str, mine: bytes | None, timeout_s: flo
     return awaited(lambda: store.peek(key), timeout_s, check)
 
 
-def awaited(look: Callable[[], bytes | None], timeout_s: float, check: Callable[[], None]) -> bytes:
-    """What `look` finds, once it is there. `check`: raises what ends the wait, and is called between two looks.
+def awaited(
+    look: Callable[[], Found | None],
+    timeout_s: float,
+    check: Callable[[], None],
+    first_pause_s: float = _LOOKS_S,
+    longest_pause_s: float = _LOOKS_S,
+) -> Found:
+    """What `look` finds, once it is there. `check`: raises what ends the wait, and is called between two looks. Pauses
+    between these grow by half from the first to the longest.
 
     Raises TimeoutError after `timeout_s`, and as `look`.
     """
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s, pause_s = time.monotonic() + timeout_s, first_pause_s
     while (found := look()) is None:
         check()
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"nothing within {timeout_s:g} s")
-        time.sleep(_LOOKS_S)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, longest_pause_s)
     return found

@@ -8,16 +8,15 @@ it. So an attempt costs each rank two requests, and the last ones GROUP_SIZE wor
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.authentication.tagged_json import packed, unpacked
+from adaptra_megatron.epochs.awaiting import awaited
 
 GROUP_SIZE = 128
 _MOST_NBYTES = 1 << 20
-_LOOKS_S = 0.002
 _KEPT_CALLS = 2
 """Of whose attempts words stay: a rank may still look for the fate of the call before."""
 
@@ -69,6 +68,9 @@ class CommitDesk:
         self._store, self._rank, self._timeout_s = store, rank, timeout_s
         self._attempts: list[tuple[int, str]] = []
         """Calls, and the attempts at them that this rank has come to the end of."""
+        self._live: frozenset[int] = frozenset()
+        self._seat: tuple[int, int, Sequence[str]] = 0, 0, ()
+        """See `_seat_of`, for these live ranks: they are the same for many calls, and may be thousands."""
 
     def arrive(self, call: int, live: frozenset[int], word: Word, check: Callable[[], None]) -> Word | None:
         """Come to the end of an attempt at `call` with the `live` ranks. `check`: raises what ends a wait.
@@ -76,13 +78,13 @@ class CommitDesk:
         Returns what all have come with, to the last one; None to the others. Raises RuntimeError where the store does,
         TimeoutError where a word is not there though its rank has rung, and as `together`.
         """
-        store, attempt, ranks = self._store, word.attempt, sorted(live)
+        store, attempt = self._store, word.attempt
+        if live is not self._live:
+            self._live, self._seat = live, _seat_of(self._rank, live)
+        groups, mine, members = self._seat
         over = self._over(call)
         self._attempts.append((call, attempt))
         store.set(f"came/{self._rank}", packed(word))
-        groups = -(-len(ranks) // GROUP_SIZE)
-        mine = ranks.index(self._rank) // GROUP_SIZE
-        members = [f"came/{rank}" for rank in ranks[mine * GROUP_SIZE : (mine + 1) * GROUP_SIZE]]
         if store.add(f"bell/{attempt}/{mine}", 1) != len(members):
             return None
         known = self._words(members, attempt, check)
@@ -97,18 +99,25 @@ class CommitDesk:
         return known
 
     def _words(self, keys: Sequence[str], attempt: str, check: Callable[[], None]) -> Word:
-        deadline_s = time.monotonic() + self._timeout_s
-        while True:
+        def look() -> list[Word] | None:
             words: list[Word] = [unpacked(each, Word, _MOST_NBYTES) for each in self._store.get_all(keys)]
-            if all(word.attempt == attempt for word in words):
-                return together(words)
-            check()  # a bell that was rung by a stranger
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"attempt {attempt}: a rank has rung whose word is not there")
-            time.sleep(_LOOKS_S)
+            return words if all(word.attempt == attempt for word in words) else None
+
+        try:
+            return together(awaited(look, self._timeout_s, check))  # at once, unless a stranger has rung
+        except TimeoutError as cause:
+            raise TimeoutError(f"attempt {attempt}: a rank has rung whose word is not there") from cause
 
     def _over(self, call: int) -> list[str]:
         """Return attempts at calls that all ranks have long left."""
         over = [attempt for number, attempt in self._attempts if number <= call - _KEPT_CALLS]
         self._attempts = [each for each in self._attempts if each[0] > call - _KEPT_CALLS]
         return over
+
+
+def _seat_of(rank: int, live: frozenset[int]) -> tuple[int, int, Sequence[str]]:
+    """Return the number of groups of the `live` ranks, that of the group of `rank`, and the keys of its words."""
+    ranks = sorted(live)
+    mine = ranks.index(rank) // GROUP_SIZE
+    members = [f"came/{each}" for each in ranks[mine * GROUP_SIZE : (mine + 1) * GROUP_SIZE]]
+    return -(-len(ranks) // GROUP_SIZE), mine, members

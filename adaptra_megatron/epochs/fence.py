@@ -66,14 +66,13 @@ class Fence:
         for group in self._groups:
             group.close()
 
-    def wait(self, timeout_s: float = FENCE_S) -> int:
-        """Wait until no operation can write any more. Return how many were under way. To be called after `close`.
+    def wait(self, timeout_s: float) -> None:
+        """Wait until no operation can write any more. To be called after `close`.
 
         Raises OperationStillRunsError where one has not ended after `timeout_s`.
         """
         begun_s = time.monotonic()
         self._prune()
-        under_way = len(self._launched)
         while self._launched:
             if time.monotonic() - begun_s > timeout_s:
                 first = self._launched[0]
@@ -90,7 +89,6 @@ class Fence:
             group.native = None
         self._groups.clear()
         threading.Thread(target=natives.clear, name="adaptra-leave", daemon=True).start()
-        return under_way
 
     def _note(self, work: Any, operation: str, group: FencedGroup) -> None:
         self._prune()

@@ -17,7 +17,7 @@ from adaptra_megatron.epochs.admission import admitted_so_far, read_ticket
 from adaptra_megatron.epochs.errors import EpochEndedError, UnrecoverableError
 from adaptra_megatron.epochs.generation import Generation, refuse_lost_stages
 from adaptra_megatron.epochs.last_word import heed
-from adaptra_megatron.epochs.protocol import Await, Done, Interrupted, Phase, Put, PutOnce, Rank
+from adaptra_megatron.epochs.protocol import Await, AwaitAll, Done, Interrupted, Phase, Put, PutOnce, Rank
 from adaptra_megatron.epochs.protocol_store import ProtocolStore
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.identity import host_identity
@@ -134,7 +134,7 @@ class Newcomer:
         while rank.phase not in (Phase.BETWEEN, Phase.LEFT):
             request = rank.request
             try:
-                if isinstance(request, (Put, PutOnce, Await)):
+                if isinstance(request, (Put, PutOnce, Await, AwaitAll)):
                     rank = rank.after(steps.carry_out(request, functools.partial(self.check, joined)))
                 else:  # the state has been received
                     rank = rank.after(Done())

@@ -184,15 +184,15 @@ class LiveGroups:
         known += [tuple(ranks) for group in self._groups if group.has_shards for ranks in (group.alike or {}).values()]
         return sorted({ranks for ranks in known if live.isdisjoint(ranks)})
 
-    def leave(self) -> int:
+    def leave(self) -> None:
         """End what the present generation's groups have under way, and return once nothing of it can write any more.
 
-        Returns how many operations were under way. Raises OperationStillRunsError as `Fence.wait`.
+        Raises OperationStillRunsError as `Fence.wait`.
         """
         fence, self._fence = self._fence, Fence()
         self._natives.clear()
         fence.close()
-        return fence.wait(min(FENCE_S, self._timeout_s))
+        fence.wait(min(FENCE_S, self._timeout_s))
 
     def native(self, group: LiveGroup, device: torch.device) -> FencedGroup:
         """Torch's own group of those that take part, made when first needed, by all of them."""

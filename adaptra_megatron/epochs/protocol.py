@@ -131,7 +131,15 @@ class PutOnce:
 
 @dataclass(frozen=True)
 class Await:
-    """Wait for values under all keys. Answer: Found, with a tuple; for a single key with its value."""
+    """Wait for a value. Answer: Found, with the value."""
+
+    generation: GenerationId | None
+    key: str
+
+
+@dataclass(frozen=True)
+class AwaitAll:
+    """Wait for values under all keys. Answer: Found, with a tuple."""
 
     generation: GenerationId | None
     keys: tuple[str, ...]
@@ -186,7 +194,7 @@ class Found:
     value: Any
 
 
-Request = Attempt | Arrive | Fence | AwaitChange | LookUp | Put | PutOnce | Await | HandOver
+Request = Attempt | Arrive | Fence | AwaitChange | LookUp | Put | PutOnce | Await | AwaitAll | HandOver
 Answer = Done | Interrupted | Unsound | Arrived | Changed | Found
 
 
@@ -248,6 +256,8 @@ class Rank:
     phase: Phase = Phase.BETWEEN
     inside: bool = False
     """True in a call: then an attempt follows a meeting."""
+    repeated: bool = False
+    """True in a call of which an attempt was unsound: another one is an error."""
     attempted: str | None = None
     """See `HandedIn`."""
     due: int | None = None
@@ -289,7 +299,7 @@ class Rank:
         """Begin a call. `trains`: whether it is a training iteration, before which ranks may be admitted."""
         assert self.phase is Phase.BETWEEN, self.phase
         admits = trains and self.due is not None
-        return replace(self, inside=True, phase=Phase.ADMITTING if admits else Phase.ATTEMPTING)
+        return replace(self, inside=True, repeated=False, phase=Phase.ADMITTING if admits else Phase.ATTEMPTING)
 
     def interrupted(self) -> Rank:
         """Go on after an operation outside of calls has failed."""
@@ -324,7 +334,7 @@ class Rank:
             case Phase.DECIDING:
                 return PutOnce(None, f"fate/{self.attempt}", COMMIT if self.due is None else f"{COMMIT} {self.due}")
             case Phase.AWAITING_FATE:
-                return Await(None, (f"fate/{self.attempt}",))
+                return Await(None, f"fate/{self.attempt}")
             case Phase.FENCING:
                 return Fence()
             case Phase.CHANGING:
@@ -332,13 +342,13 @@ class Rank:
             case Phase.HANDING_IN:
                 return Put(met, f"state/{self.rank}", HandedIn(self.attempted, self.turn, self.call))
             case Phase.GATHERING:
-                return Await(met, tuple(f"state/{each}" for each in live))
+                return AwaitAll(met, tuple(f"state/{each}" for each in live))
             case Phase.FORCING:
                 return PutOnce(None, f"fate/{self.open[0]}", REDO)
             case Phase.AGREEING:
                 return Put(met, "agreement", self.agreement)
             case Phase.AWAITING_AGREEMENT:
-                return Await(met, ("agreement",))
+                return Await(met, "agreement")
             case _:
                 return self._request_in_admission(met, live)
 
@@ -357,11 +367,11 @@ class Rank:
             case Phase.COMING:
                 return Put(met, f"here/{self.rank}", "here")
             case Phase.COUNTING:
-                return Await(met, tuple(f"here/{each}" for each in live))
+                return AwaitAll(met, tuple(f"here/{each}" for each in live))
             case Phase.ADMITS | Phase.CALLING_OFF:
                 return PutOnce(met, "admitted", YES if self.phase is Phase.ADMITS else NO)
             case Phase.AWAITING_WORD:
-                return Await(met, ("admitted",))
+                return Await(met, "admitted")
         raise AssertionError(f"rank {self.rank} needs nothing: {self.phase.value}")
 
     @property
@@ -452,7 +462,7 @@ class Rank:
         if word == COMMIT:
             return self._committed(int(due) if due else self.due)
         if word == REPEAT:
-            return replace(self, phase=Phase.ATTEMPTING, turn=self.turn + 1, attempted=None)
+            return replace(self, phase=Phase.ATTEMPTING, turn=self.turn + 1, attempted=None, repeated=True)
         return replace(self, phase=Phase.FENCING, due=None)
 
     def _committed(self, due: int | None) -> Rank:

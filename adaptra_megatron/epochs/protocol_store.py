@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.authentication.tagged_json import packed, unpacked
+from adaptra_megatron.epochs.awaiting import awaited
 from adaptra_megatron.epochs.generation import GenerationId
-from adaptra_megatron.epochs.protocol import Agreement, Answer, Await, Done, Found, HandedIn, Put, PutOnce
+from adaptra_megatron.epochs.protocol import Agreement, Answer, Await, AwaitAll, Done, Found, HandedIn, Put, PutOnce
 from adaptra_megatron.job.control_store import ControlStore
 
 _MOST_NBYTES = 1 << 20
@@ -28,7 +28,7 @@ class ProtocolStore:
         self._lent = ExitStack()
         self._of: tuple[GenerationId, SealedStore] | None = None
 
-    def carry_out(self, request: Put | PutOnce | Await, check: Callable[[], None]) -> Answer:
+    def carry_out(self, request: Put | PutOnce | Await | AwaitAll, check: Callable[[], None]) -> Answer:
         """Do what is requested. `check`: raises what ends a wait, and is called between two looks.
 
         Raises TimeoutError where another rank does not write within the timeout, and RuntimeError where the store does.
@@ -41,8 +41,9 @@ class ProtocolStore:
                 return Done()
             case PutOnce():
                 return Found(store.put_once(request.key, request.word.encode()).decode())
-        values = self._awaited(store, request.keys, check)
-        return Found(values[0] if len(values) == 1 and not request.keys[0].startswith("state/") else values)
+            case Await():
+                return Found(self._awaited(store, (request.key,), check)[0])
+        return Found(self._awaited(store, request.keys, check))
 
     def look(self, generation: GenerationId, key: str) -> bool:
         """Return whether there is anything under a key."""
@@ -53,10 +54,6 @@ class ProtocolStore:
         self._of = None
         self._lent.close()
 
-    def abandon(self) -> None:
-        """Leave a client to itself whose request may still be answered."""
-        self._of, self._lent = None, ExitStack()
-
     def _store_of(self, generation: GenerationId) -> SealedStore:
         if self._of is None or self._of[0] != generation:
             self.release()
@@ -65,17 +62,17 @@ class ProtocolStore:
         return self._of[1]
 
     def _awaited(self, store: SealedStore, keys: tuple[str, ...], check: Callable[[], None]) -> tuple[Any, ...]:
-        deadline_s, pause_s, found = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S, list[Any]()
-        while True:
+        found = list[Any]()
+
+        def look() -> tuple[Any, ...] | None:
             while len(found) < len(keys) and (value := store.peek(keys[len(found)])) is not None:
                 found.append(_read(keys[len(found)], value))
-            if len(found) == len(keys):
-                return tuple(found)
-            check()
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{keys[len(found)]} has been waited for {self._timeout_s:g} s")
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+            return tuple(found) if len(found) == len(keys) else None
+
+        try:
+            return awaited(look, self._timeout_s, check, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        except TimeoutError as cause:
+            raise TimeoutError(f"{keys[len(found)]} has been waited for {self._timeout_s:g} s") from cause
 
 
 def _read(key: str, value: bytes) -> Any:

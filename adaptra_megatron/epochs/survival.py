@@ -41,6 +41,7 @@ from adaptra_megatron.epochs.protocol import (
     Arrived,
     Attempt,
     Await,
+    AwaitAll,
     AwaitChange,
     Changed,
     Done,
@@ -118,8 +119,6 @@ class Survival:
         """What the last attempt that came to its end has returned."""
         self._cause: Exception = RuntimeError()
         """What has interrupted this rank last."""
-        self._unsound: UnsoundAttemptError | None = None
-        """What was wrong with an attempt at the call under way, which is repeated once."""
         self._patience = Patience()
         self._heeded_s = time.monotonic()
         self._begun_s = 0.0
@@ -204,7 +203,6 @@ class Survival:
         """
         tries = itertools.count()
         self._run = lambda: attempt(self.generation, next(tries))
-        self._unsound = None
         self._rank = self._rank.begin(trains=trains)
         self._step_until_between()
         self._got_over()
@@ -282,7 +280,7 @@ class Survival:
                 return Done()
             case Put(value=HandedIn() as state):
                 request = replace(request, value=replace(state, operations=self._groups.operations()))
-        assert isinstance(request, (Put, PutOnce, Await))
+        assert isinstance(request, (Put, PutOnce, Await, AwaitAll))
         return self._steps.carry_out(request, self._check_wait)
 
     def _hand_over(self, to: Generation) -> None:
@@ -308,11 +306,12 @@ class Survival:
                 self._result = self._run()
                 self._groups.synchronize()
             return Done()
-        except UnsoundAttemptError as cause:
-            return self._repeat(cause)
         except Exception as cause:
             # Once the generation has ended, what was aborted may have left garbage, and that may raise anything.
-            if not is_communication(cause) and not self._groups.ended.is_set():
+            ended = self._groups.ended.is_set()
+            if isinstance(cause, UnsoundAttemptError) and not ended:
+                return self._repeat(cause)
+            if not is_communication(cause) and not ended:
                 self.end_with(cause)
                 raise
             # What is left behind holds handles of groups, whose connections are to close for peers to wake.
@@ -322,10 +321,9 @@ class Survival:
 
     def _repeat(self, cause: UnsoundAttemptError) -> Answer:
         """Have an attempt repeated, once. Raises `cause` where that did not help."""
-        if self._unsound is not None:
+        if self._rank.repeated:
             self.end_with(cause)
             raise cause
-        self._unsound = cause
         logger.error("%s; the attempt is repeated", cause)
         return Unsound()
 

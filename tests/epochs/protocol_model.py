@@ -21,6 +21,7 @@ from adaptra_megatron.epochs.protocol import (
     Arrived,
     Attempt,
     Await,
+    AwaitAll,
     AwaitChange,
     Changed,
     Done,
@@ -171,7 +172,7 @@ class Model:
         if state.phase is Phase.LEFT:
             return
         request = None if state.phase is Phase.BETWEEN else state.request
-        if request is None or isinstance(request, (Attempt, Arrive, Await, HandOver)):
+        if request is None or isinstance(request, (Attempt, Arrive, Await, AwaitAll, HandOver)):
             for membership in world.memberships[process.seen :]:
                 if state.is_struck_by(membership):
                     struck = process._replace(seen=membership.epoch)
@@ -210,11 +211,13 @@ class Model:
                 there = world.store.get(f"{generation}/{key}", word)
                 wrote = world._replace(store={**world.store, f"{generation}/{key}": there})
                 yield f"puts {key} once: {there}", self._answered(wrote, rank, process, Found(there))
-            case Await(generation, keys):
+            case Await(generation, key):
+                if (there := world.store.get(f"{generation}/{key}")) is not None:
+                    yield f"finds {key}", self._answered(world, rank, process, Found(there))
+            case AwaitAll(generation, keys):
                 found = tuple(world.store.get(f"{generation}/{key}") for key in keys)
                 if None not in found:
-                    value = found if state.phase is Phase.GATHERING or len(found) > 1 else found[0]
-                    yield f"finds {keys[0]}", self._answered(world, rank, process, Found(value))
+                    yield f"finds {keys[0]}", self._answered(world, rank, process, Found(found))
                 elif state.phase is Phase.COUNTING:
                     yield "has waited for too long", self._answered(world, rank, process, Interrupted())
             case HandOver():

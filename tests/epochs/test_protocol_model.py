@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from epochs.protocol_model import Model, Scope, ViolationError, numbered_by_membership
+from epochs.protocol_model import Model, Scope, ViolationError, layout_of, numbered_by_membership
 
 from adaptra_megatron.epochs import protocol
 
@@ -47,3 +47,16 @@ def test_an_admission_that_shares_its_number_with_a_failure_is_found(monkeypatch
     monkeypatch.setattr(protocol, "with_rejoining", numbered_by_membership(protocol.with_rejoining))
     with pytest.raises(ViolationError, match="generation 3 has another live set than before"):
         Model(Scope(late_operations=0, admissions=1)).explore(60_000, seed=4)
+
+
+def test_all_ranks_know_that_an_attempt_is_repeated_until_the_next_call() -> None:
+    """Whichever rank finds the next one unsound: it is an error then."""
+    finds, other = (protocol.Rank.first(layout_of(Scope(), rank)).begin(trains=True) for rank in (0, 1))
+    finds = finds.after(protocol.Unsound())
+    assert finds.request == protocol.PutOnce(None, f"fate/{other.attempt}", protocol.REPEAT)
+    found = protocol.Found(protocol.REPEAT)
+    again = [finds.after(found), other.after(protocol.Done()).after(protocol.Arrived(False, None)).after(found)]
+    assert {(each.phase, each.turn, each.repeated) for each in again} == {(protocol.Phase.ATTEMPTING, 1, True)}
+    arrived = [each.after(protocol.Done()).after(protocol.Arrived(False, None)) for each in again]
+    committed = [each.after(protocol.Found(protocol.COMMIT)) for each in arrived]
+    assert [(each.call, each.begin(trains=True).repeated) for each in committed] == [(1, False)] * 2
