@@ -75,6 +75,19 @@ def long_description(repository: str) -> str:
 REPOSITORY = os.environ.get("ADAPTRA_REPOSITORY", "").rstrip("/")
 PAGES = {"Documentation": "docs/README.md", "Changelog": "CHANGELOG.md"}
 
+
+def extension(name: str, folder: str, *flags: str) -> Pybind11Extension:
+    """One of the package's, of what is in a folder of csrc."""
+    return Pybind11Extension(
+        f"adaptra_megatron.{name}",
+        sorted(glob(f"csrc/{folder}/**/*.cpp", recursive=True)),
+        depends=sorted(glob(f"csrc/{folder}/**/*.hpp", recursive=True)),
+        cxx_std=17,
+        extra_compile_args=[*COMPILED, *flags],
+        extra_link_args=LINKED,
+    )
+
+
 ParallelCompile().install()  # on all cores
 setup(
     long_description=long_description(REPOSITORY),
@@ -85,30 +98,9 @@ setup(
     packages=[*find_packages(include=["adaptra_megatron", "adaptra_megatron.*"]), PATCHES],
     package_dir={PATCHES: "patches"},
     ext_modules=[
-        Pybind11Extension(
-            "adaptra_megatron.schedule._native",
-            sorted(glob("csrc/schedule/**/*.cpp", recursive=True)),
-            depends=sorted(glob("csrc/schedule/**/*.hpp", recursive=True)),
-            cxx_std=17,
-            extra_compile_args=[*COMPILED, "-ffp-contract=off"],
-            extra_link_args=LINKED,
-        ),
-        Pybind11Extension(
-            "adaptra_megatron.transport._device",
-            sorted(glob("csrc/device/**/*.cpp", recursive=True)),
-            depends=sorted(glob("csrc/device/**/*.hpp", recursive=True)),
-            cxx_std=17,
-            extra_compile_args=COMPILED,
-            extra_link_args=LINKED,
-        ),
-        Pybind11Extension(
-            "adaptra_megatron.transport._ring",
-            sorted(glob("csrc/ring/**/*.cpp", recursive=True)),
-            depends=sorted(glob("csrc/ring/**/*.hpp", recursive=True)),
-            cxx_std=17,
-            extra_compile_args=COMPILED,
-            extra_link_args=LINKED,
-        ),
+        extension("schedule._native", "schedule", "-ffp-contract=off"),
+        extension("transport._device", "device"),
+        extension("transport._ring", "ring"),
     ],
     cmdclass={"build": build_with_start_up, "build_ext": build_ext, "build_start_up": build_start_up},
 )

@@ -87,6 +87,8 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         self.alike: Mapping[int, Sequence[int]] | None = None
         """By member of a group that is joined with others where ranks have died: ranks that have what it has, itself
         among them, by replica. Empty for a group that is not; None: not looked up yet."""
+        self.key: str | None = None
+        """Its name among all ranks: see `LiveGroups._key`. None: not made yet."""
         self.instances = 1
         """Number of optimizer instances, where each has such a group of its own."""
         self.has_shards = False

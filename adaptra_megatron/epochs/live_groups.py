@@ -339,10 +339,12 @@ class LiveGroups:
 
     def _key(self, group: LiveGroup) -> str:
         """Equal for groups that are joined where ranks have died: those of the same stages and lanes of replicas."""
-        assert self._layout is not None
-        joined = alike(group, self._layout)
-        ranks = sorted(ranks[0] for ranks in joined.values()) or list(group.ranks)
-        return hashlib.blake2b(f"{group.description}/{ranks}".encode(), digest_size=12).hexdigest()
+        if group.key is None:
+            assert self._layout is not None
+            joined = alike(group, self._layout)
+            ranks = sorted(ranks[0] for ranks in joined.values()) or list(group.ranks)
+            group.key = hashlib.blake2b(f"{group.description}/{ranks}".encode(), digest_size=12).hexdigest()
+        return group.key
 
 
 def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s: float, what: str) -> Made:

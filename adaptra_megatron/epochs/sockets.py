@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from adaptra_megatron.job.process_groups import gloo_group
+
 _LISTENS = "0A"
 """State of a listening socket in /proc/net/tcp (TCP_LISTEN, include/net/tcp_states.h)."""
 _MAKES_DEVICE = threading.Lock()
@@ -56,13 +58,9 @@ def connected_group(store: Any, rank: int, size: int, timeout_s: float) -> tuple
 
     Raises RuntimeError when one does not come within `timeout_s`.
     """
-    gloo: Any = dist.ProcessGroupGloo
     device, own = _device()
     store.set(f"listener/{rank}", own)
-    options = gloo._Options()
-    # One worker: of two, torch 2.13 frees the name of the last operation twice (lastCompletedWorkName has no lock).
-    options._devices, options._threads, options._timeout = [device], 1, timedelta(seconds=timeout_s)
-    group = gloo(store, rank, size, options)
+    group = gloo_group(store, rank, size, timedelta(seconds=timeout_s), [device])
     others = [f"listener/{each}" for each in range(size) if each != rank]
     peers = frozenset(found.decode() for found in store.multi_get(others)) if others else frozenset[str]()
     return group, GlooSockets(own, peers)

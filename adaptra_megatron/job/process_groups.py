@@ -23,6 +23,17 @@ def epoch_group(control: ControlStore, name: str, ranks: Sequence[int], rank: in
         return make(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_s))
 
 
+def gloo_group(store: Any, rank: int, size: int, timeout: timedelta, devices: Sequence[Any]) -> Any:
+    """A gloo group with one worker thread, whose connections are made by `devices`.
+
+    Of two, as torch's groups have, torch 2.13 frees one string twice: docs/upstream/torch_gloo_double_free.md.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._threads, options._timeout = list(devices), 1, timeout
+    return gloo(store, rank, size, options)
+
+
 def nccl_group(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     """An NCCL group of `size` processes that meet in `store`, of which this is number `rank`."""
     options = dist.ProcessGroupNCCL.Options()

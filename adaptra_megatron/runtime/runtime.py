@@ -290,7 +290,9 @@ class AdaptraRuntime:
             finally:
                 self.runs_actions = False
             if not call.forward_only:
-                tokens = computation.tokens.clone()
+                # Summing them over the replicas is done in place.
+                counted = self.conservation is not None and call.config.calculate_per_token_loss
+                tokens = computation.tokens.clone() if counted else None
                 finish_gradients(call, computation.tokens, embedding, degraded=degraded)
                 self._conserved = self._verify(call, tokens, computation.tokens)
             losses = computation.losses
@@ -298,12 +300,13 @@ class AdaptraRuntime:
                 losses = pipeline.rerouting.end(losses)
         return _Ran(report, schedule, losses)
 
-    def _verify(self, call: PipelineCall, tokens: torch.Tensor, divisor: torch.Tensor) -> Conserved | None:
-        """None where the job does not outlive ranks. Raises as `Conservation.verify`."""
+    def _verify(self, call: PipelineCall, tokens: torch.Tensor | None, divisor: torch.Tensor) -> Conserved | None:
+        """None where the job does not outlive ranks. `tokens`: None unless losses are per token. Raises as
+        `Conservation.verify`."""
         if self.conservation is None or self._groups is None:
             return None
         self._groups.synchronize()
-        if not call.config.calculate_per_token_loss:
+        if tokens is None:
             return self.conservation.verify(call)
         # Tensor-parallel ranks of a cell have the same tokens.
         contributed = tokens if call.groups.tp.rank() == 0 else torch.zeros_like(tokens)

@@ -20,6 +20,7 @@ import torch.distributed
 import torch.distributed.distributed_c10d as c10d
 
 from adaptra_megatron.emulation.replacing import Replacement
+from adaptra_megatron.job.process_groups import gloo_group
 
 CPU = torch.device("cpu")
 TENSOR_FACTORIES = (
@@ -199,11 +200,9 @@ class _OneWorker(type):
 
     def __call__(cls, store: Any, rank: int, size: int, *, timeout: Any) -> Any:
         gloo: Any = torch.distributed.ProcessGroupGloo
-        options = gloo._Options()
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        options._devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
-        options._threads, options._timeout = 1, timeout
-        return gloo(store, rank, size, options)
+        devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
+        return gloo_group(store, rank, size, timeout, devices)
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, torch.distributed.ProcessGroupGloo)
