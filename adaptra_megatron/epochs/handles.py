@@ -62,10 +62,13 @@ class Then:
 
     def __init__(self, work: Any, act: Callable[[], object]) -> None:
         self._work, self._act = work, act
+        self._acted = False
 
     def wait(self, *timeout: timedelta) -> None:
         self._work.wait(*timeout)
-        self._act()
+        if not self._acted:  # who waits again finds what has become of it since
+            self._acted = True
+            self._act()
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())

@@ -153,8 +153,10 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> Any:
         return self._groups.native(self, device)
 
-    def _run(self, outputs: Sequence[torch.Tensor], launch: Launch, *, renewed: bool = False) -> Work:
-        return self._groups.run(self, outputs, launch, renewed=renewed)
+    def _run(
+        self, outputs: Sequence[torch.Tensor], launch: Launch, *, renewed: bool = False, own_memory: bool = False
+    ) -> Work:
+        return self._groups.run(self, outputs, launch, renewed=renewed, own_memory=own_memory)
 
     def _place(self, rank: int) -> int:
         """The place, among those that take part, of the rank with place `rank` at the start."""
@@ -200,7 +202,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
             self._reduced(outputs, options.reduceOp)
             return native.allreduce_coalesced(outputs, options)
 
-        return self._run([*tensors, *counts], launch)
+        return self._run([*tensors, *counts], launch, own_memory=bool(counts))
 
     def _sum_counted(
         self, native: Any, given: Sequence[torch.Tensor], counts: Sequence[torch.Tensor], operation: Any
@@ -221,8 +223,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         self._reduced(sums, operation)
 
         def put_in_place() -> None:
-            while sums:  # once: who waits again finds what has become of them since
-                tensors, flat = (given, counts)[len(sums) - 1], sums.pop()
+            for tensors, flat in zip((given, counts), sums, strict=True):
                 for each, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
                     each.copy_(part.view_as(each))
 
@@ -361,7 +362,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
             pairs = zip(scatters, changed[:many], changed[many : 2 * many], counts, strict=True)
             return Together([scatter(native, output, given, counted) for scatter, output, given, counted in pairs])
 
-        return self._run([*outputs, *inputs, *itertools.chain(*counts)], launch)
+        return self._run([*outputs, *inputs, *itertools.chain(*counts)], launch, own_memory=all(counts))
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None

@@ -31,7 +31,7 @@ from adaptra_megatron.epochs.early_watch import EarlyWatch
 from adaptra_megatron.epochs.errors import EpochEndedError, LateRankError, is_communication, of_backend
 from adaptra_megatron.epochs.fence import FENCE_S, Fence, FencedGroup
 from adaptra_megatron.epochs.generation import FIRST, Generation
-from adaptra_megatron.epochs.handles import Done, Pending
+from adaptra_megatron.epochs.handles import Done, Pending, Then
 from adaptra_megatron.epochs.kept_results import KeptResults
 from adaptra_megatron.epochs.live_group import Launch, LiveGroup
 from adaptra_megatron.epochs.places import place_to_take, refuse_newcomer
@@ -268,33 +268,58 @@ class LiveGroups:
         if self.ended.is_set():
             raise EpochEndedError(f"generation {self._generation} has ended: the set of live ranks has changed")
 
-    def run(self, group: LiveGroup, outputs: Sequence[torch.Tensor], launch: Launch, *, renewed: bool = False) -> Work:
+    def run(
+        self,
+        group: LiveGroup,
+        outputs: Sequence[torch.Tensor],
+        launch: Launch,
+        *,
+        renewed: bool = False,
+        own_memory: bool = False,
+    ) -> Work:
         """Carry an operation out. `outputs`: what it changes, and reads. `renewed`: where it fails outside of calls it
-        is not repeated, for all do it again while they are `stale`."""
+        is not repeated, for all do it again while they are `stale`. `own_memory`: see `_begin`."""
         device = outputs[0].device
+        begin = functools.partial(self._begin, group, device, outputs, launch, in_place=renewed, own_memory=own_memory)
         if self._inside or self._layout is None:
             self.check()
-            return Pending(self, launch(self.native(group, device), list(outputs)))
+            return Pending(self, begin(in_place=True))
         if renewed:
-            while not self.stale and not self._done(launch, list(outputs), group, device):
+            while not self.stale and not self._done(begin):
                 pass
             return Done()
         name = self._key(group)
-        while not self.kept.known(name, outputs):
-            fresh = [output.clone() for output in outputs]
-            if self._done(launch, fresh, group, device):
-                # An output may be a part of an input, which comes after it.
-                for output, found in reversed(list(zip(outputs, fresh, strict=True))):
-                    output.copy_(found)
-                break
+        while not self.kept.known(name, outputs) and not self._done(begin):
+            pass
         self.kept.keep(name, outputs)
         return Done()
 
-    def _done(self, launch: Launch, outputs: list[torch.Tensor], group: LiveGroup, device: torch.device) -> bool:
+    def _begin(
+        self,
+        group: LiveGroup,
+        device: torch.device,
+        outputs: Sequence[torch.Tensor],
+        launch: Launch,
+        *,
+        in_place: bool,
+        own_memory: bool,
+    ) -> Any:
+        """Launch an operation. With gloo it writes into memory of its own, which the thread that waits for it puts in
+        place: where its connections are shut down, gloo may leave it waiting for ever, and nobody else may then use
+        what it writes into. `in_place`: whether it may write into `outputs` over NCCL, whose kernels end when they are
+        aborted. `own_memory`: with gloo, `launch` sees to that itself.
+        """
+        native = self.native(group, device)
+        if own_memory if native.is_gloo else in_place:
+            return launch(native, list(outputs))
+        fresh = [output.detach().clone() for output in outputs]
+        return Then(launch(native, fresh), functools.partial(_put, outputs, fresh))
+
+    def _done(self, begin: Callable[[], Any]) -> bool:
         """Carry an operation outside of calls out; False if it lost a member, and the next generation has begun."""
         try:
             self.check()
-            self.wait_for(launch(self.native(group, device), outputs))
+            self.wait_for(begin())
         except Exception as cause:
             if not is_communication(cause):
                 raise
@@ -345,6 +370,13 @@ class LiveGroups:
             ranks = sorted(ranks[0] for ranks in joined.values()) or list(group.ranks)
             group.key = hashlib.blake2b(f"{group.description}/{ranks}".encode(), digest_size=12).hexdigest()
         return group.key
+
+
+def _put(outputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> None:
+    """Put what an operation has come to in place, as the operation itself would: unseen by autograd. An output may be a
+    part of an input, which comes after it."""
+    for output, found in reversed(list(zip(outputs, fresh, strict=True))):
+        output.data.copy_(found)
 
 
 def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s: float, what: str) -> Made:
