@@ -220,7 +220,7 @@ def _differing(expected: torch.Tensor, found: torch.Tensor, within: float) -> in
 def last(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What is expected of a rank that has been started again, and reports of the last iterations alone."""
     series = {name for name in expected if "losses" in name or "grad norms" in name}
-    return {name: each[-len(found[name]) :] if name in series else each for name, each in expected.items()}
+    return {name: each[len(each) - len(found[name]) :] if name in series else each for name, each in expected.items()}
 
 
 def _without_losses(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
