@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -21,6 +22,8 @@ from adaptra_megatron.job.process_groups import epoch_group, nccl_group
 _ACCUSED = "accused"
 _STORE_S = 5.0
 """For the store to answer when all else has failed."""
+_TRACED_S = 1.0
+"""Within which ranks whose waits began together come to their timeouts."""
 _POLL_S = 20e-6
 _TAG = 0
 """NCCL has none: messages of a pair arrive in the order in which they are sent."""
@@ -68,7 +71,7 @@ class Peers:
     """One process's end of a private group. Used by one thread at a time.
 
     After an error the group is of no use to any member: connections are closed, so that members that wait for this one
-    wake at once, and each of them names the rank that the first of all has missed.
+    wake at once, and each of them names the rank at the end of the chain of those that have missed another.
     """
 
     def __init__(self, backend: Any, store: Any, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
@@ -197,12 +200,15 @@ class Peers:
             raise PeerError(f"rank {self._rank}: gradients cannot be synchronised any more: an exchange has failed")
 
     def _broken(self, missed: Sequence[int], cause: BaseException) -> PeerError:
-        # Connections are closed with the last reference to the group, which frames of the error have, too.
-        error = self._error(missed, cause)
+        mine = frozenset(self._ranks[peer] for peer in missed)
+        with contextlib.suppress(RuntimeError):  # the job's store is gone, too
+            self._store.set(f"{_ACCUSED}/{self._rank}", ",".join(map(str, mine)))
+        # Connections are closed with the last reference to the group, which frames of the error have, too. Members
+        # that wait for this one wake, and say whom they miss.
         self._backend = None
         self._works.clear()
         traceback.clear_frames(cause.__traceback__)
-        return error
+        return self._error(mine, cause)
 
     def _launch(self, sends: Message | None, receives: Message | None, peers: Sequence[int]) -> list[int]:
         """Return keys of the receive and the send in `_works`, or none where they stand on a stream."""
@@ -232,19 +238,32 @@ class Peers:
         except RuntimeError as cause:
             raise self._broken([peer], cause) from cause
 
-    def _error(self, missed: Sequence[int], cause: BaseException) -> PeerError:
-        mine = ",".join(str(self._ranks[peer]) for peer in missed)
-        try:
-            first = self._store.compare_set(_ACCUSED, "", f"{mine}/{self._rank}").decode()
-        except RuntimeError:  # the job's store is gone, too
-            first = f"{mine}/{self._rank}"
-        culprit, _, witness = first.partition("/")
-        seen = "" if witness == str(self._rank) else f", as rank {witness} was the first to see"
+    def _error(self, mine: frozenset[int], cause: BaseException) -> PeerError:
+        accusers = {self._rank: mine}
+        with contextlib.suppress(RuntimeError):
+            self._trace(accusers)
+        silent = frozenset().union(*accusers.values()).difference(accusers) or mine
+        witness = min(rank for rank, accused in accusers.items() if accused & silent)
+        seen = "" if self._rank == witness else f", as rank {witness} has seen"
         return PeerError(
-            f"rank {self._rank}: gradients cannot be synchronised: rank {culprit.replace(',', ' or rank ')} has died "
-            f"or did not answer within {self._timeout_s:g} s{seen} ({_brief(cause)}); look into its log and restart "
-            "from the last checkpoint"
+            f"rank {self._rank}: gradients cannot be synchronised: rank {' or rank '.join(map(str, sorted(silent)))} "
+            f"has died or did not answer within {self._timeout_s:g} s{seen} ({_brief(cause)}); look into its log and "
+            "restart from the last checkpoint"
         )
+
+    def _trace(self, accusers: dict[int, frozenset[int]]) -> None:
+        """Add whom those miss that this rank misses, and so on to the one that misses nobody.
+
+        A rank that waits for one that waits for the culprit may come to its timeout first: those that it misses have
+        _TRACED_S to say whom they miss. Raises RuntimeError where the store does not answer.
+        """
+        until_s = time.monotonic() + _TRACED_S
+        while time.monotonic() < until_s:
+            for rank in frozenset().union(*accusers.values()).difference(accusers):
+                if self._store.check([f"{_ACCUSED}/{rank}"]):
+                    said = self._store.get(f"{_ACCUSED}/{rank}").decode()
+                    accusers[rank] = frozenset(map(int, said.split(",")))
+            time.sleep(_TRACED_S / 20)
 
 
 def _brief(cause: BaseException) -> str:

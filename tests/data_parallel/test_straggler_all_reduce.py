@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.processes import RankResult
 
 from adaptra_megatron.data_parallel.peers import Message, PeerError, Peers
@@ -71,8 +73,10 @@ class Coalescing:
 class Gone:
     """A store that is not there any more."""
 
-    def compare_set(self, *given: Any) -> bytes:
+    def set(self, *given: Any) -> None:
         raise RuntimeError("no store")
+
+    check = set
 
 
 def both_ways() -> tuple[Message, Message]:
@@ -93,10 +97,21 @@ def test_what_stands_on_a_stream_for_too_long_names_its_peers() -> None:
     """Also without the store, which has what others have seen."""
     peers = Peers(Coalescing(polls=1 << 60), Gone(), [4, 6, 9], 6, 0.05)
     peers.exchange(*both_ways())
-    with pytest.raises(PeerError, match=r"^rank 6: .* rank 9 or rank 4 has died .*0.05 s \(Timed out\)"):
+    with pytest.raises(PeerError, match=r"^rank 6: .* rank 4 or rank 9 has died .*0.05 s \(Timed out\)"):
         peers.settle()
     with pytest.raises(PeerError, match="any more"):
         peers.all_reduce(torch.ones(1))
+
+
+def test_the_end_of_a_chain_of_waits_is_named_by_the_one_that_times_out_first() -> None:
+    store = dist.HashStore()
+    late = threading.Timer(0.3, store.set, ("accused/9", "4"))
+    late.start()
+    peers = Peers(Coalescing(polls=1 << 60), store, [4, 6, 9], 6, 0.05)
+    peers.exchange(None, Message(torch.ones(1), 2))
+    with pytest.raises(PeerError, match=r"^rank 6: .* rank 4 has died .*, as rank 9 has seen \(Timed out\)"):
+        peers.settle()
+    late.join()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 11])
