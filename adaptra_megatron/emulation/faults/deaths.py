@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
     from adaptra_megatron.emulation.faults.lateness import LateRank
     from adaptra_megatron.runtime.megatron.computation import StageComputation
 
-ARRIVES_S, _LOOKS_S = 60.0, 0.05
+ARRIVES_S, STOPPED_S, _LOOKS_S = 60.0, 15, 0.05
 POINTS = ("ready", "receiving", "joining", "meeting", "admitting", "sending")
 """Points of an admission: a process that was started again stands ready, receives the state of the job, joins what it
 has with the other ranks of its cell, and meets the others, who admit it, and one of whom sends that state."""
 FORM = (
     f"RANK:ITERATION:ACTION[:stop]|RANK:ITERATION:+MS[:stop]|RANK:ITERATION:reducing+MS|RANK:late+MS"
-    f"|RANK:START:{{{','.join(POINTS)}}}+MS"
+    f"|RANK:START:{{{','.join(POINTS)}}}+MS[:stop]"
 )
 
 
@@ -66,6 +67,8 @@ class DeathAtAdmission:
     start: int
     point: str
     after_s: float
+    stops: bool = False
+    """It is stopped, and killed STOPPED_S later, as a launcher would."""
 
 
 AnyDeath = Death | DeathOnceLate | DeathAtAdmission
@@ -77,8 +80,8 @@ def parse_death(text: str) -> AnyDeath:
         return DeathOnceLate(int(found[1]), int(found[2]) / 1e3)
     if (found := re.fullmatch(r"(\d+):(\d+):reducing\+(\d+)", text)) is not None:
         return Death(int(found[1]), int(found[2]), after_s=int(found[3]) / 1e3, reducing=True)
-    if (found := re.fullmatch(rf"(\d+):(\d+):({'|'.join(POINTS)})\+(\d+)", text)) is not None:
-        return DeathAtAdmission(int(found[1]), int(found[2]), found[3], int(found[4]) / 1e3)
+    if (found := re.fullmatch(rf"(\d+):(\d+):({'|'.join(POINTS)})\+(\d+)(:stop)?", text)) is not None:
+        return DeathAtAdmission(int(found[1]), int(found[2]), found[3], int(found[4]) / 1e3, stops=bool(found[5]))
     if (found := re.fullmatch(r"(\d+):(\d+):(\+)?(\d+)(:stop)?", text)) is None:
         raise EmulationError(f"--emulate-death {text!r} is not {FORM}, as 3:2:5, 3:2:+120 or 3:1:receiving+0")
     rank, iteration, number = int(found[1]), int(found[2]), int(found[4])
@@ -164,7 +167,9 @@ class Deaths:
     def _before(self, function: Callable[..., Any], death: DeathAtAdmission) -> Callable[..., Any]:
         @functools.wraps(function)
         def called(*given: Any, **keywords: Any) -> Any:
-            self._set_off(death.after_s)
+            if death.stops:
+                subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -KILL {os.getpid()}"])
+            self._set_off(death.after_s, stops=death.stops)
             return function(*given, **keywords)
 
         return called

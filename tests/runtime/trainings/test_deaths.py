@@ -15,6 +15,7 @@ import torch
 
 from adaptra_megatron.cli.main import main
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
+from adaptra_megatron.emulation.jobs.outlived import Host
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import (
     IterationsTimed,
@@ -43,6 +44,8 @@ from campaigns.dying_trainings import (
 PER_TOKEN = "--calculate-per-token-loss --mock-data-padded"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+SLOW_S = 1.0
+"""By which a busy machine may be late."""
 UNREACHED = "cannot hand in what it measures"
 CHUNKS = "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -157,6 +160,20 @@ def test_a_hand_over_that_is_broken_off_is_done_again(
     assert said in "".join(result.output for result in results)
     assert results[1].output.count(BACK) == 1
     assert results[0].output.count(BACK) == death.startswith("0")
+    assert not problems(layout, tmp_path / "peace", tmp_path / "deaths", results)
+
+
+@pytest.mark.timeout(150)
+def test_a_rank_that_is_stopped_as_it_receives_the_state_is_left_out_after_five_seconds_once(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    layout, host = Layout(3, 2), Host(6, restarts=1)
+    assert not any(result.returncode for result in train(layout, tmp_path / "peace", fork_server))
+    deaths = ("1:1:2", "1:1:receiving+0:stop")
+    results = train(layout, tmp_path / "deaths", fork_server, deaths, back=(2,), host=host)
+    assert [each.start for each in host.endings if each.exit_code == KILLED] == [0, 1]
+    (waited_s,) = re.findall(r"not admitted after ([0-9.]+) s", results[0].output)
+    assert 3.0 < float(waited_s) < 5.0 + SLOW_S
     assert not problems(layout, tmp_path / "peace", tmp_path / "deaths", results)
 
 
