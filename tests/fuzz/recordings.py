@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import gzip
 import io
 import json
@@ -78,7 +79,7 @@ def _recording(random: Random, directory: Path) -> Path:
         _spoil_event(random, events)
     document: Any = events if random.random() < 0.5 else {"traceEvents": events, "displayTimeUnit": "ms"}
     if isinstance(document, dict) and random.random() < 0.5:
-        document[random.choice(("distributedInfo", "baseTimeNanoseconds", "x"))] = random.choice(_VALUES)
+        document[random.choice(("distributedInfo", "baseTimeNanoseconds", "x"))] = _value(random)
     path = directory / random.choice(("trace.json", "trace.json.gz", "trace"))
     text = json.dumps(document).encode()
     path.write_bytes(gzip.compress(text) if random.random() < 0.3 else text)
@@ -94,12 +95,17 @@ def _spoil_event(random: Random, events: list[Any]) -> None:
     elif choice == 1:
         events.insert(at, json.loads(json.dumps(random.choice(events))))
     elif choice == 2:
-        events[at] = random.choice(_VALUES)
+        events[at] = _value(random)
     elif isinstance(event, dict):
         target = event.get("args") if choice == 3 and isinstance(event.get("args"), dict) else event
         assert isinstance(target, dict)
         key = random.choice([*target, "args", "cat", "id", "dur", "ts", "ph"])
-        target[key] = _moved(random, target.get(key)) if choice > 5 else random.choice(_VALUES)
+        target[key] = _moved(random, target.get(key)) if choice > 5 else _value(random)
+
+
+def _value(random: Random) -> Any:
+    """One of its own: an event that is spoilt again would change what later cases get."""
+    return copy.deepcopy(random.choice(_VALUES))
 
 
 def _moved(random: Random, value: Any) -> Any:
