@@ -76,8 +76,9 @@ class LiveGroups:
         self.early_watch: EarlyWatch | None = None
         """Until members are outlived."""
         self.stale = False
-        """Set where members have died: what was to be gathered of shards may not have been, until it is gathered again
-        in a call."""
+        """Set where members have died: what was to be gathered of shards may not have been, until `gather_missed`."""
+        self.gather: Callable[[], None] = lambda: None
+        """Gathers all parameters from the shards that are stepped."""
         self.ignores_failed = False
         """See `ignoring_failed_members`."""
         self._groups: list[LiveGroup] = []
@@ -289,10 +290,20 @@ class LiveGroups:
                 pass
             return Done()
         name = self._key(group)
-        while not self.kept.known(name, outputs) and not self._done(begin):
-            pass
+        while not self.kept.known(name, outputs):
+            if group is self._groups[0]:
+                # All ranks do this or none, and the training may have come to its end, without a further call.
+                self.gather_missed()
+            if self._done(begin):
+                break
         self.kept.keep(name, outputs)
         return Done()
+
+    def gather_missed(self) -> None:
+        """Gather parameters again where a rank may have died while that was done."""
+        if self.stale:
+            self.stale = False
+            self.gather()
 
     def _begin(
         self,

@@ -90,6 +90,8 @@ class AdaptraRuntime:
         self._engine_layers = EngineLayers(queue)
         self._decorate = decorate
         self._memory, self._groups = memory, groups
+        if groups is not None:
+            groups.gather = self._gather
         self.conservation = None if groups is None else Conservation()
         """Counts micro-batches in gradients, where training outlives its ranks."""
         self._conserved: Conserved | None = None
@@ -190,7 +192,7 @@ class AdaptraRuntime:
         groups = self._groups
 
         def attempt(generation: Generation, number: int) -> Any:
-            self._gather_again()
+            groups.gather_missed()
             with groups.numbered_alive():
                 return write()
 
@@ -235,7 +237,8 @@ class AdaptraRuntime:
     def _attempt_among(self, pipeline: Pipeline, call: PipelineCall, generation: Generation, number: int) -> _Ran:
         """`number`: of tries that did not commit, in which other ranks may have died."""
         pipeline.enter(call, generation)
-        self._gather_again()
+        if self._groups is not None:
+            self._groups.gather_missed()
         if number and not call.forward_only:
             forget_gradients(call)
         assert pipeline.survival is not None
@@ -260,16 +263,13 @@ class AdaptraRuntime:
             return word
         return replace(word, tokens=found.tokens, divisors=(found.divisor,))
 
-    def _gather_again(self) -> None:
-        """Gather parameters from the shards that are stepped, where a rank may have died while that was done."""
-        if self._groups is None or not self._groups.stale:
-            return
+    def _gather(self) -> None:
+        """Gather parameters from the shards that are stepped."""
         for optimizer in self.sharded_optimizers:
             for chunk in optimizer.model_chunks:
                 for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                     group.param_gather_handle = None
                 chunk.start_param_sync(force_sync=True)
-        self._groups.stale = False
 
     def _attempt(self, pipeline: Pipeline, call: PipelineCall, number: int = 0, *, degraded: bool = False) -> _Ran:
         schedule = pipeline.schedule(call)

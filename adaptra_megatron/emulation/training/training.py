@@ -141,6 +141,7 @@ class Trainer:
             self._runtime.settle()
         self.result.grad_norms = [float(norm) for norm in self.result.grad_norms]
         with self._parameters_gathered():
+            dist.barrier()  # as Megatron's print_datetime, once training is done
             self.result.parameters = model_tensors(self.model)
         self.result.optimizer_state = optimizer_tensors(self.optimizer)
         if args.save and not (args.save_interval and self.iteration % args.save_interval == 0):

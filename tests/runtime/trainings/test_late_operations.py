@@ -67,6 +67,19 @@ def test_what_an_interrupted_attempt_has_under_way_is_not_written_into_the_next(
     assert not problems(case.layout, peace[case.layout], tmp_path, results)
 
 
+@pytest.mark.timeout(150)
+def test_parameters_are_gathered_though_a_rank_dies_meanwhile_after_the_last_call(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    layout = Layout(3, 2, flags="--use-distributed-optimizer --eval-interval 9", micro_batches=1, iterations=2)
+    assert not any(result.returncode for result in train(layout, tmp_path / "peace", fork_server))
+    late = (f"4:1:out:DATA_PARALLEL:{IDLE_S}",)
+    results = train(layout, tmp_path / "dead", fork_server, ("0:late+0",), late=late)
+    assert read_lateness(tmp_path / "dead")["collectives"] == 1
+    assert [result.returncode for result in results] == [KILLED, 0, 0, 0, 0, 0]
+    assert not problems(layout, tmp_path / "peace", tmp_path / "dead", results)
+
+
 @pytest.mark.timeout(200)
 def test_a_rank_that_stands_ready_as_another_dies_is_admitted_to_a_generation_of_its_own(
     peace: dict[Layout, Path], tmp_path: Path, fork_server: ForkServer
