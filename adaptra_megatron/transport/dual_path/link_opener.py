@@ -56,7 +56,9 @@ class LinkOpener:
         self._openings: dict[int, LinkOpenings] = {}
         self._tasks: dict[int, _Task] = {}
         self._lock = threading.Lock()
-        """Guards `setup`, the tasks and the client."""
+        """Guards `setup` and the tasks."""
+        self._reaching = threading.Lock()
+        """Guards the client. Held while the store is reached, which may stand still: nothing that ends waits for it."""
         listeners = list(setup.line_listeners.values())
         spread = not settings.outlives_ranks
         self.lines = Lines(layout.rank, layout.name, setup.job, control.secret, listeners, losses_spread=spread)
@@ -177,7 +179,7 @@ class LinkOpener:
 
     def _store(self) -> SealedStore:
         """The client of the present epoch, which all links share: no request waits for a peer. Raises RuntimeError."""
-        with self._lock:
+        with self._reaching:
             control = self.control
             if self._client is None or self._client[0] is not control:
                 control.reach(self._settings.handshake_s)

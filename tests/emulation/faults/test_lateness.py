@@ -105,7 +105,7 @@ def test_an_operation_that_is_late_on_purpose_writes_late_and_those_after_it_kee
         begun_s = time.monotonic()
         works = [ours.allreduce([value], dist.AllreduceOptions()) for value in (values[1], values[3])]
     expected = [theirs.allreduce([value], dist.AllreduceOptions()) for value in (values[0], values[2])]
-    until((tmp_path / MARK).exists)
+    until(lambda: (tmp_path / MARK).exists() and (tmp_path / MARK).read_text())
     assert (tmp_path / MARK).read_text() == f"{GROUP} in iteration 2, inside, is late\n"
     assert board.count(LATE) == 2, "the one behind it is late, too"
     assert not works[0].is_completed()
