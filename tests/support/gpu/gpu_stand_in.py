@@ -405,7 +405,7 @@ class CpuTrainer:
     def __init__(self) -> None:
         model = (
             f"--emulate-cpu --pipeline-model-parallel-size {os.environ['WORLD_SIZE']} --hidden-size 32 "
-            "--num-attention-heads 2 --seq-length 16 --num-layers 4 --train-iters 40 --eval-interval 20"
+            "--num-attention-heads 2 --seq-length 16 --num-layers 4 --train-iters 80 --eval-interval 40"
         )
         self.layouts = {"2 chunks": f"{model} --num-virtual-stages-per-pipeline-rank 2"}
         self._meters: list[NotedMeter] = []
