@@ -91,7 +91,7 @@ def stragglers_of(
 ) -> Stragglers:
     """What slowed `steps`, at least one, of which `batches` are made. `ideal_by_optype`: for some steps of a recording,
     the ideals of all. Raises ReplayError if nothing takes any time."""
-    job = _Questions(batches, ideal_by_optype or ideal_seconds(batches))
+    job = _Questions(batches, ideal_by_optype or ideal_seconds(steps, batches))
     cells = sorted({cell for batch in batches for event in batch.graph.events for cell in event.cells})
     stages, replicas = sorted({cell.stage for cell in cells}), sorted({cell.replica for cell in cells})
     links = sorted({link for batch in batches for event in batch.graph.events if (link := event.link) is not None})
@@ -148,15 +148,21 @@ def _largest_first(names: Sequence[_Each], seconds: Iterator[float], ideal_s: fl
     return dict(sorted(found, key=lambda entry: -entry[1]))
 
 
-def ideal_seconds(batches: Sequence[Batch]) -> dict[OpType, float]:
-    """The ideal of each type: over all steps, stages and replicas."""
+def ideal_seconds(steps: Sequence[RecordedStep], batches: Sequence[Batch]) -> dict[OpType, float]:
+    """The ideal of each type: over all steps, of which `batches` are made, stages and replicas."""
     found: dict[OpType, list[Times]] = {}
     links: dict[OpType, set[tuple[int, int] | None]] = {}
     for batch in batches:
         for index, event in enumerate(batch.graph.events):
             found.setdefault(event.optype, []).append(batch.work_s[index])
             links.setdefault(event.optype, set()).add(event.link)
-    return {optype: _ideal_s(optype, np.concatenate(rows), len(links[optype])) for optype, rows in found.items()}
+    ideals = {optype: _ideal_s(optype, np.concatenate(rows), len(links[optype])) for optype, rows in found.items()}
+    if steps[0].messages:
+        # Two stages have one link each way: what is slow one way is told by the other, for gradients are as large as
+        # activations. Recorded messages keep the paper's ideals.
+        ways = [optype for optype in (OpType.FORWARD_SEND, OpType.BACKWARD_SEND) if optype in ideals]
+        ideals |= dict.fromkeys(ways, min(ideals[optype] for optype in ways))
+    return ideals
 
 
 def _ideal_s(optype: OpType, seconds: Times, links: int) -> float:

@@ -132,7 +132,7 @@ def doubt_of(
 
 def _parts(recording: Recording, steps: Sequence[RecordedStep], batches: Sequence[Batch]) -> tuple[PartAnalysis, ...]:
     """What slowed each part of a run, beside the ideals of the whole."""
-    ideals = ideal_seconds(batches)
+    ideals = ideal_seconds(steps, batches)
     whys = {each.step: each.why for each in recording.beginnings}
     found: list[tuple[str, list[RecordedStep]]] = []
     for step in sorted(steps, key=lambda step: step.number):

@@ -9,6 +9,7 @@ import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -78,6 +79,12 @@ def slow_link(source: int, target: int, slow: float = 20_000.0, quick: float = 1
     return lambda a, b: slow if {a, b} == {source, target} else quick
 
 
+def varying(way: Callable[[int, int], float]) -> Callable[[int, int], float]:
+    """A third up or down, as messages do on a link that others use too."""
+    random = Random(1)
+    return lambda a, b: way(a, b) * random.lognormvariate(0.0, 0.3)
+
+
 # Stock's exchanges block: everybody waits for the slow link, and computation alone was recorded.
 STOCK = {
     "stock, no slow link": (blocking(4, 8, lambda a, b: 100.0), Right(stages=4, milliseconds=331.9)),
@@ -92,6 +99,34 @@ STOCK = {
     "stock, a link slow one way": (
         blocking(4, 8, lambda a, b: 20_000.0 if (a, b) == (1, 2) else 100.0),
         Right(stages=4, milliseconds=None, slowdown=None, slow_links=("1->2",)),
+    ),
+    "stock, the last link slow one way, many micro-batches": (
+        blocking(8, 24, lambda a, b: 20_000.0 if (a, b) == (6, 7) else 100.0),
+        Right(stages=8, milliseconds=None, slowdown=None, slow_links=("6->7",)),
+    ),
+    "stock, the last link slow on the way back": (
+        blocking(4, 24, lambda a, b: 20_000.0 if (a, b) == (3, 2) else 100.0),
+        Right(stages=4, milliseconds=None, slowdown=None, slow_links=("3->2",)),
+    ),
+    "stock, two stages, a link slow one way": (
+        blocking(2, 8, lambda a, b: 20_000.0 if a == 0 else 100.0),
+        Right(milliseconds=430.1, slowdown=430.1 / 270.9, slow_links=("0->1",)),
+    ),
+    "stock interleaved, a slow link": (
+        blocking(4, 24, slow_link(1, 2, 60_000.0), chunks=2),
+        Right(stages=4, milliseconds=None, slowdown=None, slow_links=("1->2", "2->1")),
+    ),
+    "stock interleaved, a link slow one way": (
+        blocking(8, 8, lambda a, b: 20_000.0 if (a, b) == (3, 4) else 100.0, chunks=2),
+        Right(stages=8, milliseconds=None, slowdown=None, slow_links=("3->4",)),
+    ),
+    "stock, a slow link whose messages vary": (
+        blocking(4, 8, varying(slow_link(0, 1, 60_000.0))),
+        Right(stages=4, milliseconds=None, slowdown=None, slow_links=("0->1", "1->0")),
+    ),
+    "beside computation, a slow link whose messages vary": (
+        overlapped(4, 24, delay=varying(lambda a, b: 60_000.0 if (a, b) == (3, 2) else 100.0)),
+        Right(stages=4, milliseconds=None, slowdown=None, slow_links=("3->2",)),
     ),
     "stock, one of two links slow": (
         blocking(3, 6, slow_link(0, 1)),
