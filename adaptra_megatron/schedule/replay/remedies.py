@@ -20,7 +20,7 @@ from functools import cached_property
 
 from adaptra_megatron.schedule.costs import Costs, PerMicroBatch
 from adaptra_megatron.schedule.planner import plan
-from adaptra_megatron.schedule.replay.engine import Batch, Times, replay
+from adaptra_megatron.schedule.replay.engine import Batch, Times, replay, step_seconds
 from adaptra_megatron.schedule.replay.graph import Event
 from adaptra_megatron.schedule.replay.operations import OpType, RecordedStep, ReplayError
 from adaptra_megatron.schedule.replay.pipelines import RecordedPipelines, pipelines_of
@@ -131,7 +131,7 @@ class _Step:
             found: Times = scale * self._batch.work_s[index][None, :]
             return found
 
-        return float(replay(self._batch, work_s, launch_delays=False).max())
+        return float(step_seconds(self._batch, work_s, launch_delays=False)[0, 0])
 
     def with_pipelines(self, seconds: float) -> float:
         """The step, with its pipelines' part taking `seconds`."""
