@@ -18,6 +18,7 @@ from support.made_up.foreign import B, Event, F, Ran, blocking, in_step, kineto,
 
 from adaptra_megatron.cli.main import main
 from adaptra_megatron.schedule.replay.operations import OpType
+from adaptra_megatron.telemetry.recordings.reading import read_recording
 
 HEALTHY = overlapped(2, 4)
 FOUR = overlapped(4, 8, delay=200.0)
@@ -469,6 +470,15 @@ def test_one_bad_event_costs_its_step_alone(tmp_path: Path, capsys: pytest.Captu
     check(status, told, Right(steps=2))
     assert told["left_out"] == ["step 0: stage 1 has no backward of micro-batch 0: it is not recorded as a whole"]
     assert "'backward' at ts 21000.0 lasts -37 µs" in " ".join(told["notes"])
+
+
+def test_progress_is_told_before_the_first_file_is_read(tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    read_recording(kineto(tmp_path / "run", HEALTHY, with_args), progress=lambda *each: told.append(each))
+    assert told == [("reading traces", done, 2) for done in range(3)]
+    told.clear()
+    read_recording(primus(tmp_path), progress=lambda *each: told.append(each))
+    assert told == [("reading traces", done, 1) for done in range(2)]
 
 
 def one_without(key: str, value: object = None, at: int = 3) -> list[Event]:
