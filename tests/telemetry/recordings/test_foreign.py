@@ -17,7 +17,11 @@ from support.made_up import foreign
 from support.made_up.foreign import B, Event, F, Ran, blocking, in_step, kineto, makespan, named, overlapped, with_args
 
 from adaptra_megatron.cli.main import main
+from adaptra_megatron.schedule.costs import LinkCost, uniform_costs_for
 from adaptra_megatron.schedule.replay.operations import OpType
+from adaptra_megatron.schedule.replay.pipelines import KINDS
+from adaptra_megatron.schedule.simulator import simulate
+from adaptra_megatron.schedule.v_shaped import dualpipe_v
 from adaptra_megatron.telemetry.recordings.reading import read_recording
 
 HEALTHY = overlapped(2, 4)
@@ -324,6 +328,34 @@ def inside(outer: OpType, shares: list[tuple[float, float]]) -> list[Event]:
     return events
 
 
+OPTYPES = {str(kind): optype for optype, kind in KINDS.items()}
+LETTERS = {optype: letter for letter, optype in OPTYPES.items()}
+
+
+def dualpipe(slow_s: float = 1e-4) -> list[Ran]:
+    """DualPipe-V, two chunks per stage there and back, halves of backwards apart; `slow_s`: of link 1-2."""
+    schedule = dualpipe_v(4, 12)
+    links = {(a, b): LinkCost(latency_s=slow_s if {a, b} == {1, 2} else 1e-4) for a, b in schedule.placement.links}
+    seconds = {"forward_s": 0.01, "backward_input_s": 0.01, "backward_weight_s": 0.01}
+    found = simulate(schedule, uniform_costs_for(schedule, links=links, **seconds))
+    return [
+        Ran(stage, OPTYPES[str(action.kind)], action.micro_batch, 1e6 * start_s, 1e6 * (end_s - start_s), action.chunk)
+        for stage, row in enumerate(zip(schedule.orders, found.start_s, found.end_s, strict=True))
+        for action, start_s, end_s in zip(*row, strict=True)
+    ]
+
+
+def v_names(ran: list[Ran]) -> list[Event]:
+    """torch's names: the virtual stage says where a chunk is."""
+    return in_step(
+        [
+            {"ph": "X", "cat": "user_annotation", "ts": each.start, "dur": each.duration, "pid": 1, "tid": 1,
+             "name": f"PP:{7 - each.stage if each.chunk else each.stage}{LETTERS[each.kind]}{each.micro_batch}"}
+            for each in ran
+        ]
+    )  # fmt: skip
+
+
 EVALUATION = [each._replace(start=each.start + 160_000.0) for each in overlapped(2, 4) if each.kind is F]
 THREE = [(step, shifted(HEALTHY, lambda each, step=step: 200_000.0 * step)) for step in range(3)]  # type: ignore[misc]
 FIVE_THREE = [each for step, ran in THREE for each in with_args(ran, iteration=step)]
@@ -436,6 +468,15 @@ READ: dict[str, tuple[Callable[[Path], Path], list[str], Right]] = {
     "torch.distributed.pipelining, waits in ranges": (
         lambda d: kineto(d / "run", CHUNKED, torch_names), [],
         Right(milliseconds=makespan(CHUNKED) / 1e3, slowdown=None),
+    ),
+    "DualPipe-V": (
+        lambda d: kineto(d / "run", dualpipe(), v_names), [],
+        Right(stages=4, milliseconds=makespan(dualpipe()) / 1e3),
+    ),
+    "DualPipe-V, a slow link": (
+        lambda d: kineto(d / "run", dualpipe(0.02), v_names), [],
+        Right(stages=4, milliseconds=makespan(dualpipe(0.02)) / 1e3,
+              slowdown=makespan(dualpipe(0.02)) / makespan(dualpipe()), slow_links=("1->2", "2->1")),
     ),
     "torch's GPipe, waits in ranges": (
         lambda d: kineto(d / "run", LONG_LAST, waits_inside), ["--stages", "2"],
