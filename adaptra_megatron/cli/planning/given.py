@@ -143,7 +143,7 @@ def _recorded(path: Path, number: int | None, pipeline_size: int | None) -> Give
     does not explain what was recorded. Needs numpy."""
     _refuse_number(number, str(path))
     try:
-        from adaptra_megatron.schedule.replay.engine import batches_of, replay
+        from adaptra_megatron.schedule.replay.engine import batches_of, step_seconds
         from adaptra_megatron.schedule.replay.operations import ReplayError
         from adaptra_megatron.schedule.replay.pipelines import pipelines_of
         from adaptra_megatron.telemetry.analysis.analysis import doubt_of, replayable, typical
@@ -152,11 +152,11 @@ def _recorded(path: Path, number: int | None, pipeline_size: int | None) -> Give
     except ImportError as error:
         raise InputError(f"reading the trace {path} needs numpy: pip install numpy") from error
     try:
-        steps, _ = replayable(read_recording(path, asked=Asked(stages=pipeline_size)))
-        step, batches = typical(steps), batches_of(steps)
+        steps, batches, _ = replayable(read_recording(path, asked=Asked(stages=pipeline_size)))
+        step = typical(steps)
         found = pipelines_of(step, batches)
         (of_step,) = batches_of([step])
-        made_s = [float(replay(of_step, launch_delays=delays).max()) for delays in (True, False)]
+        made_s = [float(step_seconds(of_step, launch_delays=delays)[0, 0]) for delays in (True, False)]
     except (RecordingError, TraceError, EventLogError) as error:
         raise InputError(str(error)) from error
     except ReplayError as error:

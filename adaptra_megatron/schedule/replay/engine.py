@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,13 +37,15 @@ class Batch:
         return tuple((index, taker.before) for index, event in enumerate(self.graph.events) for taker in event.takers)
 
 
-def batches_of(steps: Sequence[RecordedStep]) -> list[Batch]:
-    """The steps by their graph, the most frequent first. Raises ReplayError for no step, and as `graph_of`."""
+def batches_of(
+    steps: Sequence[RecordedStep], graphs: Sequence[tuple[StepGraph, StepTimes]] | None = None
+) -> list[Batch]:
+    """The steps by their graph, the most frequent first. `graphs`: of the steps, where they are known. Raises
+    ReplayError for no step, and as `graph_of`."""
     if not steps:
         raise ReplayError("there is no step to analyse: name others with --steps")
     found: dict[StepGraph, list[tuple[int, StepTimes]]] = {}
-    for step in steps:
-        graph, times = graph_of(step)
+    for step, (graph, times) in zip(steps, graphs or map(graph_of, steps), strict=True):
         found.setdefault(graph, []).append((step.number, times))
     batches = [
         Batch(
@@ -57,12 +59,25 @@ def batches_of(steps: Sequence[RecordedStep]) -> list[Batch]:
     return sorted(batches, key=lambda batch: -len(batch.numbers))
 
 
-def replay(batch: Batch, work_s: Callable[[int, Event], Times] | None = None, *, launch_delays: bool = True) -> Times:
+Work = Callable[[int, Event], Times]
+"""Work of an event, by its index, as [question, step]."""
+
+
+def replay(batch: Batch, work_s: Work | None = None, *, launch_delays: bool = True) -> Times:
     """When each event ends, [event, question, step], from the start of the step.
 
-    `work_s(index, event)` gives an event's work as [question, step]; None: what was recorded, one question. Without
-    `launch_delays` hosts take no time, and all cells start at once.
+    `work_s` None: what was recorded, one question. Without `launch_delays` hosts take no time, and all cells start at
+    once.
     """
+    return np.stack(np.broadcast_arrays(*_ends(batch, work_s, launch_delays)))
+
+
+def step_seconds(batch: Batch, work_s: Work | None = None, *, launch_delays: bool = True) -> Times:
+    """[question, step]: until the last event has ended, as `replay`."""
+    return reduce(np.maximum, _ends(batch, work_s, launch_delays))
+
+
+def _ends(batch: Batch, work_s: Work | None, launch_delays: bool) -> list[Times]:
     ends: list[Times] = []
     taker = 0
     nothing = np.zeros((1, len(batch.numbers)))
@@ -74,14 +89,8 @@ def replay(batch: Batch, work_s: Callable[[int, Event], Times] | None = None, *,
                 ready = ends[other] if ready is nothing else np.maximum(ready, ends[other])
             if launch_delays:
                 ready = ready + batch.delays_s[taker]
-            come = ready if come is None else np.maximum(come, ready)
+            come = ready if come is None or come is nothing else np.maximum(come, ready)
             taker += 1
         assert come is not None, "an event has a taker"
         ends.append(come + (batch.work_s[index] if work_s is None else work_s(index, event)))
-    return np.stack(np.broadcast_arrays(*ends))
-
-
-def step_seconds(ends_s: Times) -> Times:
-    """[question, step]: until the last event has ended."""
-    longest: Times = ends_s.max(axis=0)
-    return longest
+    return ends

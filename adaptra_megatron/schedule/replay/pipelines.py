@@ -101,6 +101,7 @@ def _schedule(step: RecordedStep) -> Schedule:
         chunks=1 + max(action.chunk for action in actions),
         micro_batches=1 + max(action.micro_batch for action in actions),
         orders=tuple(orders),
+        custom_placement=step.custom_placement,
     )
 
 
@@ -185,4 +186,5 @@ def _costs(
         backward_weight_s=seconds(Kind.BACKWARD_WEIGHT),
         links=links,
         micro_batch_factors={name: factors(kind) for kind, name in _TABLES.items()},
+        custom_placement=schedule.custom_placement,
     )

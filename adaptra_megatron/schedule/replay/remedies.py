@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from adaptra_megatron.schedule.costs import Costs, PerMicroBatch
+from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.planner import plan
-from adaptra_megatron.schedule.replay.engine import Batch, Times, replay
+from adaptra_megatron.schedule.replay.engine import Batch, Times, replay, step_seconds
 from adaptra_megatron.schedule.replay.graph import Event
-from adaptra_megatron.schedule.replay.operations import OpType, RecordedStep, ReplayError
+from adaptra_megatron.schedule.replay.operations import OpType, RecordedStep
 from adaptra_megatron.schedule.replay.pipelines import RecordedPipelines, pipelines_of
 from adaptra_megatron.schedule.routing.balance import balanced_replicas
 from adaptra_megatron.schedule.routing.costs import Cell, RoutedCosts
@@ -76,7 +77,7 @@ def remedies_for(step: RecordedStep, batches: Sequence[Batch]) -> Remedies:
     why_not, found = "", []
     try:
         found = [make(of_step) for make in _REMEDIES]
-    except ReplayError as error:
+    except ScheduleError as error:
         why_not = str(error)
     return Remedies(
         step=step.number,
@@ -131,7 +132,7 @@ class _Step:
             found: Times = scale * self._batch.work_s[index][None, :]
             return found
 
-        return float(replay(self._batch, work_s, launch_delays=False).max())
+        return float(step_seconds(self._batch, work_s, launch_delays=False)[0, 0])
 
     def with_pipelines(self, seconds: float) -> float:
         """The step, with its pipelines' part taking `seconds`."""

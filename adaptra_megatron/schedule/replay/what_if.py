@@ -15,14 +15,14 @@ of these replays, so what slows a host down is not mixed with what slows a worke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 
-from adaptra_megatron.schedule.replay.engine import Batch, Times, replay
+from adaptra_megatron.schedule.replay.engine import Batch, Times, Work, step_seconds
 from adaptra_megatron.schedule.replay.graph import Event
 from adaptra_megatron.schedule.replay.operations import OpType, RecordedStep, ReplayError
 from adaptra_megatron.schedule.replay.pace import slowness_of
@@ -30,11 +30,12 @@ from adaptra_megatron.schedule.routing.costs import Cell
 
 SLOWEST_WORKERS = 0.03
 """Share of all workers that M_W takes for the slowest, at least one: the paper's."""
-_AT_ONCE = 64
-"""Questions that are replayed side by side: a matter of memory."""
+_MOST_TIMES = 1 << 24
+"""Times that are held at once: so many questions are replayed side by side."""
 
-Kept = Callable[[Event], bool]
-"""Which events a question leaves as they were, by type, cells and link; all others are ideal."""
+Kept = Collection[tuple[object, ...]]
+"""What a question leaves as it was: ("type", ...), ("cell", ...) and ("link", ...). An event stays if it is any of
+them, a message or a collective if any of its takers is; all others are ideal."""
 
 
 @dataclass(frozen=True)
@@ -91,18 +92,18 @@ def stragglers_of(
 ) -> Stragglers:
     """What slowed `steps`, at least one, of which `batches` are made. `ideal_by_optype`: for some steps of a recording,
     the ideals of all. Raises ReplayError if nothing takes any time."""
-    job = _Questions(batches, ideal_by_optype or ideal_seconds(batches))
+    job = _Questions(batches, ideal_by_optype or ideal_seconds(steps, batches))
     cells = sorted({cell for batch in batches for event in batch.graph.events for cell in event.cells})
     stages, replicas = sorted({cell.stage for cell in cells}), sorted({cell.replica for cell in cells})
     links = sorted({link for batch in batches for event in batch.graph.events if (link := event.link) is not None})
     optypes = sorted({event.optype for batch in batches for event in batch.graph.events})
     asked: list[Kept] = [
-        lambda event: False,
-        *map(_of_optype, optypes),
-        *(_of_cells(cell for cell in cells if cell.stage == stage) for stage in stages),
-        *(_of_cells(cell for cell in cells if cell.replica == replica) for replica in replicas),
-        *(_of_cells([cell]) for cell in cells),
-        *map(_of_link, links),
+        (),
+        *([("type", optype)] for optype in optypes),
+        *([("cell", cell) for cell in cells if cell.stage == stage] for stage in stages),
+        *([("cell", cell) for cell in cells if cell.replica == replica] for replica in replicas),
+        *([("cell", cell)] for cell in cells),
+        *([("link", link)] for link in links),
     ]
     found = list(map(_mean, job.seconds(asked)))
     ideal_s, rest = found[0], iter(found[1:])
@@ -114,9 +115,12 @@ def stragglers_of(
     by_worker = _largest_first(cells, rest, ideal_s)
     by_link = _largest_first(links, rest, ideal_s)
     slowest = tuple(by_worker)[: math.ceil(SLOWEST_WORKERS * len(cells))]
-    last = [cell for cell in cells if cell.stage == stages[-1]]
     prompt_s, without_workers, without_stage = job.seconds(
-        [lambda event: True, _but(slowest), _but(last)],
+        [
+            [("cell", cell) for cell in cells],
+            [("cell", cell) for cell in cells if cell not in slowest],
+            [("cell", cell) for cell in cells if cell.stage != stages[-1]],
+        ]
     )
     lost_s = _mean(prompt_s) - ideal_s
     recorded = {step.number: step.seconds for step in sorted(steps, key=lambda step: step.number)}
@@ -148,15 +152,21 @@ def _largest_first(names: Sequence[_Each], seconds: Iterator[float], ideal_s: fl
     return dict(sorted(found, key=lambda entry: -entry[1]))
 
 
-def ideal_seconds(batches: Sequence[Batch]) -> dict[OpType, float]:
-    """The ideal of each type: over all steps, stages and replicas."""
+def ideal_seconds(steps: Sequence[RecordedStep], batches: Sequence[Batch]) -> dict[OpType, float]:
+    """The ideal of each type: over all steps, of which `batches` are made, stages and replicas."""
     found: dict[OpType, list[Times]] = {}
     links: dict[OpType, set[tuple[int, int] | None]] = {}
     for batch in batches:
         for index, event in enumerate(batch.graph.events):
             found.setdefault(event.optype, []).append(batch.work_s[index])
             links.setdefault(event.optype, set()).add(event.link)
-    return {optype: _ideal_s(optype, np.concatenate(rows), len(links[optype])) for optype, rows in found.items()}
+    ideals = {optype: _ideal_s(optype, np.concatenate(rows), len(links[optype])) for optype, rows in found.items()}
+    if steps[0].messages:
+        # Two stages have one link each way: what is slow one way is told by the other, for gradients are as large as
+        # activations. Recorded messages keep the paper's ideals.
+        ways = [optype for optype in (OpType.FORWARD_SEND, OpType.BACKWARD_SEND) if optype in ideals]
+        ideals |= dict.fromkeys(ways, min(ideals[optype] for optype in ways))
+    return ideals
 
 
 def _ideal_s(optype: OpType, seconds: Times, links: int) -> float:
@@ -175,12 +185,14 @@ class _Questions:
 
     def seconds(self, kept: Sequence[Kept]) -> list[list[float]]:
         """For each question, seconds of each step, by number of the step."""
+        largest = max(len(batch.graph.events) * len(batch.numbers) for batch in self._batches)
+        at_once = max(1, _MOST_TIMES // largest)
         found: list[list[float]] = []
-        for first in range(0, len(kept), _AT_ONCE):
-            some = kept[first : first + _AT_ONCE]
+        for first in range(0, len(kept), at_once):
+            some = kept[first : first + at_once]
             by_step: dict[int, Times] = {}
             for batch in self._batches:
-                ends_s = replay(batch, self._work_of(batch, some), launch_delays=False).max(axis=0)
+                ends_s = step_seconds(batch, self._work_of(batch, some), launch_delays=False)
                 columns = np.broadcast_to(ends_s, (len(some), len(batch.numbers))).T
                 by_step |= dict(zip(batch.numbers, columns, strict=True))
             found += [[float(by_step[number][question]) for number in sorted(by_step)] for question in range(len(some))]
@@ -190,7 +202,7 @@ class _Questions:
         """Seconds of each step, with launch delays."""
         by_step: dict[int, float] = {}
         for batch in self._batches:
-            by_step |= dict(zip(batch.numbers, map(float, replay(batch).max(axis=0)[0]), strict=True))
+            by_step |= dict(zip(batch.numbers, map(float, step_seconds(batch)[0]), strict=True))
         return tuple(by_step[number] for number in numbers)
 
     def even_micro_batches(self) -> list[float]:
@@ -203,7 +215,7 @@ class _Questions:
                 if event.optype.computes:
                     rows.setdefault(_kind(event), []).append(batch.work_s[index] / slowness[event.takers[0].cell])
             mean_s = {kind: np.mean(row, axis=0) for kind, row in rows.items()}
-            found += map(float, replay(batch, _even(batch, mean_s, slowness), launch_delays=False).max(axis=0)[0])
+            found += map(float, step_seconds(batch, _even(batch, mean_s, slowness), launch_delays=False)[0])
         return found
 
     def without_messages(self) -> list[float]:
@@ -215,18 +227,24 @@ class _Questions:
                 here: Times = batch.work_s[index][None, :] * (event.link is None)
                 return here
 
-            found += map(float, replay(batch, work_s, launch_delays=False).max(axis=0)[0])
+            found += map(float, step_seconds(batch, work_s, launch_delays=False)[0])
         return found
 
-    def _work_of(self, batch: Batch, kept: Sequence[Kept]) -> Callable[[int, Event], Times]:
+    def _work_of(self, batch: Batch, kept: Sequence[Kept]) -> Work:
+        asking: dict[tuple[object, ...], list[int]] = {}
+        for question, names in enumerate(kept):
+            for name in names:
+                asking.setdefault(name, []).append(question)
         keeps: dict[object, Times] = {}
         """By what a question may ask of an event: its micro-batch is no part of it."""
 
         def work_s(index: int, event: Event) -> Times:
-            asked = event.optype, event.cells, event.source
-            if asked not in keeps:
-                keeps[asked] = np.array([[each(event)] for each in kept])
-            return np.where(keeps[asked], batch.work_s[index], self.ideal_s[event.optype])
+            asked = event.optype, event.takers[0].cell, event.takers[-1].cell, len(event.takers), event.source
+            if (kept_here := keeps.get(asked)) is None:
+                kept_here = keeps[asked] = np.zeros((len(kept), 1), dtype=bool)
+                for name in (("type", event.optype), ("link", event.link), *(("cell", cell) for cell in event.cells)):
+                    kept_here[asking.get(name, [])] = True
+            return np.where(kept_here, batch.work_s[index], self.ideal_s[event.optype])
 
         return work_s
 
@@ -236,9 +254,7 @@ def _kind(event: Event) -> tuple[OpType, int, int]:
     return event.optype, event.takers[0].cell.stage, event.chunk
 
 
-def _even(
-    batch: Batch, mean_s: Mapping[tuple[OpType, int, int], Times], slowness: Mapping[Cell, float]
-) -> Callable[[int, Event], Times]:
+def _even(batch: Batch, mean_s: Mapping[tuple[OpType, int, int], Times], slowness: Mapping[Cell, float]) -> Work:
     def work_s(index: int, event: Event) -> Times:
         if event.optype.computes:
             even: Times = slowness[event.takers[0].cell] * mean_s[_kind(event)][None, :]
@@ -247,26 +263,6 @@ def _even(
         return recorded
 
     return work_s
-
-
-def _of_link(link: tuple[int, int]) -> Kept:
-    return lambda event: event.link == link
-
-
-def _of_optype(optype: OpType) -> Kept:
-    return lambda event: event.optype is optype
-
-
-def _of_cells(cells: Iterable[Cell]) -> Kept:
-    """A message or a collective is each of its takers'."""
-    chosen = frozenset(cells)
-    return lambda event: any(taker.cell in chosen for taker in event.takers)
-
-
-def _but(cells: Iterable[Cell]) -> Kept:
-    """A message or a collective is ideal where all its takers are."""
-    ideal = frozenset(cells)
-    return lambda event: any(taker.cell not in ideal for taker in event.takers)
 
 
 def _mean(values: Sequence[float]) -> float:

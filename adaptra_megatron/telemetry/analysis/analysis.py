@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from adaptra_megatron.schedule.replay.engine import Batch, batches_of
-from adaptra_megatron.schedule.replay.graph import graph_of
+from adaptra_megatron.schedule.replay.graph import StepGraph, StepTimes, graph_of
 from adaptra_megatron.schedule.replay.operations import RecordedStep, ReplayError
 from adaptra_megatron.schedule.replay.pace import changed_at, paces_of, slowness_of, stage_paces_of
 from adaptra_megatron.schedule.replay.remedies import Remedies, Remedy, remedies_for
@@ -72,8 +72,7 @@ def analyse(recording: Recording, *, activation_gib: float | None = None, progre
     """Replay `recording` and ask what would be if. Raises ReplayError if none of its steps can be replayed."""
     tell = progress or (lambda doing, done, total: None)
     tell("analysing", 0, 4)
-    steps, left_out = replayable(recording)
-    batches = batches_of(steps)
+    steps, batches, left_out = replayable(recording)
     tell("analysing", 1, 4)
     stragglers = stragglers_of(steps, batches)
     doubt = doubt_of(stragglers.recorded_s, stragglers.replayed_s, stragglers.prompt_s, stragglers.ideal_s)
@@ -132,7 +131,7 @@ def doubt_of(
 
 def _parts(recording: Recording, steps: Sequence[RecordedStep], batches: Sequence[Batch]) -> tuple[PartAnalysis, ...]:
     """What slowed each part of a run, beside the ideals of the whole."""
-    ideals = ideal_seconds(batches)
+    ideals = ideal_seconds(steps, batches)
     whys = {each.step: each.why for each in recording.beginnings}
     found: list[tuple[str, list[RecordedStep]]] = []
     for step in sorted(steps, key=lambda step: step.number):
@@ -222,15 +221,17 @@ def _by_link(found: Stragglers) -> dict[str, float]:
     return {f"{source}->{target}": each for (source, target), each in found.by_link.items()}
 
 
-def replayable(recording: Recording) -> tuple[list[RecordedStep], list[str]]:
-    """The steps that have a graph and all cells, and why the others have not. Raises ReplayError if there is none."""
+def replayable(recording: Recording) -> tuple[list[RecordedStep], list[Batch], list[str]]:
+    """The steps that have a graph and all cells, their batches, and why others are left out. Raises ReplayError if
+    there is none."""
     steps = recording.steps
     most = max(len(step.cells) for step in steps)
     kept: list[RecordedStep] = []
+    graphs: list[tuple[StepGraph, StepTimes]] = []
     left_out = list(recording.left_out)
     for step in steps:
         try:
-            graph_of(step)
+            graph = graph_of(step)
         except ReplayError as error:
             left_out.append(str(error))
             continue
@@ -240,9 +241,10 @@ def replayable(recording: Recording) -> tuple[list[RecordedStep], list[str]]:
             left_out.append(missing)
         else:
             kept.append(step)
+            graphs.append(graph)
     if not kept:
         raise ReplayError(f"no step can be replayed: {left_out[0]}")
-    return kept, left_out
+    return kept, batches_of(kept, graphs), left_out
 
 
 def typical(steps: list[RecordedStep]) -> RecordedStep:

@@ -102,6 +102,8 @@ def _read_all(path: Path, paths: Sequence[Path], notes: list[str], progress: Pro
     """What the files say; those of a directory that are no traces at all are left out."""
     found: list[FileRanges] = []
     others: list[NoTraceError] = []
+    if progress is not None:
+        progress("reading traces", 0, len(paths))
     for number, each in enumerate(_in_processes(paths), start=1):
         if isinstance(each, NoTraceError):
             others.append(each)

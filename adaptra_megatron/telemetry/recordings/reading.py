@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from adaptra_megatron.telemetry.recordings.chrome import Progress, read_chrome
@@ -23,11 +25,18 @@ def read_recording(
     `asked`: what the user says of a job where a Chrome trace does not. Raises RecordingError, TraceError or
     EventLogError for what cannot be read, OSError for a file that cannot be opened.
     """
-    if path.is_dir():
-        if any(path.glob(FILE_PATTERN)):
-            return read_run_directory(path, wanted)
-        if stages_in(path):
-            return read_primus(path, wanted)
-    elif head_of(path).startswith(PARQUET):
-        return read_parquet(path, wanted)
-    return read_chrome(path, wanted, asked, progress)
+    read: Callable[[], Recording]
+    if path.is_dir() and any(path.glob(FILE_PATTERN)):
+        read = partial(read_run_directory, path, wanted)
+    elif path.is_dir() and stages_in(path):
+        read = partial(read_primus, path, wanted)
+    elif not path.is_dir() and head_of(path).startswith(PARQUET):
+        read = partial(read_parquet, path, wanted)
+    else:
+        return read_chrome(path, wanted, asked, progress)
+    if progress is None:
+        return read()
+    progress("reading traces", 0, 1)
+    found = read()
+    progress("reading traces", 1, 1)
+    return found

@@ -17,6 +17,8 @@ from adaptra_megatron.telemetry.recordings.recording import RecordingError, Want
 
 _LONG_S = 5.0
 """An action that takes longer makes one ask whether times are in the unit that is expected."""
+_NOTHING_S = 1e-6
+"""Rounding of times."""
 _BACKWARD = (OpType.BACKWARD, OpType.BACKWARD_INPUT)
 _NAMES = {OpType.FORWARD: "forward", OpType.BACKWARD_WEIGHT: "weight gradient"}
 
@@ -287,7 +289,7 @@ def without_waits(steps: Iterable[RecordedStep], notes: list[str]) -> list[Recor
         operations = []
         for each in step.operations:
             at_s = come_s.get(each, each.start_s)
-            if each.start_s < at_s < each.end_s:
+            if each.start_s + _NOTHING_S < at_s < each.end_s:
                 usual = usual_s.get((each.cell, each.optype, each.chunk))
                 longest_s = min(each.duration_s, statistics.median(usual)) if usual else each.end_s - at_s
                 count += longest_s < each.duration_s

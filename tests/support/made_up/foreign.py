@@ -88,9 +88,12 @@ def blocking(
     program = one_f_one_b if chunks == 1 else interleaved(chunks)
     cells = [Cell(0, stage) for stage in range(stages)]
 
+    transfers: dict[tuple[int, int, int], float] = {}
+
     def seconds(optype: OpType, cell: Cell, place: int) -> float:
         if optype.peer is not None:
-            return transfer(cell.stage, (cell.stage + (1 if optype.value.startswith("forward") else -1)) % stages)
+            other = (cell.stage + (1 if optype.value.startswith("forward") else -1)) % stages
+            return transfers.setdefault((cell.stage, other, place), transfer(cell.stage, other))
         last = (place // 1000, cell.stage) == (chunks - 1, stages - 1)
         return (10_000.0 if optype is F else 20_000.0) * (long_last if last else 1.0)
 

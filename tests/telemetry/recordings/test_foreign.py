@@ -9,6 +9,7 @@ import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +17,12 @@ from support.made_up import foreign
 from support.made_up.foreign import B, Event, F, Ran, blocking, in_step, kineto, makespan, named, overlapped, with_args
 
 from adaptra_megatron.cli.main import main
+from adaptra_megatron.schedule.costs import LinkCost, uniform_costs_for
 from adaptra_megatron.schedule.replay.operations import OpType
+from adaptra_megatron.schedule.replay.pipelines import KINDS
+from adaptra_megatron.schedule.simulator import simulate
+from adaptra_megatron.schedule.v_shaped import dualpipe_v
+from adaptra_megatron.telemetry.recordings.reading import read_recording
 
 HEALTHY = overlapped(2, 4)
 FOUR = overlapped(4, 8, delay=200.0)
@@ -78,6 +84,12 @@ def slow_link(source: int, target: int, slow: float = 20_000.0, quick: float = 1
     return lambda a, b: slow if {a, b} == {source, target} else quick
 
 
+def varying(way: Callable[[int, int], float]) -> Callable[[int, int], float]:
+    """A third up or down, as messages do on a link that others use too."""
+    random = Random(1)
+    return lambda a, b: way(a, b) * random.lognormvariate(0.0, 0.3)
+
+
 # Stock's exchanges block: everybody waits for the slow link, and computation alone was recorded.
 STOCK = {
     "stock, no slow link": (blocking(4, 8, lambda a, b: 100.0), Right(stages=4, milliseconds=331.9)),
@@ -92,6 +104,34 @@ STOCK = {
     "stock, a link slow one way": (
         blocking(4, 8, lambda a, b: 20_000.0 if (a, b) == (1, 2) else 100.0),
         Right(stages=4, milliseconds=None, slowdown=None, slow_links=("1->2",)),
+    ),
+    "stock, the last link slow one way, many micro-batches": (
+        blocking(8, 24, lambda a, b: 20_000.0 if (a, b) == (6, 7) else 100.0),
+        Right(stages=8, milliseconds=None, slowdown=None, slow_links=("6->7",)),
+    ),
+    "stock, the last link slow on the way back": (
+        blocking(4, 24, lambda a, b: 20_000.0 if (a, b) == (3, 2) else 100.0),
+        Right(stages=4, milliseconds=None, slowdown=None, slow_links=("3->2",)),
+    ),
+    "stock, two stages, a link slow one way": (
+        blocking(2, 8, lambda a, b: 20_000.0 if a == 0 else 100.0),
+        Right(milliseconds=430.1, slowdown=430.1 / 270.9, slow_links=("0->1",)),
+    ),
+    "stock interleaved, a slow link": (
+        blocking(4, 24, slow_link(1, 2, 60_000.0), chunks=2),
+        Right(stages=4, milliseconds=None, slowdown=None, slow_links=("1->2", "2->1")),
+    ),
+    "stock interleaved, a link slow one way": (
+        blocking(8, 8, lambda a, b: 20_000.0 if (a, b) == (3, 4) else 100.0, chunks=2),
+        Right(stages=8, milliseconds=None, slowdown=None, slow_links=("3->4",)),
+    ),
+    "stock, a slow link whose messages vary": (
+        blocking(4, 8, varying(slow_link(0, 1, 60_000.0))),
+        Right(stages=4, milliseconds=None, slowdown=None, slow_links=("0->1", "1->0")),
+    ),
+    "beside computation, a slow link whose messages vary": (
+        overlapped(4, 24, delay=varying(lambda a, b: 60_000.0 if (a, b) == (3, 2) else 100.0)),
+        Right(stages=4, milliseconds=None, slowdown=None, slow_links=("3->2",)),
     ),
     "stock, one of two links slow": (
         blocking(3, 6, slow_link(0, 1)),
@@ -288,6 +328,34 @@ def inside(outer: OpType, shares: list[tuple[float, float]]) -> list[Event]:
     return events
 
 
+OPTYPES = {str(kind): optype for optype, kind in KINDS.items()}
+LETTERS = {optype: letter for letter, optype in OPTYPES.items()}
+
+
+def dualpipe(slow_s: float = 1e-4) -> list[Ran]:
+    """DualPipe-V, two chunks per stage there and back, halves of backwards apart; `slow_s`: of link 1-2."""
+    schedule = dualpipe_v(4, 12)
+    links = {(a, b): LinkCost(latency_s=slow_s if {a, b} == {1, 2} else 1e-4) for a, b in schedule.placement.links}
+    seconds = {"forward_s": 0.01, "backward_input_s": 0.01, "backward_weight_s": 0.01}
+    found = simulate(schedule, uniform_costs_for(schedule, links=links, **seconds))
+    return [
+        Ran(stage, OPTYPES[str(action.kind)], action.micro_batch, 1e6 * start_s, 1e6 * (end_s - start_s), action.chunk)
+        for stage, row in enumerate(zip(schedule.orders, found.start_s, found.end_s, strict=True))
+        for action, start_s, end_s in zip(*row, strict=True)
+    ]
+
+
+def v_names(ran: list[Ran]) -> list[Event]:
+    """torch's names: the virtual stage says where a chunk is."""
+    return in_step(
+        [
+            {"ph": "X", "cat": "user_annotation", "ts": each.start, "dur": each.duration, "pid": 1, "tid": 1,
+             "name": f"PP:{7 - each.stage if each.chunk else each.stage}{LETTERS[each.kind]}{each.micro_batch}"}
+            for each in ran
+        ]
+    )  # fmt: skip
+
+
 EVALUATION = [each._replace(start=each.start + 160_000.0) for each in overlapped(2, 4) if each.kind is F]
 THREE = [(step, shifted(HEALTHY, lambda each, step=step: 200_000.0 * step)) for step in range(3)]  # type: ignore[misc]
 FIVE_THREE = [each for step, ran in THREE for each in with_args(ran, iteration=step)]
@@ -401,6 +469,15 @@ READ: dict[str, tuple[Callable[[Path], Path], list[str], Right]] = {
         lambda d: kineto(d / "run", CHUNKED, torch_names), [],
         Right(milliseconds=makespan(CHUNKED) / 1e3, slowdown=None),
     ),
+    "DualPipe-V": (
+        lambda d: kineto(d / "run", dualpipe(), v_names), [],
+        Right(stages=4, milliseconds=makespan(dualpipe()) / 1e3),
+    ),
+    "DualPipe-V, a slow link": (
+        lambda d: kineto(d / "run", dualpipe(0.02), v_names), [],
+        Right(stages=4, milliseconds=makespan(dualpipe(0.02)) / 1e3,
+              slowdown=makespan(dualpipe(0.02)) / makespan(dualpipe()), slow_links=("1->2", "2->1")),
+    ),
     "torch's GPipe, waits in ranges": (
         lambda d: kineto(d / "run", LONG_LAST, waits_inside), ["--stages", "2"],
         Right(milliseconds=78.6, slowdown=78.6 / 60.6),
@@ -434,6 +511,15 @@ def test_one_bad_event_costs_its_step_alone(tmp_path: Path, capsys: pytest.Captu
     check(status, told, Right(steps=2))
     assert told["left_out"] == ["step 0: stage 1 has no backward of micro-batch 0: it is not recorded as a whole"]
     assert "'backward' at ts 21000.0 lasts -37 µs" in " ".join(told["notes"])
+
+
+def test_progress_is_told_before_the_first_file_is_read(tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    read_recording(kineto(tmp_path / "run", HEALTHY, with_args), progress=lambda *each: told.append(each))
+    assert told == [("reading traces", done, 2) for done in range(3)]
+    told.clear()
+    read_recording(primus(tmp_path), progress=lambda *each: told.append(each))
+    assert told == [("reading traces", done, 1) for done in range(2)]
 
 
 def one_without(key: str, value: object = None, at: int = 3) -> list[Event]:
