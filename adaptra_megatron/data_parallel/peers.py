@@ -10,7 +10,7 @@ import itertools
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -242,7 +242,7 @@ class Peers:
         accusers = {self._rank: mine}
         with contextlib.suppress(RuntimeError):
             self._trace(accusers)
-        silent = frozenset().union(*accusers.values()).difference(accusers) or mine
+        silent = _silent(accusers) or mine
         witness = min(rank for rank, accused in accusers.items() if accused & silent)
         seen = "" if self._rank == witness else f", as rank {witness} has seen"
         return PeerError(
@@ -252,18 +252,23 @@ class Peers:
         )
 
     def _trace(self, accusers: dict[int, frozenset[int]]) -> None:
-        """Add whom those miss that this rank misses, and so on to the one that misses nobody.
+        """Follow the chain of waits: add which ranks each accused rank accuses itself.
 
-        A rank that waits for one that waits for the culprit may come to its timeout first: those that it misses have
-        _TRACED_S to say whom they miss. Raises RuntimeError where the store does not answer.
+        A rank that waits for one that waits for the culprit may come to its timeout first: the accused have _TRACED_S
+        to accuse others. Raises RuntimeError where the store does not answer.
         """
         until_s = time.monotonic() + _TRACED_S
-        while time.monotonic() < until_s:
-            for rank in frozenset().union(*accusers.values()).difference(accusers):
+        while (silent := _silent(accusers)) and time.monotonic() < until_s:
+            for rank in silent:
                 if self._store.check([f"{_ACCUSED}/{rank}"]):
                     said = self._store.get(f"{_ACCUSED}/{rank}").decode()
                     accusers[rank] = frozenset(map(int, said.split(",")))
             time.sleep(_TRACED_S / 20)
+
+
+def _silent(accusers: Mapping[int, frozenset[int]]) -> frozenset[int]:
+    """Return the accused ranks that accuse no other."""
+    return frozenset().union(*accusers.values()).difference(accusers)
 
 
 def _brief(cause: BaseException) -> str:

@@ -136,14 +136,14 @@ class FencedGroup:
             self.native.abort()
 
     def __getattr__(self, name: str) -> Any:
-        """Return torch's method of this name; where it launches an operation, that is noted."""
+        """Return torch's method of this name; where it launches an operation over NCCL, that is noted."""
         method = getattr(self.native, name)
-        if not callable(method):
+        if self.is_gloo or not callable(method):
             return method
 
         def launched(*given: Any, **keywords: Any) -> Any:
             found = method(*given, **keywords)
-            if not self.is_gloo and hasattr(found, "is_completed"):
+            if hasattr(found, "is_completed"):
                 self._note(found, name.strip("_"), self)
             return found
 

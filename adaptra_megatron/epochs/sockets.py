@@ -42,9 +42,10 @@ class GlooSockets(NamedTuple):
 
     def shut_down(self) -> None:
         """End all connections, so that all operations of the group fail, here and at its other members."""
+        libc = ctypes.CDLL(None)
         for each in _sockets():
             if each.remote and (each.local == self.own or each.remote in self.peers):
-                _libc().shutdown(each.number, socket.SHUT_RDWR)
+                libc.shutdown(each.number, socket.SHUT_RDWR)
 
 
 class _Socket(NamedTuple):
@@ -94,7 +95,7 @@ def _default_device() -> Any:
 def _sockets() -> Iterator[_Socket]:
     """List this process's TCP sockets. Each duplicate is closed once the next is asked for: whatever becomes of the
     descriptor that it was made of, it stays the same socket."""
-    libc = _libc()
+    libc = ctypes.CDLL(None)
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # it has been closed meanwhile
             kind = os.readlink(f"/proc/self/fd/{name}")
@@ -119,7 +120,3 @@ def _address(ask: Callable[..., int], number: int) -> str:
         return found.raw[2:8].hex()
     # Without flow and scope, which are each host's own (struct sockaddr_in6).
     return (found.raw[2:4] + found.raw[8:24]).hex() if family == socket.AF_INET6 else ""
-
-
-def _libc() -> Any:
-    return ctypes.CDLL(None)

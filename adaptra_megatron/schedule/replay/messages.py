@@ -56,7 +56,7 @@ def with_messages(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
     sample = [found[index] for index in bare[:: -(-len(bare) // _SAMPLE) or 1]]
     blocking = _block(sample)
     for index in bare:
-        found[index] = _blocking(found[index]) if blocking else _overlapping(found[index])
+        found[index] = _blocking(found[index])[1] if blocking else _overlapping(found[index])
     return found
 
 
@@ -96,7 +96,7 @@ def _block(sample: Sequence[RecordedStep]) -> bool:
         if not step.messages:
             continue
         try:
-            blocking_s += sum(misfit_s(_blocking(step, even=even)) for even in (True, False))
+            blocking_s += sum(map(misfit_s, _blocking(step)))
         except ReplayError:
             return False
         overlapping_s += sum(misfit_s(_overlapping(step, even=even)) for even in (True, False))
@@ -120,7 +120,7 @@ def _link(message: Message) -> Link:
 
 
 def _little_s(step: RecordedStep) -> float:
-    """What is no difference."""
+    """Return by how many seconds actions or links may differ and count as equal."""
     return _LITTLE * statistics.median([each.duration_s for each in step.operations if each.optype.computes] or [0.0])
 
 
@@ -166,26 +166,32 @@ def _overlapping(step: RecordedStep, *, even: bool = False) -> RecordedStep:
     return replace(step, messages=tuple(found), blocking=False)
 
 
-def _blocking(step: RecordedStep, *, even: bool = False) -> RecordedStep:
-    """`step` with the seconds of its messages, which are exchanged as stock Megatron-core does. `even`: as above.
+def _blocking(step: RecordedStep) -> tuple[RecordedStep, RecordedStep]:
+    """`step` with the seconds of its messages, which are exchanged as stock Megatron-core does: each as quick as its
+    link; and the same with those that took longer.
 
     Raises ReplayError for orders that stock does not have.
     """
     programs = programs_of(step)
     little_s = _little_s(step)
-    seconds = [0.0] * len(step.messages)
+    even: dict[int, float] = {}
+    longer: dict[int, float] = {}
     for replica in {cell.replica for cell in programs}:
         calls = _Exchanges(step, {cell: program for cell, program in programs.items() if cell.replica == replica})
         found = calls.of_links(_fewest_slow_links(calls, little_s))
-        for message, each_s in (found if even else calls.extended(found, little_s)).items():
-            seconds[message] = each_s
-    found_messages = [message._replace(seconds=each_s) for message, each_s in zip(step.messages, seconds, strict=True)]
-    return replace(step, messages=tuple(found_messages), blocking=True)
+        even |= found
+        longer |= calls.extended(found, little_s)
+    return _exchanged(step, even), _exchanged(step, longer)
+
+
+def _exchanged(step: RecordedStep, seconds: Mapping[int, float]) -> RecordedStep:
+    found = [message._replace(seconds=seconds.get(index, 0.0)) for index, message in enumerate(step.messages)]
+    return replace(step, messages=tuple(found), blocking=True)
 
 
 def _fewest_slow_links(calls: _Exchanges, little_s: float) -> dict[Link, float]:
-    """What each link takes, if as few as possible take longer than the quickest one: cells wait for each other, so one
-    slow link leaves others room to be slow too."""
+    """Return the seconds of each link's messages, with as few links slower than the quickest one as explain when
+    actions began: cells wait for each other, so one slow link leaves room for others to be slow, too."""
     most_s = calls.quickest({})
     if not most_s:
         return {}
@@ -242,7 +248,7 @@ class _Exchanges:
         self._links = {message: _link(step.messages[message]) for message in self._order}
 
     def of_links(self, seconds: Mapping[Link, float]) -> dict[int, float]:
-        """What each message takes."""
+        """Return the seconds of each message, by its index."""
         return {message: seconds.get(link, 0.0) for message, link in self._links.items()}
 
     def _ends(self, seconds: Mapping[int, float]) -> tuple[dict[int, float], dict[int, float]]:
