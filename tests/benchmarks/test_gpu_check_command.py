@@ -128,18 +128,23 @@ def test_every_step_runs_on_stand_ins(tmp_path: Path, arguments: list[str], chec
     rows = [line.split(" | ") for line in output.read_text().splitlines() if line.startswith(("| T", "| first"))]
     assert {row[0].strip("| ").split(",")[0] for row in rows} == checks
     failed = {(row[0].strip("| "), row[2].partition(":")[0]) for row in rows if row[3].startswith("not ok")}
-    assert {(name, seen) for name, seen in failed if not seen.startswith(AS_STAND_INS_DO.get(name, ()))} == set()
+    assert {(name, seen) for name, seen in failed if not re.match(AS_STAND_INS_DO.get(name, "$"), seen)} == set()
 
 
 AS_STAND_INS_DO = {
     "T0": "0 passed",
     "T2, lazy loading": "it failed",
     "T2, eager loading": "it failed",
+    "T4, arrivals": r"sender \d+ ms late",
+    "T6, stalls": r"computation of [\d.]+ ms took [\d.]+ ms",
+    "T6, shm": r"[\d.]+ (GB/s|us)",
+    "T6, tcp": r"[\d.]+ (GB/s|us)",
+    "T6, ring": r"[\d.]+ of [\d.]+ GB/s",
     "T7, host path": "links with two paths sent",
-    "T7, NCCL": "messages went by ['WaitingThreadTransport']",
+    "T7, NCCL": r"messages went by \['WaitingThreadTransport'\]",
 }
-"""Without a GPU nothing passes, one of the calls is made to fail, and trainings are over gloo, where a busy host may$
-have a link take the other path."""
+"""Without a GPU nothing passes, one of the calls is made to fail, trainings are over gloo, where a busy host may have a
+link take the other path, and times and rates are those of a CPU that other tests keep busy."""
 
 
 def test_arguments_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

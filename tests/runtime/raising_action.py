@@ -3,7 +3,8 @@
 
 The ACTIONth that RANK performs, from 0, raises; the log says when, by time.monotonic. Or ACTION is one of the script's
 functions, "forward_step" or "loss", which raises in the second iteration, as a connection of its own would. The process
-ends as it ends; before that it cleans up, for CLEANS_UP_S seconds of the environment.
+ends as it ends; before that it cleans up, for CLEANS_UP_S seconds of the environment and, where it is the one
+that raised, until the rank CLEANS_UP_UNTIL of the environment waits for its end.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
@@ -21,6 +23,7 @@ import torch.distributed as dist  # noqa: E402  (Megatron on the CPU must be ins
 
 from adaptra_megatron.emulation.training.arguments import parse_arguments  # noqa: E402
 from adaptra_megatron.emulation.training.training import Trainer, train  # noqa: E402
+from adaptra_megatron.epochs.last_word import LastWord  # noqa: E402
 from adaptra_megatron.runtime.execution.executor import PipelineExecutor  # noqa: E402
 
 
@@ -52,15 +55,36 @@ def raise_in_script(rank: int, function: str) -> None:
     Trainer._forward_step = raising  # type: ignore[method-assign]
 
 
+def note_waits(directory: Path) -> None:
+    """Leave a file named by this rank in `directory` as it begins to wait for the end of a rank that has failed."""
+    wait_for_end = LastWord.wait_for_end
+
+    def noted(self: LastWord) -> None:
+        (directory / f"rank {dist.get_rank()} waits").touch()
+        wait_for_end(self)
+
+    LastWord.wait_for_end = noted  # type: ignore[method-assign]
+
+
+def clean_up(directory: Path | None) -> None:
+    """Take as long as the environment says. Only a rank that has failed has a `directory`: there others' waits show."""
+    time.sleep(float(os.environ.get("CLEANS_UP_S", "0")))
+    until, deadline_s = os.environ.get("CLEANS_UP_UNTIL"), time.monotonic() + 60.0
+    while directory and until and not (directory / f"rank {until} waits").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+
+
 def main(rank: int, action: str, arguments: list[str]) -> None:
     if action.isdecimal():
         raise_in_action(rank, int(action))
     else:
         raise_in_script(rank, action)
+    directory = Path.cwd()
+    note_waits(directory)
     try:
         train(parse_arguments(["--emulate-cpu", "--distributed-backend", "gloo", *arguments]))
     finally:
-        time.sleep(float(os.environ.get("CLEANS_UP_S", "0")))
+        clean_up(directory if dist.get_rank() == rank else None)
 
 
 if __name__ == "__main__":
