@@ -16,8 +16,8 @@ by the launcher's coordinator alone, where nothing else is said:
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -104,6 +104,17 @@ class Membership:
     def departure(self, rank: int) -> Departure:
         """The last one of a rank that has left."""
         return next(each for each in reversed(self.left) if each.rank == rank)
+
+    def without(self, departed: Sequence[Departure], at_s: float) -> Membership:
+        """Return the next epoch, which is that of all `departed`."""
+        return replace(self, epoch=self.epoch + 1, at_s=at_s, left=(*self.left, *departed))
+
+    def with_ready(self, ready: Mapping[int, Readiness], at_s: float) -> Membership:
+        """Return the next epoch, in which processes stand ready in the places of these ranks, which had left."""
+        epoch = self.epoch + 1
+        arrivals = (Arrival(rank, epoch, each) for rank, each in sorted(ready.items()))
+        earlier = (each for each in self.arrived if each.rank not in ready)
+        return replace(self, epoch=epoch, at_s=at_s, arrived=(*earlier, *arrivals))
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ What hosts report and the time are given; what comes of it is read off.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
-from adaptra_megatron.job.membership import Arrival, Departure, Membership, Readiness, Stalled
+from adaptra_megatron.job.membership import Departure, Membership, Readiness, Stalled
 from adaptra_megatron.launch.records import Ending, HostReport, Outcome, Start
 from adaptra_megatron.launch.silence import Silence
 
@@ -153,15 +153,10 @@ class Roster:
         if departed and not self._policy.no_kill:
             return Outcome(True, self._failures(departed))
         if departed:
-            left = self.membership.left + tuple(departed)
             self._note_unfinished(departed)
-            self.membership = replace(self.membership, epoch=departed[0].epoch, at_s=time_s, left=left)
+            self.membership = self.membership.without(departed, time_s)
         elif self._ready:
-            epoch = self.membership.epoch + 1
-            earlier = (each for each in self.membership.arrived if each.rank not in self._ready)
-            arrivals = (Arrival(rank, epoch, ready) for rank, ready in sorted(self._ready.items()))
-            arrived = (*earlier, *arrivals)
-            self.membership = replace(self.membership, epoch=epoch, at_s=time_s, arrived=arrived)
+            self.membership = self.membership.with_ready(self._ready, time_s)
             self._ready.clear()
         live, arrived = self.membership.live, self.membership.arrived
         if len(live) < self._policy.min_ranks:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of the recovery protocol, explored in every order: ranks fail at any step, rejoin, and leave operations late.
 
-Ranks are the product's own (`protocol.Rank`), one for each cell; here are the store, the launcher's membership, and the
-memory in which a late operation writes. A step is one look at what others do, or one word for them, with what a rank
+Ranks are the product's own (`protocol.Rank`), one for each cell, and so is how the launcher's membership changes; here
+are the store, and the memory in which a late operation writes. A step is one look at what others do, or one word for them, with what a rank
 does by itself before it: the order of that and of others' steps is no matter. Each state is explored once. What no rank
 can look at any more is left out of a state.
 """
@@ -35,7 +35,7 @@ from adaptra_megatron.epochs.protocol import (
     Rank,
 )
 from adaptra_megatron.job.layout import JobLayout, Worker
-from adaptra_megatron.job.membership import Arrival, Departure, Membership, Readiness
+from adaptra_megatron.job.membership import Departure, Membership, Readiness
 from adaptra_megatron.schedule.routing.costs import Cell
 
 READY = Readiness(0, 0, "host", "boot/net")
@@ -269,9 +269,7 @@ class Model:
                 failed = self._without(world, rank, newest, "failed")
                 yield f"{rank} fails", failed._replace(failures=world.failures + 1)
             if not runs and not lives and world.admissions < scope.admissions:
-                arrived = tuple(each for each in newest.arrived if each.rank != rank)
-                arrival = Arrival(rank, newest.epoch + 1, READY)
-                after = replace(newest, epoch=newest.epoch + 1, arrived=(*arrived, arrival))
+                after = newest.with_ready({rank: READY}, 0.0)
                 grown = world._replace(memberships=(*world.memberships, after), admissions=world.admissions + 1)
                 yield f"{rank} stands ready", self._with(grown, rank, Process(None, arrival=after.epoch))
             if process.late is not None:
@@ -282,8 +280,7 @@ class Model:
                 yield f"{rank}'s late operation writes", self._with(world, rank, process._replace(late=None))
 
     def _without(self, world: World, rank: int, newest: Membership, why: str) -> World:
-        left = Departure(rank, newest.epoch + 1, "host", why, 0.0)
-        after = replace(newest, epoch=newest.epoch + 1, left=(*newest.left, left))
+        after = newest.without([Departure(rank, newest.epoch + 1, "host", why, 0.0)], 0.0)
         return self._with(world._replace(memberships=(*world.memberships, after)), rank, Process(None))
 
     # What follows from steps, and what must hold.
