@@ -9,11 +9,11 @@ import errno
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.job.membership import launch_store
@@ -87,10 +87,9 @@ def take_seat(
                 raise  # else it is served by another launcher of this host
     store = _connect(endpoint, join_timeout_s, given_up)
     seats = _Seats(store, run_id, f"the job at {endpoint} (run id {run_id})")
-    if node_rank is None:
-        node_rank = seats.number(nodes)
-    if node_rank is not None and seats.take(node_rank, 0):
-        return Seat(store, node_rank)
+    for free in seats.in_turn(nodes) if node_rank is None else (node_rank,):
+        if seats.take(free, 0):
+            return Seat(store, free)
     deadline_s = time.monotonic() + _DECLARED * heartbeat_timeout_s
     while (seat := seats.replace(node_rank, nproc)) is None:
         if time.monotonic() > deadline_s or given_up() or not seats.begun:
@@ -106,7 +105,6 @@ class _Seats:
         """`job`: its name in messages."""
         self._store, self._job = store, job
         self._records: SealedStore = launch_store(store, run_id)
-        self._seats: Any = PrefixStore(f"adaptra/launch/{run_id}/seats", store)
         self._mine = f"{socket.gethostname()} {uuid.uuid4()}"
 
     @property
@@ -114,10 +112,11 @@ class _Seats:
         """True once all hosts have come."""
         return read(self._records, START_KEY, Start) is not None
 
-    def number(self, nodes: int) -> int | None:
-        """A node rank in the order in which launchers come; None where all are taken."""
-        number = int(self._seats.add("taken", 1))
-        return number if number < nodes else None
+    def in_turn(self, nodes: int) -> Iterator[int]:
+        """Return the node ranks to try, the likeliest first: launchers are counted as they come. The count is not
+        sealed, so it decides nothing but where to begin."""
+        first = int(self._records.add("seats/taken", 1)) - 1
+        return (1 + (first + more) % (nodes - 1) for more in range(nodes - 1))
 
     def take(self, node_rank: int, turn: int) -> bool:
         """Take a place, if no other launcher has it; whether this one has it."""
@@ -165,12 +164,11 @@ class _Seats:
         )
 
     def _holder(self, node_rank: int, turn: int, wanted: str = "") -> str:
-        """Return the launcher that has a place; where none has, `wanted` takes it. Empty: none."""
-        name = f"{node_rank}/{turn}"
-        if not wanted and not self._seats.check([name]):
-            return ""
-        found: str = self._seats.compare_set(name, "", wanted).decode()
-        return found
+        """Return the launcher that has a place; where none has, `wanted` takes it. Empty: none. Raises TamperedError
+        where it is not a launcher that knows the job's secret."""
+        name = f"seats/{node_rank}/{turn}"
+        found = self._records.put_once(name, wanted.encode()) if wanted else self._records.peek(name)
+        return "" if found is None else found.decode()
 
 
 def _serve(endpoint: Endpoint, timeout_s: float) -> TCPStore:

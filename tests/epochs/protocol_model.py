@@ -2,9 +2,9 @@
 """A model of the recovery protocol, explored in every order: ranks fail at any step, rejoin, and leave operations late.
 
 Ranks are the product's own (`protocol.Rank`), one for each cell, and so is how the launcher's membership changes; here
-are the store, and the memory in which a late operation writes. A step is one look at what others do, or one word for them, with what a rank
-does by itself before it: the order of that and of others' steps is no matter. Each state is explored once. What no rank
-can look at any more is left out of a state.
+are the store, and the memory in which a late operation writes. A step is one look at what others do, or one word for
+them, with what a rank does by itself before it: the order of that and of others' steps is no matter. Each state is
+explored once. What no rank can look at any more is left out of a state.
 """
 
 from __future__ import annotations

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import PrefixStore
 
+from adaptra_megatron.authentication.seal import TamperedError
 from adaptra_megatron.emulation.jobs.launch import free_port
 from adaptra_megatron.job.membership import MembershipRecords, launch_store
 from adaptra_megatron.launch.coordinator import Coordinator
@@ -79,6 +81,20 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     made.host("b", 1)
     made.seconds(2)
     return made
+
+
+def test_strangers_change_no_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reaches the store may count and write as launchers do, but does not know the job's secret."""
+    monkeypatch.setattr("adaptra_megatron.launch.endpoint._is_here", lambda _host: False)
+    endpoint = Endpoint("127.0.0.1", free_port())
+    with monkeypatch.context() as here:
+        here.setattr("adaptra_megatron.launch.endpoint._is_here", lambda _host: True)
+        strange = PrefixStore(f"adaptra/launch/{RUN_ID}", take(endpoint, 0).store)
+    strange.add("seats/taken", 7)
+    assert take(endpoint, None)[1:] == (1, 0)
+    strange.set("seats/1/0", b"host of a stranger")
+    with pytest.raises(TamperedError, match="seats/1/0"):
+        take(endpoint, 1)
 
 
 def outliving(job: Job) -> None:
