@@ -34,6 +34,11 @@ class Coordinator:
         """True once all hosts that are not lost have seen the outcome and ended their ranks."""
         return self._roster.all_left
 
+    @property
+    def stalled(self) -> dict[int, int]:
+        """Ranks that stand still, and are to be killed; how often each had been started before, by rank."""
+        return {rank: self._roster.starts.get(rank, 0) for rank in self._roster.stalled}
+
     def tick(self) -> None:
         """Read all reports, decide, publish. Raises RuntimeError where the store does, and as `records.read`."""
         roster = self._roster
@@ -62,7 +67,7 @@ class Coordinator:
             self._beat,
             roster.outcome,
             tuple(roster.lost),
-            {rank: roster.starts.get(rank, 0) for rank in roster.stalled},
+            self.stalled,
             roster.vacant,
             roster.turns,
             self._takes_newcomers,

@@ -8,7 +8,6 @@ import functools
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from adaptra_megatron.emulation.faults.lateness import LateRank
     from adaptra_megatron.runtime.megatron.computation import StageComputation
 
-ARRIVES_S, STOPPED_S, _LOOKS_S = 60.0, 15, 0.05
+ARRIVES_S, _LOOKS_S = 60.0, 0.05
 POINTS = ("ready", "receiving", "joining", "meeting", "admitting", "sending")
 """Points of an admission: a process that was started again stands ready, receives the state of the job, joins what it
 has with the other ranks of its cell, and meets the others, who admit it, and one of whom sends that state."""
@@ -68,7 +67,7 @@ class DeathAtAdmission:
     point: str
     after_s: float
     stops: bool = False
-    """It is stopped, and killed STOPPED_S later, as a launcher would."""
+    """It is stopped, not killed: its launcher does that, once others find that it stands still."""
 
 
 AnyDeath = Death | DeathOnceLate | DeathAtAdmission
@@ -167,8 +166,6 @@ class Deaths:
     def _before(self, function: Callable[..., Any], death: DeathAtAdmission) -> Callable[..., Any]:
         @functools.wraps(function)
         def called(*given: Any, **keywords: Any) -> Any:
-            if death.stops:
-                subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -KILL {os.getpid()}"])
             self._set_off(death.after_s, stops=death.stops)
             return function(*given, **keywords)
 

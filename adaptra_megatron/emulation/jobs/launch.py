@@ -72,6 +72,7 @@ def run_ranks(
     stop_on_failure: bool = True,
     echo: Echo | None = None,
     ended: Ended | None = None,
+    stalled: Callable[[], Sequence[int]] = tuple,
 ) -> list[RankResult]:
     """Run `argv` in `world_size` processes with the environment that torchrun would give them.
 
@@ -86,6 +87,7 @@ def run_ranks(
         echo: called with every line that the last rank writes, as it writes it.
         ended: called with each rank that has ended and its exit status. Where it returns environment variables, the
             rank is started again with them, and goes on with its log.
+        stalled: asked again and again for ranks that are to be killed.
 
     Raises:
         LaunchError: with `check`, a rank failed; or one ran past `timeout_s`.
@@ -96,7 +98,7 @@ def run_ranks(
     for attempt in range(1, PORT_ATTEMPTS + 1):
         for log in logs:
             log.write_bytes(b"")
-        job = _Job(argv, _environments(world_size, env or {}), logs, server, ended)
+        job = _Job(argv, _environments(world_size, env or {}), logs, server, ended, stalled)
         hung = job.watch(timeout_s, stop_on_failure, echo)
         results = job.results()
         # The port was free when it was chosen, not necessarily when rank 0 listened.
@@ -117,8 +119,9 @@ class _Job:
         logs: Sequence[Path],
         server: ForkServer | None,
         ended: Ended | None,
+        stalled: Callable[[], Sequence[int]],
     ) -> None:
-        self._logs, self._on_end = logs, ended
+        self._logs, self._on_end, self._stalled = logs, ended, stalled
         self._environments = environments
         self._ended: set[int] = set()
         self.first_failed: int | None = None
@@ -172,6 +175,8 @@ class _Job:
 
     def _running(self) -> list[int]:
         running = []
+        for rank in self._stalled():
+            _signal_group(self._pids[rank], signal.SIGKILL)
         for rank, pid in enumerate(self._pids):
             code = self._poll(pid)
             if code is None:

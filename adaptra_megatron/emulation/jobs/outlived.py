@@ -61,17 +61,26 @@ class Host:
         """`rank` has ended; with any status but 0 the job has lost it. Returns what a process has in its environment
         that is to take its place."""
         with self._lock:
-            start = sum(each.local_rank == rank for each in self._report.endings)
+            start = self._starts(rank)
             ending = Ending(rank, 0, status, time.time(), "", start=start)
             self._report = replace(self._report, endings=(*self._report.endings, ending))
             self._tick()
         again = status and start < self._restarts and not self._coordinator.has_ended
         return {START_VARIABLE: str(start + 1)} if again else None
 
+    def stalled(self) -> list[int]:
+        """Ranks whose processes stand still, and are to be killed."""
+        with self._lock:
+            return [rank for rank, start in self._coordinator.stalled.items() if start == self._starts(rank)]
+
     def close(self) -> None:
         """End the thread, unless it waits for a store that does not answer."""
         self._closed.set()
         self._thread.join(_CLOSES_S)
+
+    def _starts(self, rank: int) -> int:
+        """How often a rank had been started before its present process."""
+        return sum(each.local_rank == rank for each in self._report.endings)
 
     def _work(self) -> None:
         with suppress(RuntimeError):  # of a store that is gone, whose job ends
@@ -114,6 +123,7 @@ def run_outlived(
             check=False,
             stop_on_failure=False,
             ended=host.ended,
+            stalled=host.stalled,
         )
     finally:
         host.close()
