@@ -80,7 +80,8 @@ def main(rank: int, action: str, arguments: list[str]) -> None:
     else:
         raise_in_script(rank, action)
     directory = Path.cwd()
-    note_waits(directory)
+    if "CLEANS_UP_UNTIL" in os.environ:
+        note_waits(directory)
     try:
         train(parse_arguments(["--emulate-cpu", "--distributed-backend", "gloo", *arguments]))
     finally:
