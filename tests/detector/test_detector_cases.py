@@ -191,6 +191,7 @@ def test_a_stage_that_was_slow_from_the_start_is_told_by_its_replicas() -> None:
         (["2 layers"] * 4 + ["5 layers"], []),
         (["0 layers", "0 layers", "2 layers", "2 layers", "5 layers"], []),
         (["1 layers"] * 4 + ["1 layers, mtp"], []),
+        (["0 layers, embedding", *["1 layers"] * 3, "0 layers, loss"], []),
         ([], [4]),
     ],
 )

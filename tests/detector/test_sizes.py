@@ -104,3 +104,29 @@ def test_what_has_no_size_stays_as_it_is() -> None:
     stage = StageSample({("F", 0): [3.0, 4.0]})
     sample = IterationSample(0, stages={StageId(0, 0): stage})
     assert SizeModel().alike(sample) is sample
+
+
+def packed(attention: float, micro_batches: int, pipelines: int) -> list[IterationSample]:
+    """Micro-batches of equally many tokens, in documents of 128 to 8192: attention takes up to `attention` times as
+    long as all else. Sizes say nothing of it, and all stages of a pipeline have it alike."""
+    random = np.random.default_rng(11)
+    found = []
+    for iteration in range(60):
+        stages = {}
+        for pipeline in range(pipelines):
+            documents = 2.0 ** random.integers(7, 14, micro_batches)
+            for stage in range(4):
+                seconds = 8e-3 * (1 + attention * documents / 8192) * random.normal(1.0, 0.01, micro_batches)
+                durations_s = {("F", 0): seconds, ("B", 0): 2 * seconds}
+                sizes = dict.fromkeys(durations_s, np.full(micro_batches, 64.0 * 8192))
+                stages[StageId(pipeline, stage)] = StageSample(durations_s, sizes=sizes)
+        found.append(IterationSample(iteration, stages=stages))
+    return found
+
+
+@pytest.mark.parametrize(("attention", "micro_batches"), [(0.15, 4), (0.3, 16), (2.0, 64)])
+@pytest.mark.parametrize("pipelines", [1, 3])
+def test_documents_of_different_lengths_in_equal_micro_batches_make_no_straggler(
+    attention: float, micro_batches: int, pipelines: int
+) -> None:
+    assert not findings(packed(attention, micro_batches, pipelines))

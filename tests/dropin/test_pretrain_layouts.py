@@ -18,6 +18,11 @@ LAYOUTS = {
 """E: the embedding, t: a layer, L: the loss; chunks in the order of the model, two stages."""
 
 
+def test_embedding_and_loss_have_stages_of_their_own(tmp_path: Path) -> None:
+    arguments = ("--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", "E|tt|tt|L")
+    compare_with_stock(4, tmp_path, *arguments, *MOCK_DATA, *NO_DROPOUT)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_numbers_are_those_of_stock(layout: str, tmp_path: Path) -> None:
     arguments = ("--pipeline-model-parallel-size", "2", "--pipeline-model-parallel-layout", LAYOUTS[layout])

@@ -28,6 +28,14 @@ JOBS = {
     "two-layers": (2, (*PP2, *CHUNKS, "--mtp-num-layers", "2")),
     "two-layers-untied": (2, (*PP2, UNTIED, "--mtp-num-layers", "2")),
     "alone-with-the-loss": (2, (*PP2, "--pipeline-model-parallel-layout", "Ett|t|t|mL")),
+    "alone": (4, ("--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", "Ett|tt|m|L")),
+    "two-alone": (
+        4,
+        (
+            *("--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", "Et|t|t|t|||mm|L"),
+            *("--mtp-num-layers", "2", UNTIED),
+        ),
+    ),
     "per-token": (4, (*PP2, UNTIED, "--calculate-per-token-loss", "--use-distributed-optimizer")),
     "deepseek": (4, (*PP2, *CHUNKS, *DEEPSEEK, "--bf16")),
     "recompute": (

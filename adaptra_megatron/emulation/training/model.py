@@ -52,6 +52,7 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
             num_moe_experts=args.num_experts,
             moe_router_topk=args.moe_router_topk,
             moe_aux_loss_coeff=1e-2,
+            moe_z_loss_coeff=1e-3,
         )
     return TransformerConfig(
         num_layers=args.num_layers,

@@ -133,10 +133,17 @@ def recomputed_spans(config: Any, model_chunks: Sequence[torch.nn.Module]) -> in
 
 def work_of(model_chunks: Sequence[torch.nn.Module]) -> tuple[str, ...]:
     """What each chunk computes, in words that are the same where it is about as much."""
-    predicts = [any(hasattr(module, "mtp") for module in model.modules()) for model in model_chunks]
-    return tuple(
-        f"{_layers(model)} layers{', mtp' if more else ''}" for model, more in zip(model_chunks, predicts, strict=True)
-    )
+    beside = {"pre_process": "embedding", "post_process": "loss"}
+
+    def words(model: torch.nn.Module) -> str:
+        parts = [f"{_layers(model)} layers"]
+        parts += ["mtp"] * any(hasattr(module, "mtp") for module in model.modules())
+        parts += [
+            word for name, word in beside.items() if any(getattr(module, name, False) for module in model.modules())
+        ]
+        return ", ".join(parts)
+
+    return tuple(map(words, model_chunks))
 
 
 def _layers(model: torch.nn.Module) -> int:
@@ -187,7 +194,8 @@ def _process_groups(arguments: Mapping[str, Any]) -> tuple[torch.distributed.Pro
 
 
 def _message_shape(arguments: Mapping[str, Any], config: Any, groups: Any) -> tuple[int, ...] | None:
-    if config.variable_seq_lengths:
+    # What a stage of multi-token prediction alone hands on has a sequence per prediction; stock sends shapes, too.
+    if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
         return None
     shapes = schedules.get_tensor_shapes(
         seq_length=arguments["seq_length"],

@@ -423,3 +423,7 @@ def test_chunks_are_alike_by_their_layers() -> None:
     predicting.mtp = torch.nn.Linear(1, 1)
     wrapped = torch.nn.Sequential(predicting)
     assert work_of([one, two, wrapped]) == ("1 layers", "2 layers", "2 layers, mtp")
+    first, last = (torch.nn.Sequential(Layer()) for _ in range(2))
+    first.pre_process, first.post_process = True, False
+    last.pre_process, last.post_process = False, True
+    assert work_of([first, last]) == ("1 layers, embedding", "1 layers, loss")

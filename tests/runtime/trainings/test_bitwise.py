@@ -54,6 +54,9 @@ class Case:
         )
 
 
+LENGTHS = "--variable-seq-lengths --mock-data-padded"
+"""Each micro-batch has one of its own, so that what goes forwards and backwards at a time is of two."""
+
 CASES = (
     Case("pp2", 2),
     Case("pp2-untied", 2, "--untie-embeddings-and-output-weights"),
@@ -61,6 +64,8 @@ CASES = (
     Case("pp2-recompute", 2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     Case("pp2-dropout", 2, "--hidden-dropout 0.1 --attention-dropout 0.1"),
     Case("pp2-variable-lengths", 2, "--variable-seq-lengths"),
+    Case("pp2-vpp2-lengths-that-differ", 2, LENGTHS, chunks=2),
+    Case("pp4-vpp2-lengths-that-differ-blocking", 4, f"{LENGTHS} --no-overlap-p2p-communication", chunks=2),
     Case("pp4", 4),
     Case("pp4-bf16-untied", 4, "--bf16 --untie-embeddings-and-output-weights"),
     Case("pp2-vpp2", 2, chunks=2),
@@ -164,6 +169,7 @@ def check_ran(reports: list[VariantReport], case: Case) -> None:
 
 
 COVERED = {
+    "pp4-vpp2-lengths-that-differ-blocking",
     "pp4",
     "pp2-vpp2",
     "pp4-vpp2",

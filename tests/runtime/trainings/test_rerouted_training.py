@@ -62,6 +62,14 @@ CASES = (
     Case("tp2", 2, 2, "1.0", tensor=2),
     Case("loss-per-token", 2, 2, "0.1", PER_TOKEN),
     Case("loss-per-token-tied-over-3-stages", 2, 3, "0.2", PER_TOKEN),
+    Case(
+        "experts-whose-losses-are-scaled-per-token",
+        2,
+        2,
+        "0.1",
+        f"{PER_TOKEN} --num-experts 4 --sequence-parallel",
+        tensor=2,
+    ),
     Case("full-recomputation", 2, 2, "1.1", f"{RECOMPUTE} {DROPOUT}"),
     Case("selective-recomputation", 2, 2, "0.0", f"--recompute-granularity selective {DROPOUT}"),
 )
@@ -69,7 +77,7 @@ CASES = (
 
 COVERED = {
     *("last-stage-dropout", "middle-stage-untied", "tp2"),
-    *("loss-per-token-tied-over-3-stages", "selective-recomputation"),
+    *("loss-per-token-tied-over-3-stages", "selective-recomputation", "experts-whose-losses-are-scaled-per-token"),
 }
 """What these have of their own is not routing's: they tell where to look when another case fails."""
 
