@@ -44,6 +44,7 @@ from adaptra_megatron.runtime.measurement.stragglers import Arrivals
 from adaptra_megatron.runtime.measurement.sync_waits import SyncWaits
 from adaptra_megatron.runtime.megatron.computation import StageComputation
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, recomputed_spans, shared_groups, work_of
+from adaptra_megatron.runtime.megatron.order_guard import OrderGuard
 from adaptra_megatron.runtime.outliving import hold_copies, outlive, refuse_outliving
 from adaptra_megatron.runtime.planning import agreed_plan, make_planner
 from adaptra_megatron.runtime.rejoining import Counters, Joining
@@ -262,6 +263,14 @@ class Pipeline:
         self._steering, self._first = self._make_steering(), FirstIterations(synchronizer_of(current_device()))
         self._first.begin(call)
         self.telemetry.lead(leads=leads)
+
+    def guarded(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
+        """`computation`; in the first training iteration, where ranks come to orders of their own, its actions raise
+        UnsupportedFeatureError for a collective over ranks of different orders."""
+        layout = self._job.layout
+        if call.forward_only or self.training_iterations or not self.book.adapts:
+            return computation
+        return OrderGuard(layout.cells[layout.cell], call.micro_batches).decorate(computation)
 
     def run(
         self, call: PipelineCall, schedule: Schedule, computation: StageComputation, attempt: int = 0

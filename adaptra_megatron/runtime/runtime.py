@@ -278,7 +278,8 @@ class AdaptraRuntime:
             conservation.begin(call.model_chunks)
         count = None if conservation is None else conservation.count
         computation = MegatronComputation(call, self.weight_gradients, pipeline.inputs(call), count)
-        decorated = self._decorate(computation, call.stage) if self._decorate is not None else computation
+        decorated = pipeline.guarded(call, computation)
+        decorated = self._decorate(decorated, call.stage) if self._decorate is not None else decorated
         if self._config.profile_ranges:
             decorated = ranged_computation(decorated)
         if self.staggered is not None:

@@ -92,9 +92,12 @@ def _rampup() -> tuple[str, ...]:
 
 
 class TestCheckpoints:
-    def test_a_run_that_stops_and_resumes_ends_as_one_that_does_not(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("flags", [(), ("--mtp-num-layers", "1", "--position-embedding-type", "rope")])
+    def test_a_run_that_stops_and_resumes_ends_as_one_that_does_not(
+        self, flags: tuple[str, ...], tmp_path: Path
+    ) -> None:
         """Without dropout: with it, a run of stock that resumes on CPUs is not the one that does not, either."""
-        saved, ours = tmp_path / "checkpoints", (*PP2, *MOCK_DATA, *NO_DROPOUT, "--adaptra")
+        saved, ours = tmp_path / "checkpoints", (*PP2, *MOCK_DATA, *NO_DROPOUT, *flags, "--adaptra")
         pretrain(2, tmp_path / "whole", *ours)
         stop = ("--save", str(saved), "--save-interval", "2", "--exit-interval", "2")
         pretrain(2, tmp_path / "first", *ours, *stop)

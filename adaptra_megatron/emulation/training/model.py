@@ -13,11 +13,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed import finalize_model_grads as finalize_model_grads_function
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from adaptra_megatron.emulation.megatron.megatron_on_cpu import FUSED_WEIGHT_GRADIENT_MODULE
@@ -83,6 +84,7 @@ def build_config(args: argparse.Namespace) -> TransformerConfig:
         recompute_granularity=args.recompute_granularity,
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,
+        mtp_num_layers=args.mtp_num_layers,
         gradient_accumulation_fusion=fuses_weight_gradient(args),
         bias_activation_fusion=False,
         persist_layer_norm=False,
@@ -134,6 +136,7 @@ def _build_chunk(args: argparse.Namespace, config: TransformerConfig, vp_stage: 
     chunk = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm),
+        mtp_block_spec=_mtp_spec(config, layer, vp_stage),
         vocab_size=padded_vocabulary(args),
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -144,6 +147,16 @@ def _build_chunk(args: argparse.Namespace, config: TransformerConfig, vp_stage: 
     )
     chunk.model_type = ModelType.encoder_or_decoder
     return chunk if args.emulate_cpu else chunk.cuda()
+
+
+def _mtp_spec(config: TransformerConfig, layer: ModuleSpec, vp_stage: int | None) -> Any:
+    """Multi-token prediction with `layer`, where this chunk has it."""
+    if config.mtp_num_layers is None:
+        return None
+    block = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, vp_stage=vp_stage)
+    for each in [] if block is None else block.layer_specs:
+        each.submodules.enorm = each.submodules.hnorm = each.submodules.layer_norm = TorchNorm
+    return block
 
 
 def padded_vocabulary(args: argparse.Namespace) -> int:

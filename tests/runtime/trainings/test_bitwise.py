@@ -57,6 +57,8 @@ class Case:
 LENGTHS = "--variable-seq-lengths --mock-data-padded"
 """Each micro-batch has one of its own, so that what goes forwards and backwards at a time is of two."""
 
+MTP = "--position-embedding-type rope --mtp-num-layers"
+
 CASES = (
     Case("pp2", 2),
     Case("pp2-untied", 2, "--untie-embeddings-and-output-weights"),
@@ -97,6 +99,7 @@ CASES = (
     ),
     Case("pp2-tp2-sequence-parallel", 2, "--sequence-parallel", tensor=2),
     Case("pp2-tp2-bf16", 2, "--bf16", tensor=2),
+    Case("pp2-vpp2-tp2-multi-token-prediction", 2, f"{MTP} 2 --sequence-parallel", chunks=2, tensor=2),
 )
 
 

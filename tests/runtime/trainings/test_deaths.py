@@ -48,6 +48,7 @@ SLOW_S = 1.0
 """By which a busy machine may be late."""
 UNREACHED = "cannot hand in what it measures"
 CHUNKS = "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"
+MTP = "--position-embedding-type rope --mtp-num-layers 1"
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
@@ -78,6 +79,7 @@ CASES = (
     Case("lane-of-a-cell-with-shards", Layout(2, 2, tensor=2, flags=f"{SHARDED} --sequence-parallel"), ("1:3:2",)),
     Case("optimizer-instances", Layout(4, 2, flags=f"{SHARDED} {INSTANCES} 2"), ("1:3:2", "6:4:1")),
     Case("rank-0", Layout(3, 2, flags=UNTIED), ("0:4:0",)),
+    Case("multi-token-prediction", Layout(3, 2, flags=f"{SHARDED} {MTP}"), ("1:3:2", "5:4:7")),
 )
 
 

@@ -70,6 +70,7 @@ CASES = (
         f"{PER_TOKEN} --num-experts 4 --sequence-parallel",
         tensor=2,
     ),
+    Case("multi-token-prediction", 2, 2, "0.1", "--position-embedding-type rope --mtp-num-layers 1"),
     Case("full-recomputation", 2, 2, "1.1", f"{RECOMPUTE} {DROPOUT}"),
     Case("selective-recomputation", 2, 2, "0.0", f"--recompute-granularity selective {DROPOUT}"),
 )
@@ -78,6 +79,7 @@ CASES = (
 COVERED = {
     *("last-stage-dropout", "middle-stage-untied", "tp2"),
     *("loss-per-token-tied-over-3-stages", "selective-recomputation", "experts-whose-losses-are-scaled-per-token"),
+    "multi-token-prediction",
 }
 """What these have of their own is not routing's: they tell where to look when another case fails."""
 
