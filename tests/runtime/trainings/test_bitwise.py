@@ -172,6 +172,7 @@ def check_ran(reports: list[VariantReport], case: Case) -> None:
 
 
 COVERED = {
+    "pp2-variable-lengths",
     "pp4-vpp2-lengths-that-differ-blocking",
     "pp4",
     "pp2-vpp2",
