@@ -75,7 +75,7 @@ $(FOUNDATION): $(CREATED) $(LOCK) requirements/tested.in
 	@touch $@
 
 # Without build isolation the extension is built by what is there, not by a second environment made for each build.
-$(INSTALLED): $(FOUNDATION) pyproject.toml setup.py $(NATIVE)
+$(INSTALLED): $(FOUNDATION) pyproject.toml setup.py adaptra_megatron.pth $(NATIVE)
 	$(PIP) install --no-build-isolation --no-deps --editable .
 	@touch $@
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m adaptra_megatron SCRIPT ARGUMENTS...` runs a script as `python SCRIPT ARGUMENTS... --adaptra` would."""
+"""`python -m adaptra_megatron SCRIPT ARGUMENTS...` runs a script as `python SCRIPT ARGUMENTS... --adaptra` would, and
+`python -m adaptra_megatron -m MODULE ARGUMENTS...` a module."""
 
 from __future__ import annotations
 
@@ -10,13 +11,20 @@ import sys
 from adaptra_megatron.bootstrap import on_request
 
 USAGE = """usage: python -m adaptra_megatron SCRIPT ARGUMENTS...
+       python -m adaptra_megatron -m MODULE ARGUMENTS...
 
-Runs SCRIPT, for example Megatron-LM's pretrain_gpt.py, with --adaptra. `SCRIPT --help` lists the other --adaptra flags.
+Runs SCRIPT, for example Megatron-LM's pretrain_gpt.py, or MODULE, with --adaptra. With --help among the arguments of
+a script that has Megatron's parser, the other --adaptra flags are listed.
 """
 
 
 def main() -> None:
-    """Take the script's place in `sys.argv` and `sys.path`, and run it as the main program."""
+    """Take the script's or module's place in `sys.argv` and `sys.path`, and run it as the main program."""
+    if len(sys.argv) > 2 and sys.argv[1] == "-m":
+        del sys.argv[:2]
+        on_request()
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         asked = len(sys.argv) == 2 and sys.argv[1] in ("-h", "--help")
         (sys.stdout if asked else sys.stderr).write(USAGE)

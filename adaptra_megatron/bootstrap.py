@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns --adaptra on in a program that knows nothing of it: hooks that wait for Megatron to be imported.
 
-Three ways lead here: the flag alone (the line of adaptra_megatron.pth, which Python runs at its start, calls
-`on_flag`), `python -m adaptra_megatron SCRIPT` and `import adaptra_megatron.auto` (both call `on_request`). Nothing is
-patched before Megatron's own parser has read our flags. This module imports little, and only of the standard library.
+Four ways lead here: the flag alone and ADAPTRA=1 in the environment (the line of adaptra_megatron.pth, which Python
+runs at its start, calls `on_flag`), `python -m adaptra_megatron SCRIPT` and `import adaptra_megatron.auto` (both call
+`on_request`). Nothing is patched before Megatron's own parser has read our flags, or a process without it gets to its
+first iteration. This module imports little, and only of the standard library.
 """
 
 from __future__ import annotations
@@ -15,12 +16,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from adaptra_megatron.post_import import PostImportFinder
+from adaptra_megatron.variables import FLAGS_VARIABLE, OFF_VARIABLE, ON_VARIABLE
 
 if TYPE_CHECKING:
     from adaptra_megatron.enabling import Enabling
-
-OFF_VARIABLE = "ADAPTRA_DISABLE"
-"""Environment variable that turns us off, unless it is empty or 0: flags are read, and Megatron is left as it is."""
 
 ARGUMENTS = "megatron.training.arguments"
 BRIDGE = "megatron.bridge.training.config"
@@ -30,8 +29,8 @@ HOOKS = {
     f"{ARGUMENTS}:add_megatron_arguments": "adds the --adaptra flags to Megatron's parser and applies the patches "
     "below once it has parsed them",
     f"{SCHEDULES}:get_forward_backward_func": "in scripts that do not use Megatron's parser, the first call applies "
-    "the patches below under `-m adaptra_megatron` and `import adaptra_megatron.auto`, and otherwise warns that the "
-    "flag has no effect",
+    "the patches below under `ADAPTRA=1`, `-m adaptra_megatron` and `import adaptra_megatron.auto`, and otherwise "
+    "warns that the flag has no effect",
     f"{BRIDGE}:ConfigContainer.validate": "the same once Megatron-Bridge has put a job's settings together: "
     "what is refused is refused before any GPU is touched",
 }
@@ -43,26 +42,31 @@ class BootstrapError(RuntimeError):
 
 
 def on_flag() -> None:
-    """Have Megatron's parser know our flags; they decide. For processes with --adaptra on their command line."""
-    _finder()
+    """Have Megatron's parser know our flags. They decide, unless the environment asks for --adaptra."""
+    finder = _finder()
+    finder.requested = finder.requested or _is_set(ON_VARIABLE)
 
 
 def on_request() -> None:
-    """As `on_flag`, but --adaptra is taken as given, also in a script that does not use Megatron's parser.
+    """Take --adaptra as given, also in a script that does not use Megatron's parser.
 
-    Raises BootstrapError if Megatron has been imported already: names bound by then could not be replaced.
+    Where Megatron's schedules have been imported already, its functions are patched at once: who has bound
+    `get_forward_backward_func` by then would not come by our hook.
     """
-    if SCHEDULES in sys.modules and not any(finder.requested for finder in _finders()):
-        raise BootstrapError(
-            f"{SCHEDULES} was imported before, and modules that imported it keep its unpatched functions: "
-            "import adaptra_megatron.auto before anything of megatron"
-        )
-    _finder().requested = True
+    late = SCHEDULES in sys.modules and not any(finder.requested for finder in _finders())
+    finder = _finder()
+    finder.requested = True
+    if late:
+        finder.decide()
 
 
 def is_turned_off() -> bool:
     """Return whether the environment turns us off."""
-    return os.environ.get(OFF_VARIABLE, "0") not in ("", "0")
+    return _is_set(OFF_VARIABLE)
+
+
+def _is_set(variable: str, default: str = "0") -> bool:
+    return os.environ.get(variable, default) not in ("", "0")
 
 
 class MegatronHooks(PostImportFinder):
@@ -71,7 +75,12 @@ class MegatronHooks(PostImportFinder):
     def __init__(self) -> None:
         super().__init__({ARGUMENTS: self._hook_arguments, SCHEDULES: self._hook_schedules, BRIDGE: self._hook_bridge})
         self.requested = False
+        self._flags = os.environ.get(FLAGS_VARIABLE, "") if _is_set(ON_VARIABLE, default="1") else ""
         self._enabling: Enabling | None = None
+
+    def decide(self) -> None:
+        """Decide by the command line and the environment whether Megatron is patched."""
+        self._decider().decide_without_parser()
 
     def _hook_arguments(self, arguments: ModuleType) -> None:
         stock = _expected(arguments, "add_megatron_arguments")
@@ -87,7 +96,7 @@ class MegatronHooks(PostImportFinder):
 
         @functools.wraps(stock)
         def get_forward_backward_func(*arguments: Any, **keywords: Any) -> Any:
-            self._decider().decide_without_parser()
+            self.decide()
             return stock(*arguments, **keywords)
 
         schedules.get_forward_backward_func = get_forward_backward_func  # type: ignore[attr-defined]
@@ -108,7 +117,7 @@ class MegatronHooks(PostImportFinder):
         if self._enabling is None:
             from adaptra_megatron.enabling import Enabling
 
-            self._enabling = Enabling(requested=self.requested)
+            self._enabling = Enabling(requested=self.requested, flags=self._flags)
         return self._enabling
 
 

@@ -31,3 +31,8 @@ def is_first_rank() -> bool:
     """Return whether this process speaks for the job, as its launcher's environment says: torch.distributed is not up
     yet."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def is_first_of_host() -> bool:
+    """Return whether this process speaks for its host, as its launcher's environment says."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"

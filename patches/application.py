@@ -21,9 +21,9 @@ from adaptra_megatron.patches.tensor_parallel_layers import PATCHES as LINEAR_PA
 from adaptra_megatron.patches.timers import PATCHES as TIMER_PATCHES
 
 from adaptra_megatron import __version__
-from adaptra_megatron.bootstrap import OFF_VARIABLE
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.log import is_first_rank, logger_of
+from adaptra_megatron.torch_release import what_is_too_old
 
 if TYPE_CHECKING:
     from adaptra_megatron.epochs.live_groups import LiveGroups
@@ -96,8 +96,8 @@ def enable(
 
     All patches are applied or none, but for those of modules of Megatron-LM that a script does not use. Enabling again
     with the same settings returns the patches in force; with other settings it raises PatchError. `decorate` and
-    `groups` are passed to `AdaptraRuntime`; None: this makes them. Raises PatchError for a megatron-core outside the
-    versions of the table or whose functions are not the expected ones.
+    `groups` are passed to `AdaptraRuntime`; None: this makes them. Raises PatchError for a torch that is too old, for a
+    megatron-core outside the versions of the table or whose functions are not the expected ones.
     """
     if config.policy == "off":
         return AppliedPatches(config, None)
@@ -133,20 +133,22 @@ def enable(
         applied.undo()
         raise
     if is_first_rank():
-        text = "%s is on, policy %s; to train without it, set %s=1"
-        logger.info(text, __version__, config.policy, OFF_VARIABLE)
+        logger.info("%s is asked for, policy %s", __version__, config.policy)
     logger.debug("patched %s", ", ".join(applied.identities))
     return applied
 
 
 def check_versions(patches: Sequence[Patch]) -> None:
-    """Raise PatchError if the installed megatron-core is outside the window of any patch."""
+    """Raise PatchError if torch is too old, or the installed megatron-core outside the window of any patch."""
     try:
         from megatron.core import __version__ as version
     except ImportError as error:
         raise PatchError(
             "--adaptra needs megatron-core, which cannot be imported: pip install megatron-core"
         ) from error
+    too_old = what_is_too_old()
+    if too_old is not None:
+        raise PatchError(too_old)
     from packaging.specifiers import SpecifierSet
 
     for patch in patches:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches of megatron.core.pipeline_parallel.schedules.
 
-`get_forward_backward_func` reads the schedules as module globals at each call, and no module imports them by name, so
-replacing the globals before the training loop starts is enough.
+`get_forward_backward_func` reads the schedules as module globals at each call, and no module of Megatron-core or
+Megatron-LM imports them by name, so replacing the globals before the training loop starts is enough.
 """
 
 from __future__ import annotations

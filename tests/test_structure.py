@@ -13,7 +13,8 @@ import pytest
 PACKAGE = "adaptra_megatron"
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    {"log", "sparing_log", "backoff", "child_process", "routable_data", "post_import", "job_settings"},
+    {"log", "sparing_log", "backoff", "child_process", "routable_data"},
+    {"post_import", "job_settings", "torch_release", "variables"},
     {"schedule", "detector"},
     {"authentication"},
     {"job"},

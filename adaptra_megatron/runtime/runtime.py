@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+import adaptra_megatron
 from adaptra_megatron.child_process import OwningProcess
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.memory import MemorySource
@@ -22,7 +23,7 @@ from adaptra_megatron.epochs.generation import FIRST, Generation
 from adaptra_megatron.epochs.joining import Newcomer
 from adaptra_megatron.epochs.live_groups import LiveGroups
 from adaptra_megatron.job.membership import MembershipRecords
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.log import is_first_rank, logger_of
 from adaptra_megatron.runtime.execution.executor import IterationReport
 from adaptra_megatron.runtime.measurement.profile_ranges import ranged_computation
 from adaptra_megatron.runtime.measurement.sync_waits import SyncWaits
@@ -46,6 +47,7 @@ from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.transport.device_session.link_watch import end_process
 from adaptra_megatron.transport.messages import TwoPathTransport
+from adaptra_megatron.variables import FLAGS_VARIABLE, OFF_VARIABLE, ON_VARIABLE
 
 logger = logger_of(__name__)
 
@@ -115,6 +117,8 @@ class AdaptraRuntime:
         """Updates by some of the replicas; None where all make each."""
         self.sync_waits = SyncWaits() if config.watches_stragglers else None
         """Where replicas that come last are looked for."""
+        self._is_on = False
+        """Whether this process has run a schedule."""
         self._owner = OwningProcess()
         # Threads that wait in native code must not outlive the interpreter, and Megatron's scripts undo nothing.
         atexit.register(self._close_at_exit)
@@ -129,6 +133,7 @@ class AdaptraRuntime:
         list. Raises UnsupportedFeatureError or a plan's error before anything is computed, TransportError or
         ExchangeError when a peer fails.
         """
+        self._say_it_is_on()
         if stock is not None and self._config.policy == "observe":
             model = arguments["model"]
             kept = kept_in_order(config_of(model[0] if isinstance(model, list) else model))
@@ -159,6 +164,7 @@ class AdaptraRuntime:
 
         Raises ExchangeError when ranks of the job do not meet at the first.
         """
+        self._say_it_is_on()
         if self._single is None:
             self._single = SingleStage(arguments, self._config, why, self.sync_waits)
         run = functools.partial(self._single.run, stock, arguments)
@@ -381,7 +387,22 @@ class AdaptraRuntime:
         self._pipelines.clear()
         return all(ended)
 
+    def _say_it_is_on(self) -> None:
+        """Say it with the first schedule of this process: one that only parses flags has none."""
+        if not self._is_on and dist.get_rank() == 0:
+            text = "%s is on, policy %s; to train without it, set %s=1"
+            logger.info(text, adaptra_megatron.__version__, self._config.policy, OFF_VARIABLE)
+        self._is_on = True
+
     def _close_at_exit(self) -> None:
+        if not self._is_on and self._owner.is_this and is_first_rank():
+            logger.warning(
+                "this process has read that adaptra is asked for, and ran no iteration. Processes that train in its "
+                'place (actors of Ray) ran stock Megatron, unless their logs say "is on": give them %s=1 in their '
+                "environment, and flags in %s",
+                ON_VARIABLE,
+                FLAGS_VARIABLE,
+            )
         if not self.close():
             logger.error("what is on the GPU cannot be ended, so this process ends without waiting for it")
             end_process()

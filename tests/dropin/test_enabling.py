@@ -6,18 +6,40 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from adaptra_megatron.patches import PATCHES, application, enable, in_force
+import torch
+from adaptra_megatron.patches import PATCHES, PatchError, application, enable, in_force
 
 from adaptra_megatron.bootstrap import BRIDGE, MegatronHooks
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.enabling import Enabling
+from adaptra_megatron.enabling import Enabling, refuse
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
+
+
+@pytest.mark.parametrize(
+    ("environment", "waits"),
+    [({}, []), ({"RANK": "8", "LOCAL_RANK": "0"}, [5.0]), ({"RANK": "3", "LOCAL_RANK": "3"}, [10.0])],
+)
+def test_what_is_refused_is_left_to_the_first_rank_to_say(
+    environment: dict[str, str],
+    waits: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    with pytest.raises(SystemExit) as exit_:
+        refuse("script", "no such interface")
+    assert (waited, exit_.value.code) == (waits, 2)
+    assert capsys.readouterr().err == "script: error: no such interface\n"
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +76,35 @@ def test_patches_that_cannot_be_applied_are_an_error_of_the_parser(
     assert exit_.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("script: error: patch schedule-1f1b is written for megatron-core >=99, but")
+
+
+@pytest.mark.parametrize(
+    ("version", "lacks_clone", "remedy"),
+    [
+        ("2.7.0a0+79aa17489c.nv25.4", True, "take a newer image of NVIDIA's, 25.08 or later"),
+        ("2.8.0a0+5228986c39.nv25.6", True, "take a newer image of NVIDIA's, 25.08 or later"),
+        ("2.7.1+cu128", False, "pip install 'torch>=2.8.0a0'"),
+    ],
+)
+def test_a_torch_that_is_too_old_is_refused_at_once(
+    version: str,
+    lacks_clone: bool,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    if lacks_clone:
+        monkeypatch.delattr(torch.distributed.Store, "clone")
+    with pytest.raises(SystemExit) as exit_:
+        parser_of(Enabling(requested=True)).parse_args([])
+    assert exit_.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("script: error: --adaptra needs torch 2.8 or later")
+    assert f"{version} is installed: {remedy}" in line
+    with pytest.raises(PatchError, match="needs torch 2.8 or later"):
+        enable(AdaptraConfig())
+    assert in_force() is None
 
 
 def test_features_that_arguments_show_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,9 +20,10 @@ def check_start_up_line() -> None:
 
 
 def start(*arguments: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with `arguments` in the stand-in's directory, without this process's ADAPTRA_DISABLE."""
+    """Run Python with `arguments` in the stand-in's directory, without what turns us on or off in this process."""
     check_start_up_line()
-    inherited = {name: value for name, value in os.environ.items() if name not in ("ADAPTRA_DISABLE", "PYTHONPATH")}
+    ours = ("ADAPTRA", "ADAPTRA_ARGS", "ADAPTRA_DISABLE", "PYTHONPATH")
+    inherited = {name: value for name, value in os.environ.items() if name not in ours}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=STAND_IN,

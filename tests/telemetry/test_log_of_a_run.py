@@ -38,7 +38,8 @@ def lines_of(start_ranks: Callable[..., list[RankResult]], iterations: int, comp
 def test_a_healthy_run_says_less_than_ten_lines(start_ranks: Callable[..., list[RankResult]]) -> None:
     lines = lines_of(start_ranks, HEALTHY_ITERATIONS, 8)
     assert len(lines) < 10, lines
-    assert re.fullmatch(r"adaptra: \S+ is on, policy adapt; to train without it, set ADAPTRA_DISABLE=1", lines[0])
+    assert re.fullmatch(r"adaptra: \S+ is asked for, policy adapt", lines[0])
+    assert re.fullmatch(r"adaptra: \S+ is on, policy adapt; to train without it, set ADAPTRA_DISABLE=1", lines[1])
     assert re.match(rf"adaptra: done after {HEALTHY_ITERATIONS} iterations: \d+ plans?", lines[-1])
 
 

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from adaptra_megatron import __version__
+from adaptra_megatron import __version__, torch_release
 from adaptra_megatron.cli.host_checks.findings import Finding, Level, Roots, read_text
 
 DISTRIBUTION = "adaptra-megatron"
@@ -102,6 +102,7 @@ def _requirement(name: str, specifier: str, import_module: Import) -> Finding:
     details = {"version": version, "required": specifier}
     if not fits:
         text = f"{version} is installed, {specifier} is needed"
+        remedy = torch_release.remedy(version) if name == "torch" else remedy
         return Finding(subject=name, level=Level.PROBLEM, text=text, remedy=remedy, fatal=True, details=details)
     return Finding(subject=name, level=Level.OK, text=version, details=details)
 
