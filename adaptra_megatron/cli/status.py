@@ -13,14 +13,17 @@ from pathlib import Path
 from adaptra_megatron.cli.planning.inputs import InputError, seconds
 from adaptra_megatron.telemetry.events import event_log
 from adaptra_megatron.telemetry.report.status import Status, status_of
-from adaptra_megatron.telemetry.tracing import trace
 
 _DESCRIPTION = """\
 Say in a few lines how a job does: iteration and speed, slow links and stages, ranks that have died and what that
 costs, routes, and what to do.
 
 RUN is the directory that the job was given by --adaptra-trace-dir, with or without traces of all iterations.
+
+Exit status: 0 where nothing is to do, 3 where something is slow, dead, silent or failed, 2 for what cannot be read.
 """
+SOMETHING_TO_DO = 3
+"""Exit status: of itself no error, but somebody should look."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,7 +45,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace) -> int:
     while True:
         status = _status(options.directory)
         if options.json:
@@ -52,7 +55,7 @@ def _run(options: argparse.Namespace) -> None:
         clear = "\033[H\033[2J" if options.follow and not options.json and sys.stdout.isatty() else ""
         print(f"{clear}{text}", flush=True)
         if not options.follow or status.over:
-            return
+            return 0 if status.healthy else SOMETHING_TO_DO
         time.sleep(options.interval_s)
         if not options.json and not clear:
             print()
@@ -63,15 +66,13 @@ def _status(directory: Path) -> Status:
     damage: list[str] = []
     try:
         events = event_log.read_events(directory, damage.append)
-        files = (path for pattern in (event_log.FILE_PATTERN, trace.FILE_PATTERN) for path in directory.glob(pattern))
-        written_s = max((path.stat().st_mtime for path in files), default=0.0)
     except OSError as error:
         raise InputError(f"cannot read {error.filename or directory}: {error.strerror or error}") from error
     if not events and damage:
         raise InputError(damage[0])
     if not events:
         raise InputError(f"no {event_log.FILE_PATTERN} in {directory}: name the --adaptra-trace-dir of a job")
-    status = status_of(events, time.time(), written_s)
+    status = status_of(events, time.time())
     if not damage:
         return status
     lines = f"{len(damage)} line{'s' if len(damage) > 1 else ''} of the log cannot be read: {damage[0]}"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 import time
@@ -15,6 +14,7 @@ import pytest
 from support.made_up.runs import write_events, write_replicas
 
 from adaptra_megatron.cli.main import main
+from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import (
     Event,
     Fault,
@@ -40,11 +40,20 @@ LOST = RanksLost(
 )
 
 
-def status(directory: Path, capsys: pytest.CaptureFixture[str], *, age_s: float = 0.0) -> dict[str, list[str]]:
-    """The lines by their names."""
-    for path in directory.glob("events-*"):
-        os.utime(path, (time.time() - age_s,) * 2)
-    assert main(["status", str(directory)]) == 0
+def exit_status(directory: Path, *words: str, age_s: float = 0.0) -> int:
+    """As it is some time after the last record. Files are as if copied just now."""
+    last_s = max(found.stamp.wall_s for found in read_events(directory, lambda damage: None))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(time, "time", lambda: last_s + age_s)
+        return main(["status", str(directory), *words])
+
+
+def status(
+    directory: Path, capsys: pytest.CaptureFixture[str], *, age_s: float = 0.0, healthy: bool | None = None
+) -> dict[str, list[str]]:
+    """The lines by their names. `healthy`: as the exit status is to say it."""
+    given = exit_status(directory, age_s=age_s)
+    assert given in ((0, 3) if healthy is None else (0,) if healthy else (3,))
     found: dict[str, list[str]] = {}
     for line in capsys.readouterr().out.splitlines():
         name, text = line.split(": ", 1)
@@ -54,7 +63,7 @@ def status(directory: Path, capsys: pytest.CaptureFixture[str], *, age_s: float 
 
 def test_a_healthy_run_has_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_events(tmp_path, [(HEALTHY, 9), (PlanSwitched(number=1, before=0), 10)], ended=False)
-    said = status(tmp_path, capsys)
+    said = status(tmp_path, capsys, healthy=True)
     assert re.fullmatch(r"1 replica of 3 stages; runs, wrote \S+ .?s ago", said.pop("run")[0])
     assert said == {
         "speed": ["iteration 10, 2.00 s each (median of the last 1), plan 1 since iteration 10"],
@@ -69,7 +78,7 @@ def test_what_is_slow_is_named_until_it_heals(tmp_path: Path, capsys: pytest.Cap
     fault = Fault(what="delegate restarted", detail="it died")
     events: list[tuple[Event, int]] = [(HEALTHY, 9), (SLOW_LINK, 6), (stage, 7), (moved, 7), (routes, 8), (fault, 9)]
     write_events(tmp_path, events, ended=False)
-    said = status(tmp_path, capsys)
+    said = status(tmp_path, capsys, healthy=False)
     assert said["slow"] == [
         "link 0→1 is slow since iteration 4: 80 ms",
         "stage 2 of the pipeline of rank 3 is slow since iteration 7: 1.4 times as long",
@@ -139,7 +148,7 @@ def test_a_stage_that_has_one_cell_left_is_urgent(tmp_path: Path, capsys: pytest
 def test_a_run_that_is_silent_or_has_ended_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_events(tmp_path, [(HEALTHY, 9)], ended=False)
     assert "runs, wrote" in status(tmp_path, capsys, age_s=100.0)["run"][0]
-    said = status(tmp_path, capsys, age_s=1000.0)
+    said = status(tmp_path, capsys, age_s=1000.0, healthy=False)
     assert "silent for 1,000 s" in said["run"][0]
     assert said["to do"][0].startswith("look at the first rank whose log stops")
     write_events(tmp_path / "ended", [(HEALTHY, 9)])
@@ -177,11 +186,24 @@ def test_iterations_have_the_numbers_that_megatron_prints(tmp_path: Path, capsys
 
 def test_programs_get_a_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_events(tmp_path, [(HEALTHY, 9), (SLOW_LINK, 6)], ended=False)
-    assert main(["status", str(tmp_path), "--json"]) == 0
+    assert exit_status(tmp_path, "--json") == 3
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)
     assert (found["state"], found["iteration"], found["iteration_s"]) == ("runs", 9, 2.0)
+    assert found["wrote_s"] == 120.0, "by the record, not by the file"
     assert found["slow"] == ["link 0→1 is slow since iteration 4: 80 ms"]
+    (finding,) = found["findings"]
+    assert {name: value for name, value in finding.items() if value is not None} == {
+        "kind": "link",
+        "state": "slow",
+        "source": 0,
+        "target": 1,
+        "since_iteration": 4,
+        "reason": "80 ms",
+        "remedy": "look at the network of link 0→1; meanwhile orders and paths go around it",
+        "told_by_rank": 0,
+        "stale": False,
+    }
 
 
 def test_following_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

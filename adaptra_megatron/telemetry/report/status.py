@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import median
 from typing import TypeVar
 
@@ -42,6 +42,50 @@ _NORMAL_END = "the program ended"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that is not as it should be. What is None is not known, or of another kind of finding."""
+
+    kind: str
+    """"link", "stage", "replica" or "path"."""
+    state: str
+    """"slow", "dead" or "late"; the path that is taken where a link failed over."""
+    since_iteration: int
+    reason: str
+    remedy: str
+    """What to do."""
+    told_by_rank: int
+    stale: bool = False
+    """Whether it was found before ranks died or came back last, and may not be so any more."""
+    pipeline: int | None = None
+    """By its first global rank."""
+    source: int | None = None
+    target: int | None = None
+    path: str | None = None
+    latency_s: float | None = None
+    bandwidth_bytes_s: float | None = None
+    stage: int | None = None
+    slow_down: float | None = None
+    replica: int | None = None
+    host: str | None = None
+    lag_s: float | None = None
+    share: float | None = None
+    """Part of an iteration that it costs, 0..1."""
+
+    @property
+    def text(self) -> str:
+        link = f"link {self.source}→{self.target}"
+        if self.kind == "path":
+            return (
+                f"{link} of rank {self.told_by_rank} takes the {self.state} path since iteration "
+                f"{self.since_iteration}: {self.reason}"
+            )
+        name = {"link": link, "stage": f"stage {self.stage}", "replica": f"replica {self.replica}"}[self.kind]
+        name += ", host path," if self.path == "host" else ""
+        name += f" of the pipeline of rank {self.pipeline}" if self.pipeline else ""
+        return f"{name} is {self.state} since iteration {self.since_iteration}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Status:
     """A run as its log tells it. Field names are an interface of `adaptra status --json`: add, never rename."""
 
@@ -53,6 +97,10 @@ class Status:
     """The latest, by Megatron's number where the log tells it; -1 before the first."""
     iteration_s: float | None
     """Median of the latest iterations; None before one has ended."""
+    wrote_s: float
+    """When the run wrote its last record, in seconds since the epoch."""
+    findings: Sequence[Finding]
+    """What `slow` and `paths` say, for programs."""
     slow: Sequence[str]
     paths: Sequence[str]
     dead: Sequence[str]
@@ -64,6 +112,11 @@ class Status:
     def over(self) -> bool:
         """Return whether nothing more is to be expected of the run."""
         return self.state != "runs"
+
+    @property
+    def healthy(self) -> bool:
+        """Return whether there is nothing to look at."""
+        return not (self.slow or self.to_do)
 
     def lines(self) -> list[str]:
         """All of it in lines of text."""
@@ -79,29 +132,33 @@ class Status:
         ]
 
 
-def status_of(events: Sequence[StampedEvent], now_s: float, written_s: float) -> Status:
-    """What is known of a run from its log (not empty), by time. `now_s`, `written_s`: the present and the time at which
-    the run wrote last, in seconds since the epoch."""
+def status_of(events: Sequence[StampedEvent], now_s: float) -> Status:
+    """What is known of a run from its log (not empty), by time. `now_s`: the present, in seconds since the epoch."""
     events = renumbered(events)
     seconds = _seconds_by_iteration(events)
     losses = _of(events, RanksLost)
-    slow, links_do = _findings(events, _changed_at(events))
-    moved, moved_do = _paths(events)
+    findings = _findings(events)
+    slow = [found for found in findings if found.kind != "path"]
+    moved = [found for found in findings if found.kind == "path"]
     dead, dead_do = _deaths(events, losses, seconds)
-    state, text, state_do = _state(events, now_s - written_s, seconds)
+    wrote_s = max(found.stamp.wall_s for found in events)
+    state, text, state_do = _state(events, now_s - wrote_s, seconds)
     recent_s = _recent(events, seconds)
+    stale = ["(what was found before ranks died or came back last may not be so any more)"]
     return Status(
         state=state,
         run=f"{_layout(events)}; {text}",
         speed=_speed(events, seconds),
         iteration=max([*(found.stamp.iteration for found in events), *seconds]),
         iteration_s=median(recent_s) if recent_s else None,
-        slow=slow,
-        paths=moved,
+        wrote_s=wrote_s,
+        findings=findings,
+        slow=[*(found.text for found in slow), *stale * any(found.stale for found in slow)],
+        paths=[found.text for found in moved],
         dead=dead,
         routes=_routes(events, losses),
         faults=[f"{fault.what}: {fault.detail}" for _, fault in _of(events, Fault)],
-        to_do=[*state_do, *dead_do, *links_do, *moved_do],
+        to_do=[*state_do, *dead_do, *dict.fromkeys(found.remedy for found in (*slow, *moved))],
     )
 
 
@@ -175,51 +232,47 @@ def _recent(events: Sequence[StampedEvent], seconds: dict[int, float]) -> list[f
     return [each for at, each in seconds.items() if at > since][-RECENT:] or list(seconds.values())[-1:]
 
 
-def _findings(events: Sequence[StampedEvent], changed: int) -> tuple[list[str], list[str]]:
-    """Links, stages and replicas that are not healthy, as the detector saw them last, and what to do. `changed`:
-    iteration in which ranks died or came back last, since when what is usual is learnt anew."""
+def _findings(events: Sequence[StampedEvent]) -> list[Finding]:
+    """Links, stages and replicas that are not healthy, as the detector saw them last, and failed-over paths."""
+    changed = _changed_at(events)
     latest: dict[object, StampedEvent] = {}
     for found in events:
-        if isinstance(event := found.event, LinkDetection):
+        event = found.event
+        if isinstance(event, LinkDetection):
             latest["link", event.pipeline, event.source, event.target, event.path] = found
         elif isinstance(event, StageDetection):
             latest["stage", event.pipeline, event.stage] = found
         elif isinstance(event, StragglerDetection):
             latest["replica", event.replica] = found
-    texts, to_do, stale = [], [], False
-    for found in latest.values():
-        event = found.event
-        assert isinstance(event, (LinkDetection, StageDetection, StragglerDetection))
-        if event.after == "healthy":
-            continue
-        if isinstance(event, LinkDetection):
-            name = f"link {event.source}→{event.target}{', host path,' if event.path == 'host' else ''}"
-            to_do.append(f"look at the network of {name.partition(',')[0]}; meanwhile orders and paths go around it")
-        elif isinstance(event, StageDetection):
-            name = f"stage {event.stage}"
-            to_do.append(f"look at the GPUs of {name} (clocks, temperature, other work)")
-        else:
-            name = f"replica {event.replica}"
-            to_do.append(f"{name}, stage {event.stage} on {event.host}: {event.remedy or 'see what slows it down'}")
-        if not isinstance(event, StragglerDetection) and event.pipeline:
-            name += f" of the pipeline of rank {event.pipeline}"
-        stale = stale or found.stamp.iteration < changed
-        texts.append(f"{name} is {event.after} since iteration {began_at(found)}: {event.reason}")
-    if stale:
-        texts.append("(what was found before ranks died or came back last may not be so any more)")
-    return texts, list(dict.fromkeys(to_do))
+        elif isinstance(event, PathChanged):
+            latest["path", found.stamp.rank, event.source, event.target] = found
+    return [finding for found in latest.values() if (finding := _finding(found, changed)) is not None]
 
 
-def _paths(events: Sequence[StampedEvent]) -> tuple[list[str], list[str]]:
-    """Links that have failed over and are not back."""
-    latest = {(stamp.rank, event.source, event.target): (stamp, event) for stamp, event in _of(events, PathChanged)}
-    texts = [
-        f"link {event.source}→{event.target} of rank {stamp.rank} takes the {event.after} path since iteration "
-        f"{stamp.iteration}: {event.cause}"
-        for stamp, event in latest.values()
-        if event.failover
-    ]
-    return texts, ["look at the RNICs, cables and switches of the links that failed over"] * bool(texts)
+def _finding(found: StampedEvent, changed: int) -> Finding | None:
+    """None of what is healthy. `changed`: the iteration in which ranks died or came back last, since when what is usual
+    is learnt anew."""
+    event = found.event
+    assert isinstance(event, (LinkDetection, StageDetection, StragglerDetection, PathChanged))
+    if event.after == "healthy" or (isinstance(event, PathChanged) and not event.failover):
+        return None
+    wanted = {each.name for each in fields(Finding)}
+    known = {each.name: getattr(event, each.name) for each in fields(event) if each.name in wanted}
+    told = {"state": event.after, "since_iteration": began_at(found), "told_by_rank": found.stamp.rank}
+    if isinstance(event, PathChanged):
+        remedy = "look at the RNICs, cables and switches of the links that failed over"
+        return Finding(**{**known, **told, "kind": "path", "reason": event.cause, "remedy": remedy})
+    if isinstance(event, LinkDetection):
+        remedy = f"look at the network of link {event.source}→{event.target}; meanwhile orders and paths go around it"
+    elif isinstance(event, StageDetection):
+        remedy = f"look at the GPUs of stage {event.stage} (clocks, temperature, other work)"
+    else:
+        remedy = f"replica {event.replica}, stage {event.stage} on {event.host}: "
+        remedy += event.remedy or "see what slows it down"
+    stale = found.stamp.iteration < changed
+    return Finding(
+        **{**known, **told, "kind": event.name.replace("straggler", "replica"), "remedy": remedy, "stale": stale}
+    )
 
 
 def _deaths(
