@@ -206,11 +206,14 @@ def test_programs_get_a_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixtu
     }
 
 
-def test_following_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_following_ends_with_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 130.0)  # by the records' clock
     write_events(tmp_path, [(HEALTHY, 9)], ended=False)
     ender = threading.Timer(0.3, write_events, (tmp_path, [(HEALTHY, 9)]))
     ender.start()
-    assert main(["status", str(tmp_path), "--follow", "--interval-s", "0.1", "--json"]) == 0
+    assert main(["status", str(tmp_path), "--follow", "--interval-s", "0.1", "--json"]) == 3
     ender.join()
     states = [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()]
     assert len(states) > 1

@@ -269,10 +269,8 @@ def _finding(found: StampedEvent, changed: int) -> Finding | None:
     else:
         remedy = f"replica {event.replica}, stage {event.stage} on {event.host}: "
         remedy += event.remedy or "see what slows it down"
-    stale = found.stamp.iteration < changed
-    return Finding(
-        **{**known, **told, "kind": event.name.replace("straggler", "replica"), "remedy": remedy, "stale": stale}
-    )
+    kind = "replica" if isinstance(event, StragglerDetection) else event.name
+    return Finding(**{**known, **told, "kind": kind, "remedy": remedy, "stale": found.stamp.iteration < changed})
 
 
 def _deaths(
