@@ -22,6 +22,8 @@ logger = logger_of(__name__)
 WAIT_S = 5.0
 """How long ranks leave it to the job's first to say what is refused: its launcher ends them as it ends. Then the first
 of a host says it, for that may be what only its host refuses, and after as long again the others."""
+_MOST_CHARACTERS = 2000
+"""Of a line that refuses: it may show what stands in a damaged file."""
 
 
 class Enabling:
@@ -153,7 +155,7 @@ def refuse(program: str, message: str) -> NoReturn:
     """End this process with exit status 2 and one line, which one rank of a job says."""
     if not is_first_rank():
         time.sleep(WAIT_S if is_first_of_host() else 2 * WAIT_S)
-    sys.stderr.write(f"{program}: error: {message}\n")
+    sys.stderr.write(f"{program}: error: {' '.join(message.split())[:_MOST_CHARACTERS]}\n")
     raise SystemExit(2)
 
 

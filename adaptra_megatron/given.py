@@ -19,6 +19,11 @@ from adaptra_megatron.schedule.placement import Placement
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
 from adaptra_megatron.transport.setup.interfaces import InterfaceError, interface_address
 
+_MOST_NBYTES = 256 << 20
+"""Of a file: plans of the largest jobs have some MiB."""
+_COMMUNICATOR_RANGES = {"min_ctas": (1, 2**31 - 1), "max_ctas": (1, 2**31 - 1), "cga_cluster_size": (0, 8)}
+"""As NCCL takes them."""
+
 
 def check_given(config: AdaptraConfig, stages: int | None = None) -> None:
     """Raise ConfigError unless `config` names what can be used: by a pipeline of `stages`, or by any (None)."""
@@ -62,7 +67,7 @@ def read_costs(path: Path, *, stages: int | None = None, chunks: int | None = No
     """
     try:
         document = json.loads(_read_text("--adaptra-costs", path))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits are no JSONDecodeError
         raise ConfigError(f"--adaptra-costs {path} is not valid JSON: {error}") from error
     try:
         # All replicas run one plan here: the one for the slowest of every stage and link.
@@ -92,22 +97,29 @@ def communicators_from(path: str) -> CommunicatorConfig:
 
     Raises ConfigError if it cannot be read, or says something impossible.
     """
+    given = f"--nccl-communicator-config-path {path}"
+    text = _read_text("--nccl-communicator-config-path", Path(path))
     try:
         import yaml  # as Megatron does for the same file
 
-        with open(path) as file:
-            settings: dict[str, Any] = yaml.safe_load(file).get("pp", {})
+        document = yaml.safe_load(text)
     except Exception as cause:  # PyYAML's errors have no name where it is not installed
-        raise ConfigError(f"--nccl-communicator-config-path {path} cannot be read: {cause}") from cause
-    least = settings.get("min_ctas", 1)
-    most = settings.get("max_ctas")
-    if not least >= 1 or (most is not None and least > most):
-        raise ConfigError(f"--nccl-communicator-config-path {path}: pp has min_ctas {least} and max_ctas {most}")
+        raise ConfigError(f"{given} cannot be read: {cause}") from cause
+    settings: Any = document.get("pp", {}) if isinstance(document, dict) else None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{given}: settings by name are expected under pp, as max_ctas: 4, got {settings!r}")
+    for name, (least, most) in _COMMUNICATOR_RANGES.items():
+        value = settings.get(name)
+        if value is not None and not (type(value) is int and least <= value <= most):
+            raise ConfigError(f"{given}: {name} of pp must be a whole number from {least} to {most}, got {value!r}")
+    network = settings.get("net_name")
+    if not isinstance(network, (str, type(None))):
+        raise ConfigError(f"{given}: net_name of pp must be a name, as IB or Socket, got {network!r}")
+    low, high = settings.get("min_ctas"), settings.get("max_ctas")
+    if low is not None and high is not None and low > high:
+        raise ConfigError(f"{given}: pp has min_ctas {low} and max_ctas {high}")
     return CommunicatorConfig(
-        max_ctas=most,
-        min_ctas=settings.get("min_ctas"),
-        cga_cluster_size=settings.get("cga_cluster_size"),
-        net_name=settings.get("net_name"),
+        max_ctas=high, min_ctas=low, cga_cluster_size=settings.get("cga_cluster_size"), net_name=network
     )
 
 
@@ -115,6 +127,8 @@ def _read_text(flag: str, path: Path) -> str:
     if not path.is_file():
         raise ConfigError(f"{flag}: there is no file {path}")
     try:
+        if path.stat().st_size > _MOST_NBYTES:
+            raise ConfigError(f"{flag} {path} is larger than {_MOST_NBYTES >> 20} MiB: that is another file")
         return path.read_text(encoding="utf-8-sig")  # a byte order mark, which spreadsheets write, is no text
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} {path} cannot be read as text: {error}") from error

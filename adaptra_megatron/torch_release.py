@@ -24,7 +24,7 @@ def what_is_too_old() -> str | None:
     from packaging.version import Version
 
     version = str(torch.__version__)
-    if Version(version) >= Version(NEEDED) and hasattr(dist.TCPStore, "clone"):
+    if Version(version) >= Version(NEEDED) and hasattr(getattr(dist, "Store", None), "clone"):
         return None
     return (
         f"--adaptra needs torch 2.8 or later, whose Store has clone(), and {version} is installed: {remedy(version)}, "

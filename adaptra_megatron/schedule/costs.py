@@ -269,7 +269,12 @@ def released_per_stage(released: Released, stages: int) -> tuple[float, ...]:
 
 def is_number(value: object) -> bool:
     """Return whether `value` is a finite number; True and False are none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # whole numbers have no end, floats have
+        return False
 
 
 def _check_table(name: str, table: PerChunk, stages: int, chunks: int) -> None:

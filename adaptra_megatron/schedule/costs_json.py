@@ -12,6 +12,8 @@ from adaptra_megatron.schedule.errors import ScheduleError
 from adaptra_megatron.schedule.placement import Placement, v_shape
 
 _FIELDS = {field.name for field in fields(Costs)} - {"custom_placement", "micro_batch_factors"} | {"placement"}
+_MOST = 1 << 20
+"""Stages, chunks, both multiplied, and micro-batches: far above what pipelines have, far below what fills a memory."""
 _TABLES = ("forward_s", "backward_input_s", "backward_weight_s", "backward_s")
 
 
@@ -30,12 +32,16 @@ def costs_from_json(document: Any) -> Costs:
     if unknown:
         raise CostError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}")
     for name in ("stages", "micro_batches", "forward_s", "backward_input_s", "backward_weight_s"):
-        if name not in document:
+        if document.get(name) is None:
             raise CostError(f"field {name!r} is missing")
     stages, chunks = document["stages"], document.get("chunks", 1)
-    for name, count in (("stages", stages), ("chunks", chunks)):
+    for name, count in (("stages", stages), ("chunks", chunks), ("micro_batches", document["micro_batches"])):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise CostError(f"{name} must be a whole number of at least 1, got {count!r}")
+        if count > _MOST:
+            raise CostError(f"{name} must be at most {_MOST}")
+    if stages * chunks > _MOST:
+        raise CostError(f"stages times chunks must be at most {_MOST}, got {stages} times {chunks}")
     given = {name: document[name] for name in _TABLES if document.get(name) is not None}
     differ = {name: value for name, value in given.items() if is_per_micro_batch(value)}
     tables = {

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from adaptra_megatron.telemetry.events.events import (
     Fault,
@@ -257,8 +257,8 @@ def _finding(found: StampedEvent, changed: int) -> Finding | None:
     if event.after == "healthy" or (isinstance(event, PathChanged) and not event.failover):
         return None
     wanted = {each.name for each in fields(Finding)}
-    known = {each.name: getattr(event, each.name) for each in fields(event) if each.name in wanted}
-    told = {"state": event.after, "since_iteration": began_at(found), "told_by_rank": found.stamp.rank}
+    known: dict[str, Any] = {each.name: getattr(event, each.name) for each in fields(event) if each.name in wanted}
+    told: dict[str, Any] = {"state": event.after, "since_iteration": began_at(found), "told_by_rank": found.stamp.rank}
     if isinstance(event, PathChanged):
         remedy = "look at the RNICs, cables and switches of the links that failed over"
         return Finding(**{**known, **told, "kind": "path", "reason": event.cause, "remedy": remedy})
