@@ -45,6 +45,11 @@ DIFFERENCES = (
     Difference(
         "weights may be sharded and gathered per use (generalized tensor parallelism)", "0.19", "`gtp_remat_size`"
     ),
+    Difference(
+        "linear layers cast the gradient of their output to the type of their input (logits in fp32)",
+        "0.20",
+        "`input_dtype`",
+    ),
 )
 
 
@@ -125,3 +130,8 @@ def is_encoder_decoder(model: torch.nn.Module) -> bool:
 def has_sharded_weight(ctx: Any) -> bool:
     """Return whether the linear layer whose autograd context this is gathers its weight for each use."""
     return getattr(ctx, "gtp_remat_size", 1) > 1
+
+
+def gradient_to_use(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
+    """The gradient of a linear layer's output as its backward uses it; `ctx`: its autograd context."""
+    return grad_output.to(getattr(ctx, "input_dtype", grad_output.dtype))

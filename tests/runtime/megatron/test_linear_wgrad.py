@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import (
 )
 
 LINEAR = layers.LinearWithGradAccumulationAndAsyncCommunication
+STOCK_BACKWARD = LINEAR.backward
 SEQUENCE, BATCH, WIDTH, MICRO_BATCHES = 5, 3, 8, 4
 INTERLEAVINGS = {
     "weights at once": "I0 W0 I1 W1 I2 W2 I3 W3",
@@ -75,6 +77,7 @@ class Model:
         self.bias = self._parameter((WIDTH,), dtype, generator) if options.get("bias", True) else None
         self.buffer: list[torch.Tensor] | None = options.get("buffer")
         self.uses: tuple[int, ...] = options.get("uses", (0, 1))
+        self.wide: Any = options.get("wide")
         self.checkpointed: bool = options.get("checkpointed", False)
         if hooked:
             for parameter in self.parameters:
@@ -112,9 +115,8 @@ class Model:
         return given, hidden
 
     def _linear(self, weight: torch.nn.Parameter, hidden: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = LINEAR.apply(
-            hidden.tanh(), weight, self.bias, self.fused, False, False, self.buffer, 0, None
-        )
+        given = (hidden.tanh().to(weight.dtype), weight, self.bias, self.fused, False, False, self.buffer, 0, None)
+        output: torch.Tensor = LINEAR.apply(*given) if self.wide is None else self.wide.apply(*given, torch.float32)
         return output
 
     def gradients(self) -> list[torch.Tensor]:
@@ -174,6 +176,33 @@ def test_gradients_are_bitwise_those_of_the_whole_backward(
     model = compare(queue, order, dtype=dtype, hooked=hooked, bias=bias)
     if hooked:
         assert not any(weight.grad_added_to_main_grad for weight in model.weights)
+
+
+class Wide(torch.autograd.Function):
+    """As Megatron's from 0.20 on: its output is of a type of its own, as logits in fp32 are."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> torch.Tensor:
+        ctx.input_dtype = given[0].dtype
+        output: torch.Tensor = LINEAR.forward(ctx, *given[:-1])
+        return output.to(given[-1])
+
+
+@interleavings
+def test_float32_outputs_of_bfloat16_inputs(
+    queue: WeightGradientQueue, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stock(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (*STOCK_BACKWARD(ctx, grad_output.to(ctx.input_dtype)), None)
+
+    def forward(*_: Any) -> None:
+        raise NotImplementedError
+
+    known = inspect.signature(LINEAR.forward)
+    parameters = [*known.parameters.values(), inspect.Parameter("output_dtype", inspect.Parameter.KEYWORD_ONLY)]
+    forward.__signature__ = known.replace(parameters=parameters)  # type: ignore[attr-defined]
+    monkeypatch.setattr(Wide, "backward", staticmethod(queue.wrap(stock, forward)))
+    compare(queue, order, dtype=torch.bfloat16, hooked=False, wide=Wide)
 
 
 @interleavings

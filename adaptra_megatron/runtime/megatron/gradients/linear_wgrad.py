@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from adaptra_megatron.runtime.device import current_stream
-from adaptra_megatron.runtime.megatron.compat import has_sharded_weight
+from adaptra_megatron.runtime.megatron.compat import gradient_to_use, has_sharded_weight
 
 GATHER_BUFFERS = ("mpu", "adaptra-ahead")
 """Names in Megatron's global memory buffer: the one that stock gathers into, and one to gather ahead into."""
@@ -242,6 +242,7 @@ class WeightGradientQueue:
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Gradients of input, weight (a stand-in) and bias; queues the real weight gradient."""
         layer_input, weight = ctx.saved_tensors
+        grad_output = gradient_to_use(ctx, grad_output)
         grad_input = grad_output.matmul(weight)
         handle = None
         if ctx.allreduce_dgrad:
