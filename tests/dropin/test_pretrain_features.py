@@ -91,8 +91,15 @@ def _rampup() -> tuple[str, ...]:
     return ("--global-batch-size", "8", "--rampup-batch-size", "4", "2", "16")
 
 
+# With tied embeddings stock cannot save a model with multi-token prediction (seen with 0.16.1).
+MTP = (
+    *("--mtp-num-layers", "1", "--position-embedding-type", "rope"),
+    "--untie-embeddings-and-output-weights",
+)
+
+
 class TestCheckpoints:
-    @pytest.mark.parametrize("flags", [(), ("--mtp-num-layers", "1", "--position-embedding-type", "rope")])
+    @pytest.mark.parametrize("flags", [(), MTP])
     def test_a_run_that_stops_and_resumes_ends_as_one_that_does_not(
         self, flags: tuple[str, ...], tmp_path: Path
     ) -> None:
