@@ -44,6 +44,8 @@ each of its kernels holds up a hardware queue, which is known of no GPU yet. Wit
 so the host path is taken. With 8 or 32 queues it is drawn by lot which streams share one: means of 5 draws, and all
 messages by the device path, which a slow link would leave where the other is much better. *Other path*: all messages
 by the path that is not taken; with one queue, planned for what the device does.
+Where trailing waits hold, no plan by the device path is faster than stock in one queue: without the host path such
+jobs run Megatron's own schedule.
 
 {table}
 """

@@ -24,6 +24,7 @@ from adaptra_megatron.epochs.joining import Newcomer
 from adaptra_megatron.epochs.live_groups import LiveGroups
 from adaptra_megatron.job.membership import MembershipRecords
 from adaptra_megatron.log import is_first_rank, logger_of
+from adaptra_megatron.runtime.device import current_device
 from adaptra_megatron.runtime.execution.executor import IterationReport
 from adaptra_megatron.runtime.measurement.profile_ranges import ranged_computation
 from adaptra_megatron.runtime.measurement.sync_waits import SyncWaits
@@ -43,14 +44,17 @@ from adaptra_megatron.runtime.outliving import CONNECT_S
 from adaptra_megatron.runtime.pipeline import Pipeline
 from adaptra_megatron.runtime.rejoining import Joining, Training, hand_over, take_place
 from adaptra_megatron.runtime.single_stage import ONE_STAGE, SingleStage
+from adaptra_megatron.runtime.transports import keeps_stock
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from adaptra_megatron.transport.device_session.link_watch import end_process
+from adaptra_megatron.transport.gpu.hardware_queues import NO_PLAN_FASTER
 from adaptra_megatron.transport.messages import TwoPathTransport
 from adaptra_megatron.variables import FLAGS_VARIABLE, OFF_VARIABLE, ON_VARIABLE
 
 logger = logger_of(__name__)
 
+_NOT_TIMED = "and its actions and messages are not timed; iterations and their ranks are"
 Decorate = Callable[[StageComputation, int], StageComputation]
 
 
@@ -127,25 +131,26 @@ class AdaptraRuntime:
         self, arguments: Mapping[str, Any], *, interleaved: bool, stock: Callable[..., Any] | None = None
     ) -> Any:
         """One call of Megatron's forward_backward function, training or evaluation. `stock`: that function, which runs
-        where orders are only observed, and a feature needs its own.
+        where orders are only observed, and a feature needs its own, and where no plan would be faster.
 
         Returns what stock returns: the loss functions' results in micro-batch order on the last stage, else an empty
         list. Raises UnsupportedFeatureError or a plan's error before anything is computed, TransportError or
         ExchangeError when a peer fails.
         """
         self._say_it_is_on()
-        if stock is not None and self._config.policy == "observe":
-            model = arguments["model"]
-            kept = kept_in_order(config_of(model[0] if isinstance(model, list) else model))
-            if kept:
-                return self.run_stock(
-                    stock,
-                    arguments,
-                    f"{', '.join(kept)}: stock's own schedule runs, and its actions "
-                    "and messages are not timed; iterations and their ranks are",
-                )
+        if stock is not None and (why := self._why_stock(arguments)):
+            return self.run_stock(stock, arguments, f"{why}: stock's own schedule runs, {_NOT_TIMED}")
         run = functools.partial(self._run_pipeline, arguments, interleaved=interleaved)
         return run() if self.updates is None else self.updates.iterate(run, arguments)
+
+    def _why_stock(self, arguments: Mapping[str, Any]) -> str:
+        """Why Megatron's own schedule is to run; empty where it is not. Equal on all ranks."""
+        if keeps_stock(self._config, current_device):
+            return NO_PLAN_FASTER
+        if self._config.policy != "observe":
+            return ""
+        model = arguments["model"]
+        return ", ".join(kept_in_order(config_of(model[0] if isinstance(model, list) else model)))
 
     def _run_pipeline(self, arguments: Mapping[str, Any], *, interleaved: bool) -> list[Any]:
         call = pipeline_call(arguments, interleaved=interleaved)

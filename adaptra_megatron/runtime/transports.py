@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -17,7 +17,7 @@ from adaptra_megatron.transport.device_session.nccl_library import torch_nccl
 from adaptra_megatron.transport.device_session.nccl_link import NcclSide, gpu_identity
 from adaptra_megatron.transport.gpu.cuda_device import Device, device_of
 from adaptra_megatron.transport.gpu.device_clock import DeviceClock
-from adaptra_megatron.transport.gpu.hardware_queues import queues_in_words
+from adaptra_megatron.transport.gpu.hardware_queues import NO_PLAN_FASTER, queues_in_words
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Transport, TransportError, TwoPathTransport
 from adaptra_megatron.transport.paths import Path, PathSettings
@@ -65,6 +65,8 @@ def make_transport(
             if config.needs_host_path or maker is None:
                 raise
             _say_once(rendezvous, f"links between stages have one path, torch.distributed's: {cause}")
+            if has_serial_queue(config, current_device()):
+                _say_once(rendezvous, f"{NO_PLAN_FASTER}: start with --adaptra-host-transport off, and stock's runs")
     if maker is None:
         raise TransportError(f"{blocked}. Use --adaptra-host-transport auto: messages then go by the host path alone")
     links, layout = maker.links(), rendezvous.layout
@@ -86,6 +88,20 @@ def path_policy(config: AdaptraConfig, transport: Transport) -> PathPolicy | Non
 def has_serial_queue(config: AdaptraConfig, device: torch.device) -> bool:
     """Return whether plans are to reckon with one hardware queue that starts nothing before what is in front ended."""
     return has_one_queue(device) and config.queue_model == "serial"
+
+
+def keeps_stock(config: AdaptraConfig, device: Callable[[], torch.device]) -> bool:
+    """Return whether no plan would be faster than Megatron's own schedule with its own exchanges, as in a serial queue
+    without the host path. `device`: asked only where that depends on it.
+
+    A plan or costs that were given, and what needs the executor, run all the same.
+    """
+    needs_executor = config.outlives_ranks or config.staggered_optimizer or config.reroute != "off"
+    measures = config.plan_csv is None and config.costs_json is None
+    device_alone = config.path == "device" or config.host_transport == "off"
+    if needs_executor or not device_alone or not measures or why_blocked(os.environ) is not None:
+        return False
+    return has_serial_queue(config, device())
 
 
 def preferred_path(config: AdaptraConfig, device: torch.device) -> Path:

@@ -34,7 +34,7 @@ HOST = {
 }
 ALONE, BESIDE = "device path alone", "device path beside shm"
 DEVICE = {
-    ALONE: "--adaptra --adaptra-host-transport off",
+    ALONE: "--adaptra --adaptra-host-transport off --adaptra-queue-model shared",
     BESIDE: "--adaptra --adaptra-host-transport shm",
 }
 EQUAL = "losses, parameters and optimizer state are stock's, bit for bit"

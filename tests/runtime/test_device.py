@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path as FilePath
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import layers
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.device import has_one_queue
-from adaptra_megatron.runtime.transports import has_serial_queue, preferred_path
-from adaptra_megatron.transport.gpu.hardware_queues import CONNECTIONS, hardware_queues, queues_in_words
+from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
+from adaptra_megatron.runtime.runtime import AdaptraRuntime
+from adaptra_megatron.runtime.transports import has_serial_queue, keeps_stock, preferred_path
+from adaptra_megatron.schedule.costs import uniform_costs
+from adaptra_megatron.schedule.costs_json import costs_to_json
+from adaptra_megatron.transport.gpu.hardware_queues import CONNECTIONS, NO_PLAN_FASTER, hardware_queues, queues_in_words
 from adaptra_megatron.transport.paths import Path
 
 GPU = torch.device("cuda", 0)
@@ -67,3 +74,46 @@ def test_messages_keep_out_of_a_queue_that_is_taken_for_a_serial_one(
     assert has_serial_queue(config, GPU) is serial
     assert preferred_path(config, GPU) is path
     assert preferred_path(AdaptraConfig(), torch.device("cpu")) is Path.DEVICE
+
+
+@pytest.mark.parametrize(
+    ("value", "settings", "stock"),
+    [
+        ("1", {"path": "device"}, True),
+        ("1", {"host_transport": "off"}, True),
+        ("1", {"policy": "observe", "host_transport": "off"}, True),
+        ("1", {}, False),
+        ("1", {"path": "device", "queue_model": "shared"}, False),
+        ("32", {"path": "device"}, False),
+    ],
+)
+def test_where_no_plan_is_faster_stock_runs(
+    monkeypatch: pytest.MonkeyPatch, value: str, settings: dict[str, Any], stock: bool
+) -> None:
+    monkeypatch.setenv(CONNECTIONS, value)
+    config = AdaptraConfig(**settings)
+    assert keeps_stock(config, lambda: GPU) is stock
+    assert not keeps_stock(config, lambda: torch.device("cpu"))
+
+
+def test_the_training_thread_calls_stock_and_the_log_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONNECTIONS, "1")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: GPU)
+    runtime = AdaptraRuntime(AdaptraConfig(path="device"), WeightGradientQueue(layers))
+    ran: list[Any] = []
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(runtime, "run_stock", lambda *given: ran.append(given))
+    call: dict[str, Any] = {"model": []}
+    stock = object()
+    runtime.forward_backward(call, interleaved=False, stock=stock)  # type: ignore[arg-type]
+    assert ran[0][:2] == (stock, call)
+    assert NO_PLAN_FASTER in ran[0][2]
+    assert NO_PLAN_FASTER in str(queues_in_words())
+
+
+def test_given_costs_are_planned_for_in_any_queue(monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath) -> None:
+    monkeypatch.setenv(CONNECTIONS, "1")
+    costs = uniform_costs(2, 4, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
+    (tmp_path / "costs.json").write_text(json.dumps(costs_to_json(costs)))
+    config = AdaptraConfig(path="device", costs_json=tmp_path / "costs.json")
+    assert not keeps_stock(config, lambda: GPU)

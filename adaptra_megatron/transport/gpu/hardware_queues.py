@@ -15,6 +15,12 @@ QUEUE_MODELS = ("serial", "shared")
 """What plans take one queue for: `Costs.serial_queue`, or `Costs.shared_queue` alone."""
 
 
+NO_PLAN_FASTER = (
+    "by NCCL alone (--adaptra-path device, --adaptra-host-transport off) no plan is faster than stock in one hardware "
+    "queue that is taken for a serial one"
+)
+
+
 def hardware_queues(environment: Mapping[str, str] = os.environ) -> int:
     """How many there are: a number as C reads it, between 1 and 32."""
     digits = re.match(r"\s*\+?(\d+)", environment.get(CONNECTIONS, ""))
@@ -42,5 +48,5 @@ def queues_in_words(environment: Mapping[str, str] = os.environ, model: str = QU
         f"{CONNECTIONS}=1 gives each GPU one hardware queue: plans reckon with nothing in it starting before what is "
         "in front has ended, and links take the host path where there is one. Where T1 of scripts/gpu_check.sh shows "
         "that NCCL's trailing waits hold up nothing, --adaptra-queue-model shared lets them take the device path; "
-        "--adaptra-path device does so by itself"
+        f"{NO_PLAN_FASTER}, so stock's own schedule runs there"
     )
