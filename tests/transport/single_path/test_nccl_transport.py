@@ -271,17 +271,21 @@ def test_nothing_of_ours_stands_behind_a_transfer_on_a_links_stream() -> None:
 def test_what_has_left_makes_room_for_what_is_received_next() -> None:
     """Not only when more is sent over the same link, or the watch looks: that may be an activation too much."""
 
+    left = threading.Event()
+
     def program(stage: SimulatedStage, transport: StreamTransport) -> None:
         stage.watch.close()
         if stage.stage == 1:
             transport.post_receive(key(0), 0)
             transport.post_receive(key(1), 0)
             transport.post_send(key(0, Direction.GRADIENT), 0, numbers(0))
+            stage.device.run_until(left.is_set)  # or it closes first, and the other's message comes to no end
             return
         tensors = [stage.device.tensor(numbers(0))]
         address = tensors[0].data_ptr()
         transport.post_send(key(0), 1, tensors.pop())
         has_left(stage)
+        left.set()
         stage.device.run()
         assert address not in stage.device.freed
         transport.post_receive(key(0, Direction.GRADIENT), 1)
