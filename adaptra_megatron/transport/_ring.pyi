@@ -167,7 +167,8 @@ class Inbox:
     def ask(self, *, iteration: int, direction: int, chunk: int, micro_batch: int) -> None:
         """Have this message come out in parts, unless it has begun to come. Iterations only go up."""
     def next(self, ring: Ring, deadline_s: float, seen_pokes: int | None = None, hurry: bool = False) -> Event | None:
-        """None at the deadline, or when the ring's pokes are not `seen_pokes` (None: what they are at the call).
+        """None at the deadline, when the ring's pokes are not `seen_pokes` (None: what they are at the call), or once
+        the ring is empty of frames that came again, and were dropped.
 
         Each event goes to one of the threads that wait, and to one in a `hurry` first. Raises RingClosedError once a
         closed ring is empty, FrameError for a bad frame.

@@ -96,30 +96,35 @@ std::optional<Event> Inbox::next(Ring& ring, std::uint64_t seen_pokes, double de
     const Hurry announced(*this, ring, hurry);
     while (true) {
         if (!hurry) let_others_pass(deadline_s);
-        if (std::optional<Event> event = take(ring)) return event;
+        bool dropped = false;
+        if (std::optional<Event> event = take(ring, dropped)) return event;
+        if (dropped) {
+            outcome = Outcome::kDone;
+            return std::nullopt;
+        }
         if (hurry && small_messages_.load()) spin_.until([&] { return ring.changed(seen_pokes); }, deadline_s);
         outcome = ring.await_filled(seen_pokes, deadline_s, hurry ? Wait::kUrgent : Wait::kPatient);
         if (outcome != Outcome::kDone || ring.pokes() != seen_pokes) return std::nullopt;
     }
 }
 
-std::optional<Event> Inbox::take(Ring& ring) {
+std::optional<Event> Inbox::take(Ring& ring, bool& dropped) {
     const std::lock_guard<std::mutex> lock(taking_);
     Slot slot;
     while (ring.take(slot, 0.0) == Outcome::kDone) {
         const FrameHeader header = *slot.header;  // a copy: checked and used are the same bytes
         check_frame(header, ring.slot_nbytes(), max_message_nbytes_);
-        std::optional<Event> event = accept(ring, slot, header);
+        std::optional<Event> event = accept(ring, slot, header, dropped);
         if (!event || event->kind != Event::Kind::kPart) ring.release(slot);
         if (event) return event;
     }
     return std::nullopt;
 }
 
-std::optional<Event> Inbox::accept(Ring& ring, const Slot& slot, const FrameHeader& header) {
+std::optional<Event> Inbox::accept(Ring& ring, const Slot& slot, const FrameHeader& header, bool& dropped) {
     switch (header.kind) {
         case FrameKind::kData:
-            return accept_data(ring, slot, header);
+            return accept_data(ring, slot, header, dropped);
         case FrameKind::kAck:
             return Event{Event::Kind::kAck, header, nullptr, monotonic_s()};
         case FrameKind::kBye:
@@ -127,17 +132,24 @@ std::optional<Event> Inbox::accept(Ring& ring, const Slot& slot, const FrameHead
         case FrameKind::kVoid:
             break;
     }
+    dropped = true;
     return std::nullopt;
 }
 
-std::optional<Event> Inbox::accept_data(Ring& ring, const Slot& slot, const FrameHeader& header) {
+std::optional<Event> Inbox::accept_data(Ring& ring, const Slot& slot, const FrameHeader& header, bool& dropped) {
     if (complete(header.sequence)) {
-        if (header.offset != 0) return std::nullopt;
+        if (header.offset != 0) {
+            dropped = true;
+            return std::nullopt;
+        }
         ++doubles_;
         return Event{Event::Kind::kRepeated, header, nullptr, monotonic_s()};
     }
     Partial& part = partial(header, ring.slot_nbytes());
-    if (part.here[header.offset / part.slot_nbytes]) return std::nullopt;
+    if (part.here[header.offset / part.slot_nbytes]) {
+        dropped = true;
+        return std::nullopt;
+    }
     if (part.block == nullptr) return hand_out(ring, slot, header, part);
     if (header.nbytes != 0) std::memcpy(part.block->data() + header.offset, slot.payload, header.nbytes);
     ring.check_released();  // before the frame counts as here: what is not comes again, over another ring

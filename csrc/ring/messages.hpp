@@ -54,8 +54,9 @@ public:
     // The message of this key is to be handed out in parts. Those of earlier iterations are not asked for any more.
     void ask(std::int64_t iteration, std::uint8_t direction, std::uint32_t chunk, std::uint32_t micro_batch);
 
-    // Take frames from `ring` until something is complete. No value at the deadline, after a poke (see Ring), or, if
-    // `outcome` says so, because the ring is closed and empty. Throws FrameError for a frame that no sender writes.
+    // Take frames from `ring` until something is complete. No value at the deadline, after a poke (see Ring), once the
+    // ring is empty of frames that came again, which are dropped, or, if `outcome` says so, because it is closed and
+    // empty. Throws FrameError for a frame that no sender writes.
     // Several threads may wait here, each event goes to one of them: to one that is in a `hurry`, if there is one.
     std::optional<Event> next(Ring& ring, std::uint64_t seen_pokes, double deadline_s, bool hurry, Outcome& outcome);
 
@@ -75,9 +76,9 @@ private:
     class Hurry;
     void let_others_pass(double deadline_s);
     // Without waiting.
-    std::optional<Event> take(Ring& ring);
-    std::optional<Event> accept(Ring& ring, const Slot& slot, const FrameHeader& header);
-    std::optional<Event> accept_data(Ring& ring, const Slot& slot, const FrameHeader& header);
+    std::optional<Event> take(Ring& ring, bool& dropped);
+    std::optional<Event> accept(Ring& ring, const Slot& slot, const FrameHeader& header, bool& dropped);
+    std::optional<Event> accept_data(Ring& ring, const Slot& slot, const FrameHeader& header, bool& dropped);
     Event hand_out(Ring& ring, const Slot& slot, const FrameHeader& header, Partial& part);
     Partial& partial(const FrameHeader& header, std::uint64_t slot_nbytes);
     Partial begin(const FrameHeader& header, std::uint64_t slot_nbytes);

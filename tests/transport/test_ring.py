@@ -111,6 +111,20 @@ def test_a_message_sent_again_comes_out_once(numbers: list[int]) -> None:
     assert box.doubles == len(again)
 
 
+def test_who_reads_goes_on_once_what_came_again_has_been_dropped() -> None:
+    """It has to acknowledge then what it put off while there was more in the ring."""
+    ring, again, box, content = Ring.create(8, SLOT), Ring.create(8, SLOT), inbox(), numpy.zeros(3 * SLOT, numpy.uint8)
+    write(ring, 0, content)
+    assert box.next(ring, soon()) is not None
+    write(again, 0, content)
+    event, deadline_s = box.next(again, soon()), soon()
+    assert event is not None
+    assert (event.kind, again.backlog) == (Event.Kind.REPEATED, 2)
+    assert box.next(again, deadline_s) is None
+    assert time.monotonic() < deadline_s
+    assert again.backlog == 0
+
+
 def test_a_message_begun_in_one_ring_is_finished_by_the_next() -> None:
     broken, fresh, box = Ring.create(2, SLOT), Ring.create(8, SLOT), inbox()
     content = numpy.random.default_rng(1).integers(0, 256, 4 * SLOT, dtype=numpy.uint8)

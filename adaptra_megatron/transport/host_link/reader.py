@@ -143,7 +143,7 @@ class HostLinkReader:
         try:
             event = self._inbox.next(session.inbound, until_s, seen_pokes, hurry)
         except RingClosedError:
-            return lambda: False
+            return partial(self._acknowledge, session, more=False)
         except (FrameError, RingError) as cause:
             there = self._state.ends.there
             sent = isinstance(cause, FrameError)
@@ -152,7 +152,7 @@ class HostLinkReader:
         except MemoryError:
             return self._no_memory
         if event is None:
-            return lambda: True
+            return partial(self._acknowledge, session)
         # Before the lock is taken, for new memory may have to be page-locked.
         return partial(self._take, session, event, self._received(event, session.inbound))
 
@@ -165,20 +165,23 @@ class HostLinkReader:
         return False
 
     def _take(self, session: Session, event: Event, receipt: Receipt | None) -> bool:
-        if receipt is None and event.kind == Event.Kind.PART:
-            return True
-        try:
-            self._events.take(event, receipt)
-        except ValueError as cause:
-            self._state.fail(f"{self._state.ends.there} sent an invalid message: {cause}")
-            return False
+        if receipt is not None or event.kind != Event.Kind.PART:
+            try:
+                self._events.take(event, receipt)
+            except ValueError as cause:
+                self._state.fail(f"{self._state.ends.there} sent an invalid message: {cause}")
+                return False
         if receipt is not None:
             self._state.spoilt_in_a_row = 0
-        # Each acknowledgement wakes the peer: several go together while more messages come in anyway.
+        return self._acknowledge(session)
+
+    def _acknowledge(self, session: Session, *, more: bool = True) -> bool:
+        """Have acknowledgements that are due written. Each wakes the peer, so several go together while there is
+        something to be read, after which this is called again. Returns `more`."""
         due = len(self._due)
-        if due and (due >= ACKNOWLEDGED_TOGETHER or not session.inbound.backlog):
+        if due and (due >= ACKNOWLEDGED_TOGETHER or not more or not session.inbound.backlog):
             self._writer.acknowledge()
-        return True
+        return more
 
     def _received(self, event: Event, ring: Ring) -> Receipt | None:
         """The message that is complete with this event; None where there is none with a key. Without the lock."""
