@@ -394,7 +394,7 @@ class AdaptraRuntime:
 
     def _say_it_is_on(self) -> None:
         """Say it with the first schedule of this process: one that only parses flags has none."""
-        if not self._is_on and dist.get_rank() == 0:
+        if not self._is_on and not (dist.is_initialized() and dist.get_rank()):
             text = "%s is on, policy %s; to train without it, set %s=1"
             logger.info(text, adaptra_megatron.__version__, self._config.policy, OFF_VARIABLE)
         self._is_on = True
