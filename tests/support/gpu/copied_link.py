@@ -81,8 +81,7 @@ class CopiedLink:
 
     def arrive(self) -> torch.Tensor:
         """What the peer receives next."""
-        event = self.far_inbox.next(self.outbound, soon())
-        assert event is not None
+        event = _next(self.far_inbox, self.outbound)
         assert event.kind == Event.Kind.MESSAGE
         return tensor_of(event)
 
@@ -105,8 +104,7 @@ class CopiedLink:
 
     def read(self) -> Any:
         """Handle one event of the inbound ring, as the link's reading thread does: a receipt if that completes one."""
-        event = self.inbox.next(self.inbound, soon())
-        assert event is not None, "nothing comes"
+        event = _next(self.inbox, self.inbound)
         if event.kind == Event.Kind.PART:
             return self.copies.receive_part(event, type_of(event), self.inbound)
         return self.copies.receive(tensor_of(event), event.block_nbytes)
@@ -123,3 +121,11 @@ class CopiedLink:
         self.outbound.close()
         self.inbound.close()
         self.threads.shutdown()
+
+
+def _next(inbox: Inbox, ring: Ring) -> Event:
+    """What comes next, whatever came before again meanwhile."""
+    deadline_s = soon()
+    while (event := inbox.next(ring, deadline_s)) is None:
+        assert time.monotonic() < deadline_s, "nothing comes"
+    return event
