@@ -48,6 +48,8 @@ class Host:
             "TORCHELASTIC_RUN_ID": RUN_ID,
         }
         """For the ranks, beside what `run_ranks` gives them."""
+        self.stalled: list[int] = []
+        """Ranks whose processes stand still, and are to be killed."""
         self._tick()
         self._thread = threading.Thread(target=self._work, name="adaptra-host", daemon=True)
         self._thread.start()
@@ -68,11 +70,6 @@ class Host:
         again = status and start < self._restarts and not self._coordinator.has_ended
         return {START_VARIABLE: str(start + 1)} if again else None
 
-    def stalled(self) -> list[int]:
-        """Ranks whose processes stand still, and are to be killed."""
-        with self._lock:
-            return [rank for rank, start in self._coordinator.stalled.items() if start == self._starts(rank)]
-
     def close(self) -> None:
         """End the thread, unless it waits for a store that does not answer."""
         self._closed.set()
@@ -92,6 +89,7 @@ class Host:
         self._report = replace(self._report, beat=self._report.beat + 1)
         write(self._mine, host_key(0), self._report)
         self._coordinator.tick()
+        self.stalled = [rank for rank, start in self._coordinator.stalled.items() if start == self._starts(rank)]
 
 
 def run_outlived(
@@ -123,7 +121,7 @@ def run_outlived(
             check=False,
             stop_on_failure=False,
             ended=host.ended,
-            stalled=host.stalled,
+            stalled=lambda: host.stalled,
         )
     finally:
         host.close()

@@ -47,7 +47,6 @@ def test_a_short_demonstration_holds(tmp_path: Path) -> None:
     for half in ("healthy_s", "slow_s"):
         assert summary["lower_bound"][half] < summary["adaptra"][half]
         assert summary["lower_bound"][half] < summary["stock"][half]
-    assert summary["stock"]["healthy_s"] < summary["stock"]["slow_s"]
     assert Path(summary["png"]).read_bytes().startswith(b"\x89PNG")
     assert len(json.loads(Path(summary["trace"]).read_text())["traceEvents"]) > 1000
     assert sum(line.rstrip().endswith("same") for line in output.splitlines()) == 4
