@@ -70,9 +70,7 @@ class Enabling:
             words = shlex.split(self._flags)
         except ValueError as error:
             refuse(FLAGS_VARIABLE, f"{error} in {self._flags!r}")
-        parser = add_adaptra_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
-        parser.error = functools.partial(refuse, FLAGS_VARIABLE)  # type: ignore[method-assign]
-        parser.parse_args(words)
+        _own_parser(FLAGS_VARIABLE).parse_args(words)
         return words
 
     def decide_without_parser(self, command_line: Sequence[str] | None = None, job: Any = None) -> None:
@@ -102,9 +100,7 @@ class Enabling:
                     FLAGS_VARIABLE,
                 )
             return
-        parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-        add_adaptra_arguments(parser)
-        parser.error = functools.partial(refuse, parser.prog)  # type: ignore[method-assign]
+        parser = _own_parser()
         parser.set_defaults(adaptra=self._requested)
         arguments, _others = parser.parse_known_args([*self._words_of_environment(), *command_line])
         if job is not None:
@@ -149,6 +145,13 @@ class Enabling:
             enable(config)
         except (ConfigError, PatchError, UnsupportedFeatureError) as error:
             refuse(parser.prog, str(error))
+
+
+def _own_parser(program: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser of the --adaptra flags alone, whose errors are of `program` (default: the script)."""
+    parser = add_adaptra_arguments(argparse.ArgumentParser(program, allow_abbrev=False, add_help=False))
+    parser.error = functools.partial(refuse, parser.prog)  # type: ignore[method-assign]
+    return parser
 
 
 def refuse(program: str, message: str) -> NoReturn:

@@ -133,15 +133,11 @@ def recomputed_spans(config: Any, model_chunks: Sequence[torch.nn.Module]) -> in
 
 def work_of(model_chunks: Sequence[torch.nn.Module]) -> tuple[str, ...]:
     """What each chunk computes, in words that are the same where it is about as much."""
-    beside = {"pre_process": "embedding", "post_process": "loss"}
+    parts = {"mtp": "mtp", "pre_process": "embedding", "post_process": "loss"}
 
     def words(model: torch.nn.Module) -> str:
-        parts = [f"{_layers(model)} layers"]
-        parts += ["mtp"] * any(hasattr(module, "mtp") for module in model.modules())
-        parts += [
-            word for name, word in beside.items() if any(getattr(module, name, False) for module in model.modules())
-        ]
-        return ", ".join(parts)
+        has = {name for module in model.modules() for name in parts if getattr(module, name, False)}
+        return ", ".join([f"{_layers(model)} layers", *(word for name, word in parts.items() if name in has)])
 
     return tuple(map(words, model_chunks))
 

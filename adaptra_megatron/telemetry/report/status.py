@@ -42,7 +42,7 @@ _NORMAL_END = "the program ended"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class StatusFinding:
     """One thing that is not as it should be. What is None is not known, or of another kind of finding."""
 
     kind: str
@@ -99,7 +99,7 @@ class Status:
     """Median of the latest iterations; None before one has ended."""
     wrote_s: float
     """When the run wrote its last record, in seconds since the epoch."""
-    findings: Sequence[Finding]
+    findings: Sequence[StatusFinding]
     """What `slow` and `paths` say, for programs."""
     slow: Sequence[str]
     paths: Sequence[str]
@@ -232,7 +232,7 @@ def _recent(events: Sequence[StampedEvent], seconds: dict[int, float]) -> list[f
     return [each for at, each in seconds.items() if at > since][-RECENT:] or list(seconds.values())[-1:]
 
 
-def _findings(events: Sequence[StampedEvent]) -> list[Finding]:
+def _findings(events: Sequence[StampedEvent]) -> list[StatusFinding]:
     """Links, stages and replicas that are not healthy, as the detector saw them last, and failed-over paths."""
     changed = _changed_at(events)
     latest: dict[object, StampedEvent] = {}
@@ -249,19 +249,19 @@ def _findings(events: Sequence[StampedEvent]) -> list[Finding]:
     return [finding for found in latest.values() if (finding := _finding(found, changed)) is not None]
 
 
-def _finding(found: StampedEvent, changed: int) -> Finding | None:
+def _finding(found: StampedEvent, changed: int) -> StatusFinding | None:
     """None of what is healthy. `changed`: the iteration in which ranks died or came back last, since when what is usual
     is learnt anew."""
     event = found.event
     assert isinstance(event, (LinkDetection, StageDetection, StragglerDetection, PathChanged))
     if event.after == "healthy" or (isinstance(event, PathChanged) and not event.failover):
         return None
-    wanted = {each.name for each in fields(Finding)}
+    wanted = {each.name for each in fields(StatusFinding)}
     known: dict[str, Any] = {each.name: getattr(event, each.name) for each in fields(event) if each.name in wanted}
     told: dict[str, Any] = {"state": event.after, "since_iteration": began_at(found), "told_by_rank": found.stamp.rank}
     if isinstance(event, PathChanged):
         remedy = "look at the RNICs, cables and switches of the links that failed over"
-        return Finding(**{**known, **told, "kind": "path", "reason": event.cause, "remedy": remedy})
+        return StatusFinding(**{**known, **told, "kind": "path", "reason": event.cause, "remedy": remedy})
     if isinstance(event, LinkDetection):
         remedy = f"look at the network of link {event.source}→{event.target}; meanwhile orders and paths go around it"
     elif isinstance(event, StageDetection):
@@ -270,7 +270,7 @@ def _finding(found: StampedEvent, changed: int) -> Finding | None:
         remedy = f"replica {event.replica}, stage {event.stage} on {event.host}: "
         remedy += event.remedy or "see what slows it down"
     kind = "replica" if isinstance(event, StragglerDetection) else event.name
-    return Finding(**{**known, **told, "kind": kind, "remedy": remedy, "stale": found.stamp.iteration < changed})
+    return StatusFinding(**{**known, **told, "kind": kind, "remedy": remedy, "stale": found.stamp.iteration < changed})
 
 
 def _deaths(
