@@ -199,25 +199,27 @@ class LiveGroups:
         """Torch's own group of those that take part, made when first needed, by all of them."""
         key = group, device.type
         if key not in self._natives:
+            members = tuple(group.members)
+            # All that the thread goes by is of this generation: it may start, or go on, once the next has begun.
+            make = functools.partial(self._make_native, group.description, members, device.type, self._control)
             with of_backend():
-                native, sockets = interruptible(
-                    lambda: self._make_native(group, device.type), self.check, self._timeout_s, "a process group"
-                )
-            self._natives[key] = self._fence.guarded(native, group.description, tuple(group.members), sockets)
+                native, sockets = interruptible(make, self.check, self._timeout_s, "a process group")
+            self._natives[key] = self._fence.guarded(native, group.description, members, sockets)
         return self._natives[key]
 
-    def _make_native(self, group: LiveGroup, device: str) -> tuple[Any, GlooSockets | None]:
-        """Make torch's group; for gloo also its connections."""
-        members, place = list(group.members), hashlib.blake2b(digest_size=12)
-        place.update(f"{group.description}/{group.members}/{device}".encode())
+    def _make_native(
+        self, description: str, members: tuple[int, ...], device: str, control: ControlStore | None
+    ) -> tuple[Any, GlooSockets | None]:
+        """Make torch's group of `members`, which meet in `control`; for gloo also its connections."""
+        place = hashlib.blake2b(f"{description}/{members}/{device}".encode(), digest_size=12)
         name, rank = f"live/{place.hexdigest()}", members.index(self.rank)
-        if self._control is None:
+        if control is None:
             store = PrefixStore(name, self._store.clone() if hasattr(self._store, "clone") else self._store)
         elif device == "cpu":
-            with self._control.lent(name, self._timeout_s, sealed=False) as lent:
+            with control.lent(name, self._timeout_s, sealed=False) as lent:
                 return connected_group(lent, rank, len(members), self._timeout_s)
         else:
-            store = self._control.unsealed(name)
+            store = control.unsealed(name)
         if device == "cpu":
             return connected_group(store, rank, len(members), self._timeout_s)
         return nccl_group(store, rank, len(members), self._timeout_s), None
@@ -391,8 +393,8 @@ def _put(outputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> None
 
 
 def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s: float, what: str) -> Made:
-    """What `make` makes (`what`, in words), in a thread that is left to itself if `check` raises meanwhile, or after
-    `timeout_s`. Raises as both, and LateRankError."""
+    """Return what `make` makes (`what`, in words), in a thread that is left to itself if `check` raises meanwhile, or
+    after `timeout_s`: `make` reads nothing that another generation changes. Raises as both, and LateRankError."""
     found: list[Any] = []
     done = threading.Event()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
