@@ -49,9 +49,13 @@ PYBIND11_MODULE(_device, module) {
     using namespace adaptra;
     module.doc() = "What the device path asks of CUDA and NCCL for a message: one call each, without the GIL.";
     py::register_exception<DeviceCallError>(module, "DeviceCallError", PyExc_RuntimeError);
-    py::class_<StreamEvent>(module, "Event")
-        .def("query", &StreamEvent::query, ReleaseGil())
-        .def("synchronize", &StreamEvent::synchronize, ReleaseGil());
+    py::class_<Work, WorkPointer>(module, "Work")
+        .def_readonly("tensor", &Work::tensor)
+        .def_property(
+            "deadline_s", [](const Work& work) { return work.deadline.load(); },
+            [](Work& work, double deadline) { work.deadline = deadline; })
+        .def("query", [](const Work& work) { return work.ended.query(); }, ReleaseGil())
+        .def("synchronize", [](const Work& work) { work.ended.synchronize(); }, ReleaseGil());
     py::class_<Transfers>(module, "Transfers")
         .def(py::init([](const Addresses& addresses, int device, std::uintptr_t communicator, std::uintptr_t stream,
                          int peer) {
@@ -61,14 +65,21 @@ PYBIND11_MODULE(_device, module) {
              py::arg("addresses"), py::arg("device"), py::arg("communicator"), py::arg("stream"), py::arg("peer"))
         .def(
             "begin",
-            [](Transfers& transfers, bool sends, std::uintptr_t address, std::size_t nbytes,
+            [](Transfers& transfers, bool sends, py::object tensor, std::uintptr_t address, std::size_t nbytes,
                std::optional<std::uintptr_t> after, double limit) {
-                const py::gil_scoped_release released;
-                return transfers.begin(sends, address, nbytes, after.has_value(), handle(after.value_or(0)), limit);
+                const Handle stream = handle(after.value_or(0));
+                return transfers.begin(sends, std::move(tensor), address, nbytes, after.has_value(), stream, limit);
             },
-            py::arg("sends"), py::arg("address"), py::arg("nbytes"), py::arg("after"), py::arg("limit_s"))
+            py::arg("sends"), py::arg("tensor"), py::arg("address"), py::arg("nbytes"), py::arg("after"),
+            py::arg("limit_s"))
         .def(
-            "follow", [](Transfers&, const StreamEvent& event, std::uintptr_t stream) { event.make_wait(handle(stream)); },
-            py::arg("event"), py::arg("stream"), ReleaseGil())
+            "follow",
+            [](Transfers&, Work& work, std::uintptr_t stream, double deadline) {
+                work.deadline = deadline;
+                work.ended.make_wait(handle(stream));
+            },
+            py::arg("work"), py::arg("stream"), py::arg("deadline_s"), ReleaseGil())
+        .def("free_done", &Transfers::free_done)
+        .def("under_way", &Transfers::under_way)
         .def("end", &Transfers::end);
 }

@@ -66,19 +66,36 @@ bool StreamEvent::query() const {
     return status == 0;
 }
 
+bool StreamEvent::reached() const noexcept { return pool_->functions().event_query(handle_) == 0; }
+
 void StreamEvent::synchronize() const {
     for (auto pause = kShortest; !query(); pause = std::min(2 * pause, kLongest)) std::this_thread::sleep_for(pause);
 }
 
-std::unique_ptr<StreamEvent> Transfers::begin(bool sends, std::uintptr_t address, std::size_t nbytes, bool waits,
-                                        Handle after, double limit) {
+WorkPointer Transfers::begin(bool sends, pybind11::object tensor, std::uintptr_t address, std::size_t nbytes, bool waits,
+                             Handle after, double limit) {
+    auto work = std::make_shared<Work>(pool_, std::move(tensor));
+    std::vector<WorkPointer> done;  // let go of once the GIL is held again
+    {
+        const pybind11::gil_scoped_release released;
+        launch(work->ended, sends, address, nbytes, waits, after, limit);
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            under_way_.push_back(work);
+        }
+        take_done(done);
+    }
+    return work;
+}
+
+void Transfers::launch(const StreamEvent& behind, bool sends, std::uintptr_t address, std::size_t nbytes, bool waits,
+                       Handle after, double limit) const {
     const Functions& functions = pool_->functions();
     if (waits) {
         const StreamEvent computed(pool_);  // what waits for it has seen this recording, and will see no other
         computed.record(after);
         computed.make_wait(stream_);
     }
-    auto behind = std::make_unique<StreamEvent>(pool_);
     void* const memory = reinterpret_cast<void*>(address);
     if (sends) {
         check_nccl("ncclSend", functions.send(memory, nbytes, kUint8, peer_, communicator_, stream_));
@@ -86,8 +103,37 @@ std::unique_ptr<StreamEvent> Transfers::begin(bool sends, std::uintptr_t address
         check_nccl("ncclRecv", functions.receive(memory, nbytes, kUint8, peer_, communicator_, stream_));
     }
     await_launch(limit);
-    behind->record(stream_);
-    return behind;
+    behind.record(stream_);
+}
+
+void Transfers::free_done() {
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (under_way_.empty()) return;
+    }
+    std::vector<WorkPointer> done;
+    const pybind11::gil_scoped_release released;
+    take_done(done);
+}
+
+std::vector<WorkPointer> Transfers::under_way() {
+    free_done();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return {under_way_.begin(), under_way_.end()};
+}
+
+// The device is asked without the lock: a question that it does not answer keeps the thread that asks, no other.
+void Transfers::take_done(std::vector<WorkPointer>& done) {
+    while (true) {
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            if (under_way_.empty()) return;
+            done.push_back(under_way_.front());  // whoever lets go of it last is to hold the GIL
+        }
+        if (!done.back()->ended.reached()) return;
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (!under_way_.empty() && under_way_.front() == done.back()) under_way_.pop_front();  // else another thread has
+    }
 }
 
 void Transfers::await_launch(double limit) const {

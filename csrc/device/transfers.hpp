@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <pybind11/pybind11.h>
+
 #include <atomic>
 #include <cstdint>
+#include <deque>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace adaptra {
@@ -66,7 +71,8 @@ public:
 
     void record(Handle stream) const;
     void make_wait(Handle stream) const;
-    bool query() const;
+    bool query() const;             // throws where the device has failed
+    bool reached() const noexcept;  // says no there
     void synchronize() const;  // looks again and again, with pauses
 
 private:
@@ -74,26 +80,45 @@ private:
     const Handle handle_;
 };
 
+// A transfer under way. Holding it holds the bytes. Made and destroyed with the GIL.
+struct Work {
+    Work(std::shared_ptr<EventPool> pool, pybind11::object memory) : ended(std::move(pool)), tensor(std::move(memory)) {}
+
+    const StreamEvent ended;  // behind it on the link's stream
+    const pybind11::object tensor;
+    std::atomic<double> deadline{std::numeric_limits<double>::infinity()};  // seconds of the monotonic clock
+};
+using WorkPointer = std::shared_ptr<Work>;
+
 // Sends or receives of one end of a link, over a communicator that does not block.
 class Transfers {
 public:
     Transfers(const Functions& functions, int device, Handle communicator, Handle stream, int peer)
         : pool_(std::make_shared<EventPool>(functions, device)), communicator_(communicator), stream_(stream), peer_(peer) {}
 
-    // Puts a transfer on the stream, behind what is on `after` by now if `waits`, and waits until NCCL has launched it:
-    // at most `limit` seconds, or until `end`. Returns the event behind it. One thread at a time.
-    std::unique_ptr<StreamEvent> begin(bool sends, std::uintptr_t address, std::size_t nbytes, bool waits, Handle after,
-                                 double limit);
+    // Puts a transfer of `tensor`, which is at `address`, on the stream, behind what is on `after` by now if `waits`, and
+    // waits until NCCL has launched it: at most `limit` seconds, or until `end`. What is done by now is let go of. One
+    // thread at a time; with the GIL, which is released meanwhile.
+    WorkPointer begin(bool sends, pybind11::object tensor, std::uintptr_t address, std::size_t nbytes, bool waits,
+                      Handle after, double limit);
+    // Lets go of what is done, and returns what is not. A device that failed keeps all. With the GIL, likewise.
+    void free_done();
+    std::vector<WorkPointer> under_way();
     void end() { ended_ = true; }
 
 private:
+    void launch(const StreamEvent& behind, bool sends, std::uintptr_t address, std::size_t nbytes, bool waits, Handle after,
+                double limit) const;
     void await_launch(double limit) const;
+    void take_done(std::vector<WorkPointer>& done);
     void check_nccl(const char* what, int result) const;
 
     const std::shared_ptr<EventPool> pool_;
     const Handle communicator_, stream_;
     const int peer_;
     std::atomic<bool> ended_{false};
+    std::mutex mutex_;
+    std::deque<WorkPointer> under_way_;  // in the order of the stream
 };
 
 }  // namespace adaptra

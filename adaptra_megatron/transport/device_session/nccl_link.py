@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,9 @@ from adaptra_megatron.transport.device_session.nccl_library import (
 )
 from adaptra_megatron.transport.device_session.pair_group import ENDED, PairEnds
 from adaptra_megatron.transport.gpu.cuda_device import Device, DeviceThread, Event, Stream
+
+if TYPE_CHECKING:
+    from adaptra_megatron.transport._device import Work
 
 logger = logger_of(__name__)
 
@@ -54,17 +57,6 @@ class NcclSide:
     """For small copies from host memory: behind a transfer, on a link's stream, they would hold up a shared queue."""
 
 
-@dataclass(eq=False, slots=True)
-class NcclWork:
-    """A transfer under way. Holding it holds the bytes."""
-
-    tensor: torch.Tensor
-    ended: Event
-    """Behind it on the link's stream. Not timed: a timed event there holds up all that shares its hardware queue."""
-    deadline_s: float = float("inf")
-    """When waiting for it makes no sense any more (time.monotonic)."""
-
-
 class NcclLink:
     """One end of one session; a `pair_group.LinkGroup`. Threads take turns to send, and to receive."""
 
@@ -83,8 +75,8 @@ class NcclLink:
         self._side, self._stream, self._library = side, stream, side.load()
         self._peer = 1 if sends else 0
         self._lock = threading.Lock()
-        self._under_way: deque[NcclWork] = deque()
-        """In the order of the stream."""
+        self._brought: deque[tuple[torch.Tensor, Event]] = deque()
+        """Host memory that is copied from, and the event behind that."""
         self._kept: list[torch.Tensor] = []
         """What the device may use, now or later, and no event tells when: NCCL has not said that it launched it."""
         self._calls = threading.Lock()
@@ -126,7 +118,9 @@ class NcclLink:
         device.copy(tensor.view(torch.uint8), locked, self._side.headers)
         copied = device.record(self._side.headers)
         device.make_wait(self._stream, copied)
-        self._hold(NcclWork(locked, copied))
+        while self._brought and self._brought[0][1].query():
+            self._brought.popleft()
+        self._brought.append((locked, copied))
         return tensor
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -140,27 +134,33 @@ class NcclLink:
         self._side.device.make_wait(self._stream, event)
 
     # Looked up on the class at each call: fault injection and instrumentation replace them there.
-    def send(self, tensor: torch.Tensor, tag: int, after: int | None = None) -> NcclWork:
+    def send(self, tensor: torch.Tensor, tag: int, after: int | None = None) -> Work:
         """Put a send on the link's stream, behind what is on the stream `after` by now (a cudaStream_t); the bytes are
         held until it is done. NCCL has no tags: order counts."""
         return self._begin(True, tensor, after)
 
-    def receive(self, buffer: torch.Tensor, tag: int, after: int | None = None) -> NcclWork:
+    def receive(self, buffer: torch.Tensor, tag: int, after: int | None = None) -> Work:
         """Put a receive on the link's stream, likewise."""
         return self._begin(False, buffer, after)
 
-    def follow(self, work: NcclWork, timeout_s: float) -> None:
-        """Have what the calling thread computes from now on come after `work`, which may take `timeout_s`. Returns at
-        once."""
-        self._limit(work, timeout_s)
-        self._transfers.follow(work.ended, self._side.device.current_handle())
+    def follow(self, work: Work, deadline_s: float) -> None:
+        """Have what the calling thread computes from now on come after `work`, which is due by `deadline_s`
+        (time.monotonic). Returns at once."""
+        if self._ended.is_set():
+            raise RuntimeError(self._cause)
+        self._transfers.follow(work, self._side.device.current_handle(), deadline_s)
 
-    def wait(self, work: NcclWork, timeout_s: float) -> None:
+    def wait(self, work: Work, timeout_s: float) -> None:
         """Sleep until `work` is done. The watch keeps the time, and then ends the session."""
-        self._limit(work, timeout_s)
-        work.ended.synchronize()
+        if not self._ended.is_set():
+            work.deadline_s = time.monotonic() + timeout_s
+            work.synchronize()
         if self._ended.is_set():  # an aborted transfer is done, too
             raise RuntimeError(self._cause)
+
+    def free_done(self) -> None:
+        """Let go of the bytes of what the device is through with."""
+        self._transfers.free_done()
 
     def abort(self, cause: str = ENDED) -> None:
         """End the session: every wait at both ends raises. Returns at once; any thread, any number of times."""
@@ -168,7 +168,7 @@ class NcclLink:
 
     def close(self, deadline_s: float) -> None:
         """End the session when all that was sent has left, or at `deadline_s` (time.monotonic), then as `abort`."""
-        while self._prune() and not self._ended.is_set() and time.monotonic() < deadline_s:
+        while self._transfers.under_way() and not self._ended.is_set() and time.monotonic() < deadline_s:
             time.sleep(_PAUSE_S)
         self._end("the link was closed", finalize_until_s=deadline_s)
 
@@ -182,7 +182,9 @@ class NcclLink:
         """Why the session is of no use any more; None while it is, and once it has ended. Never waits."""
         if self._ended.is_set():
             return None
-        late = min((work for work in self._prune() if now_s >= work.deadline_s), key=_deadline_s, default=None)
+        late = min(
+            (each for each in self._transfers.under_way() if now_s >= each.deadline_s), key=_deadline_s, default=None
+        )
         if late is not None:
             return Failure(late.deadline_s, f"a message of {late.tensor.nbytes} bytes did not come in time")
         if not self._calls.acquire(blocking=False):
@@ -199,9 +201,9 @@ class NcclLink:
     @property
     def settled(self) -> bool:
         """Return whether it has ended, and the device is through with all that was put on its stream."""
-        if not self._freed.is_set() or self._prune():
+        if not self._freed.is_set() or self._transfers.under_way():
             return False
-        return not self._kept or self._side.device.idle(self._stream)
+        return not (self._kept or self._brought) or self._side.device.idle(self._stream)
 
     def _meet(self, store: SealedStore, rank: int, timeout_s: float) -> tuple[bytes, str]:
         """The communicator's unique id, made by rank 0 once the other is there, and the identity of the other's GPU."""
@@ -214,28 +216,25 @@ class NcclLink:
             store.set("id", self._library.new_unique_id())
         return store.get("id"), peer
 
-    def _begin(self, sends: bool, tensor: torch.Tensor, after: int | None) -> NcclWork:
-        if not self._calls.acquire(blocking=False):
+    def _begin(self, sends: bool, tensor: torch.Tensor, after: int | None) -> Work:
+        calls, until_s = self._calls, self._connects_until_s
+        if not calls.acquire(False):
             self._take_turn()
         try:
             if self._ended.is_set():
                 raise RuntimeError(self._cause)
-            connects_until_s = self._connects_until_s
-            limit_s = self.timeout_s if connects_until_s is None else connects_until_s - time.monotonic()
+            limit_s = self.timeout_s if until_s is None else until_s - time.monotonic()
             try:
-                ended = self._transfers.begin(sends, tensor.data_ptr(), tensor.nbytes, after, limit_s)
+                work = self._transfers.begin(sends, tensor, tensor.data_ptr(), tensor.nbytes, after, limit_s)
             except BaseException:  # an event now would stand where the launch stands, and keep this thread without end
                 self._kept.append(tensor)
                 if self._ended.is_set():
                     raise RuntimeError(self._cause) from None
                 raise
             self._connects_until_s = None
+            return work
         finally:
-            self._calls.release()
-        work = NcclWork(tensor, ended)
-        self._under_way.append(work)
-        self.free_done()
-        return work
+            calls.release()
 
     def _await_nccl(self, otherwise: str) -> None:
         """Until NCCL has done, in a thread of its own, what it was asked for."""
@@ -250,33 +249,6 @@ class NcclLink:
                 raise RuntimeError(f"{otherwise} within {now_s - began_s:.0f} s")
             if now_s - began_s > _SPIN_S:  # a launch takes tens of microseconds; to connect takes much longer
                 self._ended.wait(_PAUSE_S)
-
-    def _limit(self, work: NcclWork, timeout_s: float) -> None:
-        if self._ended.is_set():
-            raise RuntimeError(self._cause)
-        work.deadline_s = time.monotonic() + timeout_s
-
-    def _hold(self, work: NcclWork) -> None:
-        with self._lock:
-            self._under_way.append(work)
-
-    def _prune(self) -> Sequence[NcclWork]:
-        """Free the bytes of what is done; returns what is not. A device that failed keeps all."""
-        self.free_done()
-        with self._lock:
-            return tuple(self._under_way)
-
-    def free_done(self) -> None:
-        """Let go of the bytes of what the device is through with."""
-        # The device is asked without the lock: a question that it does not answer keeps the thread that asks, no other.
-        under_way = self._under_way
-        try:
-            while under_way and (work := under_way[0]).ended.query():
-                with self._lock:
-                    if under_way and under_way[0] is work:  # else another thread has been here
-                        under_way.popleft()
-        except (RuntimeError, IndexError) as error:  # the device has failed, or another thread has taken the last one
-            logger.debug("what is on the stream is kept: %s", error)
 
     def _end(self, cause: str, finalize_until_s: float | None) -> None:
         with self._lock:
@@ -295,7 +267,7 @@ class NcclLink:
         # Not released: there is nothing left to call.
         until_s = self._finalize_until_s
         try:
-            if until_s is not None and not self._prune() and self._finalized(until_s):
+            if until_s is not None and not self._transfers.under_way() and self._finalized(until_s):
                 self._library.destroy(self._communicator)
             else:
                 self._library.abort(self._communicator)
@@ -319,7 +291,7 @@ class NcclLink:
                 raise RuntimeError(self._cause)
 
 
-def _deadline_s(work: NcclWork) -> float:
+def _deadline_s(work: Work) -> float:
     return work.deadline_s
 
 

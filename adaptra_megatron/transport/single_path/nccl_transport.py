@@ -16,13 +16,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport.device_session.link_watch import LinkWatch, end_process
-from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclWork
+from adaptra_megatron.transport.device_session.nccl_link import NcclLink
 from adaptra_megatron.transport.gpu.cuda_device import Device, OutOfMemory, out_of_memory
 from adaptra_megatron.transport.gpu.device_clock import DeviceClock, Mark
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
@@ -44,12 +44,8 @@ _NO_TAG = 0
 """NCCL matches by order alone."""
 
 
-class _Receive(NamedTuple):
-    peer: int
-    buffer: torch.Tensor
-    work: NcclWork
-    posted: Mark
-    """When computation came to the post."""
+_Receive = tuple[int, torch.Tensor, Any, Mark]
+"""Peer, buffer, the transfer under way, and when computation came to the post."""
 
 
 class StreamTransport:
@@ -112,11 +108,11 @@ class StreamTransport:
         specification = self._specification
         shape = specification.shape
         if shape is None:
-            header = self._receive(key, peer, (HEADER_NUMBERS,), torch.int64)
+            _peer, header, work, _posted = self._receive(key, peer, (HEADER_NUMBERS,), torch.int64)
             group = self._links[peer, self._rank]
             try:
-                group.wait(header.work, self._timeout_s)
-                shape = decode_shape(group.read(header.buffer))
+                group.wait(work, self._timeout_s)
+                shape = decode_shape(group.read(header))
             except RuntimeError as cause:
                 raise self._error(key, (peer, self._rank), cause) from cause
         receive = self._receive(key, peer, shape, specification.dtype)
@@ -137,18 +133,17 @@ class StreamTransport:
         return Path.DEVICE
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
-        receive = self._receives.pop(key)
+        peer, buffer, work, posted = self._receives.pop(key)
         clock = self._clock
         came = None if clock is None else clock.mark()
-        link = (receive.peer, self._rank)
+        link = (peer, self._rank)
         try:
-            self._usable(link).follow(receive.work, max(0.0, deadline_s - time.monotonic()))
+            self._usable(link).follow(work, deadline_s)
         except RuntimeError as cause:
             raise self._error(key, link, cause) from cause
         if clock is not None:
-            peer, buffer, _work, posted = receive
             self._received.append((key, peer, buffer.nbytes, posted, came, clock.mark()))
-        return receive.buffer
+        return buffer
 
     def flush(self, deadline_s: float) -> None:
         """Waits for nothing: what has not left is held by its link, and computation does not wait for it."""
@@ -192,7 +187,7 @@ class StreamTransport:
             # Of computation's own memory, which it may still use: so the receive comes behind what it does now.
             buffer = self._device.empty(shape, dtype)
             posted = None if self._clock is None else self._clock.mark()
-            return _Receive(peer, buffer, group.receive(buffer, _NO_TAG, self._device.current_handle()), posted)
+            return peer, buffer, group.receive(buffer, _NO_TAG, self._device.current_handle()), posted
         except RuntimeError as cause:
             raise self._error(key, link, cause) from cause
 

@@ -13,6 +13,7 @@ static unsigned flags_of_last;
 volatile int launch_looks; /* how often ncclCommGetAsyncError says "in progress" for a transfer */
 volatile int not_reached;  /* of cudaEventQuery: how often it says so; -1: always */
 volatile int query_stands; /* while it is not 0, cudaEventQuery does not return */
+volatile int query_fails;  /* its error */
 volatile int standing;     /* whether a thread is in there */
 volatile int refuses;      /* an error of ncclSend and ncclRecv */
 static int looks;
@@ -41,6 +42,7 @@ int cudaEventQuery(void* event) {
     (void)event;
     while (query_stands) standing = 1, usleep(1000);
     standing = 0;
+    if (query_fails) return query_fails;
     if (not_reached > 0) --not_reached;
     return not_reached ? 600 : 0;
 }

@@ -13,14 +13,15 @@ What it does as communicators do that do not block (NCCL 2.27 to 2.32, src/init.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from support.gpu.simulated_device import SimulatedDevice, SimulatedEvent
 
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig, NcclError
@@ -96,7 +97,7 @@ class SimulatedCommunicator:
         """Threads that asked for transfers, by name."""
         self._in_call = threading.Lock()
 
-    @contextmanager
+    @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Hold the library: one thread at a time calls it."""
         assert not self.freed, "a communicator is used that was freed"
@@ -141,14 +142,26 @@ class Fabric:
         return [each for each in self.communicators if each.device is device]
 
 
+class SimulatedWork:
+    """As _device.Work."""
+
+    def __init__(self, tensor: torch.Tensor, ended: SimulatedEvent) -> None:
+        self.tensor, self.ended, self.deadline_s = tensor, ended, float("inf")
+        self.query, self.synchronize = ended.query, ended.synchronize
+
+
 class SimulatedTransfers:
     """As _device.Transfers, which does the same by calls of CUDA and NCCL."""
 
     def __init__(self, library: SimulatedNccl, handle: int, peer: int, stream: int) -> None:
         self._library, self._link = library, (handle, peer, stream)
         self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self.works: deque[SimulatedWork] = deque()
 
-    def begin(self, sends: bool, address: int, nbytes: int, after: int | None, limit_s: float) -> SimulatedEvent:
+    def begin(
+        self, sends: bool, tensor: torch.Tensor, address: int, nbytes: int, after: int | None, limit_s: float
+    ) -> SimulatedWork:
         """Put a transfer on the link's stream."""
         device, (handle, peer, stream) = self._library.device, self._link
         own = device.streams[stream]
@@ -162,11 +175,27 @@ class SimulatedTransfers:
             if time.monotonic() >= until_s:
                 cause = "NCCL did not launch a transfer, for which it may have to wait for the device,"
                 raise RuntimeError(f"{cause} within {limit_s:.0f} s")
-        return device.record(own)
+        self.works.append(work := SimulatedWork(tensor, device.record(own)))
+        self.free_done()
+        return work
 
-    def follow(self, event: SimulatedEvent, stream: int) -> None:
+    def follow(self, work: SimulatedWork, stream: int, deadline_s: float) -> None:
         """A wait."""
-        self._library.device.make_wait(self._library.device.streams[stream], event)
+        work.deadline_s = deadline_s
+        self._library.device.make_wait(self._library.device.streams[stream], work.ended)
+
+    def free_done(self) -> None:
+        """In the order of the stream; a device that failed keeps all."""
+        with contextlib.suppress(RuntimeError, IndexError):
+            while (work := self.works[0]).query():
+                with self._lock:
+                    if self.works[0] is work:
+                        self.works.popleft()
+
+    def under_way(self) -> list[SimulatedWork]:
+        """What is not done."""
+        self.free_done()
+        return list(self.works)
 
     def end(self) -> None:
         """Who waits in `begin` leaves."""

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from support.gpu import simulated_nccl
 from support.gpu.simulated_device import SimulatedDevice, SimulatedEvent
-from support.gpu.simulated_nccl import Fabric, SimulatedCommunicator, SimulatedNccl
+from support.gpu.simulated_nccl import Fabric, SimulatedCommunicator, SimulatedNccl, SimulatedWork
 from transport_checks import until
 
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.device_session.link_watch import Failure, LinkWatch
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
-from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide, NcclWork
+from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide
 from adaptra_megatron.transport.device_session.pair_group import PairEnds
 from adaptra_megatron.transport.device_session.session import ReceivingSession, SendingSession
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
@@ -159,7 +159,7 @@ def test_computation_follows_a_receive_and_the_thread_does_not(gpus: Gpus) -> No
     target.begin_after(device.record(device.compute))
     tensor = numbers(3)
     work, _sent = began(lambda: target.receive(buffer, 0), lambda: source.send(tensor, 0))
-    target.follow(work, 5.0)
+    target.follow(work, soon())
     seen = device.read(buffer)
     assert not torch.equal(seen, numbers(3)), "nothing has run yet"
     gpus.run()
@@ -504,7 +504,7 @@ def test_a_launch_that_stands_keeps_the_watch_from_no_deadline(gpus: Gpus, monke
     source, target = connected(gpus)
     work = target.receive(target.empty((NBYTES,), torch.uint8), 0)
     monkeypatch.setattr(simulated_nccl, "LOOKS_TO_LAUNCH", 1 << 40)
-    target.follow(work, 0.1)
+    target.follow(work, time.monotonic() + 0.1)
     begun_s = time.monotonic()
     with pytest.raises(RuntimeError, match="a message of 100000 bytes did not come in time"):
         target.receive(target.empty((8,), torch.uint8), 0)
@@ -524,12 +524,12 @@ def test_a_question_that_the_driver_does_not_answer_keeps_no_other_thread(gpus: 
 
     watch = LinkWatch(interval_s=0.005, stands_s=0.2, last_resort=ended.set)
     target.timeout_s = 0.0
-    target._hold(NcclWork(numbers(0), Stands(gpus.devices[1])))
+    transfers: Any = target._transfers
+    transfers.works.append(SimulatedWork(numbers(0), Stands(gpus.devices[1])))
     watch.add(target)
     try:
         time.sleep(0.05)
         begun_s = time.monotonic()
-        target._hold(NcclWork(numbers(1), gpus.devices[1].record(target._stream)))
         target.abort()
         assert time.monotonic() - begun_s < 5.0
         assert ended.wait(5.0)

@@ -6,15 +6,22 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
+import torch
 from support.gpu.device_calls import COMPUTE, LINK, DeviceCalls
 from transport_checks import until
 
-from adaptra_megatron.transport._device import DeviceCallError, Transfers
+from adaptra_megatron.transport._device import DeviceCallError, Transfers, Work
 
 DISABLE_TIMING = 2
+BYTES = torch.empty(64, dtype=torch.uint8)
+
+
+def begin(transfers: Transfers, sends: bool, after: int | None, limit_s: float, tensor: torch.Tensor = BYTES) -> Work:
+    return transfers.begin(sends, tensor, tensor.data_ptr(), tensor.nbytes, after, limit_s)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +33,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> DeviceCalls:
 def device(built: DeviceCalls) -> Iterator[DeviceCalls]:
     built.noted()
     yield built
-    for name in ("launch_looks", "not_reached", "query_stands", "refuses"):
+    for name in ("launch_looks", "not_reached", "query_stands", "query_fails", "refuses"):
         built.set(name, 0)
 
 
@@ -38,18 +45,18 @@ def transfers(device: DeviceCalls) -> Transfers:
 def test_a_transfer_is_behind_computation_and_nothing_but_an_event_is_behind_it(
     device: DeviceCalls, transfers: Transfers
 ) -> None:
-    event = transfers.begin(False, 4096, 64, COMPUTE, 1.0)
+    event = begin(transfers, False, COMPUTE, 1.0)
     assert device.noted() == "ClRL"
     assert device.library.event_flags() == DISABLE_TIMING, "no time, and no thread that sleeps on it"
-    transfers.follow(event, COMPUTE)
+    transfers.follow(event, COMPUTE, time.monotonic() + 60.0)
     assert device.noted() == "c"
-    transfers.begin(True, 4096, 64, None, 1.0)
+    begin(transfers, True, None, 1.0)
     assert device.noted() == "SL"
 
 
 def test_events_are_of_the_links_device_whatever_thread_makes_them(device: DeviceCalls, transfers: Transfers) -> None:
     """A new thread has the first device of its host: on that an event could not be recorded on the link's stream."""
-    transfers.begin(True, 4096, 64, None, 1.0)
+    begin(transfers, True, None, 1.0)
     assert device.get("made_on") == 3
     current = ctypes.c_int(-1)
     device.library.cudaGetDevice(ctypes.byref(current))
@@ -59,34 +66,53 @@ def test_events_are_of_the_links_device_whatever_thread_makes_them(device: Devic
 def test_events_are_used_again(device: DeviceCalls, transfers: Transfers) -> None:
     before = device.library.events_made()
     for _ in range(100):
-        transfers.begin(True, 4096, 64, COMPUTE, 1.0)
+        begin(transfers, True, COMPUTE, 1.0)
     assert device.library.events_made() - before <= 2
+
+
+def test_bytes_are_held_until_the_device_is_through_with_them(device: DeviceCalls, transfers: Transfers) -> None:
+    """And let go of with the next transfer, or when somebody asks; where the device has failed, never."""
+    device.set("not_reached", -1)
+    tensors = [torch.empty(8, dtype=torch.uint8) for _ in range(2)]
+    held = [weakref.ref(each) for each in tensors]
+    for _ in held:
+        begin(transfers, True, None, 1.0, tensors.pop(0))
+    assert [work.tensor is each() for work, each in zip(transfers.under_way(), held, strict=True)] == [True, True]
+    device.set("not_reached", 0)
+    device.set("query_fails", 700)
+    transfers.free_done()
+    assert len(transfers.under_way()) == 2
+    device.set("query_fails", 0)
+    assert all(each() is not None for each in held)
+    begin(transfers, True, None, 1.0)
+    assert [each() for each in held] == [None, None]
+    assert transfers.under_way() == []
 
 
 def test_a_launch_that_is_given_up_leaves_no_event_behind(device: DeviceCalls, transfers: Transfers) -> None:
     device.set("launch_looks", -1)
     begun_s = time.monotonic()
     with pytest.raises(DeviceCallError, match="NCCL did not launch a transfer, for which it may have to wait"):
-        transfers.begin(True, 4096, 64, None, 0.1)
+        begin(transfers, True, None, 0.1)
     assert 0.1 <= time.monotonic() - begun_s < 5.0
     assert device.noted() == "S"
     threading.Timer(0.1, transfers.end).start()
     with pytest.raises(DeviceCallError, match="the session was ended"):
-        transfers.begin(True, 4096, 64, None, 60.0)
+        begin(transfers, True, None, 60.0)
     assert device.noted() == "S"
 
 
 def test_what_nccl_refuses_is_told_in_its_words(device: DeviceCalls, transfers: Transfers) -> None:
     device.set("refuses", 6)
     with pytest.raises(DeviceCallError, match=r"ncclRecv failed: remote process exited \(the peer closed its socket\)"):
-        transfers.begin(False, 4096, 64, None, 1.0)
+        begin(transfers, False, None, 1.0)
 
 
 def test_a_driver_that_does_not_answer_keeps_the_thread_that_asks_alone(
     device: DeviceCalls, transfers: Transfers
 ) -> None:
     """torch.cuda.Event.query would keep the GIL, and with it all threads of Python."""
-    event = transfers.begin(True, 4096, 64, None, 1.0)
+    event = begin(transfers, True, None, 1.0)
     device.set("query_stands", 1)
     answers: list[bool] = []
     asks = threading.Thread(target=lambda: answers.append(event.query()))
@@ -99,7 +125,7 @@ def test_a_driver_that_does_not_answer_keeps_the_thread_that_asks_alone(
 
 
 def test_a_thread_sleeps_until_the_device_is_there(device: DeviceCalls, transfers: Transfers) -> None:
-    event = transfers.begin(False, 4096, 64, None, 1.0)
+    event = begin(transfers, False, None, 1.0)
     device.set("not_reached", 50)
     used_s, begun_s = time.thread_time(), time.monotonic()
     event.synchronize()
