@@ -97,3 +97,11 @@ def test_what_is_pure_imports_neither_torch_nor_a_clock(pure: str) -> None:
     assert [
         name for name in importers if {"torch", "time", "megatron"} & {each.split(".")[0] for each in IMPORTS[name]}
     ] == []
+
+
+def test_threads_that_ask_something_of_a_device_spoil_no_capture() -> None:
+    """As `DeviceThread` does: a plain one, in a module that uses torch.cuda, would break a CUDA graph beside it."""
+    ours = {name: ast.unparse(tree) for name, tree in modules() if not name.startswith(f"{PACKAGE}.emulation")}
+    assert sum("DeviceThread(" in text for text in ours.values()) > 8
+    plain = {name for name, text in ours.items() if "threading.Thread(" in text and "torch.cuda" in text}
+    assert plain == {f"{PACKAGE}.transport.gpu.cuda_device"} & plain

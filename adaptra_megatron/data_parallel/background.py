@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
+
 
 class Handle:
     """What Megatron waits for, as it does for one of torch's."""
@@ -49,7 +51,7 @@ class Background:
 
     def _submit(self, task: Callable[[], Any]) -> Handle:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="adaptra-gradients", daemon=True)
+            self._thread = DeviceThread(self._run, "adaptra-gradients")
             self._thread.start()
         future: Future[Any] = Future()
         self._tasks.put((task, future))

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from adaptra_megatron.epochs.errors import UnrecoverableError
 from adaptra_megatron.epochs.sockets import GlooSockets
+from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 
 FENCE_S = 30.0
 """For operations to end once their connections are shut down: that takes milliseconds."""
@@ -90,7 +91,7 @@ class Fence:
         for group in self._groups:
             group.native = None
         self._groups.clear()
-        threading.Thread(target=natives.clear, name="adaptra-leave", daemon=True).start()
+        DeviceThread(natives.clear, "adaptra-leave").start()
 
     def _note(self, work: Any, operation: str, group: FencedGroup) -> None:
         self._prune()
@@ -108,7 +109,7 @@ class Fence:
             torch.cuda.synchronize(device)
             done.set()
 
-        threading.Thread(target=synchronize, name="adaptra-fence", daemon=True).start()
+        DeviceThread(synchronize, "adaptra-fence").start()
         if not done.wait(max(0.0, deadline_s - begun_s)):
             raise OperationStillRunsError("a kernel", f"device {device}", (), time.monotonic() - begun_s)
 

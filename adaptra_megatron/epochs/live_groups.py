@@ -40,6 +40,7 @@ from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.job.membership import Departure
 from adaptra_megatron.job.process_groups import nccl_group
+from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 
 Made = TypeVar("Made")
 
@@ -409,7 +410,7 @@ def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s
         done.set()
 
     deadline_s = time.monotonic() + timeout_s
-    threading.Thread(target=work, name="adaptra-interruptible", daemon=True).start()
+    DeviceThread(work, "adaptra-interruptible").start()
     while not done.wait(SLICE.total_seconds()):
         check()
         if time.monotonic() > deadline_s:

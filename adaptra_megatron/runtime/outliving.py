@@ -75,6 +75,10 @@ def refuse_outliving(call: PipelineCall, layout: Layout, optimizers: Sequence[An
         ),
         "--use-precision-aware-optimizer": (of_optimizer("use_precision_aware_optimizer"), no_copy),
         "--optimizer-cpu-offload": (of_optimizer("optimizer_cpu_offload"), no_copy),
+        "--optimizer-cuda-graph": (
+            of_optimizer("optimizer_cuda_graph"),
+            "a captured step sums up norms over process groups that a rank which dies takes with it",
+        ),
         "--ddp-reduce-scatter-with-fp32-accumulation": (
             bool(getattr(ddp, "reduce_scatter_with_fp32_accumulation", False)),
             no_copy,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path as FilePath
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from megatron.core.tensor_parallel import layers
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.device import has_one_queue
 from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
+from adaptra_megatron.runtime.megatron.prospects import prospects_of
 from adaptra_megatron.runtime.runtime import AdaptraRuntime
 from adaptra_megatron.runtime.transports import has_serial_queue, keeps_stock, preferred_path
 from adaptra_megatron.schedule.costs import uniform_costs
@@ -45,6 +47,7 @@ def test_queues_are_a_number_as_c_reads_it(monkeypatch: pytest.MonkeyPatch, valu
     assert hardware_queues() == hardware_queues({CONNECTIONS: value}) == queues
     assert has_one_queue(GPU) is (queues == 1)
     assert not has_one_queue(torch.device("cpu"))
+    assert prospects_of(SimpleNamespace()).device.startswith("one " if queues == 1 else "several ")
 
 
 def test_few_queues_are_told_with_what_to_do() -> None:

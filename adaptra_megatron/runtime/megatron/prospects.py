@@ -24,6 +24,7 @@ from adaptra_megatron.runtime.megatron.refusals import (
     remedy_of,
 )
 from adaptra_megatron.runtime.megatron.state.random_draws import flags_drawn_in_other_order
+from adaptra_megatron.transport.gpu.hardware_queues import CONNECTIONS, hardware_queues
 
 STARTS, LESS, REFUSED = "starts", "starts with less", "refused"
 
@@ -151,10 +152,10 @@ def _paths(settings: Any) -> str:
 
 def _device(settings: Any) -> str:
     """By Megatron's rule: with tensor or context parallelism it demands one queue (before Blackwell)."""
-    asked = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    asked = os.environ.get(CONNECTIONS)
     sizes = (getattr(settings, f"{kind}_parallel_size", 1) or 1 for kind in ("tensor_model", "context"))
-    one = asked == "1" if asked is not None else any(size > 1 for size in sizes)
-    return "one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1)" if one else "several hardware queues"
+    one = hardware_queues() == 1 if asked is not None else any(size > 1 for size in sizes)
+    return f"one hardware queue ({CONNECTIONS}=1)" if one else "several hardware queues"
 
 
 def counts(all_of: Sequence[Prospects]) -> tuple[Counter[str], Counter[str]]:

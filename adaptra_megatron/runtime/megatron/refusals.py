@@ -123,6 +123,8 @@ SEEN_IN_ARGUMENTS = (
     ),
 )
 
+_GRAPH = "--optimizer-cuda-graph"
+_REPLAYED = "a step that was captured is replayed as it was, and what is decided anew for each would be left out"
 _NOT_COPIED = "the copies by which a step is taken back would lack its state"
 STAGGERING = (
     Refusal(
@@ -163,6 +165,7 @@ STAGGERING = (
     Refusal("--log-num-zeros-in-grad", _setting("log_num_zeros_in_grad"), "stages would meet to count them"),
     Refusal("--use-precision-aware-optimizer", _setting("use_precision_aware_optimizer"), _NOT_COPIED),
     Refusal("--optimizer-cpu-offload", _setting("optimizer_cpu_offload"), _NOT_COPIED),
+    Refusal(_GRAPH, _setting("optimizer_cuda_graph"), _REPLAYED),
 )
 """What does not go together with --adaptra-staggered-optimizer."""
 
@@ -234,6 +237,7 @@ SYNC_MODES = (
         _setting("param_name_patterns_for_fp32_local_accumulation"),
         "gradients are then not all in the buffers that are summed up",
     ),
+    Refusal(_GRAPH, _setting("optimizer_cuda_graph"), _REPLAYED),
 )
 """What does not go together with an --adaptra-sync-mode other than ssgd."""
 
@@ -304,6 +308,11 @@ def refuse_arguments(arguments: Any) -> None:
             f"--adaptra-reroute {reroute} does not run with --async-save: a checkpoint that a rank dies in is written "
             "again, but not one of several iterations before, whose part the rank that died was still writing. Drop "
             "one of the two: without --async-save training waits for its checkpoints"
+        )
+    if reroute in ("failures", "all") and getattr(arguments, "optimizer_cuda_graph", False):
+        raise UnsupportedFeatureError(
+            f"--adaptra-reroute {reroute} does not run with {_GRAPH}: a captured step sums up norms over process "
+            "groups that a rank which dies takes with it. Drop one of the two"
         )
     if reroute in ("failures", "all") and _is_layer_wise(arguments):
         refuse_layer_wise()

@@ -264,6 +264,7 @@ NOT_STAGGERED: dict[str, Any] = {
     "log_num_zeros_in_grad": True,
     "use_precision_aware_optimizer": True,
     "optimizer_cpu_offload": True,
+    "optimizer_cuda_graph": True,
 }
 STAGGERED = {"rerun_mode": "disabled", "untie_embeddings_and_output_weights": True, "optimizer": "adam", "bf16": True}
 
@@ -283,6 +284,17 @@ def test_every_refusal_of_staggering_is_tried() -> None:
         if one.is_on(SimpleNamespace(**{name: value}))
     }
     assert fired == {one.feature for one in STAGGERING}
+
+
+@pytest.mark.parametrize("reroute", ["off", "stragglers", "failures", "all"])
+def test_a_captured_step_is_refused_where_ranks_are_outlived(reroute: str) -> None:
+    """Elsewhere it runs: the graph holds nothing of a schedule, and threads of ours break no capture."""
+    parsed = SimpleNamespace(adaptra_reroute=reroute, optimizer_cuda_graph=True, pipeline_model_parallel_size=2)
+    if reroute in ("off", "stragglers"):
+        refuse_arguments(parsed)
+        return
+    with pytest.raises(UnsupportedFeatureError, match=rf"{reroute} does not run with --optimizer-cuda-graph: .*Drop"):
+        refuse_arguments(parsed)
 
 
 @pytest.mark.parametrize("reroute", ["off", "stragglers", "failures", "all"])
@@ -354,6 +366,7 @@ APART: dict[str, tuple[Any, str]] = {
     "log_straggler": (True, "--log-straggler"),
     "optimizer": ("dist_muon", "--optimizer dist_muon"),
     "param_name_patterns_for_fp32_local_accumulation": (["all"], "--param-name-patterns-for-fp32-local-accumulation"),
+    "optimizer_cuda_graph": (True, "--optimizer-cuda-graph"),
 }
 """Settings with which replicas cannot make updates without each other."""
 

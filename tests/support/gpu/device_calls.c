@@ -26,6 +26,14 @@ void forget_calls(void) { memset(noted, 0, sizeof noted), length = 0; }
 unsigned long events_made(void) { return made; }
 unsigned event_flags(void) { return flags_of_last; }
 
+volatile int captures;       /* whether some thread captures a CUDA graph in the mode "global" */
+volatile int capture_broken; /* whether one in that mode has asked something meanwhile */
+static _Thread_local int capture_mode; /* as CUDA's: global */
+int cudaThreadExchangeStreamCaptureMode(int* mode) {
+    int before = capture_mode;
+    return capture_mode = *mode, *mode = before, 0;
+}
+
 static _Thread_local int device; /* as CUDA's: the first in each thread */
 volatile int made_on = -1;
 
@@ -42,6 +50,7 @@ int cudaEventQuery(void* event) {
     (void)event;
     while (query_stands) standing = 1, usleep(1000);
     standing = 0;
+    if (captures && capture_mode == 0) return capture_broken = 1, 900;
     if (query_fails) return query_fails;
     if (not_reached > 0) --not_reached;
     return not_reached ? 600 : 0;

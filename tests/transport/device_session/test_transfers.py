@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from support.gpu.device_calls import COMPUTE, LINK, DeviceCalls
 from transport_checks import until
 
 from adaptra_megatron.transport._device import DeviceCallError, Transfers, Work
+from adaptra_megatron.transport.device_session.link_watch import LinkWatch
+from adaptra_megatron.transport.gpu import cuda_device
 
 DISABLE_TIMING = 2
 BYTES = torch.empty(64, dtype=torch.uint8)
@@ -33,7 +36,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> DeviceCalls:
 def device(built: DeviceCalls) -> Iterator[DeviceCalls]:
     built.noted()
     yield built
-    for name in ("launch_looks", "not_reached", "query_stands", "query_fails", "refuses"):
+    for name in ("launch_looks", "not_reached", "query_stands", "query_fails", "refuses", "captures", "capture_broken"):
         built.set(name, 0)
 
 
@@ -132,3 +135,33 @@ def test_a_thread_sleeps_until_the_device_is_there(device: DeviceCalls, transfer
     assert device.get("not_reached") == 0
     assert time.monotonic() - begun_s > 0.005
     assert time.thread_time() - used_s < 0.004
+
+
+def test_the_watch_of_links_breaks_no_capture_of_another_thread(
+    device: DeviceCalls, transfers: Transfers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of --optimizer-cuda-graph: a query by a thread that is as it began would (pytorch#104487)."""
+    monkeypatch.setattr(cuda_device, "cuda_runtime", lambda: device.library)
+    monkeypatch.setattr(cuda_device, "_cuda", SimpleNamespace(is_initialized=lambda: True))
+    device.set("not_reached", -1)
+    work = begin(transfers, False, None, 1.0)
+    looks: list[float] = []
+
+    class Looked:
+        timeout_s, settled = 60.0, False
+
+        def failure(self, now_s: float) -> None:
+            looks.append(now_s)
+            assert transfers.under_way() == [work]
+
+        def abort(self, cause: str) -> None:
+            raise AssertionError(cause)
+
+    device.set("captures", 1)
+    watch = LinkWatch(interval_s=0.001)
+    watch.add(Looked())
+    until(lambda: len(looks) > 3)
+    assert device.get("capture_broken") == 0
+    threading.Thread(target=transfers.free_done).start()
+    until(lambda: device.get("capture_broken") == 1)
+    watch.close()
