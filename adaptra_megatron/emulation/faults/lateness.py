@@ -215,12 +215,12 @@ class LateRank:
 
     def _late_groups(self, make: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(make)
-        def made(groups: Any, group: Any, device: str) -> Any:
-            native, sockets = make(groups, group, device)
+        def made(groups: Any, description: str, members: tuple[int, ...], device: str, control: Any) -> Any:
+            native, sockets = make(groups, description, members, device, control)
             if device != "cpu":
                 return native, sockets
-            others = [rank for rank in group.members if rank != groups.rank]
-            return LateGroup(native, group.description, next(self._numbers), self, others), sockets
+            others = [rank for rank in members if rank != groups.rank]
+            return LateGroup(native, description, next(self._numbers), self, others), sockets
 
         return made
 
