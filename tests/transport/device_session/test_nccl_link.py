@@ -557,6 +557,19 @@ class Failing:
         """It stays as it is."""
 
 
+class Looked(Failing):
+    """A link that is well: the first look at it ends when the test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.looked_at, self.ends = threading.Event(), threading.Event()
+
+    def failure(self, now_s: float) -> Failure | None:
+        self.looked_at.set()
+        assert self.ends.wait(5.0)
+        return None
+
+
 def test_the_link_that_failed_first_is_told_first_and_the_watch_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     told: list[str] = []
 
@@ -567,8 +580,12 @@ def test_the_link_that_failed_first_is_told_first_and_the_watch_goes_on(caplog: 
 
     watch = LinkWatch(interval_s=0.005)
     watch.failed = failed
+    looked = Looked()
+    watch.add(looked)
+    assert looked.looked_at.wait(5.0)
     for link in (Failing(7.0), Failing(3.0), Failing(0.0, KeyError("gone"))):
         watch.add(link)
+    looked.ends.set()  # the next look is the first at the others, at all three of them
     until(lambda: len(told) >= 6)
     watch.close()
     assert told[:3] == ["since 3", "since 7", "it cannot be watched: KeyError: 'gone'"] == told[3:6]
