@@ -50,6 +50,8 @@ class OrderDecider:
         ]
         chosen, made = self._replanner.decide(costs, current, [*why, *context.reasons])
         if made is None:
+            if (wanted := self._replanner.worth_of_memory()) is not None:
+                self._telemetry.log(wanted)
             return None
         self._telemetry.log(dataclasses.replace(made, number=context.number + (chosen is not None)))
         if chosen is None and not context.reasons:

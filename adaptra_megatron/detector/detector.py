@@ -93,9 +93,21 @@ class Detector:
                 clock_correction_s=corrections.get((identity.pipeline, identity.source, identity.target), 0.0),
                 action_s=self._action_s,
                 disturbed=disturbed,
+                slow_since=self._slow_since(identity),
             )
             findings.append(finding)
         return [finding for finding in findings if finding is not None]
+
+    def _slow_since(self, identity: LinkId) -> int | None:
+        """Since when another path of this link, or one of the other direction, is not healthy; None: all are."""
+        source, target = identity.source, identity.target
+        ends = ((source, target), (target, source))
+        others = [
+            tracker.slow_since
+            for other, tracker in self._links.items()
+            if other != identity and other.pipeline == identity.pipeline and (other.source, other.target) in ends
+        ]
+        return min((since for since in others if since is not None), default=None)
 
     def _compare_stages(self, iteration: int) -> list[Finding]:
         settled = {

@@ -38,10 +38,23 @@ class LinkTracker:
     def state(self) -> State:
         return State.DEAD if self._dead else self.series.state
 
+    @property
+    def slow_since(self) -> int | None:
+        """The first iteration of the present state; None of the healthy."""
+        return None if self.state is State.HEALTHY else self._state_since
+
     def observe(
-        self, iteration: int, sample: LinkSample, *, clock_correction_s: float, action_s: float, disturbed: bool
+        self,
+        iteration: int,
+        sample: LinkSample,
+        *,
+        clock_correction_s: float,
+        action_s: float,
+        disturbed: bool,
+        slow_since: int | None = None,
     ) -> Finding | None:
-        """Judge an iteration. `clock_correction_s` is taken off all measured times."""
+        """Judge an iteration. `clock_correction_s` is taken off all measured times. `slow_since`: the first iteration
+        since when the other path or direction of the link is not healthy; None: all are."""
         count = len(sample.messages.sent_s)
         lost = count - int(np.count_nonzero(sample.messages.arrived))
         if sample.broken is not None:
@@ -59,6 +72,9 @@ class LinkTracker:
         change = None if values is None else self.series.observe(Batch(iteration, values), action_s)
         if change is not None:
             self._seconds_per_byte.clear()
+            healthy = change.baseline
+            first = healthy.until_iteration - healthy.iterations + 1
+            change = change._replace(learnt_slow=slow_since is not None and slow_since <= first)
         if (fit.identified or fit.seconds_per_byte == 0.0) and self.series.accepted(iteration):
             self._seconds_per_byte.append(fit.seconds_per_byte)
         if self._dead:

@@ -24,6 +24,8 @@ class Change(NamedTuple):
     evidence: str
     of_others: bool = False
     """`previous_s` and `baseline` are not its own, but those of its peers: nothing of it was known before."""
+    learnt_slow: bool = False
+    """What is taken for healthy was first seen when something that it shares its way with was slow already."""
 
 
 class _Verdict(NamedTuple):

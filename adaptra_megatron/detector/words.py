@@ -33,7 +33,10 @@ def change_in_words(what: str, change: Change, state_since: int) -> str:
     since = f" since iteration {change.since_iteration}" if change.since_iteration != state_since else ""
     compared = "others" if change.of_others else "before"
     text = f"{what} takes {seconds(change.level_s)}{again}{since}, {compared} {seconds(change.previous_s)}"
-    if not change.of_others and State.SLOW in (change.before, change.state):
+    if change.learnt_slow:
+        text = f"{what} takes {seconds(change.level_s)}{again}{since}, {seconds(change.previous_s)} when it was first "
+        text += "measured, while the link was slow already"
+    elif not change.of_others and State.SLOW in (change.before, change.state):
         text += f" ({_baseline_in_words(change.baseline)})"
     return f"{text}; seen in {change.evidence}"
 

@@ -23,18 +23,25 @@ class Bought(NamedTuple):
 
 
 def more_memory(
-    costs: Costs, makespan_s: Callable[[Costs], float], *, least_gain: float = WORTH_NAMING
+    costs: Costs,
+    makespan_s: Callable[[Costs], float],
+    *,
+    least_gain: float = WORTH_NAMING,
+    within_s: float | None = None,
 ) -> tuple[Bought, ...]:
     """Caps above those of `costs`, ascending, each of which shortens the iteration by `least_gain` or more.
 
     `makespan_s` plans: seconds of an iteration within the caps of its argument. Caps are tried in growing steps up to
     the number of micro-batches in all chunks, or until no cap is worth 1%. Empty where a stage has no cap.
+    `within_s`: what the plan within the caps of `costs` takes, where one is known: a plan that was made in less time
+    for a higher cap may take longer, and is not one that more memory would give.
     """
     caps = [cap for cap in costs.max_in_flight if cap is not None]
     if len(caps) < costs.stages:
         return ()
     most = costs.micro_batches * costs.chunks
-    within_s, unlimited_s = makespan_s(costs), makespan_s(capped(costs, most))
+    within_s = makespan_s(costs) if within_s is None else within_s
+    unlimited_s = makespan_s(capped(costs, most))
     found: list[Bought] = []
     for cap in _higher(int(max(caps)), most):
         if within_s <= (1.0 + _ENOUGH) * unlimited_s:

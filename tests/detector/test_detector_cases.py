@@ -138,6 +138,24 @@ def test_a_finding_says_why_in_numbers_and_goes_into_a_log() -> None:
     assert "no route to host" in str(dead)
 
 
+def test_what_was_first_measured_on_a_slow_link_is_not_called_before() -> None:
+    """The host path's first messages come when the cable is slow already, and it gets slower."""
+    host, back = LINK._replace(path="host"), LinkId(0, 1, 0, "host")
+    device = [OK] * 10 + [SLOW] * 30
+    paths = {host: [messages(30.0)] * 10 + [messages(60.0)] * 5, back: [OK] * 10 + [messages(60.0)] * 5}
+    detector, said = Detector(), {}
+    for iteration, sample in enumerate(device):
+        later = {link: seen[iteration - 20] for link, seen in paths.items() if 0 <= iteration - 20 < len(seen)}
+        for finding in detector.observe(IterationSample(iteration, {LINK: sample, **later})):
+            said[finding.subject] = finding.reason
+    assert re.match(r"a message of 1 MiB takes \S+ ms, before 2\S* ms \(baseline", said[LINK])
+    for link, first in ((host, "30"), (back, "2")):
+        reason = said[link]
+        assert re.match(rf"\D+1 MiB takes 60\S* ms, {first}\S* ms when it was first measured, while the link", reason)
+        assert "before" not in reason
+        assert "baseline" not in reason
+
+
 def test_messages_of_another_size_are_no_change_of_the_link() -> None:
     watched = Watched().see(*[OK] * 10)
     larger = LinkSample(SLOW.messages._replace(nbytes=np.full(COUNT, 8.0 * MIB)))

@@ -14,7 +14,7 @@ from adaptra_megatron.schedule.costs_json import costs_to_json
 from adaptra_megatron.schedule.more_memory import Bought, more_memory
 from adaptra_megatron.schedule.planner import Plan
 from adaptra_megatron.schedule.simulator import peak_in_flight
-from adaptra_megatron.telemetry.events.events import PlanMade
+from adaptra_megatron.telemetry.events.events import MemoryWanted, PlanMade
 
 logger = logger_of(__name__)
 
@@ -23,7 +23,7 @@ PLANNING_SHARE = 0.1
 PATIENCE_SHARE, PATIENCE_S = 0.5, 2.0
 """The same, while the plan may be more than 1% above the best one: then it is there before the iteration is over."""
 MOST_CAPS_NAMED = 3
-"""In the line on what more memory would buy."""
+"""Of those that more memory would buy."""
 WORTH_A_SWITCH = 0.02
 """Predicted gain below which a running plan is kept."""
 AS_FAST = 0.002
@@ -54,7 +54,6 @@ class Replanner:
         if not reason and self._planned is not None:
             change = material_change(self._planned, costs)
             if change is None:
-                self._say_what_memory_would_buy()
                 return None, None
             reason = change
         reason, self._planned = reason or "first costs", costs
@@ -96,28 +95,29 @@ class Replanner:
         )
         return candidate.schedule, made
 
-    def _say_what_memory_would_buy(self) -> None:
-        """Log it once per plan that a cap binds; in an iteration that has nothing to decide, so nothing is late."""
+    def worth_of_memory(self) -> MemoryWanted | None:
+        """What more memory would buy, once per plan that a cap binds. To be asked for in an iteration that has nothing
+        to decide, so that nothing is late."""
         plan, costs = self._bound_by_memory, self._planned
         if plan is None or costs is None:
-            return
+            return None
         self._bound_by_memory = None
-        bought = more_memory(costs, lambda other: self._layout.plan(other, deadline_s=0.0).makespan_s)
-        if bought:
-            logger.info("%s", worth_of_memory(costs, plan.makespan_s, bought[:MOST_CAPS_NAMED]))
+        bought = more_memory(
+            costs, lambda other: self._layout.plan(other, deadline_s=0.0).makespan_s, within_s=plan.makespan_s
+        )
+        return memory_wanted(costs, plan.makespan_s, bought[:MOST_CAPS_NAMED]) if bought else None
 
 
-def worth_of_memory(costs: Costs, makespan_s: float, bought: Sequence[Bought]) -> str:
-    """What a plan within the caps takes, and what higher caps would give, for the log."""
+def memory_wanted(costs: Costs, makespan_s: float, bought: Sequence[Bought]) -> MemoryWanted:
+    """What a plan within the caps takes, and what higher caps would give."""
     (source, target), cost = max(costs.links.items(), key=lambda item: item[1].transfer_s, default=((0, 0), NO_COST))
     slow = cost.transfer_s > MATERIAL_CHANGE * costs.forward_s[source][0]
-    what = f"link {min(source, target)}<->{max(source, target)}" if slow else "the way through the pipeline"
-    held = max(cap for cap in costs.max_in_flight if cap is not None)
-    (first, first_s), *others = bought
-    more = "".join(f", {cap} would give {seconds * 1e3:.0f} ms" for cap, seconds in others)
-    return (
-        f"{what} cannot be hidden within {held:g} activations per stage: {makespan_s * 1e3:.0f} ms; {first} would give "
-        f"{first_s * 1e3:.0f} ms{more} (--adaptra-max-in-flight)"
+    return MemoryWanted(
+        held=max(cap for cap in costs.max_in_flight if cap is not None),
+        predicted_s=makespan_s,
+        caps={str(cap): seconds for cap, seconds in bought},
+        source=min(source, target) if slow else None,
+        target=max(source, target) if slow else None,
     )
 
 

@@ -165,6 +165,22 @@ class PlanMade:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryWanted:
+    """The plan is as fast as memory allows; with more of it a faster one would do. Told once per plan."""
+
+    name: ClassVar[str] = "memory"
+    held: float
+    """Activations that a stage may hold, of the one that may hold most."""
+    predicted_s: float
+    """Seconds of an iteration within these."""
+    caps: Mapping[str, float]
+    """By number of activations: seconds of an iteration if every stage might hold so many, each worth its memory."""
+    source: int | None = None
+    """The link that cannot be hidden; null where it is no link that costs the time."""
+    target: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PathChosen:
     """The leader has decided that a directed link is to take another path, as a part of plan `number`."""
 
@@ -316,6 +332,7 @@ Event = (
     | StragglerDetection
     | ArrivalsSeen
     | PlanMade
+    | MemoryWanted
     | PathChosen
     | RoutesChosen
     | PlanSwitched

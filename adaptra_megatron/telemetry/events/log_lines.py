@@ -16,6 +16,7 @@ from adaptra_megatron.sparing_log import SparingLog
 from adaptra_megatron.telemetry.events.events import (
     Event,
     LinkDetection,
+    MemoryWanted,
     PathChosen,
     PlanMade,
     PlanSwitched,
@@ -62,6 +63,8 @@ class RunLog:
         """By plan number, of those that are not in force yet."""
         self._bounds_s: dict[int, float | None] = {}
         self._predicted_s: float | None = None
+        self._gains = True
+        """Whether the plan in force is to be faster than the one before, and not only to hold less."""
         self._plans = 0
 
     def take(self, event: Event) -> None:
@@ -150,7 +153,9 @@ class RunLog:
                 self._remember(event)
             elif isinstance(event, PlanSwitched):
                 yield self._in_force(event)
-            elif isinstance(event, SwitchMeasured):
+            elif isinstance(event, MemoryWanted):
+                yield memory_text(event)
+            elif isinstance(event, SwitchMeasured) and self._gains:
                 predicted = "" if self._predicted_s is None else f", {duration(self._predicted_s)} predicted"
                 yield (
                     f"plan {event.number} takes {duration(event.after_measured_s)} an iteration{predicted}, "
@@ -178,12 +183,24 @@ class RunLog:
         why = f" ({'; '.join(reasons)})" if reasons else ""
         text = f"plan {event.number} in force{why}"
         if event.predicted_s is not None:
-            text += f": {duration(event.predicted_s)} an iteration expected"
-            if event.before_predicted_s is not None:
-                text += f" instead of {duration(event.before_predicted_s)}"
+            expected, before_s = duration(event.predicted_s), event.before_predicted_s
+            self._gains = before_s is None or duration(before_s) != expected
+            text += f": {expected} an iteration expected{'' if self._gains else ', as before'}"
+            if before_s is not None and self._gains:
+                text += f" instead of {duration(before_s)}"
             if bound_s is not None:
                 text += f"; no order takes less than {duration(bound_s)}"
         return text
+
+
+def memory_text(event: MemoryWanted) -> str:
+    """What more memory would buy."""
+    what = "the way through the pipeline" if event.source is None else f"link {event.source}<->{event.target}"
+    given = ", ".join(f"{cap} would give {duration(seconds)}" for cap, seconds in event.caps.items())
+    return (
+        f"{what} cannot be hidden within {event.held:g} activations per stage: {duration(event.predicted_s)}; {given} "
+        "(--adaptra-max-in-flight)"
+    )
 
 
 def duration(seconds: float) -> str:

@@ -12,6 +12,7 @@ from adaptra_megatron.telemetry.events.events import (
     Fault,
     IterationsTimed,
     LinkDetection,
+    MemoryWanted,
     PathChanged,
     PathChosen,
     PlanMade,
@@ -25,6 +26,7 @@ from adaptra_megatron.telemetry.events.events import (
     StragglerDetection,
     SwitchMeasured,
 )
+from adaptra_megatron.telemetry.events.log_lines import memory_text
 from adaptra_megatron.telemetry.report.wording import duration
 
 _WHAT = re.compile(r"^((?:link|stage) .*since iteration \d+|link .* takes the \w+ path)\b.*")
@@ -46,6 +48,8 @@ def event_text(event: Event) -> tuple[str, str]:
         return f"Arrivals at gradient synchronisation in {event.iterations} iterations up to {event.until}", ""
     if isinstance(event, PlanMade):
         return _plan_text(event), _short(event.reason)
+    if isinstance(event, MemoryWanted):
+        return "More activations per stage would make iterations shorter", memory_text(event)
     if isinstance(event, PathChosen):
         gain_s = event.gain_s or 0.0
         gain = f": {duration(gain_s)} a message less, as predicted" if gain_s > 0.0 else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 
 import pytest
 from support.four_stages import FOUR, costs
@@ -14,7 +13,7 @@ from adaptra_megatron.control.order.replanner import Replanner, material_change
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, LinkCost
-from adaptra_megatron.schedule.planner import plan
+from adaptra_megatron.schedule.planner import Plan, plan
 from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.schedule.weight_delays import split_backward
 
@@ -104,32 +103,39 @@ class TestReplanning:
         assert "slowest link 2->1, 3000.0 ms" in caplog.text
         assert f"instead of {simulate(self.CURRENT, slow).makespan_s * 1e3:.1f} ms" in caplog.text
 
-    def test_the_log_says_once_what_memory_would_buy_when_there_is_time_for_it(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_what_memory_would_buy_is_told_once_when_there_is_time_for_it(self) -> None:
         tight, replanner = costs(slow_s=4.0, cap=2.0), Replanner(FOUR)
-        said: list[list[str]] = []
-        with caplog.at_level(logging.INFO, logger="adaptra_megatron"):
-            for _iteration in range(3):
-                caplog.clear()
-                replanner.decide(tight, self.CURRENT)
-                said.append([record.getMessage() for record in caplog.records])
-        assert said[0] == []
-        (line,) = said[1]
-        now_s = plan(tight, deadline_s=1.0).makespan_s
-        assert f": link 1<->2 cannot be hidden within 2 activations per stage: {now_s * 1e3:.0f} ms; 3 " in line
-        assert line.endswith("(--adaptra-max-in-flight)")
-        for cap, milliseconds in re.findall(r"(\d+) would give (\d+) ms", line):
-            within = costs(slow_s=4.0, cap=float(cap))
-            assert int(milliseconds) == round(1e3 * plan(within, deadline_s=0.0).makespan_s)
-        assert said[2] == []
+        replanner.decide(tight, self.CURRENT)
+        replanner.decide(tight, self.CURRENT)
+        wanted = replanner.worth_of_memory()
+        assert wanted is not None
+        assert (wanted.source, wanted.target, wanted.held) == (1, 2, 2.0)
+        assert wanted.predicted_s == plan(tight, deadline_s=1.0).makespan_s
+        assert min(map(int, wanted.caps)) == 3
+        for cap, seconds in wanted.caps.items():
+            assert seconds == plan(costs(slow_s=4.0, cap=float(cap)), deadline_s=0.0).makespan_s
+        assert replanner.worth_of_memory() is None
 
-    def test_nothing_is_said_of_memory_where_work_binds(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_no_memory_is_offered_with_which_a_hurried_plan_takes_longer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The plan that runs was searched for at length, those with more memory are not."""
+        tight, replanner = costs(slow_s=4.0, cap=2.0), Replanner(FOUR)
+        chosen = plan(tight, deadline_s=0.0)
+        shares = {2.0: 1.1, 3.0: 1.03, 4.0: 0.99, 5.0: 0.97}
+
+        def hurried(costs: Costs, *, deadline_s: float, **options: object) -> Plan:
+            share = shares.get(costs.max_in_flight[0] or 0.0, 0.9) if deadline_s == 0.0 else 1.0
+            return dataclasses.replace(chosen, makespan_s=share * chosen.makespan_s)
+
+        monkeypatch.setattr("adaptra_megatron.control.order.plans.plan", hurried)
+        replanner.decide(tight, self.CURRENT)
+        wanted = replanner.worth_of_memory()
+        assert wanted is not None
+        assert list(wanted.caps) == ["5", "6"]
+
+    def test_nothing_is_said_of_memory_where_work_binds(self) -> None:
         replanner = Replanner(FOUR)
-        with caplog.at_level(logging.INFO, logger="adaptra_megatron"):
-            for _iteration in range(2):
-                replanner.decide(costs(cap=12.0), self.CURRENT)
-        assert "cannot be hidden" not in caplog.text
+        replanner.decide(costs(cap=12.0), self.CURRENT)
+        assert replanner.worth_of_memory() is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from adaptra_megatron.telemetry.events.events import (
     Event,
     IterationsTimed,
     LinkDetection,
+    MemoryWanted,
     PathChosen,
     PlanMade,
     PlanSwitched,
@@ -131,6 +132,27 @@ def test_a_switch_says_what_the_plans_before_it_were_for(caplog: pytest.LogCaptu
     assert caplog.messages == [
         "adaptra: iteration 106: plan 2 in force (link 0->1 takes the host path; stage 1 gives 2 micro-batches)",
         "adaptra: iteration 110: plan 3 in force: 1621 ms an iteration expected",
+    ]
+
+
+def test_a_plan_that_is_no_faster_is_not_called_so(caplog: pytest.LogCaptureFixture) -> None:
+    log = RunLog()
+    saves = replace(PLAN, reason="it holds 3 activations instead of 4")
+    say(log, 5, saves, replace(SWITCH, predicted_s=1.8381, before_predicted_s=1.8384))
+    say(log, 9, SwitchMeasured(number=2, before_measured_s=1.852, after_measured_s=1.855, iterations=3))
+    assert caplog.messages == [
+        "adaptra: iteration 106: plan 2 in force (it holds 3 activations instead of 4): 1838 ms an iteration expected, "
+        "as before; no order takes less than 1500 ms"
+    ]
+
+
+def test_what_memory_would_buy_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    wanted = MemoryWanted(held=2.0, predicted_s=2.594, caps={"3": 1.991, "4": 1.75}, source=0, target=1)
+    say(RunLog(), 9, wanted, replace(wanted, source=None, target=None))
+    assert [message.partition("110: ")[2] for message in caplog.messages] == [
+        f"{what} cannot be hidden within 2 activations per stage: 2594 ms; 3 would give 1991 ms, 4 would give 1750 ms "
+        "(--adaptra-max-in-flight)"
+        for what in ("link 0<->1", "the way through the pipeline")
     ]
 
 
