@@ -27,17 +27,19 @@ def gather_layout(
     group: dist.ProcessGroup | None = None,
     *,
     together: bool = False,
+    rnics: Sequence[str] = (),
 ) -> JobLayout:
     """The layout of the ranks in `group` (None: the whole job), which all call: the only thing collective over a job.
 
     `pipeline`: this rank's, the global ranks of its stages. `joined`: those of each group that it meets in collectives
-    inside F, B and W. `together`: see `JobLayout`. Raises RuntimeError when a rank does not come within the group's
-    timeout.
+    inside F, B and W. `together`: see `JobLayout`. `rnics`: this rank's, for messages.
+
+    Raises RuntimeError when a rank does not come within the group's timeout.
     """
     rank, token = dist.get_rank(), secrets.token_hex(16)
     firsts = sorted({min(ranks) for ranks in joined})
     where = socket.gethostname(), host_identity()
-    mine = Introduction(rank, pipeline[0], pipeline.index(rank), firsts, *where, token)
+    mine = Introduction(rank, pipeline[0], pipeline.index(rank), firsts, *where, token, ",".join(rnics))
     return layout_of(gather(mine, group), rank, together=together)
 
 

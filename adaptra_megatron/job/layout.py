@@ -26,6 +26,8 @@ class Introduction(NamedTuple):
     """See `identity.host_identity`."""
     token: str
     """New each time."""
+    rnics: str = ""
+    """Names of the RDMA devices that it uses, or would, with commas between."""
 
 
 class WorkerRecord(NamedTuple):
@@ -37,6 +39,7 @@ class WorkerRecord(NamedTuple):
     lane: int
     host: str
     identity: str
+    rnics: str = ""
 
 
 class LayoutRecord(NamedTuple):
@@ -57,6 +60,8 @@ class Worker:
     host: str
     identity: str
     """Equal for two ranks exactly if they can share memory."""
+    rnics: str = ""
+    """As introduced, for messages."""
 
     @property
     def boot(self) -> str:
@@ -95,7 +100,7 @@ class JobLayout:
     def record(self) -> LayoutRecord:
         """The layout, to be written down."""
         workers = [
-            WorkerRecord(rank, each.cell.replica, each.cell.stage, each.lane, each.host, each.identity)
+            WorkerRecord(rank, each.cell.replica, each.cell.stage, each.lane, each.host, each.identity, each.rnics)
             for rank, each in self.workers.items()
         ]
         return LayoutRecord(self.token, self.together, workers)
@@ -206,5 +211,5 @@ def layout_of(introductions: Sequence[Introduction], rank: int, *, together: boo
     workers = {}
     for each in introductions:
         cell = Cell(replicas[first_of(each.rank)], each.stage)
-        workers[each.rank] = Worker(cell, lanes[each.pipeline], each.host, each.identity)
+        workers[each.rank] = Worker(cell, lanes[each.pipeline], each.host, each.identity, each.rnics)
     return JobLayout(rank, workers, introductions[0].token, together=together)

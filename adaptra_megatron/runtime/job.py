@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from adaptra_megatron.epochs.joining import Joined
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.gathering import gather_layout
 from adaptra_megatron.job.layout import JobLayout
+from adaptra_megatron.runtime.device import current_device, pci_bus_id
+from adaptra_megatron.transport.setup.rnic_affinity import RnicError, rank_rnics
 
 
 class Job(NamedTuple):
@@ -44,7 +47,8 @@ def join_job(pipeline: dist.ProcessGroup, shared_groups: Sequence[Sequence[int]]
     rank = dist.get_rank()
     try:
         together = config.reroute != "off"
-        layout = gather_layout(dist.get_process_group_ranks(pipeline), shared_groups, together=together)
+        ranks = dist.get_process_group_ranks(pipeline)
+        layout = gather_layout(ranks, shared_groups, together=together, rnics=_rnics(config))
     except RuntimeError as cause:
         raise exchange_error(rank, "join the other ranks for planning", config.timeout_s, cause) from cause
     control = ControlStore.of_job(layout.token)
@@ -55,3 +59,10 @@ def join_job(pipeline: dist.ProcessGroup, shared_groups: Sequence[Sequence[int]]
     except RuntimeError as cause:
         raise exchange_error(rank, "join the other ranks for planning", timeout_s, cause) from cause
     return Job(layout, control, clock, timeout_s)
+
+
+def _rnics(config: AdaptraConfig) -> tuple[str, ...]:
+    """The RDMA devices of this rank, for messages: elsewhere they are refused where they cannot be used."""
+    with contextlib.suppress(RnicError):
+        return rank_rnics(config.rnics, pci_bus_id(current_device()))
+    return config.rnics

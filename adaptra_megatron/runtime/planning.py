@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.control_loop import exchange_place
 from adaptra_megatron.control.decisions import Decision, decision_of
+from adaptra_megatron.control.finding_sharing import NamedFindings, SharedFindings
 from adaptra_megatron.control.order.plans import PlanBook
 from adaptra_megatron.control.path_decider import PathPolicy
 from adaptra_megatron.control.planner_process.keeper import PlannerKeeper
@@ -24,6 +25,7 @@ from adaptra_megatron.runtime.job import Job
 from adaptra_megatron.runtime.listening import listen_for
 from adaptra_megatron.schedule.routing.costs import Cell
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
+from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 
 
 def make_planner(
@@ -56,14 +58,21 @@ def make_planner(
         log_level=0,
         running=replace(book.in_force, number=max(number, book.number)),
     )
-    requests = telemetry.requests
+    requests: Callable[[], Sequence[Iterations]] = telemetry.requests
     if layout.decides_apart:
-        requests = SharedRequests(control.client("requests"), None if replica else telemetry.requests).new
+        shared = SharedRequests(control.client("requests"), None if replica else telemetry.requests)
+        findings = SharedFindings(control.client("findings"), layout, None if replica else telemetry.take_of)
+        telemetry.share = findings.post if replica else None
+
+        def requests() -> Sequence[Iterations]:
+            findings.exchange()
+            return shared.new()
+
     word = f"replica {replica}: " if layout.decides_apart else ""
     return PlannerKeeper(
         begin,
         listen_for(layout, layout.reporters, config, "so plans stay"),
-        telemetry,
+        NamedFindings(layout, telemetry),
         lambda: book.number,
         requests,
         word=word,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -26,6 +26,7 @@ from adaptra_megatron.telemetry.events.event_log import EventLog
 from adaptra_megatron.telemetry.events.events import (
     Event,
     LinkDetection,
+    PlanSwitched,
     RunEnded,
     RunStarted,
     StageDetection,
@@ -116,6 +117,8 @@ class RunTelemetry:
         self._running = -1
         self._steps: dict[int, int] = {}
         """Megatron's numbers of the latest iterations."""
+        self._seconds: dict[int, float] = {}
+        """What the latest ones took."""
         self._leader = LeaderWatch(int(start.layout.get("stages", 1)))
         self._found = False
         """True if something was found since the last iteration."""
@@ -142,6 +145,8 @@ class RunTelemetry:
         if settings.trace_dir is not None:
             self._open_files(settings.trace_dir, settings, start)
         # After the writers', hence called before them: the last event is still to be written then.
+        self.share: Callable[[Event], None] | None = None
+        """Of a leader that says nothing for the whole job: whom it tells what it finds and plans."""
         self._owner = OwningProcess()
         atexit.register(self.close)
 
@@ -163,8 +168,15 @@ class RunTelemetry:
             self._otel.log(event, self._running, self._numbered(self._running))
         if self._said is not None:
             self._said.take(event)
+        if self.share is not None and isinstance(event, (LinkDetection, StageDetection, PlanSwitched)):
+            self.share(event)
         self._found = self._found or isinstance(event, (LinkDetection, StageDetection, StragglerDetection))
         self._leader.take(event)
+
+    def take_of(self, replica: int, event: Event) -> None:
+        """Something happened in another replica, which this rank says for the whole job. For any thread."""
+        if self._said is not None:
+            self._said.take(event, replica)
 
     def arrivals(self, figures: ArrivalFigures) -> None:
         """Show how replicas come to gradient synchronisation, from any thread: on those ranks that show it."""
@@ -198,7 +210,7 @@ class RunTelemetry:
         if event is not None and self._place.leads:
             self.log(event)
         if self._said is not None:
-            self._said.say(self._running, self._numbered)
+            self._said.say(self._running, self._numbered, self._seconds)
 
     def traced(
         self,
@@ -221,6 +233,8 @@ class RunTelemetry:
     ) -> None:
         """A training iteration is over. `links`: by peer, where there are two paths; failovers are counted here."""
         self._iterations += 1
+        self._seconds[self._running] = figures.iteration_s
+        self._seconds.pop(next(iter(self._seconds)) if len(self._seconds) > REMEMBERED else -1, None)
         if self._found:
             self._found = False
             self._switches.found()
@@ -271,7 +285,7 @@ class RunTelemetry:
             self._otel.close()
         if self._said is not None:
             report = "" if self._directory is None else f"adaptra report {self._directory}"
-            self._said.say(self._running, self._numbered)
+            self._said.say(self._running, self._numbered, self._seconds)
             self._said.end(self._iterations, self._switches.saved_s, "" if error is None else reason, report)
             self._said = None
         if self._traces is not None:

@@ -81,6 +81,18 @@ class LinkDetection:
     """Which of the job's parallel pipelines, by its first global rank."""
     since_iteration: int | None = None
     """The first iteration that showed the change, where that is known."""
+    replica: int | None = None
+    """The pipeline's."""
+    lane: int | None = None
+    """Index of the pipeline among those of its replica."""
+    source_rank: int | None = None
+    """Global rank of the sender, as the others below where the job's layout is known."""
+    target_rank: int | None = None
+    source_host: str = ""
+    target_host: str = ""
+    source_rnics: Sequence[str] = ()
+    """RDMA devices that the sender's host path takes, or would."""
+    target_rnics: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +110,11 @@ class StageDetection:
     """Which of the job's parallel pipelines, by its first global rank."""
     since_iteration: int | None = None
     """The first iteration that showed the change, where that is known."""
+    replica: int | None = None
+    """The pipeline's."""
+    stage_rank: int | None = None
+    """Global rank, where the job's layout is known."""
+    host: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,21 @@ from __future__ import annotations
 import logging
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from statistics import median
 
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.sparing_log import SparingLog
+from adaptra_megatron.telemetry.events.cables import (
+    MEASURABLE,
+    cable_of,
+    cost_since,
+    ends_of,
+    links_in_words,
+    listed_in_words,
+    numbers_in_words,
+    touched_in_words,
+)
 from adaptra_megatron.telemetry.events.events import (
     Event,
     LinkDetection,
@@ -40,25 +51,32 @@ MEMORY = re.compile(r"it holds [^;]*|stage \d+ would hold [^;]*|stage \d+ may ho
 
 
 class RunLog:
-    """Lines of one replica's leading rank. `take` is for any thread, the rest for the training thread."""
+    """Lines of one replica's leading rank. `take` is for any thread, the rest for the training thread.
+
+    What several directions, paths, lanes and replicas show of one cable is one line.
+    """
 
     def __init__(self, *, word: str = "", first: bool = True) -> None:
-        """`word`: before each line, such as "replica 3: ". `first`: this rank says what concerns the whole job: other
-        replicas' leading ranks keep quiet until something is found."""
+        """`word`: before lines that are about this replica alone, such as "replica 3: ". `first`: this rank says what
+        is found in the whole job; other replicas' leading ranks say it to those who ask for debug lines."""
         self._word, self._first = word, first
         logger = logger_of(__name__)
         self._found, self._planned = SparingLog(logger, MOST_IN_A_ROW), SparingLog(logger, MOST_IN_A_ROW)
-        # By name of a link (both directions, all pipelines) or of a stage:
-        self._unhealthy: dict[str, dict[object, Detection]] = {}
-        """What is slow or dead, by direction and pipeline."""
-        self._latest: dict[str, Detection] = {}
-        self._said: dict[str, str] = {}
+        # By cable (both directions and paths, all pipelines), stage or replica:
+        self._unhealthy: dict[Hashable, dict[object, Detection]] = {}
+        """What is slow or dead, by direction, path and pipeline."""
+        self._latest: dict[Hashable, Detection] = {}
+        self._said: dict[Hashable, str] = {}
         """State in the latest line."""
-        self._changed: dict[str, int] = {}
+        self._changed: dict[Hashable, int] = {}
         """Iteration since when the state is another one."""
-        self._ends: dict[str, str] = {}
+        self._ends: dict[Hashable, str] = {}
         """What the last line of the run says of it."""
-        self._pending: deque[Event] = deque()
+        self._pending: deque[tuple[Event, int | None]] = deque()
+        """With the replica, where that is another than this rank's."""
+        self._others: dict[int, PlanSwitched] = {}
+        """By replica, plans of others that no line has said."""
+        self._others_since = 0
         self._reasons: dict[int, list[str]] = {}
         """By plan number, of those that are not in force yet."""
         self._bounds_s: dict[int, float | None] = {}
@@ -67,16 +85,21 @@ class RunLog:
         """Whether the plan in force is to be faster than the one before, and not only to hold less."""
         self._plans = 0
 
-    def take(self, event: Event) -> None:
-        """Keep `event` until the next `say`."""
-        self._pending.append(event)
+    def take(self, event: Event, replica: int | None = None) -> None:
+        """Keep `event` until the next `say`. `replica`: the one that it is of; None: this rank's."""
+        self._pending.append((event, replica))
 
-    def say(self, iteration: int, numbered: Numbered) -> None:
-        """Log what has happened since the last call; `iteration` runs now."""
-        if not self._pending and not self._changed:
+    def say(self, iteration: int, numbered: Numbered, seconds: Mapping[int, float] | None = None) -> None:
+        """Log what has happened since the last call; `iteration` runs now. `seconds`: what the latest ones took."""
+        if not self._pending and not self._changed and not self._others:
             return
-        events = [self._pending.popleft() for _ in range(len(self._pending))]
-        self._follow((event for event in events if isinstance(event, LinkDetection | StageDetection)), iteration)
+        taken = [self._pending.popleft() for _ in range(len(self._pending))]
+        self._follow((event for event, _ in taken if isinstance(event, LinkDetection | StageDetection)), iteration)
+        events = [event for event, replica in taken if replica is None]
+        for event, replica in taken:
+            if replica is not None and isinstance(event, PlanSwitched):
+                self._others_since = self._others_since if self._others else iteration
+                self._others[replica] = event
         planned = any(isinstance(event, PlanSwitched) for event in events)
         due = [name for name, since in self._changed.items() if planned or iteration - since >= PATIENCE]
         head = f"{self._word}iteration {numbered(iteration)}: "
@@ -84,13 +107,18 @@ class RunLog:
             if isinstance(event, StragglerDetection):
                 level, text = self._straggler(event, numbered)
                 self._found.log(level, "iteration %d: %s", numbered(iteration), text)
-        for name in due:
-            del self._changed[name]
-            level, text = self._finding(name, numbered)
-            self._found.log(level, "%s%s", head, text)
-        level = logging.INFO if self._first or any(self._ends.values()) else logging.DEBUG
+        for names in self._alike(due):
+            level, text = self._finding(names, numbered, seconds or {})
+            self._found.log(self._level(level), "iteration %d: %s", numbered(iteration), text)
         for text in self._plan_lines(events):
-            self._planned.log(level, "%s%s", head, text)
+            self._planned.log(self._level(logging.INFO), "%s%s", head, text)
+        if self._others and iteration - self._others_since >= PATIENCE:
+            if any(self._ends.values()):
+                self._planned.log(logging.INFO, "iteration %d: %s", numbered(iteration), _plans_of(self._others))
+            self._others.clear()
+
+    def _level(self, level: int) -> int:
+        return level if self._first else logging.DEBUG
 
     def end(self, iterations: int, saved_s: float, reason: str, report: str) -> None:
         """Log how the run went, in one line. `reason`: an error's text, or "". `report`: how to learn more, or ""."""
@@ -99,7 +127,7 @@ class RunLog:
         parts = [f"{self._plans} plan{'' if self._plans == 1 else 's'}"]
         if saved_s > 0.0:
             parts.append(f"about {duration(saved_s)} saved by them")
-        parts += [text for text in self._ends.values() if text]
+        parts += dict.fromkeys(text for text in self._ends.values() if text)
         head = f"ended by {reason}" if reason else "done"
         text = f"{self._word}{head} after {iterations} iterations: {', '.join(parts)}"
         logger_of(__name__).info("%s", f"{text}; {report}" if report else text)
@@ -107,7 +135,7 @@ class RunLog:
     def _follow(self, found: Iterable[Detection], iteration: int) -> None:
         """Note what is slow or dead now, and since when that is something else than what was said."""
         for event in found:
-            name = _name(event)
+            name = cable_of(event) if isinstance(event, LinkDetection) else f"stage {event.stage}"
             places = self._unhealthy.setdefault(name, {})
             places.pop(_place(event), None)
             if event.after != "healthy":
@@ -118,19 +146,45 @@ class RunLog:
             else:
                 self._changed.setdefault(name, iteration)
 
-    def _state(self, name: str) -> str:
+    def _alike(self, names: Iterable[Hashable]) -> list[list[Hashable]]:
+        """Those that one line names: links between the same stages whose states are alike. They are taken out of what
+        has changed."""
+        found: dict[object, list[Hashable]] = {}
+        for name in names:
+            del self._changed[name]
+            events = self._events(name)
+            links = frozenset(ends_of(event) for event in events if isinstance(event, LinkDetection))
+            found.setdefault((self._state(name), links or name), []).append(name)
+        return list(found.values())
+
+    def _events(self, name: Hashable) -> list[Detection]:
+        """What is unhealthy there; where nothing is, what was found last."""
+        return list(self._unhealthy[name].values()) or [self._latest[name]]
+
+    def _state(self, name: Hashable) -> str:
         states = {event.after for event in self._unhealthy[name].values()}
         return next((state for state in ("dead", "slow") if state in states), "healthy")
 
-    def _finding(self, name: str, numbered: Numbered) -> tuple[int, str]:
-        """Level and text of one line."""
-        events = list(self._unhealthy[name].values()) or [self._latest[name]]
-        state = self._said[name] = self._state(name)
-        sinces = [event.since_iteration for event in events if event.since_iteration is not None]
-        since = f" since iteration {numbered(min(sinces))}" if sinces else ""
-        self._ends[name] = f"{name} {state}{since}" if state != "healthy" else ""
-        text = f"{name}{_pipelines(events)} is {state}{since}: {_short(events[0].reason)}"
-        return logging.INFO if state == "healthy" else logging.WARNING, text
+    def _finding(self, names: Sequence[Hashable], numbered: Numbered, seconds: Mapping[int, float]) -> tuple[int, str]:
+        """Level and text of one line about what is in the same state."""
+        events = sorted((event for name in names for event in self._events(name)), key=_since)
+        state = self._state(names[0])
+        since = "" if _since(events[0]) < 0 else f" since iteration {numbered(_since(events[0]))}"
+        links = [event for event in events if isinstance(event, LinkDetection)]
+        what = links_in_words(links) if links else str(names[0])
+        for name in names:
+            self._said[name] = state
+            self._ends[name] = f"{what} {state}{since}" if state != "healthy" else ""
+        touched = touched_in_words(links)
+        what += "" if touched else _pipelines(events)
+        text = f"{what} is {state}{since}: {_short(events[0].reason)}"
+        if state == "healthy":
+            return logging.INFO, text
+        text += f"; {touched}" if touched else _hosts_of_stage(events)
+        cost = cost_since(seconds, _since(events[0]))
+        if cost is not None and cost.share >= MEASURABLE:
+            text += f"; it costs {duration(cost.seconds)} of each iteration ({cost.share:.0%})"
+        return logging.WARNING, text
 
     def _straggler(self, event: StragglerDetection, numbered: Numbered) -> tuple[int, str]:
         """Level and text of a line about a replica, which is not the one that says it. What is found of one has stood
@@ -212,16 +266,37 @@ def _small(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
-def _name(event: Detection) -> str:
-    if isinstance(event, StageDetection):
-        return f"stage {event.stage}"
-    ends = sorted((event.source, event.target))
-    return f"link {ends[0]}<->{ends[1]}{', host path,' if event.path == 'host' else ''}"
+def _plans_of(others: Mapping[int, PlanSwitched]) -> str:
+    """What other replicas have done about what was found."""
+    text = f"{numbers_in_words('replica', others)}: other plans in force"
+    expected = [(each.predicted_s, each.before_predicted_s) for each in others.values()]
+    known = [(after_s, before_s) for after_s, before_s in expected if after_s is not None and before_s is not None]
+    if not known:
+        return text
+    after, before = (duration(median(column)) for column in zip(*known, strict=True))
+    return f"{text}: {after} an iteration expected{', as before' if after == before else f' instead of {before}'}"
+
+
+def _hosts_of_stage(events: Iterable[Detection]) -> str:
+    """Where a stage runs; "" where that is not known."""
+    places: dict[str, set[int]] = {}
+    for event in events:
+        if isinstance(event, StageDetection) and event.stage_rank is not None:
+            places.setdefault(event.host, set()).add(event.stage_rank)
+    texts = [f"{numbers_in_words('rank', ranks)} on {host}" for host, ranks in places.items()]
+    return f"; {listed_in_words(texts)}" if texts else ""
+
+
+def _since(event: Detection) -> int:
+    """-1: it is not known."""
+    return -1 if event.since_iteration is None else event.since_iteration
 
 
 def _place(event: Detection) -> object:
     """Tells findings of one name apart."""
-    return (event.source, event.target, event.pipeline) if isinstance(event, LinkDetection) else event.pipeline
+    if isinstance(event, StageDetection):
+        return event.pipeline
+    return event.source, event.target, event.pipeline, event.path
 
 
 def _pipelines(events: Sequence[Detection]) -> str:

@@ -40,7 +40,17 @@ START = RunStarted(
 )
 EVENTS: list[Event] = [
     START,
-    LinkDetection(source=3, target=4, before="healthy", after="slow", reason="80 ms", latency_s=0.08, path="device"),
+    LinkDetection(
+        source=3,
+        target=4,
+        before="healthy",
+        after="slow",
+        reason="80 ms",
+        latency_s=0.08,
+        path="device",
+        source_rnics=["mlx5_0"],
+        target_rnics=[],
+    ),
     StageDetection(stage=2, before="healthy", after="slow", reason="F takes 1.5 x as long", slow_down=1.5),
     StragglerDetection(replica=5, before="healthy", after="late", reason="by 180 ms", causes=["cpu"], share=0.12),
     ArrivalsSeen(until=40, iterations=20, lags_s=[[0.0, 0.18]], last=[[2, 18]]),

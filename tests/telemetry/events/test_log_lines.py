@@ -111,16 +111,98 @@ def test_a_replica_that_comes_last_is_said_at_once_in_the_jobs_name(caplog: pyte
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "INFO", "INFO"]
 
 
-def test_pipelines_that_see_the_same_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def between(low: int, high: int, *, hosts: tuple[str, str], replica: int, lane: int = 0) -> list[LinkDetection]:
+    """Both directions and both paths of the link between stages 1 and 2 of a pipeline."""
+    event = replace(
+        SLOW,
+        pipeline=low - 1,
+        replica=replica,
+        lane=lane,
+        source_rank=low,
+        target_rank=high,
+        source_host=hosts[0],
+        target_host=hosts[1],
+        source_rnics=[f"mlx5_{lane}"],
+    )
+    back = replace(
+        event,
+        source=2,
+        target=1,
+        source_rank=high,
+        target_rank=low,
+        source_host=hosts[1],
+        target_host=hosts[0],
+        source_rnics=[],
+        target_rnics=[f"mlx5_{lane}"],
+        since_iteration=10,
+    )
+    late = "a message of 64 KiB takes 90 ms, 60 ms when it was first measured, while the link was slow already"
+    return [
+        replace(each, path=path, reason=late if path == "host" else REASON, since_iteration=at)
+        for each in (event, back)
+        for path, at in (("host", 12), ("device", each.since_iteration))
+    ]
+
+
+def test_a_cable_is_one_line_however_many_lanes_and_replicas_it_carries(caplog: pytest.LogCaptureFixture) -> None:
+    log = RunLog()
+    seconds = {**dict.fromkeys(range(9), 1.0), **dict.fromkeys(range(9, 13), 1.85)}
+    hosts = ("node7", "node8")
+    for event in (*between(8, 16, hosts=hosts, replica=0), *between(9, 17, hosts=hosts, replica=0, lane=1)):
+        log.take(event)
+    for event in between(40, 48, hosts=hosts, replica=1):
+        log.take(event, 1)  # that replica's leader has told it
+    for iteration in (12, 12 + PATIENCE):
+        log.say(iteration, lambda number: number + 101, seconds)
+    assert caplog.messages == [
+        "adaptra: iteration 116: link 1<->2 is slow since iteration 110: a message of 64 KiB takes 61 ms, before 0.8 "
+        "ms; ranks 8-9, 40 on node7 (mlx5_0, mlx5_1) to ranks 16-17, 48 on node8, replicas 0-1, lanes 0-1; it costs "
+        "850 ms of each iteration (46%)"
+    ]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_many_cables_between_the_same_stages_are_one_line_if_they_come_together(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = RunLog()
+    for replica in range(5):
+        hosts = (f"node{2 * replica}", f"node{2 * replica + 1}")
+        for event in between(4 * replica + 1, 4 * replica + 2, hosts=hosts, replica=replica):
+            log.take(event, replica)
+    say(log, 12)
+    say(log, 12 + PATIENCE)
+    (line,) = caplog.messages
+    assert line.endswith(
+        "rank 1 on node0 (mlx5_0) to rank 2 on node1, rank 5 on node2 (mlx5_0) to rank 6 on node3, "
+        "rank 9 on node4 (mlx5_0) to rank 10 on node5 and 2 more pairs of hosts, replicas 0-4"
+    )
+    healed = [
+        replace(each, before="slow", after="healthy", since_iteration=30)
+        for each in between(5, 6, hosts=("node2", "node3"), replica=1)
+    ]
+    caplog.clear()
+    say(log, 30, *healed)
+    say(log, 30 + PATIENCE)
+    assert len(caplog.messages) == 1
+    assert " is healthy since iteration 131" in caplog.messages[0]
+    log.end(40, 0.0, "", "")
+    assert caplog.messages[-1].endswith(": 0 plans, link 1<->2 slow since iteration 110")
+
+
+def test_findings_whose_place_is_not_known_are_told_apart_by_stage(caplog: pytest.LogCaptureFixture) -> None:
     log = RunLog()
     stage = StageDetection(stage=3, before="healthy", after="slow", reason="F takes 2 ms", pipeline=4)
-    say(log, 7, SLOW, replace(SLOW, pipeline=1), replace(SLOW, path="host"), stage)
+    say(log, 7, SLOW, replace(SLOW, pipeline=1), replace(SLOW, source=4, target=5, path="host"), stage)
+    say(log, 7, replace(stage, stage=5, stage_rank=9, host="node3"))
     say(log, 7 + PATIENCE)
     assert [message.partition(" is ")[0] for message in caplog.messages] == [
         "adaptra: iteration 111: link 1<->2 of 2 pipelines",
-        "adaptra: iteration 111: link 1<->2, host path,",
+        "adaptra: iteration 111: link 4<->5, host path,",
         "adaptra: iteration 111: stage 3 of the pipeline of rank 4",
+        "adaptra: iteration 111: stage 5 of the pipeline of rank 4",
     ]
+    assert caplog.messages[-1].endswith("F takes 2 ms; rank 9 on node3")
 
 
 def test_a_switch_says_what_the_plans_before_it_were_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -156,14 +238,27 @@ def test_what_memory_would_buy_is_a_line(caplog: pytest.LogCaptureFixture) -> No
     ]
 
 
-def test_other_replicas_say_what_they_find_and_what_follows(caplog: pytest.LogCaptureFixture) -> None:
-    log = RunLog(word="replica 3: ", first=False)
-    say(log, 3, replace(PLAN, number=1), replace(SWITCH, number=1))
-    assert caplog.messages == []
-    say(log, 10, SLOW)
-    say(log, 11, SWITCH)
-    log.end(20, 1.0, "", "")
-    assert [message.partition(":")[2][:20] for message in caplog.messages] == [" replica 3: iteratio"] * 2
+def test_one_replica_says_what_all_have_found_and_planned(caplog: pytest.LogCaptureFixture) -> None:
+    other = RunLog(word="replica 3: ", first=False)
+    say(other, 10, SLOW)
+    say(other, 11, PLAN, SWITCH)
+    other.end(20, 1.0, "", "")
+    assert caplog.messages == [], "who leads the first replica says it"
+    log = RunLog(word="replica 0: ")
+    log.take(replace(SWITCH, number=1), 2)
+    say(log, 3)
+    say(log, 3 + PATIENCE)
+    assert caplog.messages == [], "nothing is wrong"
+    for replica in (1, 2, 3, 7):
+        log.take(replace(SLOW, pipeline=4 * replica), replica)
+        log.take(SWITCH, replica)
+    say(log, 11)
+    say(log, 11 + PATIENCE)
+    assert [message.partition(": ")[2] for message in caplog.messages] == [
+        "iteration 115: link 1<->2 of 4 pipelines is slow since iteration 110: a message of 64 KiB takes 61 ms, before "
+        "0.8 ms",
+        "iteration 115: replicas 1-3, 7: other plans in force: 1621 ms an iteration expected instead of 2046 ms",
+    ]
 
 
 def test_a_link_that_flaps_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What leaders find gets the names of ranks and hosts; and the first replica's leader learns what the others have found
+and planned, so that it can say it once, for the whole job."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from adaptra_megatron.job.layout import JobLayout
+from adaptra_megatron.telemetry.events.events import (
+    Event,
+    LinkDetection,
+    StageDetection,
+    Stamp,
+    StampedEvent,
+    decode,
+    encode,
+)
+
+MOST_AT_ONCE = 64
+"""Events that one look takes in."""
+_COUNT = "count"
+
+
+class EventDiary(Protocol):
+    """Recipient of events."""
+
+    def log(self, event: Event) -> None:
+        """Something happened, in the iteration that runs."""
+
+
+class NamedFindings:
+    """A recipient of events that passes them on with ranks, hosts, RNICs, replica and lane."""
+
+    def __init__(self, layout: JobLayout, diary: EventDiary) -> None:
+        self._layout, self._diary = layout, diary
+
+    def log(self, event: Event) -> None:
+        """Something happened, in the iteration that runs."""
+        self._diary.log(self._named(event))
+
+    def _named(self, event: Event) -> Event:
+        if not isinstance(event, LinkDetection | StageDetection) or event.pipeline not in self._layout.workers:
+            return event
+        ranks, workers = self._layout.pipeline_of(event.pipeline), self._layout.workers
+        first = workers[event.pipeline]
+        if isinstance(event, StageDetection):
+            rank = ranks[event.stage]
+            return replace(event, replica=first.cell.replica, stage_rank=rank, host=workers[rank].host)
+        source, target = (workers[ranks[stage]] for stage in (event.source, event.target))
+        return replace(
+            event,
+            replica=first.cell.replica,
+            lane=first.lane,
+            source_rank=ranks[event.source],
+            target_rank=ranks[event.target],
+            source_host=source.host,
+            target_host=target.host,
+            source_rnics=tuple(filter(None, source.rnics.split(","))),
+            target_rnics=tuple(filter(None, target.rnics.split(","))),
+        )
+
+
+class SharedFindings:
+    """One leader's end, where replicas have leaders of their own."""
+
+    def __init__(self, store: Any, layout: JobLayout, take: Callable[[int, Event], None] | None) -> None:
+        """`store`: a SealedStore that all leaders share. `take(replica, event)`: of the leader that says what is found,
+        with what others have found; None on the others."""
+        self._store, self._layout, self._take = store, layout, take
+        self._posted: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._number = 0
+
+    def post(self, event: Event) -> None:
+        """Have the first leader learn of `event`; returns at once. For any thread."""
+        self._posted.put(event)
+
+    def exchange(self) -> None:
+        """Send what has been posted, or take in what others have sent. For one thread, after each iteration."""
+        with contextlib.suppress(RuntimeError):  # at the end of a job the store goes with its process
+            if self._take is None:
+                while not self._posted.empty():
+                    self._send(self._posted.get())
+            else:
+                self._receive(self._take)
+
+    def _send(self, event: Event) -> None:
+        stamp = Stamp(
+            run="", rank=self._layout.rank, sequence=0, iteration=-1, wall_s=time.time(), monotonic_s=time.monotonic()
+        )
+        number = self._store.add(_COUNT, 1) - 1
+        self._store.set(str(number), encode(StampedEvent(stamp=stamp, event=event)).encode())
+
+    def _receive(self, take: Callable[[int, Event], None]) -> None:
+        for _ in range(MOST_AT_ONCE):
+            key = str(self._number)
+            if (entry := self._store.peek(key)) is None:
+                return
+            self._number += 1
+            self._store.delete_key(key)
+            stamped = decode(entry.decode())
+            take(self._layout.workers[stamped.stamp.rank].cell.replica, stamped.event)
