@@ -20,6 +20,7 @@ from adaptra_megatron.telemetry.events.events import (
     Fault,
     IterationsTimed,
     LinkDetection,
+    MemoryWanted,
     PathChanged,
     PlanSwitched,
     RanksLost,
@@ -193,7 +194,13 @@ def test_programs_get_a_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["wrote_s"] == 120.0, "by the record, not by the file"
     assert found["slow"] == ["link 0→1 is slow since iteration 4: 80 ms"]
     (finding,) = found["findings"]
-    assert {name: value for name, value in finding.items() if value is not None} == {
+    assert {name: value for name, value in finding.items() if value not in (None, [])} == {
+        "text": found["slow"][0],
+        "links": ["0→1"],
+        "before_s": 2.0,
+        "now_s": 2.0,
+        "cost_s": 0.0,
+        "share": 0.0,
         "kind": "link",
         "state": "slow",
         "source": 0,
@@ -204,6 +211,68 @@ def test_programs_get_a_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixtu
         "told_by_rank": 0,
         "stale": False,
     }
+
+
+def test_a_cable_is_one_finding_with_what_it_touches_costs_and_what_would_help(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = "a message of 16 KiB takes 60.5 ms, before 1.61 ms (baseline 1.61 ms, of 9 iterations up to 10); seen in 9"
+    events: list[tuple[Event, int]] = [(IterationsTimed(first=0, seconds=[1.0] * 11 + [1.85] * 14), 25)]
+    for replica in range(2):
+        for source, path in ((0, "device"), (1, "device"), (0, "host"), (1, "host")):
+            ranks, hosts = (8 * replica, 8 * replica + 4), ("node7", "node8")
+            found = LinkDetection(
+                source=source,
+                target=1 - source,
+                before="healthy",
+                after="slow",
+                reason=reason if path == "device" else "a message of 16 KiB takes 60.3 ms, before 30.5 ms",
+                path=path,
+                pipeline=ranks[0],
+                since_iteration=11 if path == "device" else 15,
+                replica=replica,
+                lane=0,
+                source_rank=ranks[source],
+                target_rank=ranks[1 - source],
+                source_host=hosts[source],
+                target_host=hosts[1 - source],
+                source_rnics=[f"mlx5_{source}"],
+            )
+            events.append((found, 13 if path == "device" else 16))
+    events.append((PlanSwitched(number=3, before=2), 17))
+    events.append((MemoryWanted(held=2.0, predicted_s=1.85, caps={"3": 1.333, "4": 1.13}, source=0, target=1), 18))
+    write_events(tmp_path, events, ended=False)
+    said = status(tmp_path, capsys, healthy=False)
+    assert said["slow"] == [
+        "link 0↔1 is slow since iteration 11: a message of 16 KiB takes 60.5 ms, before 1.61 ms; ranks 0, 8 on node7 "
+        "(mlx5_0) to ranks 4, 12 on node8 (mlx5_1), replicas 0-1; it costs 850 ms of each iteration (46%); plan 3 runs "
+        "since iteration 17"
+    ]
+    assert said["to do"] == [
+        "look at the network between node7 and node8; meanwhile orders and paths go around it; "
+        "--adaptra-max-in-flight above 2 would make iterations shorter (3: 1.33 s, 4: 1.13 s)"
+    ]
+    exit_status(tmp_path, "--json")
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    expected = {
+        "kind": "link",
+        "links": ["0→1", "1→0"],
+        "hosts": ["node7", "node8"],
+        "ranks": [0, 4, 8, 12],
+        "rnics": ["node7 mlx5_0", "node8 mlx5_1"],
+        "replicas": [0, 1],
+        "lanes": [0],
+        "before_s": 1.0,
+        "now_s": 1.85,
+        "plan": 3,
+        "plan_since_iteration": 17,
+        "helps": {"3": 1.333, "4": 1.13},
+    }
+    assert {name: finding[name] for name in expected} == expected
+    assert finding["cost_s"] == pytest.approx(0.85)
+    other = replace(events[1][0], source_host="node3", target_host="node4", since_iteration=20)
+    write_events(tmp_path / "two", [*events, (other, 22)], ended=False)
+    assert len(status(tmp_path / "two", capsys)["slow"]) == 2, "another cable"
 
 
 def test_following_ends_with_the_run(

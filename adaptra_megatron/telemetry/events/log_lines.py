@@ -22,6 +22,7 @@ from adaptra_megatron.telemetry.events.cables import (
     links_in_words,
     listed_in_words,
     numbers_in_words,
+    short_reason,
     touched_in_words,
 )
 from adaptra_megatron.telemetry.events.events import (
@@ -177,7 +178,7 @@ class RunLog:
             self._ends[name] = f"{what} {state}{since}" if state != "healthy" else ""
         touched = touched_in_words(links)
         what += "" if touched else _pipelines(events)
-        text = f"{what} is {state}{since}: {_short(events[0].reason)}"
+        text = f"{what} is {state}{since}: {short_reason(events[0].reason)}"
         if state == "healthy":
             return logging.INFO, text
         text += f"; {touched}" if touched else _hosts_of_stage(events)
@@ -305,8 +306,3 @@ def _pipelines(events: Sequence[Detection]) -> str:
     if len(pipelines) > 1:
         return f" of {len(pipelines)} pipelines"
     return f" of the pipeline of rank {next(iter(pipelines))}" if any(pipelines) else ""
-
-
-def _short(reason: str) -> str:
-    """A finding's reason without the evidence behind it, which the event log has."""
-    return re.sub(r" \(baseline [^)]*\)", "", reason.partition("; seen in")[0])

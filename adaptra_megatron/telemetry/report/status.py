@@ -6,29 +6,26 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from adaptra_megatron.telemetry.events.events import (
     Fault,
     IterationsTimed,
-    LinkDetection,
-    PathChanged,
     PlanSwitched,
     RanksLost,
     RanksReturned,
     RoutesChosen,
     RunEnded,
     RunStarted,
-    StageDetection,
     Stamp,
     StampedEvent,
-    StragglerDetection,
 )
 from adaptra_megatron.telemetry.events.numbering import renumbered
+from adaptra_megatron.telemetry.report.status_findings import StatusFinding, status_findings
 from adaptra_megatron.telemetry.report.wording import duration, listed
-from adaptra_megatron.telemetry.run_record import began_at, replicas_of
+from adaptra_megatron.telemetry.run_record import replicas_of
 
 Kind = TypeVar("Kind")
 
@@ -39,50 +36,6 @@ SILENT_S, SILENT_ITERATIONS = 120.0, 10
 MOST_LINES = 8
 """Number of lines of one kind."""
 _NORMAL_END = "the program ended"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatusFinding:
-    """One thing that is not as it should be. What is None is not known, or of another kind of finding."""
-
-    kind: str
-    """"link", "stage", "replica" or "path"."""
-    state: str
-    """"slow", "dead" or "late"; the path that is taken where a link failed over."""
-    since_iteration: int
-    reason: str
-    remedy: str
-    """What to do."""
-    told_by_rank: int
-    stale: bool = False
-    """Whether it was found before ranks died or came back last, and may not be so any more."""
-    pipeline: int | None = None
-    """By its first global rank."""
-    source: int | None = None
-    target: int | None = None
-    path: str | None = None
-    latency_s: float | None = None
-    bandwidth_bytes_s: float | None = None
-    stage: int | None = None
-    slow_down: float | None = None
-    replica: int | None = None
-    host: str | None = None
-    lag_s: float | None = None
-    share: float | None = None
-    """Part of an iteration that it costs, 0..1."""
-
-    @property
-    def text(self) -> str:
-        link = f"link {self.source}→{self.target}"
-        if self.kind == "path":
-            return (
-                f"{link} of rank {self.told_by_rank} takes the {self.state} path since iteration "
-                f"{self.since_iteration}: {self.reason}"
-            )
-        name = {"link": link, "stage": f"stage {self.stage}", "replica": f"replica {self.replica}"}[self.kind]
-        name += ", host path," if self.path == "host" else ""
-        name += f" of the pipeline of rank {self.pipeline}" if self.pipeline else ""
-        return f"{name} is {self.state} since iteration {self.since_iteration}: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +90,7 @@ def status_of(events: Sequence[StampedEvent], now_s: float) -> Status:
     events = renumbered(events)
     seconds = _seconds_by_iteration(events)
     losses = _of(events, RanksLost)
-    findings = _findings(events)
+    findings = status_findings(events, seconds, _changed_at(events))
     slow = [found for found in findings if found.kind != "path"]
     moved = [found for found in findings if found.kind == "path"]
     dead, dead_do = _deaths(events, losses, seconds)
@@ -230,47 +183,6 @@ def _recent(events: Sequence[StampedEvent], seconds: dict[int, float]) -> list[f
     changes = (*_of(events, PlanSwitched), *_of(events, RanksLost))
     since = max((stamp.iteration for stamp, _ in changes), default=-1)
     return [each for at, each in seconds.items() if at > since][-RECENT:] or list(seconds.values())[-1:]
-
-
-def _findings(events: Sequence[StampedEvent]) -> list[StatusFinding]:
-    """Links, stages and replicas that are not healthy, as the detector saw them last, and failed-over paths."""
-    changed = _changed_at(events)
-    latest: dict[object, StampedEvent] = {}
-    for found in events:
-        event = found.event
-        if isinstance(event, LinkDetection):
-            latest["link", event.pipeline, event.source, event.target, event.path] = found
-        elif isinstance(event, StageDetection):
-            latest["stage", event.pipeline, event.stage] = found
-        elif isinstance(event, StragglerDetection):
-            latest["replica", event.replica] = found
-        elif isinstance(event, PathChanged):
-            latest["path", found.stamp.rank, event.source, event.target] = found
-    return [finding for found in latest.values() if (finding := _finding(found, changed)) is not None]
-
-
-def _finding(found: StampedEvent, changed: int) -> StatusFinding | None:
-    """None of what is healthy. `changed`: the iteration in which ranks died or came back last, since when what is usual
-    is learnt anew."""
-    event = found.event
-    assert isinstance(event, (LinkDetection, StageDetection, StragglerDetection, PathChanged))
-    if event.after == "healthy" or (isinstance(event, PathChanged) and not event.failover):
-        return None
-    wanted = {each.name for each in fields(StatusFinding)}
-    known: dict[str, Any] = {each.name: getattr(event, each.name) for each in fields(event) if each.name in wanted}
-    told: dict[str, Any] = {"state": event.after, "since_iteration": began_at(found), "told_by_rank": found.stamp.rank}
-    if isinstance(event, PathChanged):
-        remedy = "look at the RNICs, cables and switches of the links that failed over"
-        return StatusFinding(**{**known, **told, "kind": "path", "reason": event.cause, "remedy": remedy})
-    if isinstance(event, LinkDetection):
-        remedy = f"look at the network of link {event.source}→{event.target}; meanwhile orders and paths go around it"
-    elif isinstance(event, StageDetection):
-        remedy = f"look at the GPUs of stage {event.stage} (clocks, temperature, other work)"
-    else:
-        remedy = f"replica {event.replica}, stage {event.stage} on {event.host}: "
-        remedy += event.remedy or "see what slows it down"
-    kind = "replica" if isinstance(event, StragglerDetection) else event.name
-    return StatusFinding(**{**known, **told, "kind": kind, "remedy": remedy, "stale": found.stamp.iteration < changed})
 
 
 def _deaths(
