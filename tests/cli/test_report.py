@@ -486,3 +486,40 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_percentages() -> None:
     assert [percent(share) for share in (0.0, 0.016, 0.44, 1.0)] == ["0%", "1.6%", "44%", "100%"]
+
+
+def test_a_cable_is_told_once_as_status_tells_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = [
+        LinkDetection(
+            source=source,
+            target=1 - source,
+            before="healthy",
+            after="slow",
+            reason="80 ms",
+            path=path,
+            pipeline=4 * replica,
+            since_iteration=11,
+            replica=replica,
+            lane=0,
+            source_rank=4 * replica + source,
+            target_rank=4 * replica + 1 - source,
+            source_host=f"node{7 + source}",
+            target_host=f"node{8 - source}",
+        )
+        for replica in range(2)
+        for path in ("device", "host")
+        for source in range(2)
+    ]
+    times = IterationsTimed(first=0, seconds=[1.0] * 11 + [1.85] * 14)
+    write_events(tmp_path, [(times, 25), *((each, 13) for each in found)])
+    page = Page(report(tmp_path)).text
+    assert page.count("Link 0↔1 is slow (was healthy)") == 2, "the row, and its mark in the chart"
+    assert page.count("80 ms; ranks 0, 4 on node7 to ranks 1, 5 on node8, replicas 0-1") == 3, "these and the summary"
+    capsys.readouterr()
+    main(["status", str(tmp_path)])
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["slow"].strip()[1:] in page
+    assert "it costs 850 ms of each iteration (46%)" in page
+    assert "look at the network between node7 and node8" in page
+    assert "None" not in page
+    assert re.search(r"\n1\nslow link, at the end", re.sub(r"\s*\n\s*", "\n", page))

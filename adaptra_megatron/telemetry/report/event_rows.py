@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from adaptra_megatron.telemetry.events.cables import cable_of
 from adaptra_megatron.telemetry.events.events import (
     ArrivalsSeen,
     Event,
@@ -28,6 +29,9 @@ from adaptra_megatron.telemetry.report.event_wording import event_text
 from adaptra_megatron.telemetry.report.findings import PartFinding
 from adaptra_megatron.telemetry.report.wording import duration
 from adaptra_megatron.telemetry.run_record import RunRecord, began_at, replicas_of
+
+ALIKE = 3
+"""Iterations within which findings of one cable are one row."""
 
 
 class EventRow(NamedTuple):
@@ -57,8 +61,8 @@ def event_rows(run: RunRecord, findings: Sequence[PartFinding]) -> list[EventRow
     rows: list[EventRow] = []
     own = {found.stamp for found in run.own_events}
     marks = 0
-    for found in filter(worth_a_row, run.events):
-        what, why = event_text(found.event)
+    for found, alike in _once(filter(worth_a_row, run.events)):
+        what, why = event_text(found.event, alike)
         mark = None
         if found.stamp in own and (tone := _tone(found.event)) is not None:
             marks += 1
@@ -68,6 +72,26 @@ def event_rows(run: RunRecord, findings: Sequence[PartFinding]) -> list[EventRow
         time = _clock(found.stamp.monotonic_s - run.events[0].stamp.monotonic_s)
         rows.append(EventRow(mark, replica, iteration, time, what, why, effects.get(found.stamp, "")))
     return rows
+
+
+def _once(events: Iterable[StampedEvent]) -> list[tuple[StampedEvent, list[LinkDetection]]]:
+    """`events` without those that say again what was found of a cable up to ALIKE iterations before; each with all that
+    say it."""
+    found: list[tuple[StampedEvent, list[LinkDetection]]] = []
+    latest: dict[object, int] = {}
+    for stamped in events:
+        event = stamped.event
+        if not isinstance(event, LinkDetection):
+            found.append((stamped, []))
+            continue
+        name = cable_of(event), event.after
+        at = latest.get(name)
+        if at is not None and stamped.stamp.iteration - found[at][0].stamp.iteration <= ALIKE:
+            found[at][1].append(event)
+            continue
+        latest[name] = len(found)
+        found.append((stamped, [event]))
+    return found
 
 
 def worth_a_row(found: StampedEvent) -> bool:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from statistics import median
 
+from adaptra_megatron.telemetry.events.cables import links_in_words, touched_in_words
 from adaptra_megatron.telemetry.events.events import (
     ArrivalsSeen,
     Event,
@@ -35,11 +37,12 @@ _BEHIND = ("seen in", "the link carries", "a message costs")
 """First words of further parts of such a reason."""
 
 
-def event_text(event: Event) -> tuple[str, str]:
-    """What happened, and why."""
+def event_text(event: Event, alike: Sequence[LinkDetection] = ()) -> tuple[str, str]:
+    """What happened, and why. `alike`: all findings of links that one row stands for, `event` among them."""
     if isinstance(event, LinkDetection):
-        path = ", host path," if event.path == "host" else ""
-        return f"Link {event.source}→{event.target}{path} is {_state(event)}", event.reason
+        name = links_in_words(alike or [event], "↔", "→")
+        touched = touched_in_words(alike)
+        return f"{name.capitalize()} is {_state(event)}", "; ".join(filter(None, (event.reason, touched)))
     if isinstance(event, StageDetection):
         return f"Stage {event.stage} is {_state(event)}", event.reason
     if isinstance(event, StragglerDetection):

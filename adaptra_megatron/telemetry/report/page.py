@@ -7,6 +7,7 @@ its style and its script beside them. Timelines alone are drawn in Python: bars 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from adaptra_megatron.telemetry.report.event_rows import event_rows, worth_a_row
 from adaptra_megatron.telemetry.report.findings import SLOW_SHARE, PartFinding, Use, find, saved_seconds
 from adaptra_megatron.telemetry.report.repetition import distinct
 from adaptra_megatron.telemetry.report.routes import MOST_GRIDS, routes_of
+from adaptra_megatron.telemetry.report.status_findings import status_findings
 from adaptra_megatron.telemetry.report.timelines import Timeline
 from adaptra_megatron.telemetry.report.wording import (
     USE_NAMES,
@@ -68,7 +70,8 @@ def report_page(
     """
     findings = find(run, progress)
     matters = mattering_pairs(findings, run.events)
-    slow_links = [sum((min(link), max(link)) in matters for link in _slow_links(run, finding)) for finding in findings]
+    slow_pairs = [{(min(link), max(link)) for link in _slow_links(run, finding)} & matters for finding in findings]
+    slow_links = [len(pairs) for pairs in slow_pairs]
     slow = [(found.part.first, found.part.last) for found, count in zip(findings, slow_links, strict=True) if count]
     rows = event_rows(run, findings)
     shown = slowest_parts(distinct([finding for finding in findings if finding.traced]), MOST_PARTS)
@@ -82,7 +85,7 @@ def report_page(
             run=run,
             name=title or run.directory.resolve().name,
             headline=headline(findings),
-            summary=summary(run, findings),
+            summary=[*summary(run, findings), *_slow_cables(run)],
             last=findings[-1] if findings else None,
             slow_links=slow_links[-1] if findings else 0,
             saved_s=saved_seconds(findings),
@@ -139,6 +142,13 @@ def _slow_links(run: RunRecord, finding: PartFinding) -> list[tuple[int, int]]:
     return [link for link, state in states.items() if state != "healthy"]
 
 
+def _slow_cables(run: RunRecord) -> list[str]:
+    """What is slow at the end, as `adaptra status` says it."""
+    seconds = {iteration.number: iteration.seconds for iteration in run.iterations}
+    found = [each for each in status_findings(run.events, seconds, -1) if each.kind == "link"]
+    return [f"{each.text[0].upper()}{each.text[1:]}. To do: {each.remedy}." for each in found]
+
+
 class Panel(NamedTuple):
     """One timeline."""
 
@@ -185,10 +195,19 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
     if start is not None:
         facts += [(name, str(value)) for name, value in start.layout.items()]
         facts += [(name, str(value)) for name, value in start.versions.items()]
-        facts += [(f"setting {name}", str(value)) for name, value in start.config.items()]
+        facts += [(f"setting {name}", _setting(value)) for name, value in start.config.items()]
     ended = next((found.event.reason for found in run.events if isinstance(found.event, RunEnded)), None)
     counted = "as Megatron does" if run.megatron_numbers else "from the start of the processes, evaluations included"
     facts.append(("iterations are counted", counted))
     if run.events:
         facts.append(("end", ended if ended is not None else "none in the log: it runs on, or was killed"))
     return facts
+
+
+def _setting(value: object) -> str:
+    """A setting as the log has it, in words."""
+    if value is None:
+        return "not given"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return value if isinstance(value, str) else json.dumps(value)

@@ -69,6 +69,10 @@ def span(part: Part) -> str:
     return str(part.first) if part.first == part.last else f"{part.first}–{part.last}"
 
 
+def _iterations(part: Part) -> str:
+    return f"iteration{'s' * (part.first != part.last)} {span(part)}"
+
+
 def cause_name(cause: Cause) -> str:
     """Name of what an idle stage waited for."""
     if cause.kind is CauseKind.LINK:
@@ -160,9 +164,10 @@ def summary(run: RunRecord, findings: Sequence[PartFinding]) -> list[str]:
         return sentences
     worst = max(traced, key=lambda finding: finding.seconds)
     if worst is not findings[-1] and worst.seconds > (1.0 + WORTH_SAYING) * findings[-1].seconds:
-        sentences.append(_where_time_goes(worst, f"In iterations {span(worst.part)}, the slowest part,", matters))
+        sentences.append(_where_time_goes(worst, f"In {_iterations(worst.part)}, the slowest part,", matters))
     if findings[-1].traced:
-        sentences.append(_where_time_goes(findings[-1], f"At the end (iterations {span(findings[-1].part)}),", matters))
+        last = findings[-1]
+        sentences.append(_where_time_goes(last, f"At the end ({_iterations(last.part)}),", matters))
     return sentences
 
 
@@ -199,6 +204,7 @@ def _change(before: PartFinding, after: PartFinding, best_s: float, matters: set
         return f"The first iteration took {duration(before.seconds)}: it pays for what is set up once."
     numbers = f"{duration(before.seconds)} → {duration(after.seconds)} an iteration"
     at = f"From iteration {after.part.first} on"
+    faster = after.seconds < (1.0 - WORTH_SAYING) * before.seconds
     switch = next((found.event for found in after.part.beginning if isinstance(found.event, PlanSwitched)), None)
     if switch is not None or after.part.new_order:
         name = f"plan {switch.number} ran" if switch is not None else "another order of actions ran"
@@ -210,7 +216,8 @@ def _change(before: PartFinding, after: PartFinding, best_s: float, matters: set
     if lost := _lost(after):
         return f"{at} {listed(lost) if len(lost) <= MOST_LOST else f'{len(lost)} ranks'} {_were(lost)} dead: {numbers}."
     changed = _changed_links(before, after, matters)
-    if changed:
+    # What was found slow is not why iterations took less.
+    if changed and not (changed == _said_of_links(after) and changed.endswith(" slow") and faster):
         return f"{at} {changed}: {numbers}."
     stages = [found.event for found in after.part.beginning if isinstance(found.event, StageDetection)]
     if stages:
