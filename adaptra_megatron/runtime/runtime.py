@@ -22,6 +22,7 @@ from adaptra_megatron.epochs.commit import Word
 from adaptra_megatron.epochs.generation import FIRST, Generation
 from adaptra_megatron.epochs.joining import Newcomer
 from adaptra_megatron.epochs.live_groups import LiveGroups
+from adaptra_megatron.job.gathering import gather
 from adaptra_megatron.job.membership import MembershipRecords
 from adaptra_megatron.log import is_first_rank, logger_of
 from adaptra_megatron.runtime.device import current_device
@@ -63,6 +64,12 @@ class _Ran(NamedTuple):
     schedule: Schedule
     losses: list[Any]
     """Those that the training script gets."""
+
+
+class _HostPath(NamedTuple):
+    """Of one rank of the job."""
+
+    came_up: bool
 
 
 class AdaptraRuntime:
@@ -138,15 +145,20 @@ class AdaptraRuntime:
         ExchangeError when a peer fails.
         """
         self._say_it_is_on()
-        if stock is not None and (why := self._why_stock(arguments)):
+        if stock is not None and (why := self._why_stock(arguments, interleaved=interleaved)):
             return self.run_stock(stock, arguments, f"{why}: stock's own schedule runs, {_NOT_TIMED}")
         run = functools.partial(self._run_pipeline, arguments, interleaved=interleaved)
         return run() if self.updates is None else self.updates.iterate(run, arguments)
 
-    def _why_stock(self, arguments: Mapping[str, Any]) -> str:
+    def _why_stock(self, arguments: Mapping[str, Any], *, interleaved: bool) -> str:
         """Why Megatron's own schedule is to run; empty where it is not. Equal on all ranks."""
         if keeps_stock(self._config, current_device):
             return NO_PLAN_FASTER
+        if keeps_stock(self._config, current_device, host_path=False):
+            if not self._pipelines and self._single is None:
+                self._try_host_path(pipeline_call(arguments, interleaved=interleaved))
+            if not self._pipelines:
+                return f"the host path did not come up on all ranks, and {NO_PLAN_FASTER}"
         if self._config.policy != "observe":
             return ""
         model = arguments["model"]
@@ -412,33 +424,47 @@ class AdaptraRuntime:
             logger.error("what is on the GPU cannot be ended, so this process ends without waiting for it")
             end_process()
 
+    def _try_host_path(self, call: PipelineCall) -> None:
+        """Make the pipeline of `call`; if any rank of the job got no host path, none of them keeps theirs."""
+        pipeline = self._new_pipeline(call)
+        if all(each.came_up for each in gather(_HostPath(isinstance(pipeline.transport, TwoPathTransport)))):
+            self._keep(pipeline, call)
+        else:
+            pipeline.close()
+
     def _pipeline(self, call: PipelineCall) -> Pipeline:
-        identity = (*dist.get_process_group_ranks(call.pipeline_group), call.chunks)
-        if identity not in self._pipelines:
-            pipeline = self._pipelines[identity] = Pipeline(
-                call,
-                self._config,
-                self._memory,
-                self._groups,
-                self.sharded_optimizers,
-                self._joining,
-                self.sync_waits,
+        if (found := self._pipelines.get(_identity(call))) is not None:
+            return found
+        pipeline = self._new_pipeline(call)
+        self._keep(pipeline, call)
+        return pipeline
+
+    def _new_pipeline(self, call: PipelineCall) -> Pipeline:
+        made = Pipeline(
+            call, self._config, self._memory, self._groups, self.sharded_optimizers, self._joining, self.sync_waits
+        )
+        self._joining = None
+        return made
+
+    def _keep(self, pipeline: Pipeline, call: PipelineCall) -> None:
+        self._pipelines[_identity(call)] = pipeline
+        if pipeline.survival is not None:
+            pipeline.survival.word = functools.partial(self._word, pipeline)
+        if pipeline.survival is not None and self.training is not None:
+            pipeline.survival.let_in(
+                functools.partial(hand_over, self.training, pipeline),
+                {**self._config.common, **self.training.settings},
             )
-            self._joining = None
-            if pipeline.survival is not None:
-                pipeline.survival.word = functools.partial(self._word, pipeline)
-            if pipeline.survival is not None and self.training is not None:
-                pipeline.survival.let_in(
-                    functools.partial(hand_over, self.training, pipeline),
-                    {**self._config.common, **self.training.settings},
-                )
-            self.weight_gradients.leave_whole(call.model_chunks)
-            self._engine_layers.split(call.model_chunks, call.config)
-            if self.staggered is not None:
-                refuse_for_staggering(call.config)
-            if self._config.policy == "adapt":
-                _warn_of_other_draws(call)
-        return self._pipelines[identity]
+        self.weight_gradients.leave_whole(call.model_chunks)
+        self._engine_layers.split(call.model_chunks, call.config)
+        if self.staggered is not None:
+            refuse_for_staggering(call.config)
+        if self._config.policy == "adapt":
+            _warn_of_other_draws(call)
+
+
+def _identity(call: PipelineCall) -> tuple[int, ...]:
+    return (*dist.get_process_group_ranks(call.pipeline_group), call.chunks)
 
 
 def _warn_of_other_draws(call: PipelineCall) -> None:

@@ -17,7 +17,7 @@ from adaptra_megatron.transport.device_session.nccl_library import torch_nccl
 from adaptra_megatron.transport.device_session.nccl_link import NcclSide, gpu_identity
 from adaptra_megatron.transport.gpu.cuda_device import Device, device_of
 from adaptra_megatron.transport.gpu.device_clock import DeviceClock
-from adaptra_megatron.transport.gpu.hardware_queues import NO_PLAN_FASTER, queues_in_words
+from adaptra_megatron.transport.gpu.hardware_queues import queues_in_words
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.messages import Transport, TransportError, TwoPathTransport
 from adaptra_megatron.transport.paths import Path, PathSettings
@@ -65,8 +65,6 @@ def make_transport(
             if config.needs_host_path or maker is None:
                 raise
             _say_once(rendezvous, f"links between stages have one path, torch.distributed's: {cause}")
-            if has_serial_queue(config, current_device()):
-                _say_once(rendezvous, f"{NO_PLAN_FASTER}: start with --adaptra-host-transport off, and stock's runs")
     if maker is None:
         raise TransportError(f"{blocked}. Use --adaptra-host-transport auto: messages then go by the host path alone")
     links, layout = maker.links(), rendezvous.layout
@@ -90,15 +88,15 @@ def has_serial_queue(config: AdaptraConfig, device: torch.device) -> bool:
     return has_one_queue(device) and config.queue_model == "serial"
 
 
-def keeps_stock(config: AdaptraConfig, device: Callable[[], torch.device]) -> bool:
+def keeps_stock(config: AdaptraConfig, device: Callable[[], torch.device], *, host_path: bool = True) -> bool:
     """Return whether no plan would be faster than Megatron's own schedule with its own exchanges, as in a serial queue
-    without the host path. `device`: asked only where that depends on it.
+    without the host path. `device`: asked only where that depends on it. `host_path`: whether it came up, if asked for.
 
     A plan or costs that were given, and what needs the executor, run all the same.
     """
     needs_executor = config.outlives_ranks or config.staggered_optimizer or config.reroute != "off"
     measures = config.plan_csv is None and config.costs_json is None
-    device_alone = config.path == "device" or config.host_transport == "off"
+    device_alone = not host_path or config.path == "device" or config.host_transport == "off"
     if needs_executor or not device_alone or not measures or why_blocked(os.environ) is not None:
         return False
     return has_serial_queue(config, device())
