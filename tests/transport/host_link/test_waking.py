@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from transport_checks import until
 
 from adaptra_megatron.transport._ring import Inbox, Ring
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
@@ -74,3 +75,30 @@ def test_waiting_in_vain_costs_hardly_any_processor_time() -> None:
     for _ in range(100):
         assert inbox.next(ring, time.monotonic() + 0.005, hurry=True) is None
     assert time.thread_time() - before_s < 0.1, "of half a second of waiting"
+
+
+def test_what_comes_again_is_acknowledged_though_nothing_follows_it() -> None:
+    """The acknowledgement was lost with a session; in the next one it is put off while more parts are to be read."""
+    settings = HostSettings(timeout_s=20.0, slots=8, slot_nbytes=PAGE)
+    sender, receiver = (DualLink(LinkEnds(stage, 1 - stage), settings) for stage in range(2))
+    there, lost, never, there_again, back_again = (Ring.create(8, PAGE) for _ in range(5))
+    key, content = MessageKey(0, Direction.ACTIVATION, 0, 0), torch.arange(3 * PAGE, dtype=torch.uint8)
+    try:
+        sender.connected(there, never, lambda cause: None)
+        receiver.connected(lost, there, lambda cause: None)
+        receiver.post_receive(key)
+        sender.post_send(key, content)
+        assert torch.equal(receiver.wait(key, soon())[0], content)
+        until(lambda: lost.backlog == 1, lambda: "it has not been acknowledged")
+        for ring in (there, never, lost):
+            ring.close()
+        for link in (sender, receiver):
+            link.disconnected("the session is over")
+        sender.connected(there_again, back_again, lambda cause: None)
+        until(lambda: there_again.backlog == 3, lambda: f"{there_again.backlog} of 3 parts came again")
+        assert sender.unacknowledged == 1
+        receiver.connected(back_again, there_again, lambda cause: None)
+        sender.flush(soon())
+    finally:
+        for link in (sender, receiver):
+            link.close()
