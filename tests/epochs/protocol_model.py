@@ -26,6 +26,7 @@ from adaptra_megatron.epochs.protocol import (
     Changed,
     Done,
     Found,
+    HandedIn,
     HandOver,
     Interrupted,
     LookUp,
@@ -41,6 +42,8 @@ from adaptra_megatron.schedule.routing.costs import Cell
 READY = Readiness(0, 0, "host", "boot/net")
 _NOT_YET_IN = (Phase.RECEIVING, Phase.COMING, Phase.AWAITING_WORD, Phase.CALLING_OFF, Phase.LEFT)
 """Of a process that rejoins: it does not train in its generation yet."""
+_NOT_ALONE = (Phase.BETWEEN, Phase.ATTEMPTING, Phase.COUNTING)
+"""In which the order of its step and those of others is of importance, or it may have other choices later."""
 _GIVES = (Phase.HANDING_OVER, Phase.COMING, Phase.COUNTING, Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF)
 """In which a rank has begun to hand its state over; what it has begun may go on later."""
 
@@ -74,18 +77,22 @@ class Process(NamedTuple):
     """How many optimizer steps the two halves of its parameters have taken; -1: not received yet."""
     late: int | None = None
     """Turn of an attempt whose operation may still write."""
-    gradients: int = -1
-    """Turn of the attempt that has set its gradient buffer to 0 last."""
     arrival: int = 0
     """Epoch of the membership in which it stands ready, of one that is started again."""
+
+
+Key = tuple[generations.GenerationId | None, str]
+"""In the store: of a generation, or of the job."""
 
 
 class World(NamedTuple):
     """A state of the whole job."""
 
     processes: tuple[Process, ...]
-    store: Mapping[str, Any]
     memberships: tuple[Membership, ...]
+    store: Mapping[Key, Any]
+    came: frozenset[tuple[str, int]] = frozenset()
+    """Which ranks have come to the ends of which attempts."""
     failures: int = 0
     admissions: int = 0
     lates: int = 0
@@ -108,15 +115,13 @@ class Model:
         self.layouts = [layout_of(scope, rank) for rank in range(scope.replicas * scope.stages)]
         self.states = self.ends = 0
         self._chosen: random.Random | None = None
-        self._keys: dict[int, tuple[Any, int]] = {}
-        """Of objects that states share, by their addresses."""
 
     def explore(self, most_states: int | None = None, seed: int | None = None) -> int:
         """Explore all states, or `most_states` of them; return their number. `seed`: of the order in which steps are
         looked at. Raises ViolationError."""
         self._chosen = None if seed is None else random.Random(seed)
         processes = tuple(self._settled(Process(Rank.first(layout))) for layout in self.layouts)
-        first = World(processes, {}, (Membership(0, len(self.layouts), 0.0, ()),))
+        first = World(processes, (Membership(0, len(self.layouts), 0.0, ()),), {})
         seen, stack, trace = {self._key(first)}, [self._steps(first)], list[str]()
         while stack:
             try:
@@ -127,7 +132,7 @@ class Model:
                 stack.pop()
                 del trace[-1:]
                 continue
-            label, after = found
+            label, after = found[0], self._needed(found[1])
             key = self._key(after)
             if key in seen:
                 continue
@@ -152,6 +157,9 @@ class Model:
         yield from shuffled
 
     def _in_order(self, world: World) -> Steps:
+        if (alone := self._alone(world)) is not None:
+            yield from alone
+            return
         moved = False
         for rank, process in enumerate(world.processes):
             for label, after in self._of_process(world, rank, process):
@@ -161,10 +169,30 @@ class Model:
             self._check_end(world)
         yield from self._faults(world)
 
+    def _alone(self, world: World) -> list[tuple[str, World]] | None:
+        """Return the steps of one process that need no others' beside them, if there is one (a persistent set).
+
+        They are that where nothing can change the membership any more, the process has all its choices now, and none
+        of them changes what others look at or an invariant speaks of.
+        """
+        if world.failures < self.scope.failures or world.admissions < self.scope.admissions:
+            return None
+        for process in world.processes:
+            if process.arrival or (process.state is not None and process.state.phase in _NOT_YET_IN):
+                return None
+        for rank, process in enumerate(world.processes):
+            state = process.state
+            if state is None or state.phase in _NOT_ALONE or isinstance(state.request, PutOnce):
+                continue
+            steps = list(self._of_process(world, rank, process))
+            if steps and all(_says_as_before(state, after.processes[rank].state) for _, after in steps):
+                return [(f"{rank} {label}", after) for label, after in steps]
+        return None
+
     def _of_process(self, world: World, rank: int, process: Process) -> Steps:
         state, newest = process.state, world.memberships[-1]
         if state is None:
-            ticket = world.store.get(f"None/ticket/{rank}/{process.arrival}") if process.arrival else None
+            ticket = world.store.get((None, f"ticket/{rank}/{process.arrival}")) if process.arrival else None
             if ticket is not None and rank in newest.live:
                 called = Process(Rank.rejoins(self.layouts[rank], ticket), newest.epoch, (-1, -1))
                 yield "is called in", self._with(world, rank, called)
@@ -189,9 +217,9 @@ class Model:
             return
         yield "is interrupted", self._answered(world, rank, process, Interrupted())
         if attempts and world.lates < self.scope.late_operations:
-            left = process._replace(late=state.turn)
-            after = self._answered(world._replace(lates=world.lates + 1), rank, left, Interrupted())
-            yield "is interrupted and leaves an operation late", after
+            after = self._answered(world, rank, process._replace(late=state.turn), Interrupted())
+            if after.processes[rank].late is not None:  # else the fence has waited for it
+                yield "is interrupted and leaves an operation late", after._replace(lates=world.lates + 1)
 
     def _carried_out(self, world: World, rank: int, process: Process, request: Any) -> Steps:
         state = process.state
@@ -205,17 +233,17 @@ class Model:
                         sees = process._replace(seen=membership.epoch)
                         yield f"sees epoch {membership.epoch}", self._answered(world, rank, sees, Changed(membership))
             case Put(generation, key, value):
-                wrote = world._replace(store={**world.store, f"{generation}/{key}": value})
+                wrote = world._replace(store={**world.store, (generation, key): value})
                 yield f"puts {key}", self._answered(wrote, rank, process, Done())
             case PutOnce(generation, key, word):
-                there = world.store.get(f"{generation}/{key}", word)
-                wrote = world._replace(store={**world.store, f"{generation}/{key}": there})
+                there = world.store.get((generation, key), word)
+                wrote = world._replace(store={**world.store, (generation, key): there})
                 yield f"puts {key} once: {there}", self._answered(wrote, rank, process, Found(there))
             case Await(generation, key):
-                if (there := world.store.get(f"{generation}/{key}")) is not None:
+                if (there := world.store.get((generation, key))) is not None:
                     yield f"finds {key}", self._answered(world, rank, process, Found(there))
             case AwaitAll(generation, keys):
-                found = tuple(world.store.get(f"{generation}/{key}") for key in keys)
+                found = tuple(world.store.get((generation, key)) for key in keys)
                 if None not in found:
                     yield f"finds {keys[0]}", self._answered(world, rank, process, Found(found))
                 elif state.phase is Phase.COUNTING:
@@ -229,8 +257,8 @@ class Model:
         """It comes to the end of its attempt, and knows any membership since the one that it has seen last."""
         state = process.state
         assert state is not None
-        wrote = world._replace(store={**world.store, f"came/{name}/{rank}": True})
-        last = all(f"came/{name}/{each}" in wrote.store for each in state.generation.live)
+        wrote = world._replace(came=world.came | {(name, rank)})
+        last = all((name, each) in wrote.came for each in state.generation.live)
         arrives = process._replace(state=state.after(Done()))
         for newest in world.memberships[process.seen :] if last else world.memberships[-1:]:
             yield f"arrives, knowing epoch {newest.epoch}", self._answered(wrote, rank, arrives, Arrived(last, newest))
@@ -272,12 +300,6 @@ class Model:
                 after = newest.with_ready({rank: READY}, 0.0)
                 grown = world._replace(memberships=(*world.memberships, after), admissions=world.admissions + 1)
                 yield f"{rank} stands ready", self._with(grown, rank, Process(None, arrival=after.epoch))
-            if process.late is not None:
-                if process.gradients > process.late:
-                    raise ViolationError(
-                        f"{rank}: an operation of turn {process.late} writes into gradients of turn {process.gradients}"
-                    )
-                yield f"{rank}'s late operation writes", self._with(world, rank, process._replace(late=None))
 
     def _without(self, world: World, rank: int, newest: Membership, why: str) -> World:
         after = newest.without([Departure(rank, newest.epoch + 1, "host", why, 0.0)], 0.0)
@@ -292,7 +314,7 @@ class Model:
             after = self._settled(self._advanced(process, before.after(answer)))
         except UnrecoverableError:  # the job is lost, which is said: nothing is wrong with that
             gone = tuple(Process(None) for _ in world.processes)
-            return World(gone, {}, world.memberships[-1:], self.scope.failures, self.scope.admissions)
+            return World(gone, world.memberships[-1:], {}, frozenset(), self.scope.failures, self.scope.admissions)
         return self._with(world, rank, after)
 
     def _settled(self, process: Process) -> Process:
@@ -321,7 +343,10 @@ class Model:
         if after.phase is Phase.ATTEMPTING:
             if steps != (after.call, after.call):
                 raise ViolationError(f"{after.rank} begins call {after.call} with {steps} steps")
-            process = process._replace(gradients=after.turn)
+            if process.late is not None:  # it may write at any time from now on
+                raise ViolationError(
+                    f"{after.rank}: an operation of turn {process.late} writes into gradients of turn {after.turn}"
+                )
         return process
 
     def _with(self, world: World, rank: int, process: Process) -> World:
@@ -361,15 +386,19 @@ class Model:
 
     # States that go on alike are one.
 
-    def _key(self, world: World) -> int:
+    def _needed(self, world: World) -> World:
+        """Return `world` without what no rank can look at any more."""
         states = [each.state for each in world.processes if each.state is not None]
-        names = {name for state in states for name in (state.attempt, state.attempted, *state.open)}
         oldest = min((state.generation.id for state in states), default=generations.FIRST)
-        store = [
-            (key, self._of(value) if not isinstance(value, str) else value)
-            for key, value in world.store.items()
-            if _is_needed(key, names, str(oldest), states)
-        ]
+        meets = {state.next.id for state in states if state.next is not None}
+        of_these = {key: value for key, value in world.store.items() if _may_be_met(key[0], oldest, meets)}
+        names = {name for state in states for name in (state.attempt, state.attempted, *state.open)}
+        names |= {value.attempted for value in of_these.values() if isinstance(value, HandedIn)}
+        store = {key: of_these[key] for key in of_these if key[1][:5] != "fate/" or key[1][5:] in names}
+        came = frozenset(each for each in world.came if each[0] in names)
+        return world._replace(store=store, came=came)
+
+    def _key(self, world: World) -> int:
         newest = world.memberships[-1]
         first = min((each.seen for each in world.processes if each.state is not None), default=newest.epoch)
         members = tuple(
@@ -378,24 +407,20 @@ class Model:
         )
         left = tuple((each.rank, each.epoch) for each in newest.left)
         processes = tuple((self._of(each.state), *each[1:]) for each in world.processes)
-        return hash((processes, frozenset(store), left, members, world.failures, world.admissions, world.lates))
+        store = frozenset((key, value if isinstance(value, str) else repr(value)) for key, value in world.store.items())
+        return hash((processes, store, world.came, left, members, *world[4:]))
 
-    def _of(self, value: Any) -> int:
-        """Equal for equal values, which are not changed."""
-        known = self._keys.get(id(value))
-        if known is None:
-            known = self._keys[id(value)] = value, hash(_state_key(value) if isinstance(value, Rank) else repr(value))
-        return known[1]
+    def _of(self, state: Rank | None) -> Any:
+        return None if state is None else _state_key(state)
 
 
-def _is_needed(key: str, names: set[str | None], oldest: str, states: list[Rank]) -> bool:
-    """Return whether any rank may still look at a key."""
-    scope, _, rest = key.partition("/")
-    if scope == "came":
-        return rest.rpartition("/")[0] in names
-    if scope != "None":
-        return any(str(state.next.id) == scope for state in states if state.next is not None) or scope > oldest
-    return not rest.startswith("fate/") or rest.removeprefix("fate/") in names
+def _may_be_met(generation: generations.GenerationId | None, oldest: generations.GenerationId, meets: set[Any]) -> bool:
+    return generation is None or generation > oldest or generation in meets
+
+
+def _says_as_before(before: Rank, after: Rank | None) -> bool:
+    """Return whether invariants that speak of several ranks see the same of a rank."""
+    return after is not None and (before.call, before.generation) == (after.call, after.generation)
 
 
 def _state_key(state: Rank) -> Any:
