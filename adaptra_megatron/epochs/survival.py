@@ -210,8 +210,10 @@ class Survival:
         return result  # type: ignore[return-value]
 
     def close(self, *, well: bool = True) -> None:
-        """End the thread. `well`: whether this rank has come to the end of the training."""
-        if well and self._rank.call:
+        """End the thread. `well`: whether no call of this rank has failed. It has come to the end of the training then,
+        unless an error of another kind ends it: one that leaves an operation outside of calls, or a script."""
+        fails = self._rank.phase is not Phase.BETWEEN or isinstance(sys.exc_info()[1], Exception)
+        if well and self._rank.call and not fails:
             say_end(self._store)
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._hooked

@@ -15,6 +15,7 @@ from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.outlived import Host, run_outlived
 
 RANKS = str(Path(__file__).with_name("group_ranks.py"))
+LANES = str(Path(__file__).with_name("lane_ranks.py"))
 REPLICAS, STAGES, MOMENTS = 3, 2, 60
 """Moments: more than a rank has in a run without deaths."""
 ENDS_S = 10.0
@@ -102,6 +103,16 @@ def test_an_error_of_a_rank_is_no_death(moment: int, tmp_path: Path, fork_server
         assert "ValueError: a matrix is singular" in result.output
         says = "this job ends with an error of rank 1 (stage 0 on host): ValueError: a matrix is singular"
         assert (says in result.output) == (result.rank != 1)
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_without_the_rest_of_its_cell_ends_and_says_no_end_of_the_training(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    results = run_outlived(4, [LANES], timeout_s=40, server=fork_server, log_directory=tmp_path)
+    assert [result.returncode for result in results] == [-9, 1, 0, 0], results
+    assert "its cell has lost a rank (rank 0" in results[1].output
+    assert all("has come to the end" in result.output for result in results[2:])
 
 
 @pytest.mark.slow
