@@ -21,10 +21,22 @@ def test_without_the_host_path_on_one_rank_all_run_stocks_schedule(
     tmp_path: Path, start_ranks: Callable[..., list[RankResult]]
 ) -> None:
     """Also the pipelines that have it: what the ranks of a job do together, all of them do."""
-    arguments = (
-        "--pipeline-model-parallel-size 2 --num-layers 2 --mock-data --train-iters 4 "
-        "--no-gradient-accumulation-fusion --global-batch-size 8 --eval-iters 1 --eval-interval 2"
-    ).split()
+    arguments = [
+        "--pipeline-model-parallel-size",
+        "2",
+        "--num-layers",
+        "2",
+        "--mock-data",
+        "--train-iters",
+        "4",
+        "--no-gradient-accumulation-fusion",
+        "--global-batch-size",
+        "8",
+        "--eval-iters",
+        "1",
+        "--eval-interval",
+        "2",
+    ]
     wanted = [
         Variant("stock", tuple(arguments)),
         Variant("adapt", (*arguments, "--adaptra"), like="stock"),
