@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from adaptra_megatron import __version__
-from adaptra_megatron.cli import analyze, bench, check, doctor, launch, report, status, trace
+from adaptra_megatron.cli import analyze, bench, check, doctor, launch, policy, report, status, trace
 from adaptra_megatron.cli.planning import plan, simulate, simulate_sync
 from adaptra_megatron.cli.planning.inputs import InputError
 from adaptra_megatron.schedule.costs import CostError
@@ -72,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.add_command(commands)
     trace.add_command(commands)
     status.add_command(commands)
+    policy.add_command(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options = parser.parse_args(given)

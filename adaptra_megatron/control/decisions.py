@@ -139,10 +139,12 @@ class Told(Section):
     """Which iterations every rank is to trace, new since the decision before."""
     job: PackedFigures | None = None
     """What the leader has found, for the rank that has somewhere to show it."""
+    policy: str = ""
+    """From this iteration on: "adapt", "observe" or "off"; empty: as before."""
 
     def then(self, later: Told) -> Told:
         """No request is lost."""
-        return Told(self.requests + later.requests, later.job)
+        return Told(self.requests + later.requests, later.job, later.policy or self.policy)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adaptra_megatron.control.deciders import Context, Decider, Telemetry
-from adaptra_megatron.control.decisions import Decision, PackedFigures, Told
+from adaptra_megatron.control.decisions import Decision, PackedFigures, Paths, Told
 from adaptra_megatron.control.joining import iteration_sample
 from adaptra_megatron.control.measurements import StageMeasurement, mean_idle_share
 from adaptra_megatron.control.order.cost_estimates import InUse, estimate_costs, link_figures, paths_in_use
@@ -23,7 +23,7 @@ from adaptra_megatron.detector.findings import Estimates, Finding
 from adaptra_megatron.detector.samples import LinkId
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.schedule.costs import Costs
-from adaptra_megatron.telemetry.events.events import LinkDetection, StageDetection
+from adaptra_megatron.telemetry.events.events import LinkDetection, PolicyChanged, StageDetection
 from adaptra_megatron.telemetry.figures.scalars import JobFigures
 
 logger = logger_of(__name__)
@@ -47,21 +47,15 @@ class PlanLeader:
         only. `running`: what another leader has decided before; None: nothing. `routes`: None where micro-batches stay
         in their replicas."""
         running = Decision(0) if running is None else running
+        self._paths, self._route_policy = paths, routes
         self._book = book
         self._telemetry = telemetry
         self._detector = Detector()
         self._in_use: InUse = {}
         self._deciders: dict[str, Decider] = {}
         """By the section of the decision, in the order in which they decide."""
-        if paths is not None and not book.observes:
-            self._deciders["paths"] = PathDecider(paths, telemetry, running.paths)
         self._routes: RouteDecider | LiveCellDecider | None = None
-        if book.adapts and routes is not None:
-            kind = LiveCellDecider if routes.dead else RouteDecider
-            self._routes = kind(routes, book.layout.stages, telemetry, running.routing)
-            self._deciders["routing"] = self._routes
-        if book.adapts:
-            self._deciders["order"] = OrderDecider(book, telemetry, running.order)
+        self._make_deciders(running)
         self._memory = MeasuredCaps()
         self._caps: Caps = (None,) * book.layout.stages
         """Caps of the latest costs."""
@@ -70,8 +64,35 @@ class PlanLeader:
         """The latest estimate."""
         self._number = running.number
 
-    def decide(self, rounds: Sequence[Sequence[StageMeasurement]]) -> Decision:
-        """What to run next, given what all ranks measured in the latest iterations, at least one."""
+    def _make_deciders(self, running: Decision) -> None:
+        """Those that decide by the policy in force, which go on from `running`."""
+        book, telemetry, paths, routes = self._book, self._telemetry, self._paths, self._route_policy
+        self._deciders.clear()
+        if paths is not None and not book.observes:
+            self._deciders["paths"] = PathDecider(paths, telemetry, running.paths)
+        if self._routes is not None:  # dead cells take no work under any policy
+            self._deciders["routing"] = self._routes
+        elif routes is not None and (book.adapts or routes.dead):
+            kind = LiveCellDecider if routes.dead else RouteDecider
+            self._routes = kind(routes, book.layout.stages, telemetry, running.routing)
+            self._deciders["routing"] = self._routes
+        if book.adapts:
+            self._deciders["order"] = OrderDecider(book, telemetry, running.order)
+
+    def _follow(self, policy: str) -> Paths | None:
+        """Have `policy` decided by from now on; where links take their own paths again, the section that says so."""
+        before, self._book.number = self._book.policy, max(self._number, self._book.number) + 1
+        self._book.follow(policy)
+        self._number = self._book.number
+        self._telemetry.log(PolicyChanged(number=self._number, before=before, after=policy))
+        self._make_deciders(Decision(0))
+        return Paths() if self._paths is not None and self._book.observes else None
+
+    def decide(self, rounds: Sequence[Sequence[StageMeasurement]], policy: str = "") -> Decision:
+        """What to run next, given what all ranks measured in the latest iterations, at least one. `policy`: asked for
+        by a user; empty: none is."""
+        changes = policy not in ("", self._book.policy)
+        paths = self._follow(policy) if changes else None
         findings = [finding for measurements in rounds for finding in self._observe(measurements)]
         estimates, latest = self._detector.estimates(), rounds[-1]
         for finding in findings:
@@ -86,6 +107,8 @@ class PlanLeader:
             if self.costs is None and not self._book.adapts:
                 logger.info("observed %s", describe(context.costs))
             self.costs = context.costs
+        if paths is not None:
+            sections = {**sections, "paths": paths}
         self._number = number + bool(context.reasons)
         job = JobFigures(
             bubble_fraction=mean_idle_share(latest),
@@ -93,7 +116,7 @@ class PlanLeader:
             memory=self._memory.figures(self._caps),
             routes=None if self._routes is None else self._routes.figures(),
         )
-        told = Told(self._telemetry.requests(), PackedFigures.of(job))
+        told = Told(self._telemetry.requests(), PackedFigures.of(job), policy if changes else "")
         return Decision(self._number, forecast=context.forecast, told=told, **sections)
 
     def _observe(self, measurements: Sequence[StageMeasurement]) -> list[Finding]:

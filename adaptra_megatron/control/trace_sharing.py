@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests for traces come to one replica's leader, where a user puts them, and go to the leaders of all others."""
+"""Requests for traces, and for another policy, come to one replica's leader, where a user puts them, and go to the
+leaders of all others."""
 
 from __future__ import annotations
 
@@ -9,23 +10,22 @@ from typing import Any
 
 from adaptra_megatron.authentication.tagged_json import packed, unpacked
 from adaptra_megatron.control.decisions import MOST_NBYTES, Told
-from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 
 
 class SharedRequests:
     """One leader's end, for one thread."""
 
-    def __init__(self, store: Any, take: Callable[[], tuple[Iterations, ...]] | None) -> None:
+    def __init__(self, store: Any, take: Callable[[], Told] | None) -> None:
         """`store`: a SealedStore that all leaders share. `take`: of the leader that requests come to."""
         self._store, self._take, self._number = store, take, 0
 
-    def new(self) -> tuple[Iterations, ...]:
+    def new(self) -> Told:
         """Those since the last call; none where the store cannot be reached."""
-        key, found = f"requests/{self._number}", () if self._take is None else self._take()
+        key, found = f"requests/{self._number}", Told() if self._take is None else self._take()
         with contextlib.suppress(RuntimeError):  # at the end of a job the store goes with its process
-            if found:
-                self._store.set(key, packed(Told(found)))
+            if found != Told():
+                self._store.set(key, packed(found))
             elif self._take is None and (entry := self._store.peek(key)) is not None:
-                found = unpacked(entry, Told, MOST_NBYTES).requests
-        self._number += bool(found)
+                found = unpacked(entry, Told, MOST_NBYTES)
+        self._number += found != Told()
         return found

@@ -386,6 +386,12 @@ class Pipeline:
     def _follow(self, decision: Decision) -> None:
         told, order, forecast, paths = decision.told or Told(), decision.order, decision.forecast, decision.paths
         self.telemetry.begin(self.iterations, told.requests, told.job)
+        if told.policy and told.policy != self.book.policy:
+            self.book.follow(told.policy)
+            self.dispatcher.keeps_plan = self.book.observes
+            self._works.forget()
+            if told.policy == "off":
+                self.exchange.leave()
         if order is not None:
             planned = schedule_from_csv(order.csv, chunks=self.book.layout.chunks)
             costs = costs_from_json(json.loads(order.costs))

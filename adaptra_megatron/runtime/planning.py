@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.control_loop import exchange_place
-from adaptra_megatron.control.decisions import Decision, decision_of
+from adaptra_megatron.control.decisions import Decision, Told, decision_of
 from adaptra_megatron.control.finding_sharing import NamedFindings, SharedFindings
 from adaptra_megatron.control.order.plans import PlanBook
 from adaptra_megatron.control.path_decider import PathPolicy
@@ -21,11 +21,13 @@ from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.epochs.awaiting import said_by_one
 from adaptra_megatron.epochs.errors import LateRankError
 from adaptra_megatron.job.layout import JobLayout
+from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.job import Job
 from adaptra_megatron.runtime.listening import listen_for
 from adaptra_megatron.schedule.routing.costs import Cell
 from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
-from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
+
+logger = logger_of(__name__)
 
 
 def make_planner(
@@ -49,7 +51,7 @@ def make_planner(
         reporters=tuple(layout.reporters),
         layout=book.layout,
         measures_memory=book.measures_memory,
-        policy=config.policy,
+        policy=book.policy,
         max_in_flight=config.max_in_flight,
         plan_csv=_text(config.plan_csv),
         costs_json=_text(config.costs_json),
@@ -58,13 +60,17 @@ def make_planner(
         log_level=0,
         running=replace(book.in_force, number=max(number, book.number)),
     )
-    requests: Callable[[], Sequence[Iterations]] = telemetry.requests
+
+    def take() -> Told:
+        return Told(telemetry.requests(), policy=accepted(telemetry.policy_asked(), config))
+
+    requests = take
     if layout.decides_apart:
-        shared = SharedRequests(control.client("requests"), None if replica else telemetry.requests)
+        shared = SharedRequests(control.client("requests"), None if replica else take)
         findings = SharedFindings(control.client("findings"), layout, None if replica else telemetry.take_of)
         telemetry.share = findings.post if replica else None
 
-        def requests() -> Sequence[Iterations]:
+        def requests() -> Told:
             findings.exchange()
             return shared.new()
 
@@ -77,6 +83,22 @@ def make_planner(
         requests,
         word=word,
     )
+
+
+def accepted(policy: str, config: AdaptraConfig) -> str:
+    """The policy that a user asks the running job for, or "" where it cannot be had, which the log says."""
+    why = ""
+    if policy == "adapt" and config.policy != "adapt":
+        why = f"the job was started with --adaptra-policy {config.policy}, so that nothing is ready for other orders"
+    elif policy and config.staggered_optimizer:
+        why = "--adaptra-staggered-optimizer steps by the plan that runs"
+    elif policy and (config.avoids_stragglers or (policy == "off" and config.reroute != "off")):
+        why = f"--adaptra-reroute {config.reroute} needs what ranks measure to route micro-batches"
+    if why:
+        logger.warning(
+            "policy %s was asked for and cannot be had while the job runs: %s; restart it for that", policy, why
+        )
+    return "" if why else policy
 
 
 def agreed_plan(job: Job, mine: Decision | None, check: Callable[[], None]) -> Decision:

@@ -44,6 +44,7 @@ from adaptra_megatron.telemetry.figures.scalars import (
     megatron_writers,
     scalars,
 )
+from adaptra_megatron.telemetry.policy_requests import take_policy
 from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
 from adaptra_megatron.telemetry.tracing.trace import TraceWriter
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations, RequestBox, RequestedTraces
@@ -185,6 +186,12 @@ class RunTelemetry:
     def requests(self) -> tuple[Iterations, ...]:
         """On the rank that takes them: which iterations to trace, new since the last call; to be sent to every rank."""
         return () if self._box is None else self._box.take(self._steps.get(self._running, 1))
+
+    def policy_asked(self) -> str:
+        """On the rank that takes requests: the policy that a user has asked for since the last call; "": none."""
+        if self._directory is None or not self._place.leads or (self._place.replica and self._place.decides_apart):
+            return ""
+        return take_policy(self._directory)
 
     def begin(self, iteration: int, requests: Sequence[Iterations] = (), job: FiguresOfJob | None = None) -> None:
         """Iteration `iteration` (evaluations count) begins; `requests` and `job` are what the leader sent for it."""

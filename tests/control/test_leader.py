@@ -13,17 +13,19 @@ import pytest
 from support.made_up.measured_job import MeasuredJob
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.decisions import Forecast
+from adaptra_megatron.control.decisions import Forecast, Paths
 from adaptra_megatron.control.leader import PlanLeader
 from adaptra_megatron.control.order.plans import Layout, PlanBook
+from adaptra_megatron.control.path_decider import PathPolicy
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.costs_json import costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.telemetry.events.event_log import read_events
-from adaptra_megatron.telemetry.events.events import LinkDetection, PlanMade, RunStarted, StageDetection
+from adaptra_megatron.telemetry.events.events import LinkDetection, PlanMade, PolicyChanged, RunStarted, StageDetection
 from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations, request_directory
+from adaptra_megatron.transport.paths import Path as TransportPath
 
 FOUR = Layout(stages=4, chunks=1, group_size=None)
 
@@ -105,6 +107,30 @@ def test_one_odd_iteration_changes_nothing(telemetry: RunTelemetry, tmp_path: Pa
     telemetry.close()
     assert _events(tmp_path, StageDetection) == []
     assert [made.reason for made in _events(tmp_path, PlanMade)] == ["first costs"]
+
+
+def test_another_policy_is_decided_on_once_and_adapting_begins_anew(telemetry: RunTelemetry, tmp_path: Path) -> None:
+    paths = PathPolicy(preferred=TransportPath.DEVICE)
+    leader, job = PlanLeader(PlanBook(AdaptraConfig(max_in_flight=8), FOUR), telemetry, paths), MeasuredJob()
+    asked = {8: "observe", 9: "observe", 14: "adapt", 18: "off"}
+    decisions = [leader.decide([job.measure(4.0 if at > 5 else 0.0)], asked.get(at, "")) for at in range(20)]
+    told = {at: decision.told.policy for at, decision in enumerate(decisions) if decision.told and decision.told.policy}
+    assert told == {8: "observe", 14: "adapt", 18: "off"}, "once each"
+    orders = [at for at, decision in enumerate(decisions) if decision.order is not None]
+    assert [at for at in orders if 8 <= at < 14 or at >= 18] == []
+    assert 14 in orders, "costs are known, so it plans at once"
+    assert decisions[8].paths == decisions[18].paths == Paths(), "links take the paths that they prefer"
+    numbers = [decision.number for decision in decisions]
+    assert numbers == sorted(numbers)
+    assert numbers[8] == numbers[7] + 1
+    telemetry.close()
+    changes = _events(tmp_path, PolicyChanged)
+    assert [(change.before, change.after) for change in changes] == [
+        ("adapt", "observe"),
+        ("observe", "adapt"),
+        ("adapt", "off"),
+    ]
+    assert [change.number for change in changes][0] == numbers[8]
 
 
 def test_decisions_carry_what_the_leader_found(telemetry: RunTelemetry, tmp_path: Path) -> None:

@@ -7,13 +7,16 @@ from support.made_up.job import SECRET
 from torch.distributed import HashStore
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
+from adaptra_megatron.control.decisions import Told
 from adaptra_megatron.control.trace_sharing import SharedRequests
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 
 
 def test_every_replica_gets_each_request_once() -> None:
-    store, asked = SealedStore(HashStore(), SECRET, "requests"), [(), (Iterations(3, 4),), (Iterations(9, 9),), ()]
+    store = SealedStore(HashStore(), SECRET, "requests")
+    all_asked = [Told(), Told((Iterations(3, 4),)), Told((Iterations(9, 9),)), Told(policy="observe"), Told()]
+    asked = list(all_asked)
     first = SharedRequests(store, lambda: asked.pop(0))
     others = [SharedRequests(store, None) for _ in range(2)]
-    found = [[leader.new() for leader in (first, *others)] for _ in range(4)]
-    assert found == [[wanted] * 3 for wanted in ((), (Iterations(3, 4),), (Iterations(9, 9),), ())]
+    found = [[leader.new() for leader in (first, *others)] for _ in all_asked]
+    assert found == [[wanted] * 3 for wanted in all_asked]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.decisions import Decision, Order
+from adaptra_megatron.control.decisions import Decision, Order, Told
 from adaptra_megatron.given import read_costs, read_plan
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.schedule.actions import Schedule
@@ -89,6 +89,8 @@ class PlanBook:
         self.number = 0
         """Counts installed plans; 0 while none is."""
         self._config = config
+        self.policy = config.policy
+        """What runs by: "adapt", "observe", or "off", which is that nothing is measured and told either."""
         self._plans: dict[int, _Installed] = {}
         """By number of micro-batches."""
         self._stock: dict[int, Schedule] = {}
@@ -104,12 +106,18 @@ class PlanBook:
     @property
     def observes(self) -> bool:
         """Return whether stock's order runs, and nothing is decided."""
-        return self._config.policy == "observe"
+        return self.policy != "adapt"
 
     @property
     def adapts(self) -> bool:
         """Return whether measured costs decide on the order."""
-        return self._config.policy == "adapt" and self._config.plan_csv is None and self._given_costs is None
+        return self.policy == "adapt" and self._config.plan_csv is None and self._given_costs is None
+
+    def follow(self, policy: str) -> None:
+        """Go by another policy. What was planned for measured costs is forgotten, so that all ranks begin anew."""
+        self.policy = policy
+        if self._config.plan_csv is None and self._given_costs is None:
+            self._plans.clear()
 
     def caps(self, micro_batches: int, rooms: Mapping[int, int] | None = None) -> Caps:
         """Activations each stage may hold in a planned order: the given cap, or else what there is memory for.
@@ -129,7 +137,7 @@ class PlanBook:
 
     def enforced_cap(self, micro_batches: int, stage: int) -> float | None:
         """What the executor must not pass; None where no cap was set: stock's order, or a user's own plan."""
-        installed = self._plans.get(micro_batches)
+        installed = None if self.observes else self._plans.get(micro_batches)
         return None if installed is None else installed.caps[stage]
 
     def released_at_backward_input(self, micro_batches: int, stage: int) -> float:
@@ -197,16 +205,17 @@ class PlanBook:
     @property
     def in_force(self) -> Decision:
         """What was planned last, as it travels; without an order where none was planned for measured costs."""
+        told = None if self.policy == self._config.policy else Told(policy=self.policy)
         latest = next((each for each in reversed(self._plans.values()) if each.costs is not None), None)
-        if latest is None or latest.costs is None:
-            return Decision(self.number)
+        if latest is None or latest.costs is None or self.observes:
+            return Decision(self.number, told=told)
         order = Order(
             schedule_to_csv(latest.schedule),
             json.dumps(costs_to_json(latest.costs)),
             latest.caps,
             released_per_stage(latest.released_at_backward_input, self.layout.stages),
         )
-        return Decision(self.number, order)
+        return Decision(self.number, order, told=told)
 
     def forget(self) -> None:
         """Let all plans go that came of measured costs."""

@@ -17,7 +17,7 @@ from adaptra_megatron.authentication.socket_io import send_descriptor
 from adaptra_megatron.child_process import ChildProcess
 from adaptra_megatron.control.beside.channel import ChannelEndedError, send
 from adaptra_megatron.control.beside.process import log_events, log_lines
-from adaptra_megatron.control.decisions import Decision, Routing
+from adaptra_megatron.control.decisions import Decision, Routing, Told
 from adaptra_megatron.control.planner_process.messages import (
     Begin,
     Decided,
@@ -28,7 +28,6 @@ from adaptra_megatron.control.planner_process.messages import (
 )
 from adaptra_megatron.control.rounds import Address
 from adaptra_megatron.telemetry.events.events import Event
-from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 60.0
 """From one end of a planner process to the start of the next: twice as long each time, until one has decided."""
@@ -68,13 +67,13 @@ class PlannerKeeper:
         listener: socket.socket,
         telemetry: Diary,
         number: Callable[[], int],
-        requests: Callable[[], Sequence[Iterations]],
+        requests: Callable[[], Told],
         *,
         word: str = "",
         patience_s: float = PATIENCE_S,
     ) -> None:
         """`listener`: bound to where ranks that follow connect, whichever process there is; belongs to the keeper from
-        now on. `number`: of the plan that runs. `requests`: for traces, new since the last call.
+        now on. `number`: of the plan that runs. `requests`: of users, new since the last call.
         `word`: before each line of the log that comes from there."""
         self._begin, self._telemetry, self._word, self._patience_s = begin, telemetry, word, patience_s
         listener.listen(len(begin.reporters))  # all of them connect at once
@@ -82,6 +81,8 @@ class PlannerKeeper:
         self._order, self._routing = self._latest.order, self._latest.routing
         """The latest ones that were new."""
         self._number, self._requests = number, requests
+        self._wanted_policy = ""
+        """Until it has been decided on."""
         self._process: ChildProcess | None = None
         self._pause_s, self._restart_s = FIRST_PAUSE_S, 0.0
         self._closed = threading.Event()
@@ -139,6 +140,9 @@ class PlannerKeeper:
         if decision is None:
             raise NoDecisionError(decided.failure and f"{self._word}{decided.failure}", decided.until)
         self._latest = decision
+        if decision.told is not None and decision.told.policy:
+            self._begin, self._order = replace(self._begin, policy=decision.told.policy), None
+            self._wanted_policy = ""
         self._order, self._routing = decision.order or self._order, decision.routing or self._routing
         return decided.until, decision
 
@@ -149,11 +153,13 @@ class PlannerKeeper:
                 send(self._process.channel, Published(iteration=iteration), [decision])
 
     def _measured(self, own: Sequence[tuple[int, bytes]]) -> Measured:
+        asked = self._requests()
+        self._wanted_policy = asked.policy or self._wanted_policy
         return Measured(
             iterations=tuple(iteration for iteration, _ in own),
             nbytes=tuple(len(report) for _, report in own),
             number=max(self._number(), self._latest.number),
-            requests=tuple(self._requests()),
+            asked=replace(asked, policy=self._wanted_policy),
         )
 
     def _answer(self, channel: socket.socket) -> Decided:

@@ -12,11 +12,10 @@ from typing import ClassVar
 
 from adaptra_megatron.control.beside.channel import Messages
 from adaptra_megatron.control.beside.process import Line
-from adaptra_megatron.control.decisions import Decision
+from adaptra_megatron.control.decisions import Decision, Told
 from adaptra_megatron.control.order.plans import Layout
 from adaptra_megatron.control.path_decider import PathPolicy
 from adaptra_megatron.control.routes.route_decider import RoutePolicy
-from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +54,8 @@ class Measured:
     """Size of each iteration's report, in the bytes that go along."""
     number: int
     """Number of the plan that runs."""
-    requests: tuple[Iterations, ...]
-    """For traces."""
+    asked: Told = Told()
+    """What users ask for, new since the message before."""
 
 
 @dataclass(frozen=True, kw_only=True)

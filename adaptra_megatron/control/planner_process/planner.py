@@ -16,6 +16,7 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.beside.channel import packed
 from adaptra_megatron.control.beside.process import Notes, allow_connections, serve
 from adaptra_megatron.control.beside.report_server import ReportServer
+from adaptra_megatron.control.decisions import Told
 from adaptra_megatron.control.leader import PlanLeader
 from adaptra_megatron.control.order.plans import PlanBook
 from adaptra_megatron.control.planner_process.messages import (
@@ -61,7 +62,7 @@ class Planner:
         )
         self._book = PlanBook(config, begin.layout, measures_memory=begin.measures_memory)
         self._leader = PlanLeader(self._book, notes, begin.paths, begin.running, begin.routes)
-        self._notes = notes
+        self._notes, self._policy = notes, ""
         self._patient_until_s = time.monotonic() + FIRST_REPORTS_S
         """Until then reports may be missing without a word: ranks connect once they have something to report."""
 
@@ -72,7 +73,8 @@ class Planner:
         try:
             if whole:
                 self._patient_until_s = 0.0
-                decision = self._leader.decide([round_of(reported) for reported in whole])
+                decision = self._leader.decide([round_of(reported) for reported in whole], self._policy)
+                self._policy = ""
             elif time.monotonic() >= self._patient_until_s:
                 failure = _missing(over[-1])
         except ValueError as cause:
@@ -90,10 +92,11 @@ class Planner:
             costs=None if costs is None else json.dumps(costs_to_json(costs)),
         )
 
-    def runs(self, number: int, requests: Sequence[Iterations]) -> None:
-        """Plan `number` runs, and `requests` for traces are new."""
+    def runs(self, number: int, asked: Told) -> None:
+        """Plan `number` runs, and `asked` is new."""
         self._book.number = number
-        self._notes.wanted += tuple(requests)
+        self._notes.wanted += asked.requests
+        self._policy = asked.policy or self._policy
 
 
 def _missing(reported: Reported) -> str:
@@ -130,7 +133,7 @@ class PlannerProcess:
                 self._server.pass_on(message.iteration, along)
                 continue
             assert isinstance(message, Measured), f"{message} came instead of measurements"
-            self._planner.runs(message.number, message.requests)
+            self._planner.runs(message.number, message.asked)
             at = 0
             for iteration, nbytes in zip(message.iterations, message.nbytes, strict=True):
                 self._gathering.expect(iteration)

@@ -72,6 +72,8 @@ class Dispatcher:
         """How many actions ran before one that the plan had before them."""
         self.all_by_host_path = True
         """True if every link of the job is to take the host path: ranks of a stage cannot tell of each other's."""
+        self.keeps_plan = False
+        """True where a policy has all stages run what is planned."""
         self._asked, self._aborted = mode, False
         self._mode, self._transport, self._team = mode, transport, team
         self._timeout_s, self._ranks = timeout_s, ranks
@@ -135,7 +137,11 @@ class Dispatcher:
     def _reason_to_leave_the_plan(self, program: Program) -> str | None:
         """Why the next iteration is dispatched online, in words; None if it is not."""
         peers = _peers(program)
-        if not self._sees(peers) or (self._on_gpu and self._team is not None and not self.all_by_host_path):
+        if (
+            self.keeps_plan
+            or not self._sees(peers)
+            or (self._on_gpu and self._team is not None and not self.all_by_host_path)
+        ):
             return None
         if self._mode == "online":
             return "--adaptra-dispatch online"

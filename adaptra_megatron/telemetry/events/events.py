@@ -198,6 +198,17 @@ class MemoryWanted:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PolicyChanged:
+    """A user has asked the running job for another policy, as a part of plan `number`."""
+
+    name: ClassVar[str] = "policy"
+    number: int
+    before: str
+    """"adapt", "observe" or "off"."""
+    after: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class PathChosen:
     """The leader has decided that a directed link is to take another path, as a part of plan `number`."""
 
@@ -350,6 +361,7 @@ Event = (
     | ArrivalsSeen
     | PlanMade
     | MemoryWanted
+    | PolicyChanged
     | PathChosen
     | RoutesChosen
     | PlanSwitched

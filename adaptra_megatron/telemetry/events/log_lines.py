@@ -32,6 +32,7 @@ from adaptra_megatron.telemetry.events.events import (
     PathChosen,
     PlanMade,
     PlanSwitched,
+    PolicyChanged,
     RoutesChosen,
     StageDetection,
     StragglerDetection,
@@ -204,7 +205,7 @@ class RunLog:
     def _plan_lines(self, events: Iterable[Event]) -> Iterator[str]:
         """Lines of plans that are in force from now on, and of what they turned out to take."""
         for event in events:
-            if isinstance(event, PlanMade | PathChosen | RoutesChosen):
+            if isinstance(event, PlanMade | PathChosen | RoutesChosen | PolicyChanged):
                 self._remember(event)
             elif isinstance(event, PlanSwitched):
                 yield self._in_force(event)
@@ -217,10 +218,12 @@ class RunLog:
                     f"{duration(event.before_measured_s)} before"
                 )
 
-    def _remember(self, event: PlanMade | PathChosen | RoutesChosen) -> None:
+    def _remember(self, event: PlanMade | PathChosen | RoutesChosen | PolicyChanged) -> None:
         """Note why the next plan is another one."""
         reasons = self._reasons.setdefault(event.number, [])
-        if isinstance(event, PathChosen):
+        if isinstance(event, PolicyChanged):
+            reasons.append(f"policy {event.after}, as asked for, instead of {event.before}")
+        elif isinstance(event, PathChosen):
             reasons.append(f"link {event.source}->{event.target} takes the {event.after} path")
         elif isinstance(event, RoutesChosen):
             reasons.append(event.reason)

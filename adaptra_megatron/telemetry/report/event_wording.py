@@ -19,6 +19,7 @@ from adaptra_megatron.telemetry.events.events import (
     PathChosen,
     PlanMade,
     PlanSwitched,
+    PolicyChanged,
     RanksLost,
     RanksReturned,
     RoutesChosen,
@@ -53,6 +54,8 @@ def event_text(event: Event, alike: Sequence[LinkDetection] = ()) -> tuple[str, 
         return _plan_text(event), _short(event.reason)
     if isinstance(event, MemoryWanted):
         return "More activations per stage would make iterations shorter", memory_text(event)
+    if isinstance(event, PolicyChanged):
+        return f"Policy {event.after} was asked for, instead of {event.before}", f"it begins with plan {event.number}"
     if isinstance(event, PathChosen):
         gain_s = event.gain_s or 0.0
         gain = f": {duration(gain_s)} a message less, as predicted" if gain_s > 0.0 else ""

@@ -14,6 +14,7 @@ from adaptra_megatron.telemetry.events.events import (
     Fault,
     IterationsTimed,
     PlanSwitched,
+    PolicyChanged,
     RanksLost,
     RanksReturned,
     RoutesChosen,
@@ -174,6 +175,8 @@ def _speed(events: Sequence[StampedEvent], seconds: dict[int, float]) -> str:
     recent_s = _recent(events, seconds)
     switches = _of(events, PlanSwitched)[-1:]
     plan = "".join(f", plan {event.number} since iteration {at.iteration}" for at, event in switches)
+    policies = _of(events, PolicyChanged)[-1:]
+    plan += "".join(f", policy {event.after} since about iteration {at.iteration}" for at, event in policies)
     text = f"iteration {max(last, *seconds)}, {duration(median(recent_s))} each (median of the last {len(recent_s)})"
     return text + plan
 

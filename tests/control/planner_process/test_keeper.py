@@ -22,7 +22,7 @@ from adaptra_megatron.child_process import ChildProcess
 from adaptra_megatron.control.beside.channel import ChannelEndedError, send
 from adaptra_megatron.control.beside.report_link import ReportLink
 from adaptra_megatron.control.beside.report_server import purpose_of
-from adaptra_megatron.control.decisions import Decision
+from adaptra_megatron.control.decisions import Decision, Told
 from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.order.plans import Layout
 from adaptra_megatron.control.planner_process import keeper
@@ -61,7 +61,7 @@ class Replica:
     def __init__(self, **settings: Any) -> None:
         self.diary, self.job = Diary(), MeasuredJob()
         listener, _address = listen_tcp("127.0.0.1")
-        requests = (Iterations(7, 8),)
+        requests = Told((Iterations(7, 8),))
         self.planner = PlannerKeeper(begin(), listener, self.diary, lambda: 0, lambda: requests, **settings)
         self.woken = threading.Event()
         self.links = [ReportLink(SECRET, purpose_of(PLACE, rank, 0), 3, self.woken.set) for rank in (1, 2, 3)]
