@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 from adaptra_megatron.control.beside import report_link
 from adaptra_megatron.control.control_loop import PlanExchange, exchange_place
 from adaptra_megatron.control.decision_writer import DELAY
-from adaptra_megatron.control.decisions import Decision
+from adaptra_megatron.control.decisions import Decision, Told
 from adaptra_megatron.control.leading import Leading
 from adaptra_megatron.control.order.plans import Layout
 from adaptra_megatron.control.planner_process import keeper
@@ -88,7 +88,7 @@ class Replica:
             log_level=logging.INFO,
             waits_s=0.1,
         )
-        self.planner = PlannerKeeper(begin, listen_tcp("127.0.0.1")[0], Silent(), lambda: 0, tuple)
+        self.planner = PlannerKeeper(begin, listen_tcp("127.0.0.1")[0], Silent(), lambda: 0, Told)
         self.controls = controls
         self.exchanges = [
             PlanExchange(control, each, self.planner if each.rank == 0 else None, PATIENCE_S)
