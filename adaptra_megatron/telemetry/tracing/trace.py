@@ -4,15 +4,19 @@
 A file holds JSON lines: a header (`version`, `rank`, `stage`, `clock_offset_s`), then one line per iteration,
 `{"iteration": k, "records": [[kind, chunk, micro_batch, wait_start_s, start_s, end_s], ...]}`, and, where the transport
 can tell, `"arrivals": [[source, kind, chunk, micro_batch, arrived_s], ...]`.
+
+A file of MAX_NBYTES is set aside, in the place of one that was before, and another begun: the latest iterations are
+kept, at twice that size at most. Both are read as one.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from adaptra_megatron.telemetry.background import BackgroundWriter
 from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
@@ -22,6 +26,9 @@ FILE_PATTERN = "rank-*.jsonl"
 QUEUED_ITERATIONS = 256
 """How far the disk may fall behind before recording stops: some MB for a large pipeline, hours of a slow run."""
 
+MAX_NBYTES = 64 << 20
+"""Some 5,000 iterations of 64 micro-batches."""
+
 
 class TraceError(ValueError):
     """A trace that cannot be read: the message names the file, the line and what was expected."""
@@ -30,6 +37,45 @@ class TraceError(ValueError):
 def trace_path(directory: Path | str, rank: int) -> Path:
     """File of the records of `rank`."""
     return Path(directory) / f"rank-{rank:05d}.jsonl"
+
+
+def set_aside_path(path: Path) -> Path:
+    """File of a rank's earlier iterations, where there were too many for `path`."""
+    return path.with_name(f"{path.name}.1")
+
+
+class _TraceFile:
+    """A rank's file and the one set aside; for one thread. Methods raise OSError."""
+
+    def __init__(self, path: Path, header: dict[str, Any], *, max_nbytes: int, goes_on: bool) -> None:
+        self._path, self._header, self._max_nbytes = path, _line(header), max_nbytes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        goes_on = goes_on and path.exists()
+        if not goes_on:
+            set_aside_path(path).unlink(missing_ok=True)
+        self._file = path.open("ab" if goes_on else "wb", buffering=0)
+        self._nbytes = self._file.tell()
+        if not goes_on:
+            self._write(self._header)
+
+    def append(self, document: dict[str, Any]) -> None:
+        """One line, on disk at once, so that a killed rank loses at most the line being written."""
+        line = _line(document)
+        if self._nbytes + len(line) > self._max_nbytes and self._nbytes > len(self._header):
+            self._file.close()
+            self._path.replace(set_aside_path(self._path))
+            self._file, self._nbytes = self._path.open("wb", buffering=0), 0
+            self._write(self._header)
+        self._write(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        rest = memoryview(line)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._nbytes += len(line)
 
 
 class TraceWriter:
@@ -42,19 +88,22 @@ class TraceWriter:
     """
 
     def __init__(
-        self, directory: Path | str, rank: int, stage: int, *, clock_offset_s: float = 0.0, goes_on: bool = False
+        self,
+        directory: Path | str,
+        rank: int,
+        stage: int,
+        *,
+        clock_offset_s: float = 0.0,
+        goes_on: bool = False,
+        max_nbytes: int = MAX_NBYTES,
     ) -> None:
         path = trace_path(directory, rank)
         header = {"version": FILE_VERSION, "rank": rank, "stage": stage, "clock_offset_s": clock_offset_s}
 
         def write_all(items: Iterator[_Iteration]) -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            goes_on_there = goes_on and path.exists()
-            with path.open("a" if goes_on_there else "w", encoding="utf-8") as file:
-                if not goes_on_there:
-                    _write_line(file, header)
+            with closing(_TraceFile(path, header, max_nbytes=max_nbytes, goes_on=goes_on)) as file:
                 for item in items:
-                    _write_line(file, item.document())
+                    file.append(item.document())
 
         what = f"tracing of rank {rank} to {path}"
         self._writer: BackgroundWriter[_Iteration] = BackgroundWriter(what, write_all, limit=QUEUED_ITERATIONS)
@@ -99,10 +148,8 @@ class _Iteration(NamedTuple):
         return document
 
 
-def _write_line(file: TextIO, document: dict[str, Any]) -> None:
-    """One line, on disk at once, so that a killed rank loses at most the line being written."""
-    file.write(json.dumps(document, separators=(",", ":")) + "\n")
-    file.flush()
+def _line(document: dict[str, Any]) -> bytes:
+    return f"{json.dumps(document, separators=(',', ':'))}\n".encode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,12 +195,22 @@ def _header(path: Path, line: str) -> TraceHeader:
 
 
 def read_trace(path: Path | str, damage: Callable[[str], object] | None = None) -> RankTrace:
-    """Read one rank's file. A last line without an end (the rank was killed while writing) is left out; and, where
-    `damage` is there to be told what is wrong with them, all lines that are not an iteration's records.
+    """Read one rank's file, and the one that was set aside before.
+
+    A last line without an end (the rank was killed while writing) is left out; and, where `damage` is there to be told what is wrong with them, all lines that are not an iteration's records.
 
     Raises TraceError for anything else that is not a trace, OSError if the file cannot be read.
     """
     path = Path(path)
+    earlier = set_aside_path(path)
+    if earlier.is_file():
+        before, latest = _read_file(earlier, damage), _read_file(path, damage)
+        records, arrivals = before.records + latest.records, before.arrivals + latest.arrivals
+        return replace(latest, records=records, arrivals=arrivals)
+    return _read_file(path, damage)
+
+
+def _read_file(path: Path, damage: Callable[[str], object] | None) -> RankTrace:
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     rank, stage, file_offset_s = _header(path, lines[0] + "\n" if lines else "")
     records: list[ActionRecord] = []

@@ -48,6 +48,29 @@ def test_ranks_are_read_in_order_and_an_old_file_is_replaced(tmp_path: Path) -> 
     assert [(read.rank, len(read.records)) for read in read_traces(tmp_path)] == [(2, 2), (10, 2)]
 
 
+def test_the_latest_iterations_are_kept_and_no_more(tmp_path: Path) -> None:
+    limit = 4096
+    writer = TraceWriter(tmp_path, rank=2, stage=1, clock_offset_s=-8.0, max_nbytes=limit)
+    for iteration in range(200):
+        writer.write(iteration, [record._replace(iteration=iteration) for record in RECORDS])
+    writer.close()
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["rank-00002.jsonl", "rank-00002.jsonl.1"]
+    assert all(0 < file.stat().st_size <= limit for file in files)
+    (read,) = read_traces(tmp_path)
+    numbers = sorted({record.iteration for record in read.records})
+    assert numbers == list(range(numbers[0], 200)), "without a gap"
+    assert 20 < len(numbers) < 200
+    assert read.records[0].start_s == 2.25
+    again = TraceWriter(tmp_path, rank=2, stage=1, goes_on=True, max_nbytes=limit)
+    again.write(200, [RECORDS[0]._replace(iteration=200)])
+    again.close()
+    assert read_trace(trace_path(tmp_path, 2)).records[-1].iteration == 200
+    assert len(list(tmp_path.iterdir())) == 2
+    TraceWriter(tmp_path, rank=2, stage=1).close()
+    assert read_trace(trace_path(tmp_path, 2)).records == (), "another run begins"
+
+
 def test_a_directory_that_cannot_be_made_stops_recording_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
