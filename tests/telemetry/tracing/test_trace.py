@@ -96,7 +96,7 @@ def test_a_disk_that_hangs_never_blocks_training(
         hung.set()
         released.wait(30)
 
-    monkeypatch.setattr(trace, "_write_line", hang)
+    monkeypatch.setattr(trace._TraceFile, "_write", hang)
     with caplog.at_level(logging.WARNING, logger="adaptra_megatron"):
         writer = TraceWriter(tmp_path, rank=0, stage=0)
         assert hung.wait(10)
