@@ -74,7 +74,8 @@ class LinkWatch:
         self._links: list[WatchedLink] = []
         self._closed = threading.Event()
         self._started = False
-        self._looked_s = 0.0
+        self._looks = 0
+        """How often it has looked at all links."""
         self._said: set[str] = set()
 
     def add(self, link: WatchedLink) -> None:
@@ -84,7 +85,7 @@ class LinkWatch:
             self._stands_s = max(self._stands_s, link.timeout_s)
             if self._started:
                 return
-            self._started, self._looked_s = True, time.monotonic()
+            self._started = True
         DeviceThread(self._run, "adaptra-link-watch").start()
         threading.Thread(target=self._watch_itself, name="adaptra-watch-of-watch", daemon=True).start()
 
@@ -106,7 +107,7 @@ class LinkWatch:
             settled = {id(link) for link in links if self._settled(link)}
             with self._lock:
                 self._links = [link for link in self._links if id(link) not in settled]
-            self._looked_s = time.monotonic()
+            self._looks += 1
 
     def _failure(self, link: WatchedLink, now_s: float) -> Failure | None:
         try:
@@ -129,8 +130,10 @@ class LinkWatch:
             logger.error("the watch of links met with an error at %r: %s", link, text, exc_info=error)
 
     def _watch_itself(self) -> None:
-        while not self._closed.wait(min(1.0, self._stands_s / 4)):
-            stood_s = time.monotonic() - self._looked_s
+        looks, stood_s = -1, 0.0
+        # In this thread's own pauses, not by the clock: that goes on while the whole process is stopped.
+        while not self._closed.wait(pause_s := min(1.0, self._stands_s / 4)):
+            looks, stood_s = self._looks, stood_s + pause_s if self._looks == looks else 0.0
             if stood_s > self._stands_s:
                 logger.error(
                     "the watch of links has stood for %.0f s in a call of the GPU's driver: no deadline holds: this "

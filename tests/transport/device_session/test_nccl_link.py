@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from support.gpu.simulated_nccl import Fabric, SimulatedCommunicator, SimulatedN
 from transport_checks import until
 
 from adaptra_megatron.transport._ring import Ring
+from adaptra_megatron.transport.device_session import link_watch
 from adaptra_megatron.transport.device_session.link_watch import Failure, LinkWatch
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
 from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide
@@ -537,6 +540,44 @@ def test_a_question_that_the_driver_does_not_answer_keeps_no_other_thread(gpus: 
         answers.set()
         watch.close()
         source.abort()
+
+
+class Pauses:
+    """The end of the watch, for which its watcher waits a few times: each time comes `between`."""
+
+    def __init__(self, between: list[Callable[[], object]]) -> None:
+        self._between = deque(between)
+
+    def wait(self, pause_s: float) -> bool:
+        if not self._between:
+            return True
+        self._between.popleft()()
+        return False
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_process_that_was_stopped_has_a_watch_that_does_not_stand(
+    monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """When it goes on, an hour is over since the last look, and who looks whether the watch stands may be first."""
+    now_s, ended = [0.0], list[float]()
+    monkeypatch.setattr(link_watch, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    watch = LinkWatch(stands_s=2.0, last_resort=lambda: ended.append(now_s[0]))
+
+    def passes(seconds: float, *, looks: bool) -> Callable[[], None]:
+        def happen() -> None:
+            now_s[0] += seconds
+            if looks:
+                watch._looks += 1
+
+        return happen
+
+    looked = [passes(0.5, looks=True)] * 3
+    stood = [passes(3600.0, looks=False)] if stopped else [passes(0.5, looks=False)] * 5
+    pauses: Any = Pauses([*looked, *stood, *looked])
+    watch._closed = pauses
+    watch._watch_itself()
+    assert ended == ([] if stopped else [4.0])
 
 
 class Failing:
