@@ -153,7 +153,10 @@ def _two_paths(
         _say_once(rendezvous, f"messages between stages go by the host path alone: {why_blocked(os.environ)}")
     on_gpu = device is not None
     preferred = preferred_path(config, current_device())
-    paths = PathSettings(preferred=preferred, probe_limit_s=NCCL_LIMIT_S if on_gpu else GLOO_LIMIT_S)
+    # In serial queues probes of a link's two directions wait for each other, and computation behind them for both.
+    standby = preferred is Path.DEVICE or not has_serial_queue(config, current_device())
+    limit_s = NCCL_LIMIT_S if on_gpu else GLOO_LIMIT_S
+    paths = PathSettings(preferred=preferred, standby=standby, probe_limit_s=limit_s)
     return HostTransport(rendezvous, chunks, settings, paths, maker, device)
 
 

@@ -31,6 +31,8 @@ class PathSettings:
 
     preferred: Path = Path.DEVICE
     """Used while it is healthy."""
+    standby: bool = True
+    """Whether the device path is held ready, by probes, while the host path is used; False: only once that is down."""
     suspicion_s: float = 0.25
     """How long the training waits for a message of the device path before it asks whether that was sent at all."""
     stall_s: float = 0.75

@@ -32,6 +32,7 @@ from support.schedules import named_schedules, random_schedules
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.classic import forward_only, stock_order
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs, uniform_costs_for
+from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import simulate
 
 ONE, MANY = Device(queues=1), Device(queues=10_000)
@@ -95,6 +96,14 @@ class TestQueues:
         outcome = run(Device(queues=queues, **how), [Pause(3.0), send()], program)  # type: ignore[arg-type]
         assert ends(outcome, 1)["a"] == (5.0 if holds and queues == 1 else 1.0)
         assert ends(outcome, 1)["b"] == (6.0 if holds and queues == 1 else 5.0)
+
+    @pytest.mark.parametrize(("trailing", "stands"), [(False, False), (True, True)])
+    def test_probes_of_both_directions_stand_in_serial_queues(self, trailing: bool, stands: bool) -> None:
+        """So where the host path is preferred for that reason, no device path is held ready by them."""
+        send_back = Transfers("to 0", BACK, (Transfer(1, 0, "gradient"),))
+        ranks: list[list[Call]] = [[send(), receive_back()], [send_back, receive()]]
+        outcome = run(Device(queues=1, trailing_waits=trailing), *ranks)
+        assert (outcome.deadlock is not None) is stands
 
     def test_a_full_queue_keeps_the_host(self) -> None:
         told = {}
@@ -276,6 +285,25 @@ def test_a_deadlock_says_who_waits_for_whom() -> None:
 
 def receive_back() -> Transfers:
     return Transfers("from 1", BACK, (Transfer(1, 0, "gradient"),))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("slow_s", [0.0, 3.0])
+def test_marks_on_computations_own_stream_hold_up_nothing_in_one_queue(chunks: int, slow_s: float) -> None:
+    """What is behind them in the queue waits for the same computation without them. On links' streams they would."""
+    ring = {(a, b % 4) for a in range(4) for b in (a + 1, a - 1)}
+    links = {ends: LinkCost(0.0, 0.05, rendezvous=True) for ends in ring}
+    links[1, 2] = links[1, 2]._replace(latency_s=slow_s)
+    each = dict.fromkeys(("forward_s", "backward_input_s", "backward_weight_s"), 1.0)
+    costs = uniform_costs(4, 8, chunks=chunks, links=links, shared_queue=True, **each)
+    run_once = Iteration(schedule=plan(costs).schedule, costs=costs, planned_for=costs)
+    device, took_s = Device(queues=1, timed_records=True), {}
+    for marks in (False, True):
+        job = Job(iterations=(run_once,), marks=marks)
+        outcome = play({Rank(0, stage): {"training": job.record(stage)} for stage in range(4)}, device)
+        assert outcome.deadlock is None
+        took_s[marks] = outcome.makespan_s
+    assert took_s[True] == pytest.approx(took_s[False])
 
 
 def test_the_same_seed_gives_the_same_run() -> None:

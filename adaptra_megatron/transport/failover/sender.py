@@ -208,9 +208,12 @@ class Sender(Generic[Payload]):
         return message, path
 
     def measure(self, nbytes: int) -> None:
-        """Have the device path probed while it carries no messages; nothing happens while it is not healthy."""
+        """Have the device path probed while it carries no messages; nothing happens while it is not healthy,
+        and where it is not held ready."""
         session = self._session
         if session is None or session.phase is not Phase.STANDBY or session.burst is not None:
+            return
+        if not self._settings.standby:
             return
         session.burst, session.awaited = Burst(Path.DEVICE, nbytes, self._settings.measuring_probes), False
         self.effects.notes.append(Measure(session.number, session.burst.count, nbytes))
@@ -272,7 +275,8 @@ class Sender(Generic[Payload]):
     ) -> None:
         """Do what time brings. `host_down_s`: for how long the host path has been down, 0 while it is up."""
         if self._session is None:
-            if now_s >= self._rest_until_s:
+            wanted = self._settings.standby or host_down_s > self._settings.host_patience_s
+            if wanted and now_s >= self._rest_until_s:
                 self._sessions += 1
                 self._session = _Session(self._sessions, now_s)
                 self.effects.notes.append(Meet(self._sessions))
@@ -287,7 +291,8 @@ class Sender(Generic[Payload]):
         """When `tick` has something to do though nothing happens."""
         session = self._session
         if session is None:
-            return self._rest_until_s
+            # While the host path is down, that ticks.
+            return self._rest_until_s if self._settings.standby else math.inf
         if session.phase is Phase.FAILED:
             return math.inf
         if session.phase in _HEALTHY:

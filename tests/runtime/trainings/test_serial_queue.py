@@ -13,6 +13,7 @@ from support.processes import RankResult
 
 from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, check_equal
 
+ITERATIONS = 4
 SCRIPT = str(Path(__file__).with_name("serial_queue_ranks.py"))
 
 
@@ -21,22 +22,10 @@ def test_without_the_host_path_on_one_rank_all_run_stocks_schedule(
     tmp_path: Path, start_ranks: Callable[..., list[RankResult]]
 ) -> None:
     """Also the pipelines that have it: what the ranks of a job do together, all of them do."""
-    arguments = [
-        "--pipeline-model-parallel-size",
-        "2",
-        "--num-layers",
-        "2",
-        "--mock-data",
-        "--train-iters",
-        "4",
-        "--no-gradient-accumulation-fusion",
-        "--global-batch-size",
-        "8",
-        "--eval-iters",
-        "1",
-        "--eval-interval",
-        "2",
-    ]
+    arguments = (
+        f"--pipeline-model-parallel-size 2 --num-layers 2 --mock-data --train-iters {ITERATIONS} "
+        "--no-gradient-accumulation-fusion --global-batch-size 8 --eval-iters 1 --eval-interval 2"
+    ).split()
     wanted = [
         Variant("stock", tuple(arguments)),
         Variant("adapt", (*arguments, "--adaptra"), like="stock"),
@@ -47,7 +36,7 @@ def test_without_the_host_path_on_one_rank_all_run_stocks_schedule(
     reports = [VariantReport(**entry) for entry in json.loads(report.read_text())]
     check_equal(reports)
     for rank in reports[1].adaptra:
-        assert rank["training_iterations"] == 4
+        assert rank["training_iterations"] == ITERATIONS
         assert rank["split_weight_gradients"] == 0
     said = "".join(result.output for result in results)
     assert "links between stages have one path, torch.distributed's: the host path cannot be set up" in said

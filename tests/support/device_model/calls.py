@@ -82,6 +82,7 @@ class Record(NamedTuple):
 
     stream: str
     timed: bool = False
+    after: tuple[int, ...] = ()
 
 
 class HostWait(NamedTuple):

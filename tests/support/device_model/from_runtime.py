@@ -60,12 +60,15 @@ class Job:
     replicas: int = 1
     sizes_vary: bool = False
     inbox: Callable[..., Inbox] = Inbox
+    marks: bool = False
+    """True if events that tell the time are on the compute stream between actions, and around posts and waits."""
 
     def record(self, stage: int) -> Program:
         """All calls of one rank of `stage`; replicas call the same."""
         recorder = Recorder()
-        transport = RecordingTransport(recorder, stage, self.iterations[0].costs, sizes_vary=self.sizes_vary)
-        runner = PipelineExecutor(transport, RecordingTimer(recorder), timeout_s=1.0)
+        costs, vary = self.iterations[0].costs, self.sizes_vary
+        transport = RecordingTransport(recorder, stage, costs, sizes_vary=vary, marks=self.marks)
+        runner = PipelineExecutor(transport, RecordingTimer(recorder, marks=self.marks), timeout_s=1.0)
         with mock.patch.multiple(executor, current_device=lambda: CPU, Inbox=self.inbox):
             report: IterationReport | None = None
             for number, iteration in enumerate(self.iterations):
@@ -115,8 +118,8 @@ def _record_iteration(
 class RecordingTransport:
     """Implements Transport. Says of no arrival that it sees it."""
 
-    def __init__(self, recorder: Recorder, stage: int, costs: Costs, *, sizes_vary: bool) -> None:
-        self.costs = costs
+    def __init__(self, recorder: Recorder, stage: int, costs: Costs, *, sizes_vary: bool, marks: bool = False) -> None:
+        self.costs, self._marks = costs, marks
         self._recorder, self._stage, self._sizes_vary = recorder, stage, sizes_vary
         self._received: dict[MessageKey, int] = {}
         self._sent: list[int] = []
@@ -137,11 +140,14 @@ class RecordingTransport:
         if self._sizes_vary:
             header = self._transfer(peer, self._stage, f"header of {key}", f"from {peer}", HEADER_S)
             self._recorder.host_wait(header)
+        self._mark()
         self._received[key] = self._transfer(peer, self._stage, key, f"from {peer}")
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
         """The current stream waits."""
+        self._mark()
         self._recorder.make_wait(self._received.pop(key))
+        self._mark()
         return self._tensor
 
     def flush(self, deadline_s: float) -> None:
@@ -167,6 +173,10 @@ class RecordingTransport:
 
     def close(self) -> None:
         """Release nothing."""
+
+    def _mark(self) -> None:
+        if self._marks:
+            self._recorder.mark()
 
     def _transfer(self, source: int, target: int, message: object, stream: str, seconds: float | None = None) -> int:
         cost = self.costs.link(source, target)
@@ -266,11 +276,13 @@ class Reductions:
 class RecordingTimer:
     """Implements ActionTimer: resolving waits for the last mark."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, *, marks: bool) -> None:
+        self._recorder, self._marks = recorder, marks
 
     def mark(self) -> None:
         """An event."""
+        if self._marks:
+            self._recorder.mark()
 
     def over(self, marks: list[Any]) -> bool:
         """The device is behind."""

@@ -47,6 +47,10 @@ class Recorder:
         stream = communicator.name
         return self._launch(Collective(stream, communicator, members, seconds, label, self._behind(stream)))
 
+    def mark(self) -> None:
+        """An event on the current stream that tells the time."""
+        self._launch(Record(COMPUTE, timed=True, after=tuple(self._awaited[COMPUTE])))
+
     def make_wait(self, work: int, stream: str = COMPUTE) -> None:
         """What comes next on `stream` waits for `work`."""
         self._awaited[stream].append(work)

@@ -384,7 +384,7 @@ class Wire:
             self.pass_until(again_s)
         return self.now_s - began_s
 
-    def pass_until(self, until_s: float) -> None:
+    def pass_until(self, until_s: float, host_down_s: float = 0.0) -> None:
         """Up to the next thing that happens, at the latest."""
         self._settle()
         due_s = self.arrivals[0][0] if self.arrivals else math.inf
@@ -392,7 +392,7 @@ class Wire:
         if self.now_s == due_s:
             _due_s, session, nbytes = self.arrivals.popleft()
             self.receiver.arrived(session, nbytes, self.now_s)
-        self.sender.tick(self.now_s, 0.0, list)
+        self.sender.tick(self.now_s, host_down_s, list)
         self._settle()
 
     def _settle(self) -> None:
@@ -415,6 +415,26 @@ class Wire:
                 self.arrivals.clear()
                 self.sender.made(session, self.now_s)
                 self.receiver.made(session)
+
+
+def test_a_path_that_is_not_held_ready_is_made_when_the_host_path_is_down() -> None:
+    """And not probed while it is up again: in a queue of the device that would keep computation."""
+    settings = PathSettings(preferred=Path.HOST, standby=False)
+    wire = Wire(settings)
+    for _ in range(100):
+        wire.pass_until(wire.now_s + 1.0)
+    assert (wire.sender.device_healthy, wire.arrivals) == (False, deque())
+    assert wire.sender.next_tick_s == math.inf
+    for down_s in (0.1, settings.host_patience_s + 0.1, settings.host_patience_s + 0.2):
+        wire.pass_until(wire.now_s + 0.1, host_down_s=down_s)
+    for _ in range(settings.probes + 2):
+        wire.pass_until(wire.now_s + 0.1, host_down_s=1.0)
+    assert wire.sender.path is Path.DEVICE
+    for _ in range(2):
+        wire.pass_until(wire.now_s + 0.1)
+    wire.sender.measure(1 << 20)
+    wire.pass_until(wire.now_s + 0.1)
+    assert (wire.sender.path, wire.sender.device_healthy, wire.arrivals) == (Path.HOST, True, deque())
 
 
 class TestSlowPath:
