@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -15,15 +16,23 @@ _DEEPEST = 6
 
 RENAMED: dict[str, tuple[str, Any]] = {
     "disable_bias_linear": ("add_bias_linear", False),
-    "no_gradient_accumulation_fusion": ("gradient_accumulation_fusion", False),
-    "disable_tp_comm_bulk_wgrad": ("tp_comm_bulk_wgrad", False),
-    "disable_tp_comm_bulk_dgrad": ("tp_comm_bulk_dgrad", False),
     "disable_tp_comm_overlap_ag": ("tp_comm_overlap_ag", False),
     "recompute_activations": ("recompute_granularity", "selective"),
 }
-"""Flags of Megatron-LM that turn another setting: to what."""
-SAME = {"num_experts": "num_moe_experts", "fp8_format": "fp8", "fp4_format": "fp4"}
-"""Flags whose setting has another name."""
+"""Flags of Megatron-LM that turn another setting: to what. Beside them --no-X and --disable-X turn X off."""
+SAME = {"num_experts": "num_moe_experts", "fp8_format": "fp8", "fp4_format": "fp4", "fsdp": "use_megatron_fsdp"}
+"""Flags, and settings of NeMo's strategy (`fsdp`), that have another name in Megatron's configs."""
+APPLIED_LATER = ("CommOverlap", "MixedPrecision")
+"""Parts of the names of classes (of Megatron-Bridge and of NeMo) whose settings, where they have any, replace those of
+the model when training begins."""
+COUNTS = (
+    *("num_layers", "mtp_num_layers", "num_moe_experts", "recompute_num_layers", "fp8_amax_history_len"),
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "num_distributed_optimizer_instances"),
+    *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
+)
+RATES = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps", "moe_router_force_biased")
+"""COUNTS and RATES: settings that rules compare with numbers, besides sizes (`..._parallel_size`)."""
 
 
 def settings_of_command_line(words: Sequence[str]) -> SimpleNamespace:
@@ -40,65 +49,90 @@ def settings_of_command_line(words: Sequence[str]) -> SimpleNamespace:
             found[name] = [_value(value)] if equals else []
         elif name is not None:
             found[name].append(_value(word))
-    settings = {
-        name: True if not values else values[0] if len(values) == 1 else values for name, values in found.items()
-    }
-    for flag, (setting, value) in RENAMED.items():
-        if settings.pop(flag, False):
-            settings[setting] = value
-    for flag, setting in SAME.items():
-        if flag in settings:
-            settings[setting] = settings[flag]
-    return _complete(settings)
-
-
-def settings_of_document(document: Mapping[str, Any]) -> SimpleNamespace:
-    """The settings in a JSON object, those of objects within it among them."""
-    found: dict[str, Any] = {}
-    for name, value in document.items():
-        if isinstance(value, Mapping):
-            found.update(vars(settings_of_document(value)))
-        else:
-            found[name] = value
-    return _complete(found)
+    return _complete(
+        {name: True if not values else values[0] if len(values) == 1 else values for name, values in found.items()}
+    )
 
 
 def settings_of_objects(root: Any) -> SimpleNamespace:
-    """The settings in configurations within configurations: Megatron-Bridge's ConfigContainer, NeMo's recipes.
+    """The settings in configurations within configurations: those of Megatron-Bridge and NeMo, and documents.
 
-    Where two have a setting of one name, that of the outer one counts.
+    Where two have a setting of one name, that of the outer one counts unless it is None, but for those that are applied
+    later.
     """
     found: dict[str, Any] = {}
-    level, seen = [root], {id(root)}
+    later: dict[str, Any] = {}
+    level, seen = [("", root)], {id(root)}
     for _ in range(_DEEPEST):
-        inner = []
-        for each in level:
+        inner: list[tuple[str, Any]] = []
+        for place, each in level:
+            is_later = any(part in _class_name(place, each) for part in APPLIED_LATER)
             for name, value in _fields(each).items():
-                if _fields(value) and not isinstance(value, type):
-                    if id(value) not in seen:
-                        seen.add(id(value))
-                        inner.append(value)
-                else:
-                    found.setdefault(name, value)
+                configurations = [
+                    one for one in (value if isinstance(value, (list, tuple)) else [value]) if _fields(one)
+                ]
+                inner += [(name, one) for one in configurations if id(one) not in seen]
+                seen.update(map(id, configurations))
+                if is_later and value is not None:
+                    later.setdefault(name, value)
+                elif not configurations and found.get(name) is None:
+                    found[name] = value
         level = inner
-    return _complete(found)
+    return _complete({**found, **later})
+
+
+def check_numbers(settings: SimpleNamespace) -> None:
+    """Raise ValueError, with the setting's name, for what cannot be a number although rules compare it with one."""
+    for name, value in vars(settings).items():
+        if value is None:
+            continue
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if name.endswith("_parallel_size") and not (is_number and isinstance(value, int) and value > 0):
+            raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
+        if name in COUNTS and not (is_number and isinstance(value, int) and value >= 0):
+            raise ValueError(f"{name} must be a whole number, 0 or above, got {value!r}")
+        if name in RATES and not is_number:
+            raise ValueError(f"{name} must be a number, got {value!r}")
+
+
+def _class_name(place: str, each: Any) -> str:
+    """Of a configuration; of one in a document, which has none, by its target or by the name that it stands under."""
+    if isinstance(each, Mapping):
+        return str(each.get("_target_") or place.title().replace("_", ""))
+    made_by = getattr(each, "__fn_or_cls__", type(each))  # fiddle's
+    return str(getattr(made_by, "__name__", ""))
 
 
 def _fields(each: Any) -> Mapping[str, Any]:
     """What `each` is made of, if it is a configuration."""
     if hasattr(each, "__arguments__"):  # of fiddle, by which NeMo writes recipes
         return {str(name): value for name, value in each.__arguments__.items()}
+    if isinstance(each, Mapping):
+        return {str(name).lstrip("-").replace("-", "_"): value for name, value in each.items()}
     if dataclasses.is_dataclass(each) and not isinstance(each, type):
         return dict(vars(each))
     return {}
 
 
 def _complete(settings: dict[str, Any]) -> SimpleNamespace:
+    """Flags turned into what they set, and words into what they say."""
+    settings = {name: _value(value) if isinstance(value, str) else value for name, value in settings.items()}
+    precision = str(settings.get("mixed_precision", ""))  # Bridge's name of one, as bf16_with_mxfp8_mixed
+    for kind in ("fp8", "fp4"):
+        if kind in precision:
+            settings[kind] = settings.get(kind) or precision
+    for name, value in list(settings.items()):
+        negated = name.removeprefix("no_").removeprefix("disable_")
+        setting, to = RENAMED.get(name, (negated, False))
+        if setting != name and value is True:
+            settings[setting] = to
+        elif name in SAME and value is not None:
+            settings[SAME[name]] = value
     settings.setdefault("pipeline_model_parallel_size", 1)
     return SimpleNamespace(**settings)
 
 
 def _value(word: str) -> Any:
     if not _NUMBER.fullmatch(word):
-        return {"true": True, "false": False, "none": None}.get(word.lower(), word)
+        return {"true": True, "false": False, "none": None, "null": None}.get(word.lower(), word)
     return float(word) if re.search(r"[.eE]", word) else int(word)

@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from adaptra_megatron.cli.planning.inputs import InputError
 from adaptra_megatron.config import ConfigError, add_adaptra_arguments, config_from_arguments
 from adaptra_megatron.given import check_given
-from adaptra_megatron.job_settings import settings_of_command_line, settings_of_document, settings_of_objects
+from adaptra_megatron.job_settings import check_numbers, settings_of_command_line, settings_of_objects
 from adaptra_megatron.runtime.megatron.prospects import REFUSED, Feature, Prospects, counts, prospects_of
 from adaptra_megatron.runtime.megatron.refusals import pipeline_stages
 
@@ -29,7 +29,7 @@ Say whether a job would start with --adaptra, and what it would get: what is ref
 paths messages have. Nothing of the job is started, and no GPU is touched.
 
   adaptra check -- pretrain_gpt.py ARGUMENTS...       a command line of Megatron-LM
-  adaptra check --settings FILE.json                  settings by the names of Megatron's configs
+  adaptra check --settings FILE.json                  settings by the names of Megatron's configs, JSON or YAML
   adaptra check --recipe module:function              a recipe of Megatron-Bridge or NeMo, which is built
 
 FILE.json holds an object, or a list of them; one may have its settings under "settings", or a command line as a list
@@ -45,7 +45,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--settings", type=Path, metavar="FILE", help="settings of one job or of many, as JSON")
+    parser.add_argument("--settings", type=Path, metavar="FILE", help="settings of one job or of many, JSON or YAML")
     parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="a function that returns a recipe")
     parser.add_argument("--json", action="store_true", help="print JSON: an object, or a list where FILE holds a list")
     parser.add_argument("line", nargs="*", metavar="-- SCRIPT ARGUMENTS", help="a command line of Megatron-LM")
@@ -58,7 +58,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.settings is not None:
         jobs, many = _jobs_in(options.settings)
     elif options.recipe is not None:
-        jobs, many = {options.recipe: settings_of_objects(_recipe(options.recipe))}, False
+        jobs, many = {options.recipe: _settings_of_recipe(options.recipe)}, False
     else:
         jobs, many = {options.line[0]: _settings_of_line(options.line)}, False
     found = {name: prospects_of(settings) for name, settings in jobs.items()}
@@ -83,10 +83,7 @@ def asdict_of(prospects: Prospects) -> dict[str, Any]:
 
 def _jobs_in(path: Path) -> tuple[dict[str, SimpleNamespace], bool]:
     """Settings of each job in a file, and whether it holds a list of them."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"--settings {path} cannot be read as JSON: {error}") from error
+    document = _document_in(path)
     many = isinstance(document, list)
     jobs: dict[str, SimpleNamespace] = {}
     for number, entry in enumerate(document if many else [document]):
@@ -97,6 +94,24 @@ def _jobs_in(path: Path) -> tuple[dict[str, SimpleNamespace], bool]:
     return jobs, many
 
 
+def _document_in(path: Path) -> Any:
+    """What is in a file of JSON, or of YAML by its name."""
+    is_yaml = path.suffix in (".yaml", ".yml")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if not is_yaml:
+            return json.loads(text)
+        yaml = importlib.import_module("yaml")
+    except ImportError as error:
+        raise InputError(f"--settings {path} needs PyYAML: pip install pyyaml, or give the settings as JSON") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"--settings {path} cannot be read as {'YAML' if is_yaml else 'JSON'}: {error}") from error
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f"--settings {path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+
+
 def _settings_of_entry(place: str, entry: Any) -> SimpleNamespace:
     settings = entry.get("settings", entry) if isinstance(entry, Mapping) else None
     words = entry.get("argv") if isinstance(entry, Mapping) else None
@@ -104,9 +119,9 @@ def _settings_of_entry(place: str, entry: Any) -> SimpleNamespace:
         if isinstance(words, list) and all(isinstance(word, str) for word in words):
             return _settings_of_line(words)
         if words is None and isinstance(settings, Mapping):
-            found = settings_of_document(settings)
-            _check_sizes(found)
-            return found
+            found = settings_of_objects(settings)
+            check_numbers(found)
+            return _with_our_flags(found, _our_words(found))
     except (ValueError, TypeError) as error:
         raise InputError(f"{place}: {error}") from error
     raise InputError(f'{place} is neither an object of settings nor one with a list of words under "argv"')
@@ -115,11 +130,29 @@ def _settings_of_entry(place: str, entry: Any) -> SimpleNamespace:
 def _settings_of_line(words: Sequence[str]) -> SimpleNamespace:
     """Raises InputError for flags of --adaptra that cannot be, as Megatron's parser would refuse them."""
     settings = settings_of_command_line(words)
-    _check_sizes(settings)
+    try:
+        check_numbers(settings)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return _with_our_flags(settings, [word for word in words if word != "--"])
+
+
+def _our_words(settings: SimpleNamespace) -> list[str]:
+    """The flags of --adaptra that a document has as settings, as on a command line."""
+    words: list[str] = []
+    for name, value in vars(settings).items():
+        if name.startswith("adaptra_") and value not in (None, False):
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return words
+
+
+def _with_our_flags(settings: SimpleNamespace, words: Sequence[str]) -> SimpleNamespace:
+    """Raises InputError for flags of --adaptra among `words` that cannot be."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     add_adaptra_arguments(parser)
     try:
-        ours, _others = parser.parse_known_args([word for word in words if word != "--"])
+        ours, _others = parser.parse_known_args(words)
         check_given(config_from_arguments(ours), pipeline_stages(settings))
     except (ConfigError, argparse.ArgumentError) as error:
         raise InputError(str(error)) from error
@@ -127,11 +160,16 @@ def _settings_of_line(words: Sequence[str]) -> SimpleNamespace:
     return settings
 
 
-def _check_sizes(settings: SimpleNamespace) -> None:
-    """Raises InputError for sizes that are none."""
-    for name, value in vars(settings).items():
-        if name.endswith("_parallel_size") and not (value is None or (isinstance(value, int) and value > 0)):
-            raise InputError(f"{name} must be a whole number above 0, got {value!r}")
+def _settings_of_recipe(name: str) -> SimpleNamespace:
+    recipe = _recipe(name)
+    settings = settings_of_objects(recipe)
+    try:
+        check_numbers(settings)
+    except ValueError as error:
+        raise InputError(f"--recipe {name}: {error}") from error
+    if len(vars(settings)) < 2:
+        raise InputError(f"--recipe {name} returns no configuration with settings, but {type(recipe).__name__}")
+    return settings
 
 
 def _recipe(name: str) -> Any:

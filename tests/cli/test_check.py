@@ -14,7 +14,7 @@ import pytest
 
 from adaptra_megatron.cli import check
 from adaptra_megatron.cli.main import main
-from adaptra_megatron.job_settings import settings_of_command_line, settings_of_document, settings_of_objects
+from adaptra_megatron.job_settings import settings_of_command_line, settings_of_objects
 from adaptra_megatron.runtime.megatron.prospects import prospects_of
 from adaptra_megatron.runtime.megatron.refusals import UnsupportedFeatureError, refuse_arguments
 
@@ -88,7 +88,7 @@ def test_verdict_and_split(job: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("job", JOBS)
 def test_what_is_refused_is_what_the_run_refuses(job: str) -> None:
-    settings = settings_of_document({**PP, **JOBS[job][0]})
+    settings = settings_of_objects({**PP, **JOBS[job][0]})
     if prospects_of(settings).verdict == "refused":
         with pytest.raises(UnsupportedFeatureError):
             refuse_arguments(settings)
@@ -133,15 +133,78 @@ class Container:
 
 def recipe() -> Container:
     """What --recipe builds."""
-    return Container(SimpleNamespace(__arguments__={"config": Model()}))
+    return Container(SimpleNamespace(__arguments__={"config": Model()}), cuda_graph_impl="none")
+
+
+def no_recipe() -> None:
+    """What --recipe may name, too."""
 
 
 def test_a_recipe_is_built(capsys: pytest.CaptureFixture[str]) -> None:
     """Objects within objects, fiddle's among them; an outer setting counts more than an inner one."""
     status, found = answer(capsys, "--json", "--recipe", f"{__name__}:recipe")
     assert (status, found["verdict"]) == (0, "starts")
-    assert settings_of_objects(Container(Model(), ddp=Model, cuda_graph_impl="none")).cuda_graph_impl == "none"
+    assert settings_of_objects(Container(Model(), ddp=Model, cuda_graph_impl="none")).cuda_graph_impl is None
     assert settings_of_objects(Model()).cuda_graph_impl == "local"
+    assert settings_of_objects(Container(Model())).cuda_graph_impl == "local"
+
+
+@dataclasses.dataclass
+class CommOverlapConfig:
+    """As in Megatron-Bridge, which applies it to the model when training begins."""
+
+    overlap_moe_expert_parallel_comm: bool | None = None
+    tp_comm_overlap: bool = False
+
+
+@dataclasses.dataclass
+class MoeModel(Model):
+    cuda_graph_impl: str = "none"
+    overlap_moe_expert_parallel_comm: bool = False
+    tp_comm_overlap: bool = True
+    tensor_model_parallel_size: int = 2
+
+
+@dataclasses.dataclass
+class BridgeRecipe:
+    model: MoeModel
+    comm_overlap: Any = None
+    mixed_precision: Any = "bf16_mixed"
+
+
+def test_what_is_applied_to_the_model_later_counts() -> None:
+    found = settings_of_objects(BridgeRecipe(MoeModel(), CommOverlapConfig(), "bf16_with_mxfp8_mixed"))
+    assert (found.overlap_moe_expert_parallel_comm, found.tp_comm_overlap) == (False, False)
+    assert (bool(found.fp8), hasattr(found, "fp4")) == (True, False)
+    overlapped = BridgeRecipe(MoeModel(), CommOverlapConfig(overlap_moe_expert_parallel_comm=True))
+    assert prospects_of(settings_of_objects(overlapped)).verdict == "refused"
+    callback = SimpleNamespace(__fn_or_cls__=CommOverlapConfig, __arguments__={"tp_comm_overlap": False})
+    strategy = SimpleNamespace(__arguments__={"pipeline_model_parallel_size": 4, "fsdp": "megatron"})
+    trainer = SimpleNamespace(__arguments__={"strategy": strategy, "callbacks": [callback]})
+    nemo = settings_of_objects(SimpleNamespace(__arguments__={"model": MoeModel(), "trainer": trainer}))
+    assert (nemo.tp_comm_overlap, prospects_of(nemo).verdict) == (False, "refused")
+    document = {"model": vars(MoeModel()), "comm_overlap": {"overlap_moe_expert_parallel_comm": True}}
+    assert prospects_of(settings_of_objects(document)).verdict == "refused"
+
+
+SPELLINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "flags as keys": ({"--cuda-graph-impl": "local"}, "refused"),
+    "flags under a name": ({"MODEL_ARGS": {"--use-torch-fsdp2": True}}, "refused"),
+    "words": ({"cuda_graph_impl": "None", "delay_wgrad_compute": "false"}, "starts"),
+    "nothing": ({"cuda_graph_impl": False, "overlap_moe_expert_parallel_comm": None}, "starts"),
+    "numbers as words": ({"num_layers": "8", "gtp_weight_remat_size": "2"}, "refused"),
+    "turned off": ({"tp_comm_overlap": True, "tensor_model_parallel_size": 8, "no_tp_comm_bulk_wgrad": True}, "starts"),
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_spellings(spelling: str, tmp_path: Path) -> None:
+    """YAML has the verdict of JSON."""
+    changes, verdict = SPELLINGS[spelling]
+    path = tmp_path / "settings.yaml"
+    path.write_text(json.dumps({**PP, **changes}))
+    assert prospects_of(settings_of_objects({**PP, **changes})).verdict == verdict
+    assert main(["check", "--settings", str(path)]) == (verdict == "refused")
 
 
 def test_lists_give_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,6 +225,14 @@ def test_lists_give_lists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ('{"argv": "x"}', "is neither an object of settings"),
         ('{"settings": 5}', "is neither an object of settings"),
         ('{"pipeline_model_parallel_size": "four"}', "pipeline_model_parallel_size must be a whole number above 0"),
+        ('{"pipeline_model_parallel_size": true}', "pipeline_model_parallel_size must be a whole number above 0"),
+        ('{"num_layers": Infinity}', "num_layers must be a whole number, 0 or above"),
+        ('{"mtp_num_layers": ["a"]}', "mtp_num_layers must be a whole number, 0 or above"),
+        ('{"tensor_parallel_num_weight_shards": "local"}', "tensor_parallel_num_weight_shards must be a whole number"),
+        ('{"hidden_dropout": "some"}', "hidden_dropout must be a number"),
+        ('{"adaptra_policy": "maybe"}', "adaptra-policy"),
+        ('{"adaptra_path": []}', "adaptra-path"),
+        ('{"argv": ["--num-layers", "1e3"]}', "num_layers must be a whole number, 0 or above"),
         ('{"argv": ["--adaptra", "--adaptra-policy", "maybe"]}', "adaptra-policy"),
     ],
 )
@@ -173,7 +244,11 @@ def test_what_is_no_input(content: str, said: str, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--recipe", "x"], ["--recipe", "no_such_module:f"], ["--settings", "/none"]]
+    "arguments",
+    [
+        *([], ["--recipe", "x"], ["--recipe", "no_such_module:f"], ["--recipe", f"{__name__}:no_recipe"]),
+        *(["--settings", "/none"], ["--settings", "/none.yaml"], ["--", "x", "--num-layers", "few"]),
+    ],
 )
 def test_what_cannot_be_asked(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *arguments]) == 2

@@ -37,7 +37,7 @@ REFUSALS = (
     Refusal(
         "CUDA graphs (--cuda-graph-impl)",
         lambda config: (
-            getattr(config, "cuda_graph_impl", None) not in (None, "none")
+            (getattr(config, "cuda_graph_impl", None) or "none") != "none"
             or bool(getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False))
         ),
         "a captured graph fixes the order of actions that is re-planned here",
