@@ -201,6 +201,12 @@ def read_events(directory: Path | str, damage: Callable[[str], object] | None = 
 
 def read_event_file(path: Path, damage: Callable[[str], object] | None = None) -> Iterator[StampedEvent]:
     """The events of one file, of all runs in it. `damage`, and what is raised: as `read_events`."""
+    if path.exists() and not path.is_file():  # a FIFO would be waited for
+        problem = f"{path} is no file"
+        if damage is None:
+            raise EventLogError(problem)
+        damage(problem)
+        return
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     for number, line in enumerate(lines, start=1):
         try:

@@ -421,6 +421,8 @@ def _build(kind: type[Any], document: Mapping[str, Any]) -> Any:
             known[name] = math.nan  # what `encode` made of a number that is none
         elif not _fits(value, hints[name]):
             raise EventError(f"{name} of event {document['event']!r} is {value!r}")
+        elif value == []:
+            known[name] = ()  # as an event has it where it is not given
     try:
         return kind(**known)
     except TypeError as error:

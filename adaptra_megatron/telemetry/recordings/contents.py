@@ -16,6 +16,8 @@ from adaptra_megatron.telemetry.recordings.recording import RecordingError
 
 MOST_NBYTES = 16 << 30
 """Of one file, after decompression."""
+MOST_RATIO, UNSUSPICIOUS_NBYTES = 250, 64 << 20
+"""Compressed traces are some 10 to 50 times as large when they are decompressed."""
 HEAD_NBYTES = 4096
 PARQUET = b"PAR1"
 DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
@@ -61,7 +63,10 @@ def head_of(path: Path) -> bytes:
 
 
 def opened(path: Path) -> IO[bytes]:
-    """The file, decompressed if its first bytes say that it is compressed."""
+    """The file, decompressed if its first bytes say that it is compressed. Raises RecordingError for what is no file:
+    it is read more than once."""
+    if path.exists() and not path.is_file():
+        raise RecordingError(f"{path} is no file")
     with path.open("rb") as file:
         head = file.read(8)
     for magic, way in _COMPRESSED.items():
@@ -88,6 +93,10 @@ class Bounded:
         except DAMAGED as error:
             raise _damaged(self._path, error) from error
         self._nbytes += len(block)
+        if self._nbytes > max(UNSUSPICIOUS_NBYTES, MOST_RATIO * self._path.stat().st_size):
+            raise RecordingError(
+                f"{self._path} is more than {MOST_RATIO} times as large when it is decompressed, as no trace is"
+            )
         if self._nbytes > MOST_NBYTES:
             raise RecordingError(f"{self._path} holds more than {MOST_NBYTES >> 30} GiB: record fewer steps")
         return block

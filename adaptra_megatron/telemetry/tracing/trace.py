@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from adaptra_megatron.telemetry.background import BackgroundWriter
 from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
@@ -28,6 +28,11 @@ QUEUED_ITERATIONS = 256
 
 MAX_NBYTES = 64 << 20
 """Some 5,000 iterations of 64 micro-batches."""
+KINDS = frozenset("FBIW")
+MOST_STAGES, MOST_CHUNKS, MOST_MICRO_BATCHES, MOST_NUMBER = 1 << 12, 1 << 10, 1 << 20, 1 << 48
+"""What a trace may name: what reads it makes lists that are as long."""
+LATEST_S = 1e12
+"""Greatest moment, before or after that at which the clock began."""
 
 
 class TraceError(ValueError):
@@ -167,6 +172,10 @@ class RankTrace:
         return [record for record in self.records if record.iteration == iteration]
 
 
+_MOST_HEADER = 1 << 12
+"""Characters of a header."""
+
+
 class TraceHeader(NamedTuple):
     """First line of a rank's file."""
 
@@ -177,8 +186,15 @@ class TraceHeader(NamedTuple):
 
 def read_trace_header(path: Path | str) -> TraceHeader:
     """Whose file this is, without reading all of it. Raises TraceError, and OSError if the file cannot be read."""
-    with Path(path).open(encoding="utf-8") as file:
-        return _header(Path(path), file.readline())
+    with _opened(Path(path)) as file:
+        return _header(Path(path), file.readline(_MOST_HEADER))
+
+
+def _opened(path: Path) -> TextIO:
+    """Raises TraceError for what is no file, such as a FIFO, which would be waited for."""
+    if path.exists() and not path.is_file():
+        raise TraceError(f"{path} is no file")
+    return path.open(encoding="utf-8", errors="replace")
 
 
 def _header(path: Path, line: str) -> TraceHeader:
@@ -187,7 +203,8 @@ def _header(path: Path, line: str) -> TraceHeader:
     try:
         header = json.loads(line)
         version, rank, stage, offset_s = (header[key] for key in ("version", "rank", "stage", "clock_offset_s"))
-    except (ValueError, TypeError, KeyError) as error:
+        rank, stage, offset_s = _whole(rank, MOST_NUMBER), _whole(stage, MOST_STAGES), _moment_s(offset_s)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise TraceError(f"{path}, line 1: expected a trace header, got {line[:80]!r}") from error
     if version != FILE_VERSION:
         raise TraceError(f"{path} has trace version {version!r}; this package reads version {FILE_VERSION}")
@@ -212,14 +229,15 @@ def read_trace(path: Path | str, damage: Callable[[str], object] | None = None) 
 
 
 def _read_file(path: Path, damage: Callable[[str], object] | None) -> RankTrace:
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    with _opened(path) as file:
+        lines = file.read().split("\n")[:-1]
     rank, stage, file_offset_s = _header(path, lines[0] + "\n" if lines else "")
     records: list[ActionRecord] = []
     arrivals: list[ArrivalRecord] = []
     for number, line in enumerate(lines[1:], start=2):
         try:
             ran, arrived = _iteration(json.loads(line), stage, file_offset_s)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             problem = f"{path}, line {number}: expected one iteration's records, got {line[:80]!r}"
             if damage is None:
                 raise TraceError(problem) from error
@@ -233,19 +251,51 @@ def _read_file(path: Path, damage: Callable[[str], object] | None) -> RankTrace:
 def _iteration(
     document: dict[str, Any], stage: int, file_offset_s: float
 ) -> tuple[list[ActionRecord], list[ArrivalRecord]]:
-    number, rows = document["iteration"], document["records"]
-    offset_s = document.get("clock_offset_s", file_offset_s)
+    """Raises ValueError, TypeError, KeyError or AttributeError for what is none."""
+    number, rows = _whole(document["iteration"], MOST_NUMBER), document["records"]
+    offset_s = _moment_s(document.get("clock_offset_s", file_offset_s))
     records = [
         ActionRecord(
-            number, stage, kind, chunk, micro_batch, wait_start_s + offset_s, start_s + offset_s, end_s + offset_s
+            number,
+            stage,
+            _kind(kind),
+            _whole(chunk, MOST_CHUNKS),
+            _whole(micro_batch, MOST_MICRO_BATCHES),
+            *(_moment_s(moment_s) + offset_s for moment_s in (wait_start_s, start_s, end_s)),
         )
         for kind, chunk, micro_batch, wait_start_s, start_s, end_s in rows
     ]
     arrivals = [
-        ArrivalRecord(number, source, stage, kind, chunk, micro_batch, arrived_s + offset_s)
+        ArrivalRecord(
+            number,
+            _whole(source, MOST_STAGES),
+            stage,
+            _kind(kind),
+            _whole(chunk, MOST_CHUNKS),
+            _whole(micro_batch, MOST_MICRO_BATCHES),
+            _moment_s(arrived_s) + offset_s,
+        )
         for source, kind, chunk, micro_batch, arrived_s in document.get("arrivals", ())
     ]
     return records, arrivals
+
+
+def _whole(value: Any, limit: int) -> int:
+    if type(value) is not int or not 0 <= value < limit:
+        raise ValueError(f"{value!r} is no number below {limit}")
+    return value
+
+
+def _moment_s(value: Any) -> float:
+    if type(value) not in (int, float) or not -LATEST_S < value < LATEST_S:
+        raise ValueError(f"{value!r} is no moment in seconds")
+    return float(value)
+
+
+def _kind(value: Any) -> str:
+    if value not in KINDS:
+        raise ValueError(f"{value!r} is no kind of action")
+    return str(value)
 
 
 def read_traces(directory: Path | str) -> list[RankTrace]:

@@ -49,7 +49,6 @@ EVENTS: list[Event] = [
         latency_s=0.08,
         path="device",
         source_rnics=["mlx5_0"],
-        target_rnics=[],
     ),
     StageDetection(stage=2, before="healthy", after="slow", reason="F takes 1.5 x as long", slow_down=1.5),
     StragglerDetection(replica=5, before="healthy", after="late", reason="by 180 ms", causes=["cpu"], share=0.12),
