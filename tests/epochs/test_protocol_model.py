@@ -14,7 +14,7 @@ from adaptra_megatron.epochs import protocol
     "scope",
     [
         Scope(calls=2, failures=1, admissions=0),
-        Scope(calls=1, failures=1, admissions=1, late_operations=0),
+        Scope(calls=2, failures=1, admissions=1),
     ],
     ids=["fails", "fails-and-rejoins"],
 )
