@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from adaptra_megatron.patches.checkpoints import PATCHES as TRAINING_PATCHES
@@ -52,7 +54,7 @@ class AppliedPatches:
 
     @property
     def identities(self) -> tuple[str, ...]:
-        return tuple(patch.identity for patch, *_rest in self._replaced)
+        return tuple(dict.fromkeys(patch.identity for patch, *_rest in self._replaced))
 
     def replace(self, patch: Patch) -> None:
         """Put one replacement in place. Raises PatchError and changes nothing if the target is not as expected."""
@@ -65,8 +67,9 @@ class AppliedPatches:
         replacement = patch.replace(original, self.runtime)
         setattr(replacement, _MARK, self)
         after = staticmethod(replacement) if isinstance(before, staticmethod) else replacement
-        setattr(owner, attribute, after)
-        self._replaced.append((patch, owner, attribute, before, after))
+        for holder in (owner, *_importers(owner, attribute, before)):
+            setattr(holder, attribute, after)
+            self._replaced.append((patch, holder, attribute, before, after))
 
     def undo(self) -> None:
         """Put everything back, last first, and close the runtime. Calling it again does nothing.
@@ -87,6 +90,15 @@ class AppliedPatches:
                 f"{', '.join(overlaid)} was replaced by other code after --adaptra and is left as it is; "
                 "undo that replacement first"
             )
+
+
+def _importers(owner: Any, name: str, value: Any) -> list[ModuleType]:
+    """Return modules that have imported a function by its name from `owner`, which defines it, as Megatron-Bridge's
+    `train` does with schedules."""
+    if not isinstance(owner, ModuleType) or value.__module__ != owner.__name__:
+        return []
+    modules = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType) and each is not owner]
+    return [each for each in modules if vars(each).get(name) is value]
 
 
 def enable(

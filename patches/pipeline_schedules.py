@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches of megatron.core.pipeline_parallel.schedules.
 
-`get_forward_backward_func` reads the schedules as module globals at each call, and no module of Megatron-core or
-Megatron-LM imports them by name, so replacing the globals before the training loop starts is enough.
+`get_forward_backward_func` reads the schedules as module globals at each call, so replacing the globals before the
+training loop starts is enough. Modules that have imported a schedule by its name (Megatron-Bridge's `train`, for its
+jobs of several models) get the replacement, too.
 """
 
 from __future__ import annotations

@@ -122,6 +122,19 @@ class TestEnabling:
         applied.undo()
         assert training.save_checkpoint is save_checkpoint
 
+    def test_modules_that_have_imported_a_schedule_by_its_name_get_ours(
+        self, stock: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = FIRST.target.partition(":")[2]
+        train: Any = ModuleType("megatron.bridge.training.train")
+        setattr(train, name, stock[0])
+        monkeypatch.setitem(sys.modules, train.__name__, train)
+        applied = enable(AdaptraConfig())
+        assert getattr(train, name) is getattr(schedules, name) is not stock[0]
+        assert applied.identities == tuple(patch.identity for patch in (*PATCHES, *WATCHING_PATCHES))
+        applied.undo()
+        assert getattr(train, name) is stock[0]
+
     def test_again_with_the_same_settings_is_the_same(self, enabled: AppliedPatches) -> None:
         ours = in_place()
         assert enable(AdaptraConfig()) is enabled
