@@ -114,7 +114,7 @@ class Pipeline:
             control = joining.joined.control.in_generation(joining.joined.generation.id)
         clock = DeviceClock(CudaEvents()) if device.type == "cuda" else None
         meeting = Rendezvous(control, job, max(limit_s, SETUP_LEAST_S), alone=joining is not None)
-        self.transport = make_transport(meeting, call.chunks, config, clock, limit_s)
+        self.transport = make_transport(meeting, call, config, clock, limit_s)
         self._owner = OwningProcess()
         self._sent_all = False
         """True if the last iteration came to its end."""

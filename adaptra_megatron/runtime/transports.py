@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +28,9 @@ from adaptra_megatron.transport.setup.rnic_affinity import RnicError, cpus_to_bi
 from adaptra_megatron.transport.single_path.gloo_transport import WaitingThreadTransport
 from adaptra_megatron.transport.single_path.nccl_transport import StreamTransport
 
+if TYPE_CHECKING:
+    from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall
+
 logger = logger_of(__name__)
 
 NCCL_LIMIT_S = 15.0
@@ -44,19 +48,25 @@ ORDER_VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 def make_transport(
-    rendezvous: Rendezvous, chunks: int, config: AdaptraConfig, clock: DeviceClock | None, timeout_s: float
+    rendezvous: Rendezvous,
+    call: PipelineCall,
+    config: AdaptraConfig,
+    clock: DeviceClock | None,
+    timeout_s: float,
 ) -> Transport:
-    """Called by all ranks of the pipeline at the same point. `clock`: times messages between GPUs; None elsewhere.
+    """Called by all ranks of the pipeline at the same point, with its first call. `clock`: times messages between GPUs;
+    None elsewhere.
 
     Raises TransportError, on all of them alike, when what was asked for does not come up, or nothing does.
     """
     device = device_of(current_device())
     blocked = None if device is None else why_blocked(os.environ)
-    maker, watch = None, LinkWatch()
+    maker, watch, chunks = None, LinkWatch(), call.chunks
     if device is not None and (queues := queues_in_words(model=config.queue_model)) is not None:
         _say_once(rendezvous, queues)
     if blocked is None:
-        maker = LinkMaker(rendezvous, None if device is None else _nccl_side(device, config, watch, timeout_s))
+        gpu = None if device is None else _nccl_side(device, config, watch, timeout_s, call.message_nbytes)
+        maker = LinkMaker(rendezvous, gpu)
         maker.connect(wrap=chunks > 1)
     if config.host_transport != "off":
         try:
@@ -160,8 +170,10 @@ def _two_paths(
     return HostTransport(rendezvous, chunks, settings, paths, maker, device)
 
 
-def _nccl_side(device: Device, config: AdaptraConfig, watch: LinkWatch, timeout_s: float) -> NcclSide:
-    identity = gpu_identity(device.device, fastest_rnic_gbit_per_s())
+def _nccl_side(
+    device: Device, config: AdaptraConfig, watch: LinkWatch, timeout_s: float, message_nbytes: int
+) -> NcclSide:
+    identity = gpu_identity(device.device, fastest_rnic_gbit_per_s(), message_nbytes)
     return NcclSide(torch_nccl, device, identity, config.communicators, watch, timeout_s, device.new_stream())
 
 

@@ -53,6 +53,11 @@ class PipelineCall:
         return len(self.model_chunks)
 
     @property
+    def message_nbytes(self) -> int:
+        """Size of what travels between stages; 0 when it varies."""
+        return math.prod(self.message_shape) * int(self.config.pipeline_dtype.itemsize) if self.message_shape else 0
+
+    @property
     def group_size(self) -> int | None:
         """Megatron's micro-batch group size per virtual pipeline stage; None without interleaving."""
         return self.config.microbatch_group_size_per_vp_stage if self.interleaved else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import math
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,15 +54,28 @@ class CommunicatorConfig:
     net_name: str | None = None
 
 
-def most_ctas(same_host: bool, rnic_gbit_per_s: float) -> int:
-    """As many as a message's bandwidth needs. `rnic_gbit_per_s`: of the slower end's fastest RNIC; 0: not known.
+_NETWORK_NBYTES_PER_S, _NVLINK_NBYTES_PER_S = 14e9, 20e9
+"""Of one CTA, as NCCL reckons (2.29.7: graph/paths.cc, P2P_PER_CHANNEL_NET_BW; graph/topo.h)."""
+_HIDDEN_S = 0.5e-3
+"""A message that takes no longer is hidden behind actions, which take milliseconds: more CTAs would gain nothing."""
 
-    NCCL itself takes one per 14 GB/s of the network (2.29.7, graph/paths.cc, P2P_PER_CHANNEL_NET_BW), and 32 or more
-    over NVLink, 20 to 40 GB/s each (graph/topo.h): a quarter of them leaves computation most of its multiprocessors.
+
+def most_ctas(same_host: bool, rnic_gbit_per_s: float, message_nbytes: float = 0.0) -> int:
+    """As many as NCCL itself would take, but no more than a message needs to be hidden. `rnic_gbit_per_s`: of the
+    slower end's fastest RNIC, `message_nbytes`: of the largest message; 0: not known.
+
+    NCCL takes powers of two: for the network's whole bandwidth (4 where that is not known), 2 without NVLink, and 32 or
+    more with it: a quarter of them leaves computation most of its multiprocessors.
     """
-    if same_host:
-        return 8
-    return 2 if 0 < rnic_gbit_per_s <= 200 else 4
+    nbytes_per_s = _NVLINK_NBYTES_PER_S if same_host else _NETWORK_NBYTES_PER_S
+    network = _power_of_two(rnic_gbit_per_s * 1e9 / 8 / nbytes_per_s) if rnic_gbit_per_s > 0 else 4
+    most = 8 if same_host else network
+    return min(most, _power_of_two(message_nbytes / nbytes_per_s / _HIDDEN_S)) if message_nbytes else most
+
+
+def _power_of_two(least: float) -> int:
+    """The lowest that is `least` or more."""
+    return 1 << max(0, math.ceil(least) - 1).bit_length()
 
 
 class NcclConfig(ctypes.Structure):

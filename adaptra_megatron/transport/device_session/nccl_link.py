@@ -48,7 +48,8 @@ class NcclSide:
     """Raises NcclError where there is no NCCL."""
     device: Device
     identity: str
-    """Identity of its GPU, unique in the job. What follows a space names its host, and the rate of that's RNICs."""
+    """Identity of its GPU, unique in the job. After spaces, its host, the rate of that's RNICs, and the size of
+    messages."""
     config: CommunicatorConfig
     watch: LinkWatch
     timeout_s: float
@@ -91,7 +92,8 @@ class NcclLink:
         # NCCL would wait for a peer that does not come, and go on listening for it.
         unique_id, peer = self._meet(store, 1 - self._peer, timeout_s)
         name, config = f"adaptra {ends.source}>{ends.target}", _with_ctas(side.config, side.identity, peer)
-        logger.info("link %d->%d: NCCL may take %s thread blocks of this GPU for a transfer", *ends, config.max_ctas)
+        said = "as asked for" if config == side.config else f"between {side.identity} and {peer}"
+        logger.info("link %d->%d: NCCL may take %s CTAs of this GPU for a transfer, %s", *ends, config.max_ctas, said)
         with side.device.use(stream):
             self._communicator: Communicator = self._library.init_rank(unique_id, 1 - self._peer, name, config)
         index = side.device.device.index or 0
@@ -299,13 +301,15 @@ def _with_ctas(config: CommunicatorConfig, identity: str, peer: str) -> Communic
     """With the same number at both ends, if none was asked for."""
     if config.max_ctas is not None:
         return config
-    (_gpu, host, rate), (_peer, peer_host, peer_rate) = ([*each.split(), "", ""][:3] for each in (identity, peer))
-    slower = min(float(rate or 0.0), float(peer_rate or 0.0))
-    most = max(most_ctas(host == peer_host != "", slower), config.min_ctas or 1)
+    ends = [[*each.split(), *[""] * 3][1:4] for each in (identity, peer)]
+    (host, peer_host), rates, sizes = zip(*ends, strict=True)
+    slower, larger = min(float(rate or 0.0) for rate in rates), max(float(size or 0.0) for size in sizes)
+    most = max(most_ctas(host == peer_host != "", slower, larger), config.min_ctas or 1)
     return replace(config, max_ctas=most)
 
 
-def gpu_identity(device: torch.device, rnic_gbit_per_s: float = 0.0) -> str:
-    """The name of a GPU, the same in all processes and in no other host, that of its host, and what its RNICs carry."""
+def gpu_identity(device: torch.device, rnic_gbit_per_s: float = 0.0, message_nbytes: int = 0) -> str:
+    """The name of a GPU, the same in all processes and in no other host, that of its host, what its RNICs carry, and
+    the size of its messages, 0 where that varies."""
     properties: Any = torch.cuda.get_device_properties(device)
-    return f"{properties.uuid} {boot_identity()} {rnic_gbit_per_s:g}"
+    return f"{properties.uuid} {boot_identity()} {rnic_gbit_per_s:g} {message_nbytes}"

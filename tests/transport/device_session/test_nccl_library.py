@@ -204,10 +204,26 @@ def test_a_communicators_name_lasts_as_long_as_the_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("same_host", "rate", "expected"), [(True, 400, 8), (False, 400, 4), (False, 200, 2), (False, 0, 4)]
+    ("same_host", "rate", "mebibytes", "expected"),
+    [
+        (True, 400, 0, 8),
+        (False, 800, 0, 8),
+        (False, 400, 0, 4),
+        (False, 200, 0, 2),
+        (False, 100, 0, 1),
+        (False, 0, 0, 4),
+        (True, 400, 64, 8),
+        (True, 400, 16, 2),
+        (True, 400, 1, 1),
+        (False, 400, 64, 4),
+        (False, 800, 8, 2),
+        (False, 100, 64, 1),
+    ],
 )
-def test_transfers_take_as_many_blocks_as_their_way_needs(same_host: bool, rate: float, expected: int) -> None:
-    assert most_ctas(same_host, rate) == expected
+def test_transfers_take_what_nccl_would_and_no_more_than_hides_a_message(
+    same_host: bool, rate: float, mebibytes: int, expected: int
+) -> None:
+    assert most_ctas(same_host, rate, mebibytes << 20) == expected
 
 
 def test_what_goes_wrong_later_is_an_error_when_it_is_looked_for() -> None:

@@ -178,13 +178,25 @@ def test_communicators_are_made_as_they_were_configured(gpus: Gpus) -> None:
 
 @pytest.mark.parametrize(
     ("gpus_of", "expected"),
-    [(("a h 400", "b h 400"), 8), (("a h 400", "b i 400"), 4), (("a h 400", "b i 100"), 2), (("a", "b"), 4)],
+    [
+        (("a h 400 0", "b h 400 0"), 8),
+        (("a h 400 0", "b i 400 0"), 4),
+        (("a h 400 0", "b i 200 0"), 2),
+        (("a h 400 8388608", "b h 400 16777216"), 2),
+        (("a", "b"), 4),
+    ],
 )
-def test_both_ends_take_as_many_blocks_as_what_is_between_them_needs(gpus_of: tuple[str, str], expected: int) -> None:
+def test_both_ends_take_as_many_blocks_as_what_is_between_them_needs(
+    gpus_of: tuple[str, str], expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log says how many, and for what."""
+    caplog.set_level("INFO", "adaptra_megatron")
     gpus = Gpus()
     gpus.config = CommunicatorConfig()
     began(*(lambda stage=stage: gpus.link(stage, "0", sends=stage == 0, gpu=gpus_of[stage]) for stage in range(2)))
     assert [each.config.max_ctas for each in gpus.fabric.communicators] == [expected] * 2
+    said = f"link 0->1: NCCL may take {expected} CTAs of this GPU for a transfer, between {gpus_of[0]} and {gpus_of[1]}"
+    assert any(said in each for each in caplog.messages)
     for watch in gpus.watches:
         watch.close()
 

@@ -385,6 +385,21 @@ class TestReceiving:
             with pytest.raises(TransportError, match=r"link 0->1: .*device lost"):
                 receipt.take()
 
+    def test_no_room_for_a_message_is_told_as_that(self, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*_: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
+
+        device = SimulatedDevice()
+        link = make_link(device)
+        monkeypatch.setattr(device, "empty", full)
+        for asked in (False, True):
+            receipt = link.receive(numbers(10), asked=asked)
+            with pytest.raises(
+                TransportError, match=r"link 0->1: the device has no memory left .* 64.00 MiB"
+            ) as failed:
+                receipt.take()
+            assert "CUDA_LAUNCH_BLOCKING" not in str(failed.value)
+
     def test_memory_stays_locked_for_a_device_that_hangs(self, caplog: pytest.LogCaptureFixture) -> None:
         device = SimulatedDevice()
         link = CopiedLink(device)
