@@ -33,6 +33,7 @@ from adaptra_megatron.runtime.execution.timers import make_timer
 from adaptra_megatron.runtime.iteration_work import IterationWork
 from adaptra_megatron.runtime.job import Job, join_job
 from adaptra_megatron.runtime.measurement.measuring import EndedIteration, Measuring
+from adaptra_megatron.runtime.measurement.megatron_spans import SpannedTransport, megatron_span
 from adaptra_megatron.runtime.measurement.profile_ranges import RangedTransport
 from adaptra_megatron.runtime.measurement.reporting import (
     make_telemetry,
@@ -55,7 +56,7 @@ from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs_json import costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
 from adaptra_megatron.transport.gpu.device_clock import CudaEvents, DeviceClock
-from adaptra_megatron.transport.messages import TransportError, TwoPathTransport
+from adaptra_megatron.transport.messages import Transport, TransportError, TwoPathTransport
 from adaptra_megatron.transport.paths import Path
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 
@@ -145,8 +146,11 @@ class Pipeline:
         """How many have run, evaluations among them."""
         self.training_iterations = 0
         ahead = 0 if layout.rendezvous else RECEIVES_AHEAD
+        self.span = megatron_span()
+        """Maker of Megatron's spans; None where nobody asks for them."""
+        carrier: Transport = RangedTransport(self.transport) if config.profile_ranges else self.transport
         self._executor = PipelineExecutor(
-            RangedTransport(self.transport) if config.profile_ranges else self.transport,
+            carrier if self.span is None else SpannedTransport(carrier, self.span),
             make_timer(clock),
             timeout_s=limit_s,
             receives_ahead=ahead,

@@ -27,6 +27,7 @@ from adaptra_megatron.job.membership import MembershipRecords
 from adaptra_megatron.log import is_first_rank, logger_of
 from adaptra_megatron.runtime.device import current_device
 from adaptra_megatron.runtime.execution.executor import IterationReport
+from adaptra_megatron.runtime.measurement.megatron_spans import spanned_computation
 from adaptra_megatron.runtime.measurement.profile_ranges import ranged_computation
 from adaptra_megatron.runtime.measurement.sync_waits import SyncWaits
 from adaptra_megatron.runtime.megatron.computation import MegatronComputation, StageComputation
@@ -305,6 +306,8 @@ class AdaptraRuntime:
         decorated = self._decorate(decorated, call.stage) if self._decorate is not None else decorated
         if self._config.profile_ranges:
             decorated = ranged_computation(decorated)
+        if pipeline.span is not None:
+            decorated = spanned_computation(decorated, pipeline.span)
         if self.staggered is not None:
             decorated = ValidatedComputation(decorated, self.staggered)
         with iteration(call) as embedding:
