@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from event_docs import KINDS, schema
 from support.processes import REPOSITORY
 
@@ -66,6 +67,47 @@ def test_the_dashboard_has_panels_that_do_not_overlap() -> None:
         assert at["x"] + at["w"] <= 24
         taken |= cells
         assert panel["description"]
+
+
+def test_the_dashboard_is_one_that_grafana_imports() -> None:
+    found = dashboard()
+    assert found["schemaVersion"] >= 36
+    assert found["uid"]
+    assert found.get("id") is None, "Grafana gives it one"
+    panels = found["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    for panel in panels:
+        assert {"title", "type", "gridPos", "datasource", "fieldConfig", "targets"} <= panel.keys()
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        references = [target["refId"] for target in panel["targets"]]
+        assert len(set(references)) == len(references)
+        for target in panel["targets"]:
+            shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            (grouping,) = re.findall(r"\bby \(([^)]*)\)", target["expr"]) or [""]
+            assert shown <= ({*re.split(r",\s*", grouping)} if grouping else shown), "a label that is left"
+    links = [target for panel in panels for target in panel["targets"] if "adaptra_link_latency" in target["expr"]]
+    assert links
+    assert all("{{from_host}} to {{to_host}}" in target["legendFormat"] for target in links)
+
+
+def test_alerts_are_rules_that_prometheus_loads_and_name_hosts() -> None:
+    (group,) = yaml.safe_load((EXTRAS / "alerts.yml").read_text())["groups"]
+    names = [rule["alert"] for rule in group["rules"]]
+    assert len(set(names)) == len(names) >= 10
+    for rule in group["rules"]:
+        assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}
+        assert re.fullmatch(r"\d+[smh]", rule.get("for", "0s"))
+        assert rule["labels"]["severity"] in ("info", "warning", "critical")
+        summary = rule["annotations"]["summary"]
+        used = set(re.findall(r"\$labels\.(\w+)", summary))
+        (grouping,) = re.findall(r"\bby \(([^)]*)\)", rule["expr"])[:1] or [""]
+        assert not grouping or used <= {*re.split(r",\s*", grouping)}, rule["alert"]
+        if "adaptra_link_state" in rule["expr"]:
+            assert {"from_host", "to_host"} <= used
+        if "adaptra_stage_state" in rule["expr"]:
+            assert "host" in used
+    tests = yaml.safe_load((EXTRAS / "alerts_test.yml").read_text())
+    assert {each["alertname"] for test in tests["tests"] for each in test["alert_rule_test"]} <= set(names)
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool comes with Prometheus")

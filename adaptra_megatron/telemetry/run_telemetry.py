@@ -87,6 +87,8 @@ class Place:
     decides_apart: bool = False
     """True where replicas have plans of their own, each with a leading rank."""
     clock_offset_s: float = 0.0
+    stage_hosts: tuple[str, ...] = ()
+    """Where each stage of its replica runs, for metrics."""
 
     @property
     def word(self) -> str:
@@ -306,6 +308,7 @@ def _figures(place: Place, start: RunStarted) -> ExportedFigures:
     return ExportedFigures(
         labels={"rank": str(place.rank), "stage": str(place.stage)},
         job_labels={"replica": str(place.replica)},
+        stage_hosts=place.stage_hosts,
         info={
             "version": start.versions.get("adaptra-megatron", ""),
             "run": place.run,

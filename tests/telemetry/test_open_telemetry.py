@@ -78,7 +78,13 @@ def test_metrics_are_those_that_prometheus_gets() -> None:
         for each, value in values.items()
     }
     assert told == expected
-    assert told["adaptra_link_latency_seconds", Attributes({"replica": "1", "from": "3", "to": "4"})] == 0.08
+    assert (
+        told[
+            "adaptra_link_latency_seconds",
+            Attributes({"replica": "1", "from": "3", "to": "4", "from_host": "", "to_host": ""}),
+        ]
+        == 0.08
+    )
     for name, metric in metrics.items():
         assert (type(metric.data).__name__ == "Sum") == METRICS[name].counter
         assert metric.description == METRICS[name].meaning

@@ -16,6 +16,7 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.decisions import Moved
 from adaptra_megatron.epochs.admission import Return
 from adaptra_megatron.epochs.survival import RankLoss, Survival
+from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.runtime.execution.executor import IterationReport
 from adaptra_megatron.runtime.job import Job
 from adaptra_megatron.runtime.megatron.compat import megatron_version
@@ -27,6 +28,8 @@ from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, Teleme
 from adaptra_megatron.transport.messages import Direction, MessageTimes, Transport, TwoPathTransport
 from adaptra_megatron.transport.paths import PathCounters
 
+MOST_HOSTS = 4
+"""Hosts of a stage that a label names."""
 _KINDS = {Direction.ACTIVATION: "F", Direction.GRADIENT: "B"}
 
 
@@ -63,6 +66,7 @@ def make_telemetry(job: Job, chunks: int, config: AdaptraConfig, *, goes_on: boo
         leads=layout.rank == layout.leader,
         decides_apart=layout.decides_apart,
         clock_offset_s=job.clock.first_offset_s,
+        stage_hosts=tuple(_hosts_of(layout, stage) for stage in range(len(layout.pipeline))),
     )
     start = RunStarted(
         layout={
@@ -76,6 +80,14 @@ def make_telemetry(job: Job, chunks: int, config: AdaptraConfig, *, goes_on: boo
         host=platform.node(),
     )
     return RunTelemetry(settings, place, start)
+
+
+def _hosts_of(layout: JobLayout, stage: int) -> str:
+    """Hosts of a stage in this rank's replica; of many, the first ones and how many more there are."""
+    cell = layout.cells[layout.cell._replace(stage=stage)]
+    hosts = list(dict.fromkeys(layout.workers[rank].host for rank in cell))
+    more = f" +{len(hosts) - MOST_HOSTS}" if len(hosts) > MOST_HOSTS else ""
+    return ",".join(hosts[:MOST_HOSTS]) + more
 
 
 def arrival_records(stage: int, received: Sequence[MessageTimes]) -> list[ArrivalRecord]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ class Described(NamedTuple):
     """Served by the leading rank of a replica alone, and labelled with that replica instead of rank and stage."""
 
 
-_LINK, _CELL, _STAGE = ("from", "to"), ("of_replica", "of_stage"), ("of_stage",)
+_LINK, _CELL, _STAGE = ("from", "to", "from_host", "to_host"), ("of_replica", "of_stage"), ("of_stage",)
 
 METRICS: Mapping[str, Described] = {
     "adaptra_info": Described("1; its labels say what runs.", ("version", "run", "policy")),
@@ -57,7 +57,7 @@ METRICS: Mapping[str, Described] = {
     "adaptra_saved_seconds": Described(
         "Saved by switches of plans, about: what both forecast and measurement promise.", counter=True, of_job=True
     ),
-    "adaptra_stage_state": Described("1 for the state a stage is in.", (*_STAGE, "state"), of_job=True),
+    "adaptra_stage_state": Described("1 for the state a stage is in.", (*_STAGE, "host", "state"), of_job=True),
     "adaptra_link_latency_seconds": Described("Estimated one-way latency.", _LINK, of_job=True),
     "adaptra_link_bandwidth_bytes_per_second": Described("Estimated bandwidth.", _LINK, of_job=True),
     "adaptra_link_state": Described("1 for the state a link is in.", (*_LINK, "state"), of_job=True),
@@ -112,12 +112,17 @@ class ExportedFigures:
         labels: Mapping[str, str] | None = None,
         job_labels: Mapping[str, str] | None = None,
         info: Mapping[str, str] | None = None,
+        stage_hosts: Sequence[str] = (),
     ) -> None:
         """`labels` are on metrics of the rank, such as rank and stage, `job_labels` on those of the job. `info`: values
-        of the labels of `adaptra_info`."""
+        of the labels of `adaptra_info`. `stage_hosts`: where each stage runs."""
         self._labels, self._job_labels = dict(labels or {}), dict(job_labels or {})
         self._info = {name: (info or {}).get(name, "") for name in METRICS["adaptra_info"].labels}
         self._snapshot: _Snapshot | None = None
+        self._stage_hosts = tuple(stage_hosts)
+
+    def _host(self, stage: int) -> str:
+        return self._stage_hosts[stage] if stage < len(self._stage_hosts) else ""
 
     def show(
         self,
@@ -164,7 +169,10 @@ class ExportedFigures:
         """What all ranks' measurements say, by the rank that leads."""
         if job.bubble_fraction is not None:
             yield self._samples("adaptra_bubble_ratio", {(): job.bubble_fraction})
-        ends = {(str(source), str(target)): link for (source, target), link in job.links.items()}
+        ends = {
+            (str(source), str(target), self._host(source), self._host(target)): link
+            for (source, target), link in job.links.items()
+        }
         yield self._samples("adaptra_link_latency_seconds", {pair: link.latency_s for pair, link in ends.items()})
         known: _Values = {
             pair: link.bandwidth_bytes_s for pair, link in ends.items() if link.bandwidth_bytes_s is not None
@@ -188,7 +196,9 @@ class ExportedFigures:
         if leader.lower_bound_s is not None:
             yield self._samples("adaptra_lower_bound_seconds", {(): leader.lower_bound_s})
         yield self._samples("adaptra_saved_seconds", {(): leader.saved_s})
-        states: _Values = {(str(stage), state): 1.0 for stage, state in enumerate(leader.stage_states)}
+        states: _Values = {
+            (str(stage), self._host(stage), state): 1.0 for stage, state in enumerate(leader.stage_states)
+        }
         yield self._samples("adaptra_stage_state", states)
 
     def _lost(self, lost: LossFigures) -> Iterator[Samples]:

@@ -39,7 +39,9 @@ JOB = JobFigures(
 
 @pytest.fixture
 def figures() -> ExportedFigures:
-    return ExportedFigures(labels={"rank": "5"}, job_labels={"replica": "1"}, info={"version": "1.2"})
+    hosts = [f"node{stage}" for stage in range(4)]  # of stage 4 it is not known
+    labels = {"labels": {"rank": "5"}, "job_labels": {"replica": "1"}, "info": {"version": "1.2"}}
+    return ExportedFigures(**labels, stage_hosts=hosts)
 
 
 @pytest.fixture
@@ -72,8 +74,8 @@ def test_what_is_shown_is_served(endpoint: PrometheusEndpoint, figures: Exported
         "adaptra_predicted_seconds replica=1": 1.4,
         "adaptra_lower_bound_seconds replica=1": 1.25,
         "adaptra_saved_seconds_total replica=1": 60,
-        "adaptra_stage_state of_stage=0 replica=1 state=healthy": 1,
-        "adaptra_stage_state of_stage=1 replica=1 state=slow": 1,
+        "adaptra_stage_state host=node0 of_stage=0 replica=1 state=healthy": 1,
+        "adaptra_stage_state host=node1 of_stage=1 replica=1 state=slow": 1,
         "adaptra_iterations_total rank=5": 10,
         "adaptra_iteration_seconds rank=5": 1.5,
         "adaptra_peak_in_flight rank=5": 6,
@@ -82,9 +84,9 @@ def test_what_is_shown_is_served(endpoint: PrometheusEndpoint, figures: Exported
         "adaptra_messages_total path=device rank=5": 90,
         "adaptra_messages_total path=host rank=5": 6,
         "adaptra_bubble_ratio replica=1": 0.25,
-        "adaptra_link_latency_seconds from=3 replica=1 to=4": 0.08,
-        "adaptra_link_bandwidth_bytes_per_second from=3 replica=1 to=4": 2e9,
-        "adaptra_link_state from=3 replica=1 state=slow to=4": 1,
+        "adaptra_link_latency_seconds from=3 from_host=node3 replica=1 to=4 to_host=": 0.08,
+        "adaptra_link_bandwidth_bytes_per_second from=3 from_host=node3 replica=1 to=4 to_host=": 2e9,
+        "adaptra_link_state from=3 from_host=node3 replica=1 state=slow to=4 to_host=": 1,
         "adaptra_activation_bytes of_stage=3 replica=1": 7,
         "adaptra_free_bytes of_stage=3 replica=1": 50,
         "adaptra_activation_cap of_stage=3 replica=1": 6,
