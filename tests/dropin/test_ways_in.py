@@ -86,6 +86,13 @@ def test_the_environment_turns_it_on_where_no_parser_of_megatrons_runs() -> None
     assert done.stdout == "replaced: True\n"
 
 
+@pytest.mark.parametrize("trainer", ["ranks.py", "actors.py"])
+def test_trainers_that_start_ranks_or_actors_hand_it_on_by_the_environment(trainer: str) -> None:
+    """As `megatron sft` of ms-swift and the executors of NeMo-Run start torchrun, and slime and verl their actors."""
+    environment = {"ADAPTRA": "1"} if trainer == "ranks.py" else {}
+    assert start(f"trainers/{trainer}", **environment).stdout.splitlines() == ["replaced: True"] * 2
+
+
 def test_a_process_that_only_parses_says_so() -> None:
     """As the driver of a trainer on Ray."""
     told = start("parse.py", "--adaptra").stderr
