@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from pathlib import Path
+from pathlib import Path as FilePath
 from statistics import mean
 from typing import NamedTuple
 
-sys.path[:0] = [str(Path(__file__).parents[1] / each) for each in ("tests", "scripts")]
+sys.path[:0] = [str(FilePath(__file__).parents[1] / each) for each in ("tests", "scripts")]
 
 from markdown_table import markdown_table  # noqa: E402
 from support.device_model import Device, Rank, Threads, play  # noqa: E402
@@ -25,11 +25,16 @@ from support.device_model.from_megatron import record_stock  # noqa: E402
 from support.device_model.from_runtime import Iteration, Job  # noqa: E402
 from support.device_model.threads import record_by_host  # noqa: E402
 
+from adaptra_megatron.control.decisions import LinkName  # noqa: E402
+from adaptra_megatron.control.paths.path_choice import Setting, choose  # noqa: E402
+from adaptra_megatron.detector.findings import LinkEstimate, State  # noqa: E402
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs  # noqa: E402
 from adaptra_megatron.schedule.planner import plan  # noqa: E402
+from adaptra_megatron.transport.gpu.hardware_queues import ENOUGH_QUEUES  # noqa: E402
+from adaptra_megatron.transport.paths import Path  # noqa: E402
 
 ACTION_S, DEVICE, HOST = 10e-3, LinkCost(0.0, 0.5e-3), LinkCost(1.5e-3, 1e-3)
-SLOW_S = 30e-3
+SLOW_S, SLOW_LINK = 30e-3, (1, 2)
 SEEDS = 5
 """Which streams share one of eight queues is drawn by lot."""
 
@@ -41,9 +46,10 @@ send, where it has two) and of the executor are played on a model of GPUs (`test
 take 10 ms each, a message 0.5 ms by the device path, 1 ms of the link and 1.5 ms more by the host path; one slow:
 from stage 1 to 2 each takes 30 ms more, by either path. *Trailing waits hold*: whether the wait that NCCL puts behind
 each of its kernels holds up a hardware queue, which is known of no GPU yet. With one queue plans reckon that it does,
-so the host path is taken. With 8 or 32 queues it is drawn by lot which streams share one: means of 5 draws, and all
-messages by the device path, which a slow link would leave where the other is much better. *Other path*: all messages
-by the path that is not taken; with one queue, planned for what the device does.
+so the host path is taken. With 8 or 32 queues it is drawn by lot which streams share one: means of 5 draws. Messages of
+a slow link leave the device path as they do in training: with 8 queues, where a receive that stands for longer than an
+action may hold up computation. *Other path*: all messages by the path that is not taken; with one queue, planned for
+what the device does.
 Where trailing waits hold, no plan by the device path is faster than stock in one queue: without the host path such
 jobs run Megatron's own schedule.
 
@@ -65,7 +71,7 @@ class Case(NamedTuple):
         ring = {(a, b % self.stages) for a in range(self.stages) for b in (a + 1, a - 1)}
         links = {ends: link._replace(rendezvous=link == DEVICE) for ends in ring}
         if slow:
-            links[1, 2] = links[1, 2]._replace(latency_s=link.latency_s + SLOW_S)
+            links[SLOW_LINK] = links[SLOW_LINK]._replace(latency_s=link.latency_s + SLOW_S)
         return dataclasses.replace(
             uniform_costs(
                 self.stages,
@@ -106,6 +112,43 @@ def stock_ms(case: Case, device: Device, *, slow: bool) -> float:
     )
 
 
+def leaves(case: Case, queues: int) -> bool:
+    """Return whether training has messages of the slow link leave the device path for the host path."""
+    known = {}
+    for path, link in ((Path.DEVICE, DEVICE), (Path.HOST, HOST)):
+        slow = case.costs(link, slow=True).link(*SLOW_LINK)
+        known[path] = LinkEstimate(
+            latency_s=slow.latency_s,
+            bandwidth_bytes_per_s=1 / slow.occupancy_s,
+            transfer_s=slow.latency_s + slow.occupancy_s,
+            nbytes=1,
+            state=State.SLOW,
+            since_iteration=0,
+            measured_iteration=0,
+            reason="it is slow",
+            clock_correction_s=0.0,
+        )
+    setting = Setting(
+        preferred=Path.DEVICE,
+        micro_batches=case.micro_batches,
+        action_s=ACTION_S,
+        period_s=3 * ACTION_S * case.chunks,
+        device_blocks=queues < ENOUGH_QUEUES,
+    )
+    return choose(LinkName(0, *SLOW_LINK), Path.DEVICE, known, setting) is not None
+
+
+def chosen_ms(case: Case, device: Device, *, slow: bool) -> tuple[float, str]:
+    """As planned for queues of their own, with the slow link's messages by the path that training takes; which."""
+    if not slow or not leaves(case, device.queues):
+        return ours_ms(case, device, DEVICE, slow=slow, queue="separate"), "device"
+    costs, by_host = (case.costs(link, slow=True) for link in (DEVICE, HOST))
+    costs = dataclasses.replace(costs, links={**costs.links, SLOW_LINK: by_host.links[SLOW_LINK]})
+    job = Job(iterations=(Iteration(schedule=plan(costs).schedule, costs=costs, planned_for=costs),))
+    threads = [record_by_host(job, stage, [SLOW_LINK]) for stage in range(case.stages)]
+    return played_ms(threads, device), "device, the slow link's by the host path"
+
+
 def ours_ms(case: Case, device: Device, link: LinkCost, *, slow: bool, queue: str) -> float:
     """As planned for such a queue."""
     costs = case.costs(link, slow=slow, queue=queue)
@@ -131,7 +174,7 @@ def rows() -> list[list[str]]:
                         ours, path = ours_ms(case, device, HOST, slow=slow, queue="serial"), "host"
                         other = ours_ms(case, device, DEVICE, slow=slow, queue=queue)
                     else:
-                        ours, path = ours_ms(case, device, DEVICE, slow=slow, queue="separate"), "device"
+                        ours, path = chosen_ms(case, device, slow=slow)
                         other = ours_ms(case, device, HOST, slow=slow, queue="separate")
                     figures = [f"{stock:.0f}", f"{ours:.0f} ({path})", f"{ours / stock:.2f}", f"{other:.0f}"]
                     found.append([*name, *figures])
@@ -141,7 +184,7 @@ def rows() -> list[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=None, help="also write the table to this file")
+    parser.add_argument("--output", type=FilePath, default=None, help="also write the table to this file")
     arguments = parser.parse_args()
     header = [
         "pipeline",

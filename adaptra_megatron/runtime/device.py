@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from adaptra_megatron.transport.gpu.hardware_queues import hardware_queues
+from adaptra_megatron.transport.gpu.hardware_queues import ENOUGH_QUEUES, hardware_queues
 
 
 def current_device() -> torch.device:
@@ -17,6 +17,11 @@ def current_device() -> torch.device:
     # Emulation on CPU makes torch.cuda.current_device() a torch.device; CUDA's own returns an index.
     current = torch.cuda.current_device()
     return current if isinstance(current, torch.device) else torch.device("cuda", current)
+
+
+def shares_queues(device: torch.device) -> bool:
+    """Return whether streams of links are likely to share hardware queues with computation's."""
+    return device.type == "cuda" and hardware_queues() < ENOUGH_QUEUES
 
 
 def has_one_queue(device: torch.device) -> bool:

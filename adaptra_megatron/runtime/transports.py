@@ -12,7 +12,7 @@ import torch
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.path_decider import PathPolicy
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.runtime.device import current_device, has_one_queue, pci_bus_id
+from adaptra_megatron.runtime.device import current_device, has_one_queue, pci_bus_id, shares_queues
 from adaptra_megatron.transport.device_session.link_watch import LinkWatch
 from adaptra_megatron.transport.device_session.nccl_library import torch_nccl
 from adaptra_megatron.transport.device_session.nccl_link import NcclSide, gpu_identity
@@ -90,7 +90,7 @@ def path_policy(config: AdaptraConfig, transport: Transport) -> PathPolicy | Non
     device = current_device()
     host_alone = device.type == "cuda" and why_blocked(os.environ) is not None
     preferred = Path.HOST if host_alone else preferred_path(config, device)
-    return PathPolicy(preferred=preferred, device_blocks=has_one_queue(device))
+    return PathPolicy(preferred=preferred, device_blocks=shares_queues(device))
 
 
 def has_serial_queue(config: AdaptraConfig, device: torch.device) -> bool:

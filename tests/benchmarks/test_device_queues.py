@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from device_queues import CASES, DEVICE, HOST, Case, ours_ms, stock_ms
+from device_queues import CASES, DEVICE, HOST, Case, chosen_ms, ours_ms, stock_ms
 from support.device_model import Device
 
 ONE_SERIAL_QUEUE = Device(queues=1, trailing_waits=True)
@@ -17,3 +17,12 @@ def test_one_serial_queue_gains_by_the_host_path_alone(case: Case, slow: bool) -
     stock = stock_ms(case, ONE_SERIAL_QUEUE, slow=slow)
     assert ours_ms(case, ONE_SERIAL_QUEUE, HOST, slow=slow, queue="serial") < stock
     assert ours_ms(case, ONE_SERIAL_QUEUE, DEVICE, slow=slow, queue="serial") > stock
+
+
+@pytest.mark.parametrize("trailing_waits", [False, True])
+def test_a_slow_link_of_a_device_with_few_queues_leaves_the_device_path(trailing_waits: bool) -> None:
+    """What stands there for it would hold up computation in some of them, for longer than in stock."""
+    device = Device(queues=8, trailing_waits=trailing_waits)
+    ours, path = chosen_ms(CASES[2], device, slow=True)
+    assert "by the host path" in path
+    assert ours < 0.75 * stock_ms(CASES[2], device, slow=True)

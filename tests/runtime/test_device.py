@@ -13,7 +13,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.runtime.device import has_one_queue
+from adaptra_megatron.runtime.device import has_one_queue, shares_queues
 from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
 from adaptra_megatron.runtime.megatron.prospects import prospects_of
 from adaptra_megatron.runtime.runtime import AdaptraRuntime
@@ -47,6 +47,8 @@ def test_queues_are_a_number_as_c_reads_it(monkeypatch: pytest.MonkeyPatch, valu
     assert hardware_queues() == hardware_queues({CONNECTIONS: value}) == queues
     assert has_one_queue(GPU) is (queues == 1)
     assert not has_one_queue(torch.device("cpu"))
+    assert shares_queues(GPU) is (queues < 16)
+    assert not shares_queues(torch.device("cpu"))
     assert prospects_of(SimpleNamespace()).device.startswith("one " if queues == 1 else "several ")
 
 

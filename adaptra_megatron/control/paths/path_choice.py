@@ -46,8 +46,8 @@ class Setting:
     period_s: float
     """What the slowest stage computes per micro-batch: a link that is busy for longer holds all stages up."""
     device_blocks: bool = False
-    """Set if messages of the device path stand in front of computation in the device's queues: then a slow message
-    keeps more than its link busy."""
+    """Set if messages of the device path may stand in front of computation in the device's queues: then one that takes
+    longer than an action, which its receive is posted ahead by, keeps computation for the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,10 @@ def message_cost_s(estimate: LinkEstimate, path: Path, setting: Setting) -> floa
     """Seconds that a message costs the pipeline: its way, and its share of what the link is behind at the end."""
     if estimate.state is State.DEAD:
         return _NEVER
-    busy_s = estimate.occupancy_s(estimate.nbytes)
+    behind_s = max(0.0, estimate.occupancy_s(estimate.nbytes) - setting.period_s)
     if path is Path.DEVICE and setting.device_blocks:
-        busy_s = max(busy_s, estimate.transfer_s)
-    return estimate.transfer_s + setting.micro_batches * max(0.0, busy_s - setting.period_s)
+        behind_s = max(behind_s, estimate.transfer_s - setting.action_s)
+    return estimate.transfer_s + setting.micro_batches * behind_s
 
 
 def choose(link: LinkName, before: Path, estimates: Mapping[Path, LinkEstimate], setting: Setting) -> Choice | None:

@@ -147,8 +147,12 @@ def test_a_lack_of_bandwidth_counts_for_every_message() -> None:
 
 def test_a_message_in_front_of_computation_keeps_more_than_its_link_busy() -> None:
     blocked = setting(device_blocks=True)
-    assert message_cost_s(estimate(0.05), Path.DEVICE, blocked) == pytest.approx(0.05 + MICRO_BATCHES * 0.02)
+    assert message_cost_s(estimate(0.05), Path.DEVICE, blocked) == pytest.approx(0.05 + MICRO_BATCHES * 0.04)
+    assert message_cost_s(estimate(0.009), Path.DEVICE, blocked) == pytest.approx(0.009)
     assert message_cost_s(estimate(0.05), Path.HOST, blocked) == pytest.approx(0.05)
+    estimates = {path: estimate(0.03, State.SLOW) for path in Path}
+    assert choose(LINK, Path.DEVICE, estimates, setting()) is None
+    assert getattr(choose(LINK, Path.DEVICE, estimates, blocked), "path", None) is Path.HOST
 
 
 # How often the other path is measured.

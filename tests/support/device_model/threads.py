@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from random import Random
 from typing import Any
 from unittest import mock
@@ -69,12 +70,17 @@ class ByHost(RecordingTransport):
     Copies between device and host memory are part of a link's latency and occupancy.
     """
 
-    def __init__(self, *arguments: Any, **how: Any) -> None:
+    def __init__(self, links: Collection[tuple[int, int]] | None, *arguments: Any, **how: Any) -> None:
+        """`links`: the directed ones whose messages go so, the others' by the device path; None: all."""
         super().__init__(*arguments, **how)
         self.threads: Threads = defaultdict(list)
+        self._links, self._by_host = links, dict[MessageKey, int]()
 
     def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
         """A thread carries the messages of a link, one after the other."""
+        if self._links is not None and (self._stage, peer) not in self._links:
+            super().post_send(key, peer, tensor)
+            return
         message, cost = (self._stage, peer, key), self.costs.link(self._stage, peer)
         self._recorder.tell(("made", message))
         carry = [Hear(("made", message)), Pause(cost.occupancy_s), Tell(("here", message), seconds=cost.latency_s)]
@@ -82,20 +88,26 @@ class ByHost(RecordingTransport):
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
         """Nothing of it is on the device."""
-        self._received[key] = peer
+        if self._links is not None and (peer, self._stage) not in self._links:
+            super().post_receive(key, peer)
+        else:
+            self._by_host[key] = peer
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
         """The host waits."""
-        self._recorder.program.append(Hear(("here", (self._received.pop(key), self._stage, key))))
+        if key not in self._by_host:
+            return super().wait(key, deadline_s)
+        self._recorder.program.append(Hear(("here", (self._by_host.pop(key), self._stage, key))))
         return self._tensor
 
 
-def record_by_host(job: Job, stage: int) -> Threads:
-    """All calls of one rank of `stage` of a pipeline that is alone, by the host path."""
+def record_by_host(job: Job, stage: int, links: Collection[tuple[int, int]] | None = None) -> Threads:
+    """All calls of one rank of `stage` of a pipeline that is alone, by the host path, on these directed links alone
+    where any are given."""
     made: list[ByHost] = []
 
     def make(*arguments: Any, **how: Any) -> ByHost:
-        made.append(ByHost(*arguments, **how))
+        made.append(ByHost(links, *arguments, **how))
         return made[0]
 
     with mock.patch("support.device_model.from_runtime.RecordingTransport", make):
