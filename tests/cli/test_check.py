@@ -45,9 +45,9 @@ JOBS: dict[str, tuple[dict[str, Any], str, str, int]] = {
     "weight shards": ({"tensor_parallel_num_weight_shards": 4}, "refused", "none", 0),
     "MTP, untied": (
         {"mtp_num_layers": 1, "share_embeddings_and_output_weights": False},
-        *("starts", "all", 37),
+        *("starts", "all", 38),
     ),
-    "MTP, tied": ({"mtp_num_layers": 1}, "starts with less", "some", 36),
+    "MTP, tied": ({"mtp_num_layers": 1}, "starts with less", "some", 37),
     "full recompute": ({"recompute_granularity": "full", "recompute_method": "uniform"}, "starts", "all", 33),
     "biases": ({"add_bias_linear": True}, "starts with less", "some", 9),
     "bulk overlap": ({"tp_comm_overlap": True, "tensor_model_parallel_size": 8}, "starts with less", "some", 17),

@@ -198,7 +198,7 @@ def _isend_of_alias(isend: Callable[..., Any]) -> Callable[..., Any]:
 class _OneWorker(type):
     """The type of `OneWorkerGloo`, which makes and recognizes what torch's functions make and recognize by its name."""
 
-    def __call__(cls, store: Any, rank: int, size: int, *, timeout: Any) -> Any:
+    def __call__(cls, store: Any, rank: int, size: int, *, timeout: Any, **_of_newer_torch: Any) -> Any:
         gloo: Any = torch.distributed.ProcessGroupGloo
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]

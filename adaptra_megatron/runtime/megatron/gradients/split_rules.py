@@ -145,12 +145,17 @@ def expected_layers(settings: Any) -> list[Expected]:
         value = getattr(settings, name, None)
         return default if value is None else value
 
-    layers = int(setting("num_layers", 1)) + int(setting("mtp_num_layers", 0))
+    predicting = int(setting("mtp_num_layers", 0))
+    layers = int(setting("num_layers", 1)) + predicting
     experts = bool(setting("num_moe_experts", setting("num_experts", 0)))
     found = [*_attention(setting), *(_experts(setting) if experts else _dense(setting))]
+    numbered = [Expected(name, layers, facts) for name, facts in found]
+    if predicting:
+        joining = LayerFacts(kind="Linear", **_common(setting, bias=False))
+        numbered.append(Expected("MTP's joining layer", predicting, joining))
     if setting("transformer_impl", "transformer_engine") == "local":
-        found = [(name, LayerFacts(kind=NATIVE)) for name, _facts in found]
-    return [*(Expected(name, layers, facts) for name, facts in found), Expected("output layer", 1, _output(setting))]
+        numbered = [each._replace(facts=LayerFacts(kind=NATIVE)) for each in numbered]
+    return [*numbered, Expected("output layer", 1, _output(setting))]
 
 
 _Setting = Callable[..., Any]
