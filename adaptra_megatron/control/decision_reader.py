@@ -61,11 +61,11 @@ class Looks:
 
 
 class DecisionReader:
-    """A following rank's thread: hands in what was measured, and takes in decisions.
+    """A following rank's threads: hand in what was measured, and take in decisions.
 
-    Both go by a connection to the leading rank's planner process, so that this thread is woken when there is something
+    Both go by a connection to the leading rank's planner process, so that one thread is woken when there is something
     to do, and looks for nothing. Only what the training waits for, and has not come, is looked for in the job's store,
-    which has all decisions.
+    which has all decisions, by another thread: a store that does not answer holds up nothing that comes otherwise.
     """
 
     def __init__(self, control: ControlStore, place: str, layout: JobLayout, timeout_s: float) -> None:
@@ -89,8 +89,14 @@ class DecisionReader:
         self._measured = False
         """Set by the first report: from then on the address is looked for."""
         self._failure: RuntimeError | None = None
-        self._thread = threading.Thread(target=self._work, name="adaptra-decisions", daemon=True)
-        self._thread.start()
+        self._asking = threading.Lock()
+        """Guards the client of the store."""
+        self._threads = [
+            threading.Thread(target=self._work, name="adaptra-decisions", daemon=True),
+            threading.Thread(target=self._look_around, name="adaptra-looks", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def post(self, iteration: int, measurement: StageMeasurement) -> None:
         """Hand in what was measured; returns at once."""
@@ -111,7 +117,7 @@ class DecisionReader:
             if iteration not in self._decisions:
                 self._wanted = iteration
                 self._looks.begin()
-                self._wake()
+                self._news.notify_all()
             self._news.wait_for(lambda: iteration in self._decisions or self._failure is not None, self._timeout_s)
             self._wanted, self._earliest = None, iteration
             for earlier in [known for known in self._decisions if known < iteration]:
@@ -129,10 +135,14 @@ class DecisionReader:
             self._news.notify_all()
 
     def close(self) -> None:
-        """End the thread; one that the store holds up, after twice `LOOK_UP_S`."""
+        """End the threads; one that the store holds up, after twice `LOOK_UP_S`."""
         self._closed.set()
         self._wake()
-        self._thread.join(timeout=2 * LOOK_UP_S)
+        with self._news:
+            self._news.notify_all()
+        until_s = time.monotonic() + 2 * LOOK_UP_S
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, until_s - time.monotonic()))
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # it has not woken up to many others yet
@@ -141,20 +151,31 @@ class DecisionReader:
     def _work(self) -> None:
         try:
             while not self._closed.is_set():
-                rest_s = None if self._address is None else self._link.keep(self._address)
-                self._wait(self._looks.rest_s if self._looking else rest_s)
+                self._wait(None if self._address is None else self._link.keep(self._address))
                 while not self._inbox.empty():
                     iteration, measurement = self._inbox.get()
                     if not self._measured:
-                        self._measured = True
-                        self._looks.begin()
+                        with self._news:
+                            self._measured = True
+                            self._looks.begin()
+                            self._news.notify_all()
                     self._link.report(iteration, encoded(measurement))
-                if self._looking and not self._looks.rest_s:
-                    self._look()
         except RuntimeError as error:
             self.fail(error)
         finally:
             self._link.close()
+
+    def _look_around(self) -> None:
+        """Look into the store for what is wanted, and has not come."""
+        try:
+            while not self._closed.is_set():
+                with self._news:
+                    while not (self._closed.is_set() or (self._looking and not self._looks.rest_s)):
+                        self._news.wait(self._looks.rest_s if self._looking else None)
+                if not self._closed.is_set():
+                    self._look()
+        except RuntimeError as error:
+            self.fail(error)
 
     @property
     def _looking(self) -> bool:
@@ -175,11 +196,16 @@ class DecisionReader:
                 self._take(iteration, packet)
 
     def _look(self) -> None:
-        if self._address is None and (found := self._store.peek(PLANNER_KEY)) is not None:
+        if self._address is None and (found := self._peek(PLANNER_KEY)) is not None:
             self._address = address_of(found)
-        if (wanted := self._wanted) is not None and (found := self._store.peek(decision_key(wanted))) is not None:
+            self._wake()
+        if (wanted := self._wanted) is not None and (found := self._peek(decision_key(wanted))) is not None:
             self._take(wanted, found)
         self._looks.looked()
+
+    def _peek(self, key: str) -> bytes | None:
+        with self._asking:
+            return self._store.peek(key)
 
     def _take(self, iteration: int, packet: bytes) -> None:
         """Take in a decision that has come. Raises RuntimeError if it cannot be read."""
@@ -191,7 +217,7 @@ class DecisionReader:
             raise RuntimeError(f"the decision of iteration {iteration} cannot be read: {cause}") from cause
         routing = decision.routing
         if routing is not None and routing.number:
-            order = self._store.peek(order_key(routing.number, self._cell))  # put there before the decision
+            order = self._peek(order_key(routing.number, self._cell))  # put there before the decision
             if order is None:
                 raise RuntimeError(
                     f"the decision of iteration {iteration} has routes without an order for {self._cell}"

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -43,7 +44,7 @@ class Planner(Protocol):
         what runs is kept."""
 
     def pass_on(self, iteration: int, decision: bytes) -> None:
-        """Send a published decision to the ranks that follow."""
+        """Send a decision to the ranks that follow; for any thread."""
 
     def close(self) -> None:
         """End, from another thread, also a call that is under way."""
@@ -53,8 +54,9 @@ class Leading:
     """Has decisions made of what all ranks report and publishes these, in one thread: to wake another one costs as much
     as most of its steps.
 
-    Decisions are made by the planner or the training, whichever comes first. Neither waits for the store: what the
-    training decides while that thread waits for the planner, a second one publishes.
+    Decisions are made by the planner or the training, whichever comes first. What the training decides while that
+    thread waits for the planner, a second one publishes. Nothing waits for the job's store, which a third thread writes
+    to: ranks that follow get decisions over their connections, and one with routes once their orders are in the store.
     """
 
     def __init__(self, layout: JobLayout, planner: Planner, control: ControlStore, place: str, first: int = 0) -> None:
@@ -72,7 +74,9 @@ class Leading:
         self._urgent: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """True for each decision of the training's; False ends."""
         self._publishing = threading.Lock()
-        """Guards the client that writes, and the latest routes."""
+        """Has decisions passed on in their order."""
+        self._storing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """What is to be done with the store; None ends."""
         self._orders: deque[Sequence[str]] = deque()
         """Keys of the latest routes' orders."""
         self._lost: RuntimeError | None = None
@@ -80,7 +84,7 @@ class Leading:
         self.decisions = DecisionWriter(self._write, first)
         self._threads = [
             threading.Thread(target=work, name=f"adaptra-{work.__name__.strip('_')}", daemon=True)
-            for work in (self._lead, self._publish_urgent)
+            for work in (self._lead, self._publish_urgent, self._store)
         ]
         for thread in self._threads:
             thread.start()
@@ -97,6 +101,8 @@ class Leading:
         self._planner.close()
         until_s = time.monotonic() + 2 * LOOK_UP_S
         for thread in self._threads:
+            if thread is self._threads[-1]:
+                self._storing.put(None)  # after all that the others have for it
             thread.join(timeout=max(0.0, until_s - time.monotonic()))
 
     def _write(self, iteration: int, decision: Decision) -> None:
@@ -110,23 +116,33 @@ class Leading:
         while self._urgent.get():
             self._publish()
 
-    def _publish(self) -> list[tuple[int, bytes]]:
-        """Put all that has been decided by now into the store; returns iterations and decisions as they are there."""
-        published = []
+    def _publish(self) -> None:
+        """Pass on all that has been decided by now, and have it put into the store."""
         with self._publishing:
             while not self._unpublished.empty():
                 iteration, decision = self._unpublished.get()
-                try:
-                    if (routing := decision.routing) is not None:
-                        self._publish_orders(routing)
-                        decision = replace(decision, routing=replace(routing, orders={}))
+                if (routing := decision.routing) is not None:
+                    packet = encoded(replace(decision, routing=replace(routing, orders={})))
+                    self._storing.put(functools.partial(self._put_routed, iteration, routing, packet))
+                else:
                     packet = encoded(decision)
-                    self._writing.set(decision_key(iteration), packet)
-                    published.append((iteration, packet))
-                except RuntimeError as error:
-                    self._lost = error
-                    say_lost(self._layout.rank, error)
-        return published
+                    self._storing.put(functools.partial(self._writing.set, decision_key(iteration), packet))
+                    self._planner.pass_on(iteration, packet)
+
+    def _put_routed(self, iteration: int, routing: Routing, packet: bytes) -> None:
+        """Those who get the decision look for their orders in the store."""
+        self._publish_orders(routing)
+        self._writing.set(decision_key(iteration), packet)
+        self._planner.pass_on(iteration, packet)
+
+    def _store(self) -> None:
+        """Do what is to be done with the store, in its order."""
+        while (work := self._storing.get()) is not None:
+            try:
+                work()
+            except RuntimeError as error:
+                self._lost = error
+                say_lost(self._layout.rank, error)
 
     def _publish_orders(self, routing: Routing) -> None:
         """Those of DELAY decisions before have been read: ranks run what is decided."""
@@ -142,8 +158,8 @@ class Leading:
         try:
             if (own := self._take_in()) is not None:
                 # Not earlier: the planner process, which starts with the first decision, greets those that connect.
-                with self._publishing:
-                    self._writing.set(PLANNER_KEY, encoded(self._planner.address))
+                address = encoded(self._planner.address)
+                self._storing.put(functools.partial(self._writing.set, PLANNER_KEY, address))
             while own is not None:
                 self._decide(own)
                 own = self._take_in()
@@ -178,8 +194,7 @@ class Leading:
             logger.exception("planning failed, plan %d stays", decision.number)
         iteration = self._open[-1] if until is None else until
         self.decisions.decided(iteration, decision)
-        for published in self._publish():
-            self._planner.pass_on(*published)
+        self._publish()
         if until is not None:
             self._forget(until)
         count = sum(each <= iteration for each in self._open)
@@ -194,9 +209,12 @@ class Leading:
         read = bisect.bisect_right(self._kept, until)
         if read < FORGOTTEN_AT_ONCE:
             return
-        with self._publishing:
-            for _ in range(read):
-                self._writing.delete_key(decision_key(self._kept.popleft()))
+        for _ in range(read):
+            key = decision_key(self._kept.popleft())
+            self._storing.put(functools.partial(self._delete, key))
+
+    def _delete(self, key: str) -> None:
+        self._writing.delete_key(key)
 
 
 def say_lost(rank: int, error: RuntimeError) -> None:

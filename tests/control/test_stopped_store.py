@@ -3,21 +3,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import queue
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from support.made_up.job import ControlOver, layout
+from support.made_up.job import SECRET, ControlOver, layout
 from support.made_up.measured_job import MeasuredJob
 from torch.distributed import HashStore
 
+from adaptra_megatron.authentication.handshake import accept
 from adaptra_megatron.control.control_loop import DELAY
 from adaptra_megatron.control.decision_reader import FIRST_PAUSE_S, LONGEST_PAUSE_S, DecisionReader, decision_key
-from adaptra_megatron.control.decisions import Decision
+from adaptra_megatron.control.decisions import Decision, decision_of
 from adaptra_megatron.control.leading import Leading
-from adaptra_megatron.control.rounds import PLANNER_KEY, Address
+from adaptra_megatron.control.rounds import HEAD, PLANNER_KEY, Address, framed
 from adaptra_megatron.control.wire_format import encoded
+from adaptra_megatron.transport.setup.placement import listen_tcp
 
 
 class Idle:
@@ -25,11 +30,15 @@ class Idle:
 
     address = Address("127.0.0.1", 1)
 
+    def __init__(self) -> None:
+        self.passed_on: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        """Iterations and numbers of plans."""
+
     def decide(self, own: Sequence[tuple[int, bytes]]) -> tuple[int, Decision]:
         return own[-1][0], Decision(1)
 
     def pass_on(self, iteration: int, decision: bytes) -> None:
-        pass
+        self.passed_on.put((iteration, decision_of(decision).number))
 
     def close(self) -> None:
         pass
@@ -84,15 +93,64 @@ def test_a_store_is_looked_into_often_once_the_training_waits(monkeypatch: pytes
     assert paused_s == pytest.approx([FIRST_PAUSE_S, 1.5 * FIRST_PAUSE_S, 1.5**2 * FIRST_PAUSE_S])
 
 
-def test_the_leaders_training_does_not_wait_for_a_stopped_store(stopped: StoppedStore) -> None:
-    leader = Leading(layout([[0, 1]], 0), Idle(), ControlOver(stopped), "exchange")
-    leader.post(0, MeasuredJob().measure(1.0)[0])
-    decided: list[Decision] = []
-    training = threading.Thread(target=lambda: decided.append(leader.decisions.needed(DELAY)), daemon=True)
+def test_a_decision_that_is_passed_on_is_taken_while_the_store_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    control, goes_on, struck = ControlOver(HashStore()), threading.Event(), threading.Event()
+    listener, (host, port) = listen_tcp("127.0.0.1")
+    listener.settimeout(10.0)
+    control.client("here").set(PLANNER_KEY, encoded(Address(str(host), int(port))))
+    reader = DecisionReader(control, "here", layout([[0, 1]], 1), 30.0)
+    (_own, measurement, *_others) = MeasuredJob().measure(1.0)
+    reader.post(0, measurement)
+    connection, _ = listener.accept()
+    connection.setblocking(False)
+    asyncio.run(accept(connection, SECRET, 10.0))
+    peek = reader._store.peek
+
+    def stopped(key: str) -> bytes | None:
+        struck.set()
+        assert goes_on.wait(30.0)
+        return peek(key)
+
+    monkeypatch.setattr(reader._store, "peek", stopped)
+    taken: list[Decision] = []
+    training = threading.Thread(target=lambda: taken.append(reader.needed(DELAY)), daemon=True)
     training.start()
-    training.join(5.0)
+    assert struck.wait(10.0), "the training waits, so the store is looked into"
+    connection.setblocking(True)
+    connection.sendall(framed(DELAY, encoded(Decision(7))))
+    training.join(10.0)
+    assert taken == [Decision(7)]
+    reader.post(1, measurement)
+    connection.settimeout(10.0)
+    reported = []
+    while len(reported) < 2:
+        iteration, nbytes = HEAD.unpack(connection.recv(HEAD.size, socket.MSG_WAITALL))
+        connection.recv(nbytes, socket.MSG_WAITALL)
+        reported.append(iteration)
+    assert reported == [0, 1], "and what is measured is handed in"
+    goes_on.set()
+    reader.close()
+    connection.close()
+    listener.close()
+
+
+def test_neither_the_leader_nor_those_that_follow_wait_for_a_stopped_store(stopped: StoppedStore) -> None:
+    planner = Idle()
+    leader = Leading(layout([[0, 1]], 0), planner, ControlOver(stopped), "exchange")
+    decided: dict[int, Decision] = {}
+
+    def train() -> None:
+        for iteration in range(4):
+            leader.post(iteration, MeasuredJob().measure(1.0)[0])
+            decided[iteration + DELAY] = leader.decisions.needed(iteration + DELAY)
+
+    training = threading.Thread(target=train, daemon=True)
+    training.start()
+    training.join(20.0)
     assert stopped.struck.wait(5.0), "the fault did not fire"
-    assert decided == [Decision(0)]
+    assert len(decided) == 4
+    passed_on = dict(planner.passed_on.get(timeout=20.0) for _ in decided)
+    assert passed_on == {iteration: decision.number for iteration, decision in decided.items()}, "each once, the same"
     stopped.goes_on.set()
     leader.close()
     for thread in leader._threads:

@@ -58,7 +58,7 @@ class Diary(Protocol):
 class PlannerKeeper:
     """The planner process as the leading rank has it; for one thread, which must live as long as the process.
 
-    `close` may be called from any thread.
+    `close` and `pass_on` may be called from any thread.
     """
 
     def __init__(
@@ -86,6 +86,8 @@ class PlannerKeeper:
         self._process: ChildProcess | None = None
         self._pause_s, self._restart_s = FIRST_PAUSE_S, 0.0
         self._closed = threading.Event()
+        self._sending = threading.Lock()
+        """Held while a whole message is sent, and until a new process has got its first one."""
         self._costs: str | None = None
 
     @property
@@ -129,7 +131,9 @@ class PlannerKeeper:
         try:
             channel = self._running().channel
             if own:
-                send(channel, self._measured(own), [report for _, report in own])
+                measured = self._measured(own)
+                with self._sending:
+                    send(channel, measured, [report for _, report in own])
             decided = self._answer(channel)
         except (OSError, ChannelEndedError) as cause:
             raise NoDecisionError(self._lost(cause), None) from cause
@@ -147,10 +151,11 @@ class PlannerKeeper:
         return decided.until, decision
 
     def pass_on(self, iteration: int, decision: bytes) -> None:
-        """Send ranks that follow what is in the job's store already, for they need not look there then."""
-        if self._process is not None:
-            with contextlib.suppress(ChannelEndedError):  # the next call of `decide` tells
-                send(self._process.channel, Published(iteration=iteration), [decision])
+        """Send ranks that follow what is decided, so that they need not look into the job's store."""
+        with self._sending:
+            if (process := self._process) is not None:
+                with contextlib.suppress(OSError, ChannelEndedError):  # the next call of `decide` tells
+                    send(process.channel, Published(iteration=iteration), [decision])
 
     def _measured(self, own: Sequence[tuple[int, bytes]]) -> Measured:
         asked = self._requests()
@@ -192,12 +197,13 @@ class PlannerKeeper:
             self._closed.wait(max(0.0, self._restart_s - time.monotonic()))
             if self._closed.is_set():
                 raise ChannelEndedError("is not needed any more")
-            self._process = ChildProcess("adaptra_megatron.control.planner_process.planner", socket.SOCK_STREAM)
-            self._process.channel.settimeout(self._patience_s)
-            level = logging.getLogger("adaptra_megatron").getEffectiveLevel()
-            running = replace(self._latest, order=self._order, routing=self._routing, forecast=None, told=None)
-            send_descriptor(self._process.channel, self._listener.fileno())
-            send(self._process.channel, replace(self._begin, log_level=level, running=running))
+            with self._sending:
+                self._process = ChildProcess("adaptra_megatron.control.planner_process.planner", socket.SOCK_STREAM)
+                self._process.channel.settimeout(self._patience_s)
+                level = logging.getLogger("adaptra_megatron").getEffectiveLevel()
+                running = replace(self._latest, order=self._order, routing=self._routing, forecast=None, told=None)
+                send_descriptor(self._process.channel, self._listener.fileno())
+                send(self._process.channel, replace(self._begin, log_level=level, running=running))
         return self._process
 
     def _lost(self, cause: Exception) -> str:
