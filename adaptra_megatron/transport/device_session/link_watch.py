@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from adaptra_megatron.log import logger_of
@@ -22,6 +23,8 @@ logger = logger_of(__name__)
 INTERVAL_S = 0.2
 STANDS_S = 60.0
 """The watch may stand for so long, or for the links' own timeout where that is longer."""
+_FLUSH_S = 1.0
+"""What has been written may take so long to leave, in a process that ends for a failure."""
 
 
 class Failure(NamedTuple):
@@ -51,8 +54,16 @@ class WatchedLink(Protocol):
 
 def end_process() -> None:
     """End this process at once, as one that failed, whatever its other threads and its GPU do."""
+    with suppress(RuntimeError):  # an interpreter that shuts down starts no threads
+        threading.Thread(target=_end_soon, name="adaptra-end", daemon=True).start()
     sys.stdout.flush()
     sys.stderr.flush()
+    os._exit(1)
+
+
+def _end_soon() -> None:
+    """Whoever is to read what is flushed may have stopped, too."""
+    time.sleep(_FLUSH_S)
     os._exit(1)
 
 
