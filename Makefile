@@ -34,7 +34,7 @@ NATIVE := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock demo megatron test test-slow properties test-native-sanitized fuzz-recordings test-dropin test-versions \
-	test-nccl docs site wheel \
+	test-nccl docs site dist \
 	test-pages test-rdma bench-rdma soak campaign-deaths closed-loop postings lint
 .DELETE_ON_ERROR:
 
@@ -59,7 +59,7 @@ help:
 	@echo 'make test-versions  the same for every supported release (an hour; needs Python 3.11 and 3.12)'
 	@echo 'make docs     the pages and pictures of docs/ that are made from the code'
 	@echo 'make site     the pages as a site with search, in build/site/html (fetches MkDocs)'
-	@echo 'make wheel    wheels for other machines, in dist/, for each of PYTHONS'
+	@echo 'make dist     source distribution and wheels, checked, in dist/, for each of PYTHONS'
 	@echo 'make lint     ruff and mypy'
 	@echo 'make lock     pin what is installed, by version and hash (UPGRADE=upgrade for newer ones)'
 
@@ -153,8 +153,8 @@ site:
 
 # A wheel runs where glibc is as old as what it was built with: in the images of manylinux, cibuildwheel does the same.
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
-wheel:
-	scripts/build_wheels.sh $(PYTHONS)
+dist:
+	scripts/build_dist.sh $(PYTHONS)
 
 # Pictures to look at are left in build/pages.
 test-pages: $(INSTALLED)

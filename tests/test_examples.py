@@ -28,7 +28,12 @@ STAND_IN = """#!/bin/sh
 for word in "$(basename "$0")" "$@"; do printf '%s\\0' "$word"; done >>"$CALLS"
 printf '%s\\0' "secret=$(stat -c %a "$ADAPTRA_SECRET_FILE" 2>/dev/null)" >>"$CALLS"
 """
-SLURM = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_SUBMIT_DIR": str(REPOSITORY)}
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NODELIST": "node[7-9]",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_SUBMIT_DIR": str(REPOSITORY),
+}
 
 
 def called(tmp_path: Path, script: str, **environment: str) -> list[str]:
@@ -75,10 +80,10 @@ def test_a_host_without_a_number_is_told_what_lacks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "starts"),
     [
-        ({}, ["torchrun", "--nnodes", "2"]),
+        ({}, ["torchrun", "--nnodes", "3"]),
         ({"LAUNCHER": "adaptra launch"}, ["adaptra", "launch", "--nproc-per-node"]),
         ({"LAUNCHER": "adaptra launch", "OUTLIVE": "1"}, ["adaptra", "launch", "--nproc-per-node"]),
-        ({"CONTAINER": "/images/gpt.sqsh"}, ["torchrun", "--nnodes", "2"]),
+        ({"CONTAINER": "/images/gpt.sqsh"}, ["torchrun", "--nnodes", "3"]),
     ],
 )
 def test_slurm_starts_one_launcher_per_node(given: dict[str, str], starts: list[str], tmp_path: Path) -> None:
@@ -86,7 +91,7 @@ def test_slurm_starts_one_launcher_per_node(given: dict[str, str], starts: list[
     first = words.index(starts[0])
     step, command = words[:first], words[first:-1]
     outlives = "OUTLIVE" in given
-    assert step[:3] == ["srun", "--nodes=2", "--ntasks-per-node=1"]
+    assert step[:3] == ["srun", "--nodes=3", "--ntasks-per-node=1"]
     assert ("--container-image=/images/gpt.sqsh" in step) == ("CONTAINER" in given)
     assert ("--no-kill" in step and "--kill-on-bad-exit=0" in step) == outlives
     assert command[:3] == starts

@@ -171,6 +171,18 @@ def test_links_on_a_package_index_lead_to_the_repository() -> None:
     assert ("", at.format("blob") + "README.md") in links
 
 
+@pytest.mark.parametrize("repository", ["", "https://example.org/owner/name"])
+def test_metadata_has_addresses_only_where_a_repository_is_named(repository: str) -> None:
+    code = "import runpy, setuptools; setuptools.setup = lambda **given: print(*given['project_urls'].values()); "
+    environment = {**os.environ, "ADAPTRA_REPOSITORY": repository}
+    done = subprocess.run(
+        [sys.executable, "-c", code + "runpy.run_path('setup.py')"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    pages = ("", "/blob/HEAD/docs/README.md", "/blob/HEAD/CHANGELOG.md")
+    assert done.stdout.split() == ([repository + page for page in pages] if repository else [])
+
+
 def adaptra_version() -> str:
     return importlib.import_module("adaptra_megatron").__version__
 
