@@ -111,7 +111,7 @@ def pipeline_call(arguments: Mapping[str, Any], *, interleaved: bool) -> Pipelin
         data_iterators=data_iterators,
         model_chunks=model_chunks,
         micro_batches=arguments["num_microbatches"],
-        message_shape=_message_shape(arguments, config, groups),
+        message_shape=message_shape(arguments, config, groups, interleaved=interleaved),
         forward_only=bool(arguments.get("forward_only", False)),
         collect_non_loss_data=bool(arguments.get("collect_non_loss_data", False)),
         first_val_step=arguments.get("first_val_step"),
@@ -127,7 +127,7 @@ def recomputed_spans(config: Any, model_chunks: Sequence[torch.nn.Module]) -> in
     --recompute-granularity full: `uniform` recomputes all layers, so many at once; `block` the first of each chunk, one
     by one. Primus names the layers instead (recompute_layer_ids).
     """
-    if config.recompute_granularity != "full":
+    if getattr(config, "recompute_granularity", None) != "full":  # a ModelParallelConfig alone has none
         return 0
     layers = max(map(_layers, model_chunks))
     named, number = getattr(config, "recompute_layer_ids", None), config.recompute_num_layers or 0
@@ -194,14 +194,17 @@ def _process_groups(arguments: Mapping[str, Any]) -> tuple[torch.distributed.Pro
     return groups.pp, groups
 
 
-def _message_shape(arguments: Mapping[str, Any], config: Any, groups: Any) -> tuple[int, ...] | None:
+def message_shape(
+    arguments: Mapping[str, Any], config: Any, groups: Any, *, interleaved: bool
+) -> tuple[int, ...] | None:
+    """The shape of what stages hand on, by the `arguments` of stock's schedule; None where messages say their own."""
     # What a stage of multi-token prediction alone hands on has a sequence per prediction; stock sends shapes, too.
     if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
         return None
     shapes = schedules.get_tensor_shapes(
         seq_length=arguments["seq_length"],
         micro_batch_size=arguments["micro_batch_size"],
-        decoder_seq_length=arguments.get("decoder_seq_length"),
+        decoder_seq_length=None if interleaved else arguments.get("decoder_seq_length"),  # stock ignores it there
         config=config,
         tp_group=groups.tp,
         cp_group=groups.cp,

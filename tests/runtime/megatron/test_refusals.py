@@ -10,6 +10,7 @@ from typing import Any, NoReturn, cast
 import pytest
 import torch
 from adaptra_megatron.patches.application import OUTLIVING_PATCHES
+from megatron.core import ModelParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import layers
@@ -18,7 +19,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
-from adaptra_megatron.runtime.megatron.megatron_call import pipeline_call, recomputed_spans, work_of
+from adaptra_megatron.runtime.megatron.megatron_call import message_shape, pipeline_call, recomputed_spans, work_of
 from adaptra_megatron.runtime.megatron.refusals import (
     REFUSALS,
     SEEN_IN_ARGUMENTS,
@@ -425,6 +426,21 @@ def test_spans_of_layers_that_are_recomputed(settings: dict[str, Any], spans: in
 
     chunks = [torch.nn.Sequential(Layer()), torch.nn.Sequential(*(Layer() for _ in range(LAYERS)))]
     assert recomputed_spans(Model(**settings).config, chunks) == spans
+
+
+def test_a_config_of_parallelism_alone_is_enough() -> None:
+    """As in Megatron's own tests of schedules; what it does not have is not asked for."""
+    config = ModelParallelConfig(pipeline_model_parallel_size=4, pipeline_dtype=torch.float)
+    assert recomputed_spans(config, [torch.nn.Linear(4, 1)]) == 0
+
+
+@pytest.mark.parametrize(("interleaved", "length"), [(False, 16), (True, 32)])
+def test_stock_ignores_the_decoders_length_where_chunks_are_interleaved(interleaved: bool, length: int) -> None:
+    alone = SimpleNamespace(size=lambda: 1)
+    config = SimpleNamespace(variable_seq_lengths=False, hidden_size=8, sequence_parallel=False)
+    arguments = {"seq_length": 32, "micro_batch_size": 2, "decoder_seq_length": 16}
+    groups = SimpleNamespace(tp=alone, cp=alone)
+    assert message_shape(arguments, config, groups, interleaved=interleaved) == (length, 2, 8)
 
 
 def test_chunks_are_alike_by_their_layers() -> None:
