@@ -127,7 +127,7 @@ def _check_ranges(names: list[str]) -> None:
     for number in range(MICRO_BATCHES):
         expected = ("F {}", "W {}", "receive activation {} from rank 1", "wait for activation {}")
         for name in (*expected, "send gradient {} to rank 1"):
-            assert f"adaptra {name.format(number)}" in names, names
+            assert f"adaptra {name.format(number)}" in names, f"no range {name.format(number)!r} in {names}"
 
 
 def _check_scalars(written: dict[str, list[list[object]]]) -> None:
