@@ -125,9 +125,11 @@ def _check_traces(run: Path, output: Path) -> None:
 def _check_ranges(names: list[str]) -> None:
     """Names in the last rank's last iteration, as torch.profiler saw it."""
     for number in range(MICRO_BATCHES):
-        expected = ("F {}", "W {}", "receive activation {} from rank 1", "wait for activation {}")
+        expected = ("F {}", "receive activation {} from rank 1", "wait for activation {}")
         for name in (*expected, "send gradient {} to rank 1"):
             assert f"adaptra {name.format(number)}" in names, f"no range {name.format(number)!r} in {names}"
+        split = {f"adaptra I {number}", f"adaptra W {number}"} <= set(names)
+        assert split != (f"adaptra B {number}" in names), f"backward {number}: {names}"
 
 
 def _check_scalars(written: dict[str, list[list[object]]]) -> None:
