@@ -2,7 +2,8 @@
 """A rank of a training whose script forks itself: `forking_rank.py TRAINING_ARGUMENTS...`.
 
 Rank 0 does so after its second iteration: one child ends by sys.exit, another by an exception. Both end as Python
-programs do, with all handlers and clean-up of this one; the log says once they have.
+programs do, with all handlers and clean-up of this one; the log says once they have. Every rank reads data of two
+forked workers from then on; those of each iteration end in it, while links and delegate are in use.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
 
 install(with_fused_weight_gradient=True)
 
+import torch  # noqa: E402  (Megatron on the CPU must be installed first)
 import torch.distributed as dist  # noqa: E402  (Megatron on the CPU must be installed first)
 
 from adaptra_megatron.emulation.training.arguments import parse_arguments  # noqa: E402
@@ -37,6 +39,10 @@ def main(arguments: list[str]) -> None:
                     raise error
                 os.waitpid(child, 0)
                 sys.stdout.write(f"a child ended that raised {type(error).__name__}\n")
+        if self.iteration >= 2:
+            loader = torch.utils.data.DataLoader(range(8), num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]
+            assert [int(each) for each in loader] == list(range(8))
+            sys.stdout.write("forked workers gave their data\n")
         return result
 
     Trainer._train_step = forking_step  # type: ignore[method-assign]

@@ -125,16 +125,18 @@ def test_an_error_of_the_script_is_no_death(function: str, tmp_path: Path, fork_
 
 
 @pytest.mark.timeout(120)
-def test_a_forked_child_leaves_all_to_its_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["device", "host"])
+def test_a_forked_child_leaves_all_to_its_parent(path: str, tmp_path: Path) -> None:
     arguments = (
         "--mock-data --pipeline-model-parallel-size 2 --num-layers 2 --train-iters 5 --global-batch-size 4 "
-        f"--no-gradient-accumulation-fusion --adaptra --adaptra-trace-dir {tmp_path}/run"
+        f"--no-gradient-accumulation-fusion --adaptra --adaptra-path {path} --adaptra-trace-dir {tmp_path}/run"
     )
     # Not forked from the server: how a plain interpreter shuts down is what counts here.
     results = run_ranks(2, [FORKING, *arguments.split()], timeout_s=110, log_directory=tmp_path)
     for result in results:
         assert result.returncode == 0, result.output
         assert "terminate called" not in result.output
+        assert result.output.count("forked workers gave their data") == 3
     for error in ("SystemExit", "ValueError"):
         assert f"a child ended that raised {error}" in results[0].output
     endings = [found.stamp.rank for found in read_events(tmp_path / "run") if isinstance(found.event, RunEnded)]
