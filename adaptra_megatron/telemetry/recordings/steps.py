@@ -163,7 +163,7 @@ def _operations(number: int, actions: Sequence[Action], dropped: Counter[str]) -
     known: dict[Cell, list[Action]] = {}
     for cell, rows in by_cell.items():
         where = f"step {number}, stage {cell.stage}" + (f" of replica {cell.replica}" if several else "")
-        known[cell] = _named_once(where, _of_training(rows, dropped))
+        known[cell] = _split_backwards(_named_once(where, _of_training(rows, dropped)))
     _check_chunks(number, known)
     renumbered = {}
     for replica in {cell.replica for cell in known}:
@@ -223,6 +223,17 @@ def _named_once(where: str, rows: Sequence[Action]) -> list[Action]:
         seen.add(what)
         found.append(each)
     return found
+
+
+def _split_backwards(rows: Sequence[Action]) -> list[Action]:
+    """Backwards beside a weight gradient of their own are input halves: zero-bubble recordings say F, B and W."""
+    weights = {(each.chunk, each.micro_batch) for each in rows if each.optype is OpType.BACKWARD_WEIGHT}
+    return [
+        each._replace(optype=OpType.BACKWARD_INPUT)
+        if each.optype is OpType.BACKWARD and (each.chunk, each.micro_batch) in weights
+        else each
+        for each in rows
+    ]
 
 
 def _name(action: Action) -> str:

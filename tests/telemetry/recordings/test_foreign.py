@@ -670,3 +670,19 @@ def test_where_all_links_are_slow_alike_messages_are_named(tmp_path: Path, capsy
     ran = blocking(2, 8, lambda a, b: 20_000.0)
     assert main(["analyze", str(file(with_args(ran))(tmp_path)), "--no-progress"]) == 0
     assert "Nothing is slower than its peers, but messages between stages cost 40%" in capsys.readouterr().out
+
+
+def test_backwards_beside_weight_gradients_are_their_input_halves(tmp_path: Path) -> None:
+    """Zero-bubble recordings name them F, B and W: taken for whole backwards, no remedy could be simulated."""
+    events = with_args(HEALTHY)
+    for each in [each for each in events if "backward" in str(each["name"])]:
+        each["dur"] = float(each["dur"]) / 2
+        each["name"] = "B"
+        events.append({**each, "name": "W", "ts": float(each["ts"]) + each["dur"]})
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(events))
+    (step,) = read_recording(path).steps
+    counts = [sum(each.optype is kind for each in step.operations) for kind in OpType if kind.computes]
+    kinds = {each.optype for each in step.operations if each.optype.computes}
+    assert kinds == {OpType.FORWARD, OpType.BACKWARD_INPUT, OpType.BACKWARD_WEIGHT}
+    assert sorted(counts) == [0, 8, 8, 8]
