@@ -329,21 +329,20 @@ class Pipeline:
 
     def fail(self, cause: BaseException) -> None:
         """An iteration has ended with an error. It is logged, what is under way is aborted, and the peers learn why.
-        Where another rank has failed before, returns once that one's process has ended, or has had the time for it."""
+        Returns once the processes that are to end before this one have ended, or have had the time for it."""
         if not self._owner.is_this:
             return  # in a child that was forked in this iteration, whose links are its parent's
         self._sent_all, self._failure, self._measuring.unsettled = False, cause, None
-        word = None
+        ending = None
         if self.survival is not None:
             self.survival.end_with(cause)
         else:
-            layout = self._job.layout
-            word = end_job(self._job.control, layout.name(layout.rank), cause)
+            ending = end_job(self._job.control, self._job.layout, cause)
         if isinstance(self.transport, TwoPathTransport):
             self.transport.say_failed(f"{type(cause).__name__}: {cause}")
         self.transport.close(drained=False)
-        if word is not None:
-            word.wait_for_end()
+        if ending is not None:
+            ending.wait()
 
     def close(self) -> bool:
         """Release transport, threads and trace files, once the peers have what the last iteration sent.

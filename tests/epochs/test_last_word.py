@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +20,7 @@ from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.authentication.tagged_json import packed
 from adaptra_megatron.epochs import last_word
 from adaptra_megatron.epochs.errors import OtherRankError, UnrecoverableError
-from adaptra_megatron.epochs.last_word import LastWord, heed, say_end, say_error
+from adaptra_megatron.epochs.last_word import Ending, Going, LastWord, heed, say_end, say_error
 from adaptra_megatron.job.identity import process_identity
 
 NAME = "rank 1 (stage 0 on host)"
@@ -109,3 +112,21 @@ def test_an_error_is_logged_by_the_package(caplog: pytest.LogCaptureFixture) -> 
     last_word.log_own(NAME, failed(ValueError("...")))
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("adaptra_megatron.epochs.last_word", logging.ERROR)
+
+
+def test_the_process_that_serves_the_store_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not waited for, and waits for those that it sees, which may be longer than they need; not for ever."""
+    LastWord(NAME, "...", os.getpid(), process_identity(), serves=True).wait_for_end()
+    store = SealedStore(dist.HashStore(), bytes(32), "last word")
+    lent = SimpleNamespace(lent=lambda *_: nullcontext(store))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        going = Going(other.pid, process_identity())
+        store.set("going/1", packed(going))
+        assert not going.over(process_identity())
+        assert not going.over("another host's")
+        threading.Timer(0.3, other.stdin.close).start()  # type: ignore[union-attr]
+        Ending(lent, None, 1).wait()  # type: ignore[arg-type]
+        assert going.over(process_identity()), "though nobody has asked for its exit status"
+    assert going.over(process_identity())
+    monkeypatch.setattr(last_word, "_LAST_S", 0.2)
+    Ending(lent, None, 2).wait()  # type: ignore[arg-type]
