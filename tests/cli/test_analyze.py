@@ -91,6 +91,7 @@ def test_a_run_is_analysed_in_text_json_and_html(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert "From step 3 on a step took" in said
     assert "Messages of link 0→1 cost" in said
+    assert "divided between its two directions depends on how well the clocks of its hosts agree" in said
     assert "Re-planned order" in said
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert main(["analyze", str(run), "--json", "--steps", "3-4", "--no-progress"]) == 0

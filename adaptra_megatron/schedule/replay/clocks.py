@@ -56,11 +56,15 @@ def on_one_clock(steps: Iterable[RecordedStep]) -> OneClock:
 
 def _gap_in_words(stage: int, row: Sequence[float]) -> str:
     least, most = 1e3 * min(row), 1e3 * max(row)
-    apart = f"{most:.3g}" if most - least <= 0.01 * abs(most) else f"{least:.3g} to {most:.3g}"
+    apart = _number(most) if most - least <= 0.01 * abs(most) else f"{_number(least)} to {_number(most)}"
     return (
         f"The clock of stage {stage + 1} is {apart} ms ahead of that of stage {stage}, for messages were used before "
         "they were sent: corrected."
     )
+
+
+def _number(milliseconds: float) -> str:
+    return f"{milliseconds:.3g}" if abs(milliseconds) < 100.0 else f"{milliseconds:,.0f}"
 
 
 def _shifts(step: RecordedStep, gaps_s: dict[int, list[float]]) -> dict[Cell, float]:

@@ -217,6 +217,11 @@ def _what_is_slow(analysis: Analysis) -> Iterator[str]:
         )
     for link in _slow_links(found)[:3]:
         yield f"Messages of link {link_name(link)} cost {percent(found.by_link[link] - 1.0)} of a step."
+    if _slow_links(found):
+        yield (
+            "How the cost of a link is divided between its two directions depends on how well the clocks of its hosts "
+            "agree; the cost of both together does not."
+        )
     slowest = [optype for optype, each in found.by_optype.items() if each >= WORTH_SAYING]
     if slowest:
         costs = [f"{OPTYPE_NAMES[optype]} {percent(found.by_optype[optype] - 1.0)}" for optype in slowest]

@@ -17,6 +17,10 @@ _KINDS = {
     **dict.fromkeys(("i", "dgrad"), OpType.BACKWARD_INPUT),
     **dict.fromkeys(("w", "wgrad"), OpType.BACKWARD_WEIGHT),
 }
+_GRADIENTS = {
+    **dict.fromkeys((("input", "grad"), ("grad", "input")), OpType.BACKWARD_INPUT),
+    **dict.fromkeys((("weight", "grad"), ("grad", "weight")), OpType.BACKWARD_WEIGHT),
+}
 _HALVES = {"input": OpType.BACKWARD_INPUT, "weight": OpType.BACKWARD_WEIGHT}
 _FILLERS = frozenset(("step", "compute", "pass", "warmup", "warm", "up", "steady", "cooldown", "cool", "down", "model"))
 """Words that say nothing that is needed. Any other word makes a name none of an action."""
@@ -37,6 +41,7 @@ _KEYS = {
     "micro_batch": ("microbatch", "micro_batch", "mb_id", "mb", "microbatch_id"),
 }
 """Names of arguments, the first that is there counts."""
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _TOKENS = re.compile(r"[a-z]+|\d{1,18}")
 _PLAIN = re.compile(r"[\w \-#:=,.()\[\]/]{1,80}", re.ASCII)
 _TORCH = re.compile(r"(?:PP:)(\d{1,9})(F|BW|B|I|W)(\d{1,9})", re.ASCII)
@@ -79,7 +84,11 @@ def named(name: str) -> Named | None:
     if _PLAIN.fullmatch(text) is None:
         return None
     first, *tokens = _TOKENS.findall(text.lower()) or [""]
-    optype = _KINDS.get(first)
+    optype = _GRADIENTS.get((first, *tokens[:1]))
+    if optype is not None:
+        del tokens[0]
+    else:
+        optype = _KINDS.get(first)
     return None if optype is None else _read(optype, tokens)
 
 
@@ -113,14 +122,21 @@ def receives(name: str) -> bool:
     return _RECEIVE.fullmatch(name) is not None
 
 
+@lru_cache(maxsize=1 << 10)
+def _in_lower_case(key: str) -> str:
+    """Such as "micro_batch" for "microBatch", and "pp_rank" for "PP_Rank"."""
+    return _HUMP.sub("_", key).lower()
+
+
 def labels_of_args(args: Any) -> Labels:
     """What an event's arguments say."""
     if not isinstance(args, dict):
         return {}
     found: Labels = {}
+    values = {_in_lower_case(key): value for key, value in args.items() if isinstance(key, str)}
     for label, keys in _KEYS.items():
         for key in keys:
-            if (number := whole(args.get(key))) is not None:
+            if (number := whole(values.get(key))) is not None:
                 found[label] = number
                 break
     return found

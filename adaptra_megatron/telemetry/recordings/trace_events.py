@@ -2,8 +2,9 @@
 """The events of a Chrome trace in JSON, one block at a time: a file of 200 MB takes no more memory than one of 20.
 
 A trace is an object with a list of `traceEvents`, or such a list alone, whose last bracket may be missing, for a
-process that was killed could not write it. Blocks that end between two events are decoded at once by msgspec; what it
-does not take, such as NaN or an event that is no object, is decoded event by event.
+process that was killed could not write it; or an event in each line, without a list. Blocks that end between two events
+are decoded at once by msgspec; what it does not take, such as NaN or an event that is no object, is decoded event by
+event.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class TraceEvents:
         """Entries of the list that are no objects."""
         self.unfinished = False
         """True if the last bracket is missing."""
+        self._lines = False
+        """True if there is no list, but an event in each line."""
         self._text = ""
         self._at = 0
         self._block = b""
@@ -76,6 +79,9 @@ class TraceEvents:
         self._block = self._file.read(_BLOCK_NBYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
         if self._block.startswith(b"["):
             self._block = self._block[1:]
+            return False
+        self._lines = _begins_with_event(self._block)
+        if self._lines:
             return False
         while (found := _LIST.search(self._block)) is None:
             more = self._file.read(_BLOCK_NBYTES)
@@ -167,7 +173,15 @@ class TraceEvents:
     def _end_without_bracket(self, in_object: bool) -> None:
         if in_object:
             raise RecordingError(f"{self._path} is cut short: its list of traceEvents has no end; copy it again")
-        self.unfinished = True
+        self.unfinished = not self._lines
+
+
+def _begins_with_event(text: bytes) -> bool:
+    try:
+        first, _ = json.JSONDecoder().raw_decode(text.partition(b"\n")[0].decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and "ph" in first and "traceEvents" not in first
 
 
 def _why(error: Exception) -> str:

@@ -173,7 +173,7 @@ def test_clocks_that_are_apart_are_put_right(
     events = with_args(shifted(FOUR, lambda each: ahead_us if each.stage >= 2 else 0.0))
     status, told = analysed(capsys, file(events)(tmp_path))
     check(status, told, Right(stages=4, milliseconds=333.2))
-    assert f"The clock of stage 2 is {ahead_us / 1e3:.3g} ms ahead of that of stage 1" in " ".join(told["notes"])
+    assert f"The clock of stage 2 is {ahead_us / 1e3:,.0f} ms ahead of that of stage 1" in " ".join(told["notes"])
 
 
 def test_clocks_that_drift_are_put_right_in_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -409,6 +409,13 @@ READ: dict[str, tuple[Callable[[Path], Path], list[str], Right]] = {
     "a list without its bracket": (raw(TEXT[:-1].encode() + b",\n"), [], Right()),
     "NaN in an event that does not matter": (
         raw(TEXT[:-1].encode() + b', {"ph": "C", "name": "c", "ts": NaN}, 7]'), [], Right(),
+    ),
+    "an event in each line": (
+        raw("\n".join(json.dumps(e) for e in PLAIN).encode() + b"\n", "trace.jsonl"), [], Right(),
+    ),
+    "arguments in capitals, of processes in another order": (
+        file([{**e, "pid": 7 - e["pid"], "args": {"PP_Rank": e["args"]["pp_rank"], "Iteration": 0,
+               "MicroBatch": e["args"]["microbatch"]}} for e in PLAIN]), [], Right(),
     ),
     "pairs": (file(pairs()), [], Right()),
     "ends without names": (file(pairs(name_ends=False)), [], Right()),
@@ -672,13 +679,14 @@ def test_where_all_links_are_slow_alike_messages_are_named(tmp_path: Path, capsy
     assert "Nothing is slower than its peers, but messages between stages cost 40%" in capsys.readouterr().out
 
 
-def test_backwards_beside_weight_gradients_are_their_input_halves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight", ["W", "weight_grad", "grad_weight"])
+def test_backwards_beside_weight_gradients_are_their_input_halves(weight: str, tmp_path: Path) -> None:
     """Zero-bubble recordings name them F, B and W: taken for whole backwards, no remedy could be simulated."""
     events = with_args(HEALTHY)
     for each in [each for each in events if "backward" in str(each["name"])]:
         each["dur"] = float(each["dur"]) / 2
         each["name"] = "B"
-        events.append({**each, "name": "W", "ts": float(each["ts"]) + each["dur"]})
+        events.append({**each, "name": weight, "ts": float(each["ts"]) + each["dur"]})
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(events))
     (step,) = read_recording(path).steps
