@@ -153,6 +153,10 @@ class AdaptraRuntime:
 
     def _why_stock(self, arguments: Mapping[str, Any], *, interleaved: bool) -> str:
         """Why Megatron's own schedule is to run; empty where it is not. Equal on all ranks."""
+        if self._config.policy == "observe":
+            model = arguments["model"]
+            if kept := kept_in_order(config_of(model[0] if isinstance(model, list) else model)):
+                return ", ".join(kept)
         if keeps_stock(self._config, current_device):
             return NO_PLAN_FASTER
         if keeps_stock(self._config, current_device, host_path=False):
@@ -160,10 +164,7 @@ class AdaptraRuntime:
                 self._try_host_path(pipeline_call(arguments, interleaved=interleaved))
             if not self._pipelines:
                 return f"the host path did not come up on all ranks, and {NO_PLAN_FASTER}"
-        if self._config.policy != "observe":
-            return ""
-        model = arguments["model"]
-        return ", ".join(kept_in_order(config_of(model[0] if isinstance(model, list) else model)))
+        return ""
 
     def _run_pipeline(self, arguments: Mapping[str, Any], *, interleaved: bool) -> list[Any]:
         call = pipeline_call(arguments, interleaved=interleaved)
