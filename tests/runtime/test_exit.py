@@ -85,7 +85,7 @@ def test_who_fails_is_seen_though_it_cleans_up_first(launcher: str, named: str, 
     )
     command = [sys.executable, "-m", launcher, *["launch"] * launcher.startswith("adaptra"), "--nproc-per-node", "4"]
     done = subprocess.run(
-        [*command, RAISING, "1", "9", *arguments.split()],
+        [*command, RAISING, "1", "2", *arguments.split()],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CLEANS_UP_S": "1", "CLEANS_UP_UNTIL": "3"},
         cwd=tmp_path,
         stdout=subprocess.PIPE,

@@ -109,12 +109,16 @@ class _Line:
         self.over = False
         """Set once the peer has said good-bye, or is gone."""
         self.told_lost = False
+        self.losses: list[Lost] = []
+        """To be passed on once the line is up, before anything else."""
         self.parting: Bye | None = None
-        """All that is still to be said, once the line is up."""
+        """All else that is still to be said, once the line is up."""
 
     def say(self, message: LineMessage) -> None:
         if self.writer is not None:
             self.writer.write(packed(message) + b"\n")
+        elif isinstance(message, Lost):
+            self.losses.append(message)
 
 
 class Lines:
@@ -344,6 +348,9 @@ class Lines:
         reader, line.writer = await asyncio.open_connection(sock=connection, limit=LINE_NBYTES)
         line.heard_s, line.reachable = time.monotonic(), True
         try:
+            for lost in line.losses:
+                line.say(lost)
+            line.losses.clear()
             if line.parting is not None:
                 line.say(line.parting)
                 line.over = True

@@ -121,6 +121,25 @@ def test_a_process_that_closes_before_its_line_is_up_has_not_died(leaves: int, t
         assert not ends[1 - leaves].losses
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_stage_that_fails_before_its_line_is_up_is_named(fails: int, transport: str) -> None:
+    listening = [listen_shm() if transport == "shm" else listen_tcp("127.0.0.1") for _ in range(2)]
+    both = [Lines(rank, "rank {}".format, JOB, SECRET, [listening[rank][0]]) for rank in range(2)]
+    ends = [End(lines) for lines in both]
+    for rank, lines in enumerate(both):
+        lines.add(1 - rank, Place(listening[1 - rank][1], ""), ends[rank])
+    both[fails].begin()
+    both[fails].fail("ArithmeticError: in its first action")
+    until(lambda: bool(ends[fails].losses), "it does not fail")
+    both[1 - fails].begin()
+    both[fails].close()
+    until(lambda: bool(ends[1 - fails].losses), "the peer does not know")
+    both[1 - fails].close()
+    said = f"rank {fails} ended with an error: ArithmeticError: in its first action"
+    assert ends[1 - fails].losses == [(fails, said)]
+
+
 @pytest.mark.parametrize("ends_it", [0, 1])
 def test_the_cause_of_an_ended_link_arrives_though_its_line_is_down(
     chain: Chain, ends_it: int, monkeypatch: pytest.MonkeyPatch
