@@ -177,8 +177,11 @@ class TraceEvents:
 
 
 def _begins_with_event(text: bytes) -> bool:
+    line = text.partition(b"\n")[0]
+    if _LIST.search(line) is not None:  # a whole trace may be one line: it is not decoded for this
+        return False
     try:
-        first, _ = json.JSONDecoder().raw_decode(text.partition(b"\n")[0].decode(errors="replace"))
+        first, _ = json.JSONDecoder().raw_decode(line.decode(errors="replace"))
     except (ValueError, RecursionError):
         return False
     return isinstance(first, dict) and "ph" in first and "traceEvents" not in first
