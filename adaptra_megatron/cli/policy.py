@@ -8,12 +8,11 @@ import time
 from pathlib import Path
 
 from adaptra_megatron.cli.planning.inputs import InputError, seconds
+from adaptra_megatron.cli.trace import LOOK_AGAIN_S, wait_until_read
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import PlanSwitched, PolicyChanged, StampedEvent
 from adaptra_megatron.telemetry.events.numbering import renumbered
 from adaptra_megatron.telemetry.policy_requests import POLICIES, ask_for_policy
-
-LOOK_AGAIN_S = 0.2
 
 _DESCRIPTION = """\
 Have a job that runs go by another policy, without a restart. It begins in the same iteration on all ranks of a replica,
@@ -55,14 +54,7 @@ def _run(options: argparse.Namespace) -> None:
         if not any(directory.glob("events-*.jsonl")):
             raise InputError(f"no events-*.jsonl in {directory}: name the --adaptra-trace-dir of a job that runs")
         request = ask_for_policy(directory, policy)
-        while request.exists():
-            if time.monotonic() > deadline_s:
-                request.unlink(missing_ok=True)
-                raise InputError(
-                    f"no job has read {request} within {options.timeout_s:g} s: is it running, not yet at its end, and "
-                    "not off already?"
-                )
-            time.sleep(LOOK_AGAIN_S)
+        wait_until_read(request, options.timeout_s, "is it running, not yet at its end, and not off already?")
         print(_answer(directory, policy, before, deadline_s))
     except OSError as error:
         raise InputError(f"{error.filename or directory}: {error.strerror or error}") from error

@@ -80,11 +80,15 @@ def _ask(directory: Path, name: str, timeout_s: float) -> None:
             f"cannot write {request}: {error.strerror}; name the --adaptra-trace-dir of a job that was started with "
             "traces on demand"
         ) from error
+    wait_until_read(request, timeout_s, "is it running, and not yet at its end?")
+
+
+def wait_until_read(request: Path, timeout_s: float, question: str) -> None:
+    """Wait until the job has taken the file of a request away. Takes it back, and raises InputError with the `question`
+    that this leaves, where that lasts longer than `timeout_s`. Raises OSError."""
     deadline_s = time.monotonic() + timeout_s
     while request.exists():
         if time.monotonic() > deadline_s:
             request.unlink(missing_ok=True)
-            raise InputError(
-                f"no job has read {request} within {timeout_s:g} s: is it running, and not yet at its end?"
-            )
+            raise InputError(f"no job has read {request} within {timeout_s:g} s: {question}")
         time.sleep(LOOK_AGAIN_S)

@@ -75,7 +75,7 @@ class Leading:
         """True for each decision of the training's; False ends."""
         self._publishing = threading.Lock()
         """Has decisions passed on in their order."""
-        self._storing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._storing: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         """What is to be done with the store; None ends."""
         self._orders: deque[Sequence[str]] = deque()
         """Keys of the latest routes' orders."""
@@ -210,11 +210,7 @@ class Leading:
         if read < FORGOTTEN_AT_ONCE:
             return
         for _ in range(read):
-            key = decision_key(self._kept.popleft())
-            self._storing.put(functools.partial(self._delete, key))
-
-    def _delete(self, key: str) -> None:
-        self._writing.delete_key(key)
+            self._storing.put(functools.partial(self._writing.delete_key, decision_key(self._kept.popleft())))
 
 
 def say_lost(rank: int, error: RuntimeError) -> None:

@@ -243,7 +243,8 @@ class RunTelemetry:
         """A training iteration is over. `links`: by peer, where there are two paths; failovers are counted here."""
         self._iterations += 1
         self._seconds[self._running] = figures.iteration_s
-        self._seconds.pop(next(iter(self._seconds)) if len(self._seconds) > REMEMBERED else -1, None)
+        if len(self._seconds) > REMEMBERED:
+            del self._seconds[next(iter(self._seconds))]
         if self._found:
             self._found = False
             self._switches.found()

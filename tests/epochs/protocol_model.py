@@ -406,12 +406,9 @@ class Model:
             for each in world.memberships[first:]
         )
         left = tuple((each.rank, each.epoch) for each in newest.left)
-        processes = tuple((self._of(each.state), *each[1:]) for each in world.processes)
+        processes = tuple((each.state and _state_key(each.state), *each[1:]) for each in world.processes)
         store = frozenset((key, value if isinstance(value, str) else repr(value)) for key, value in world.store.items())
-        return hash((processes, store, world.came, left, members, *world[4:]))
-
-    def _of(self, state: Rank | None) -> Any:
-        return None if state is None else _state_key(state)
+        return hash((processes, store, world.came, left, members, world.failures, world.admissions, world.lates))
 
 
 def _may_be_met(generation: generations.GenerationId | None, oldest: generations.GenerationId, meets: set[Any]) -> bool:

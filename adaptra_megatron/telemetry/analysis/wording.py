@@ -11,7 +11,8 @@ from adaptra_megatron.schedule.replay.remedies import SLOW_CELL
 from adaptra_megatron.schedule.replay.what_if import SLOWEST_WORKERS, Stragglers
 from adaptra_megatron.schedule.routing.costs import Cell
 from adaptra_megatron.telemetry.analysis.analysis import Analysis
-from adaptra_megatron.telemetry.report.wording import duration, link_name, listed, percent
+from adaptra_megatron.telemetry.events.cables import listed
+from adaptra_megatron.telemetry.report.wording import duration, link_name, percent
 
 WORTH_SAYING = 1.03
 """Slowdowns below are no news."""

@@ -82,7 +82,7 @@ def links_in_words(events: Iterable[LinkDetection], both: str = "<->", one: str 
         arrow = both if one is None or len(sources) > 1 else one
         names.append(f"{source}{arrow}{low + high - source}")
     path = ", host path," if all(event.path == "host" for event in events) else ""
-    return f"link{'s' * (len(names) > 1)} {listed_in_words(names)}{path}"
+    return f"link{'s' * (len(names) > 1)} {listed(names)}{path}"
 
 
 def touched_in_words(events: Iterable[LinkDetection]) -> str:
@@ -108,7 +108,7 @@ def touched_in_words(events: Iterable[LinkDetection]) -> str:
     ]
     if len(ends) > MOST_PAIRS:
         pairs.append(f"{len(ends) - MOST_PAIRS} more pairs of hosts")
-    text = listed_in_words(pairs)
+    text = listed(pairs)
     text += f", {numbers_in_words('replica', replicas)}" if replicas else ""
     return text + (f", {numbers_in_words('lane', lanes)}" if lanes != {0} and lanes else "")
 
@@ -127,7 +127,7 @@ def numbers_in_words(what: str, numbers: Collection[int]) -> str:
     return f"{what}{'s' * (len(ordered) > 1)} {text}"
 
 
-def listed_in_words(parts: Sequence[str]) -> str:
+def listed(parts: Sequence[str]) -> str:
     """A, B and C."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 

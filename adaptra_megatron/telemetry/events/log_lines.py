@@ -20,7 +20,7 @@ from adaptra_megatron.telemetry.events.cables import (
     cost_since,
     ends_of,
     links_in_words,
-    listed_in_words,
+    listed,
     numbers_in_words,
     short_reason,
     touched_in_words,
@@ -288,7 +288,7 @@ def _hosts_of_stage(events: Iterable[Detection]) -> str:
         if isinstance(event, StageDetection) and event.stage_rank is not None:
             places.setdefault(event.host, set()).add(event.stage_rank)
     texts = [f"{numbers_in_words('rank', ranks)} on {host}" for host, ranks in places.items()]
-    return f"; {listed_in_words(texts)}" if texts else ""
+    return f"; {listed(texts)}" if texts else ""
 
 
 def _since(event: Detection) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
+from adaptra_megatron.telemetry.events.cables import RECENT, listed
 from adaptra_megatron.telemetry.events.events import (
     Fault,
     IterationsTimed,
@@ -25,13 +26,11 @@ from adaptra_megatron.telemetry.events.events import (
 )
 from adaptra_megatron.telemetry.events.numbering import renumbered
 from adaptra_megatron.telemetry.report.status_findings import StatusFinding, status_findings
-from adaptra_megatron.telemetry.report.wording import duration, listed
+from adaptra_megatron.telemetry.report.wording import duration
 from adaptra_megatron.telemetry.run_record import replicas_of
 
 Kind = TypeVar("Kind")
 
-RECENT = 16
-"""Iterations whose median is the present speed."""
 SILENT_S, SILENT_ITERATIONS = 120.0, 10
 """Without a word for both of these, a run is called silent: times of iterations are written every 20 s or so."""
 MOST_LINES = 8

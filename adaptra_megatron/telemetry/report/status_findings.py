@@ -162,32 +162,20 @@ def _cable_finding(
     assert isinstance(event, LinkDetection)
     state = "dead" if any(link.after == "dead" for link in links) else "slow"
     cost, wanted = cost_since(seconds, since), _memory_wanted(events, links, since)
-    plans = [each for each in _of_rank(events, rank, since) if isinstance(each.event, PlanSwitched)]
-    plan = plans[-1] if plans else None
-    touched = touched_in_words(links)
-    pipelines = sorted({link.pipeline or 0 for link in links})
-    where = "" if touched or not any(pipelines) else f" of the {numbers_in_words('pipeline', pipelines)} of these ranks"
-    if len(pipelines) == 1 and where:
-        where = f" of the pipeline of rank {pipelines[0]}"
-    name = links_in_words(links, "↔", "→")
-    text = f"{name}{where} is {state} since iteration {since}: {short_reason(event.reason)}"
-    text += f"; {touched}" if touched else ""
+    number, runs_since = _plan_since(events, rank, since)
+    text = f"{_links_and_state(links, state)} since iteration {since}: {short_reason(event.reason)}"
+    text += f"; {touched}" if (touched := touched_in_words(links)) else ""
     if cost is not None and cost.share >= MEASURABLE:
         text += f"; it costs {duration(cost.seconds)} of each iteration ({percent(cost.share)})"
-    if plan is not None and isinstance(plan.event, PlanSwitched):
-        text += f"; plan {plan.event.number} runs since iteration {plan.stamp.iteration}"
+    if number is not None:
+        text += f"; plan {number} runs since iteration {runs_since}"
     hosts = sorted({host for link in links for host in (link.source_host, link.target_host) if host})
-    between = f"between {' and '.join(hosts)}" if len(hosts) == 2 else f"of {name.removesuffix(', host path,')}"
-    remedy = f"look at the network {between}; meanwhile orders and paths go around it"
-    if wanted is not None:
-        caps = ", ".join(f"{cap}: {duration(each_s)}" for cap, each_s in wanted.caps.items())
-        remedy += f"; --adaptra-max-in-flight above {wanted.held:g} would make iterations shorter ({caps})"
     return StatusFinding(
         kind="link",
         state=state,
         since_iteration=since,
         reason=event.reason,
-        remedy=remedy,
+        remedy=_remedy(links, hosts, wanted),
         told_by_rank=rank,
         text=text,
         stale=max(found.stamp.iteration for found in alike) < changed,
@@ -210,14 +198,44 @@ def _cable_finding(
         now_s=None if cost is None else cost.now_s,
         cost_s=None if cost is None else cost.seconds,
         share=None if cost is None else cost.share,
-        plan=plan.event.number if plan is not None and isinstance(plan.event, PlanSwitched) else None,
-        plan_since_iteration=None if plan is None else plan.stamp.iteration,
+        plan=number,
+        plan_since_iteration=runs_since,
         helps=None if wanted is None else wanted.caps,
     )
 
 
-def _of_rank(events: Iterable[StampedEvent], rank: int, since: int) -> list[StampedEvent]:
-    return [found for found in events if found.stamp.rank == rank and found.stamp.iteration >= since]
+def _links_and_state(links: Sequence[LinkDetection], state: str) -> str:
+    """With the pipelines, where neither hosts nor ranks are known."""
+    pipelines = sorted({link.pipeline or 0 for link in links})
+    where = ""
+    if any(pipelines) and not touched_in_words(links):
+        where = f" of the {numbers_in_words('pipeline', pipelines)} of these ranks"
+        if len(pipelines) == 1:
+            where = f" of the pipeline of rank {pipelines[0]}"
+    return f"{_links(links)}{where} is {state}"
+
+
+def _links(links: Sequence[LinkDetection]) -> str:
+    return links_in_words(links, "↔", "→")
+
+
+def _remedy(links: Sequence[LinkDetection], hosts: Sequence[str], wanted: MemoryWanted | None) -> str:
+    name = _links(links).removesuffix(", host path,")
+    between = f"between {' and '.join(hosts)}" if len(hosts) == 2 else f"of {name}"
+    remedy = f"look at the network {between}; meanwhile orders and paths go around it"
+    if wanted is not None:
+        caps = ", ".join(f"{cap}: {duration(each_s)}" for cap, each_s in wanted.caps.items())
+        remedy += f"; --adaptra-max-in-flight above {wanted.held:g} would make iterations shorter ({caps})"
+    return remedy
+
+
+def _plan_since(events: Iterable[StampedEvent], rank: int, since: int) -> tuple[int | None, int | None]:
+    """Number of the plan that `rank` has switched to last since then, and the iteration."""
+    found: tuple[int | None, int | None] = None, None
+    for each in events:
+        if isinstance(each.event, PlanSwitched) and each.stamp.rank == rank and each.stamp.iteration >= since:
+            found = each.event.number, each.stamp.iteration
+    return found
 
 
 def _memory_wanted(events: Iterable[StampedEvent], links: Sequence[LinkDetection], since: int) -> MemoryWanted | None:

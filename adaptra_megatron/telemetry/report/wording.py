@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence, Sized
 from itertools import pairwise
 from statistics import median
 
+from adaptra_megatron.telemetry.events.cables import listed
 from adaptra_megatron.telemetry.events.events import (
     LinkDetection,
     PlanSwitched,
@@ -57,11 +58,6 @@ def link_names(links: Iterable[Link]) -> str:
 
 def _were(subjects: Sized) -> str:
     return "was" if len(subjects) == 1 else "were"
-
-
-def listed(parts: Sequence[str]) -> str:
-    """A, B and C."""
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def span(part: Part) -> str:
