@@ -13,7 +13,7 @@ import pytest
 PACKAGE = "adaptra_megatron"
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    {"log", "sparing_log", "backoff", "child_process", "routable_data"},
+    {"log", "sparing_log", "backoff", "child_process", "routable_data", "reasons"},
     {"post_import", "job_settings", "torch_release", "variables"},
     {"schedule", "detector"},
     {"authentication"},

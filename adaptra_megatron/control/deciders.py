@@ -12,6 +12,7 @@ from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.order.cost_estimates import InUse
 from adaptra_megatron.detector.findings import Estimates, Finding
 from adaptra_megatron.detector.samples import IterationSample
+from adaptra_megatron.reasons import Reason
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.telemetry.events.events import Event
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
@@ -40,7 +41,7 @@ class Context:
         self.in_use = carried
         """Expected path of each link."""
         self.number = number
-        self.reasons: list[str] = []
+        self.reasons: list[Reason] = []
         """Why the next plan is another one than this, in words."""
         self.before: Costs | None = None
         """Costs as they would be without these changes."""
@@ -61,7 +62,7 @@ class Context:
         self.in_use = in_use
         self.__dict__.pop("costs", None)
 
-    def change(self, reasons: Sequence[str]) -> None:
+    def change(self, reasons: Sequence[Reason]) -> None:
         """The plan that is decided on is another one than that which runs."""
         self.before = self.costs if self.before is None else self.before
         self.reasons += reasons

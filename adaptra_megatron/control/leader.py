@@ -22,6 +22,7 @@ from adaptra_megatron.detector.detector import Detector
 from adaptra_megatron.detector.findings import Estimates, Finding
 from adaptra_megatron.detector.samples import LinkId
 from adaptra_megatron.log import logger_of
+from adaptra_megatron.reasons import reason_fields
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.telemetry.events.events import LinkDetection, PolicyChanged, StageDetection
 from adaptra_megatron.telemetry.figures.scalars import JobFigures
@@ -150,7 +151,11 @@ class PlanLeader:
 
 def _event(finding: Finding, estimates: Estimates) -> LinkDetection | StageDetection:
     subject = finding.subject
-    change: dict[str, Any] = {"before": finding.before.value, "after": finding.state.value, "reason": finding.reason}
+    change: dict[str, Any] = {
+        "before": finding.before.value,
+        "after": finding.state.value,
+        **reason_fields(finding.why),
+    }
     change["since_iteration"] = finding.since_iteration
     if isinstance(subject, LinkId):
         estimate = estimates.links.get(subject)

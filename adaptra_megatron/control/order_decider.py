@@ -44,11 +44,11 @@ class OrderDecider:
         current = self._running[micro_batches]
         relevant = {*context.in_use.values(), *context.carried.values()}
         why = [
-            str(found)
+            found.describe()
             for found in context.findings
             if not isinstance(found.subject, LinkId) or found.subject in relevant
         ]
-        chosen, made = self._replanner.decide(costs, current, [*why, *context.reasons])
+        chosen, made = self._replanner.decide(costs, current, why, context.reasons)
         if made is None:
             if (wanted := self._replanner.worth_of_memory()) is not None:
                 self._telemetry.log(wanted)

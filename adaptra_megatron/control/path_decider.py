@@ -15,6 +15,7 @@ from adaptra_megatron.control.paths.path_choice import Choice, Setting, choose, 
 from adaptra_megatron.detector.findings import Estimates, LinkEstimate, State
 from adaptra_megatron.detector.samples import IterationSample, LinkId
 from adaptra_megatron.log import logger_of
+from adaptra_megatron.reasons import reason_fields, reason_text
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.telemetry.events.events import PathChosen
 from adaptra_megatron.transport.paths import Path, PathSettings
@@ -55,7 +56,7 @@ class PathDecider:
         context.expect(self.in_use(context.carried, estimates))
         choices = [] if context.costs is None else self.choices(estimates, context.costs)
         if choices:
-            context.change([_in_words(choice) for choice in choices])
+            context.change([choice.describe() for choice in choices])
             self.take(choices, estimates)
             context.expect(self.in_use(context.carried, estimates))
             self._tell(choices, context.number + 1)
@@ -80,7 +81,7 @@ class PathDecider:
     def _tell(self, choices: Iterable[Choice], number: int) -> None:
         """Links are to take other paths from plan `number` on."""
         for choice in choices:
-            logger.debug("%s", _in_words(choice))
+            logger.debug("%s", reason_text(choice.describe()))
             self._telemetry.log(
                 PathChosen(
                     number=number,
@@ -89,7 +90,7 @@ class PathDecider:
                     target=choice.link.target,
                     before=choice.before.value,
                     after=choice.path.value,
-                    reason=choice.reason,
+                    **reason_fields(choice.why),
                     message_s={path.value: cost_s for path, cost_s in choice.message_s.items()},
                     gain_s=choice.gain_s,
                 )
@@ -211,8 +212,3 @@ def _setting(policy: PathPolicy, costs: Costs) -> Setting:
         period_s=max(work_s),
         device_blocks=policy.device_blocks,
     )
-
-
-def _in_words(choice: Choice) -> str:
-    """For the log, and for plans that are made because of it."""
-    return f"{choice.link} takes the {choice.path.value} path: {choice.reason}"

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from adaptra_megatron.detector.samples import LinkId, StageId
+from adaptra_megatron.reasons import Reason, reason_text
 
 
 class State(str, enum.Enum):
@@ -36,15 +37,25 @@ class Finding:
     slow, else of the kind that changed most. None of the dead."""
     baseline_s: float | None
     """The same in health; None where that is not known."""
-    reason: str
+    why: Reason
+
+    @property
+    def reason(self) -> str:
+        """Why, in words."""
+        return reason_text(self.why)
+
+    def describe(self) -> Reason:
+        """What was found, with why behind it."""
+        still = "still " if self.state is self.before else ""
+        head = f"{self.subject}: {still}{self.state.value} since iteration "
+        return head, self.state_since_iteration, (", ", self.why)
 
     def __str__(self) -> str:
-        still = "still " if self.state is self.before else ""
-        return f"{self.subject}: {still}{self.state.value} since iteration {self.state_since_iteration}, {self.reason}"
+        return reason_text(self.describe())
 
     def to_json(self) -> dict[str, Any]:
         """A line of the event log: plain numbers and text."""
-        document = asdict(self)
+        document = asdict(self) | {"reason": self.reason}
         document["subject"] = {"kind": "link" if isinstance(self.subject, LinkId) else "stage"}
         document["subject"].update(self.subject._asdict())
         return {**document, "before": self.before.value, "state": self.state.value}
@@ -66,7 +77,7 @@ class LinkEstimate:
     since_iteration: int
     measured_iteration: int
     """The latest iteration that agreed with it."""
-    reason: str
+    reason: Reason
     clock_correction_s: float
     """Taken off the latest measured times, because the other direction's would have been negative without."""
 
@@ -83,7 +94,7 @@ class StageEstimate:
     """By (kind, chunk): median seconds of the latest iterations of the present level, for the usual size."""
     state: State
     since_iteration: int
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True)

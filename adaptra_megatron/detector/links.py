@@ -15,6 +15,7 @@ from adaptra_megatron.detector.link_model import Array, LinkFit, Messages, fit_l
 from adaptra_megatron.detector.samples import LinkId, LinkSample, MessageColumns
 from adaptra_megatron.detector.series import Change, Series
 from adaptra_megatron.detector.settings import DetectorSettings
+from adaptra_megatron.reasons import Reason
 
 
 class LinkTracker:
@@ -27,7 +28,8 @@ class LinkTracker:
         self.series = Series(settings, settings.link, self._damper)
         self._dead = False
         self._alive_streak, self._alive_since = 0, 0
-        self._since, self._state_since, self._reason = 0, 0, words.UNJUDGED
+        self._since, self._state_since = 0, 0
+        self._reason: Reason = words.UNJUDGED
         self._nbytes = 0
         """The usual message."""
         self._seconds_per_byte: deque[float] = deque(maxlen=settings.estimate_iterations)
@@ -88,7 +90,7 @@ class LinkTracker:
             self._state_since = self._since
         self._reason = words.change_in_words(f"a message of {words.size(self._nbytes)}", change, self._state_since)
         if (rate := self._known_rate()) is not None:
-            self._reason += f"; the link carries {words.size(1.0 / rate)} per second"
+            self._reason = *self._reason, (f"; the link carries {words.size(1.0 / rate)} per second",)
         return Finding(
             iteration=iteration,
             subject=self.identity,
@@ -98,7 +100,7 @@ class LinkTracker:
             state_since_iteration=self._state_since,
             level_s=change.level_s,
             baseline_s=change.baseline.value,
-            reason=self._reason,
+            why=self._reason,
         )
 
     def estimate(self) -> LinkEstimate | None:
@@ -185,7 +187,7 @@ class LinkTracker:
             state_since_iteration=self._state_since,
             level_s=level_s,
             baseline_s=self.series.baseline.value if known else None,
-            reason=self._reason,
+            why=self._reason,
         )
 
 

@@ -10,6 +10,7 @@ from adaptra_megatron.detector.damping import FlapDamper
 from adaptra_megatron.detector.findings import State
 from adaptra_megatron.detector.levels import Batch, Level, Window
 from adaptra_megatron.detector.settings import ChangeSettings, DetectorSettings
+from adaptra_megatron.reasons import Reason
 
 
 class Change(NamedTuple):
@@ -21,7 +22,7 @@ class Change(NamedTuple):
     level_s: float
     previous_s: float
     baseline: Level
-    evidence: str
+    evidence: Reason
     of_others: bool = False
     """`previous_s` and `baseline` are not its own, but those of its peers: nothing of it was known before."""
     learnt_slow: bool = False
@@ -92,7 +93,7 @@ class Series:
         """Return whether `iteration` was taken for one of the present level."""
         return self.window.until_iteration == iteration
 
-    def declare_slow(self, healthy_s: float, iteration: int, evidence: str) -> Change:
+    def declare_slow(self, healthy_s: float, iteration: int, evidence: Reason) -> Change:
         """Its level is slow beside its peers': health is `healthy_s`, of which nothing else is known."""
         level = self.window.level()
         self._baseline = level._replace(value=healthy_s, scatter=0.0)
@@ -155,7 +156,7 @@ class Series:
             return f"{recurrent} of the latest {len(self._recent)} iterations"
         return None
 
-    def _switch(self, batch: Batch, action_s: float, evidence: str) -> Change:
+    def _switch(self, batch: Batch, action_s: float, evidence: Reason) -> Change:
         """Enter the level that `batch` shows."""
         previous_s = self.window.level().value
         if self._direction > 0:
@@ -180,7 +181,7 @@ class Series:
         self._streak = 0
         self._recent.clear()
 
-    def _fall(self, iteration: int, since: int, level_s: float, previous_s: float, evidence: str) -> Change:
+    def _fall(self, iteration: int, since: int, level_s: float, previous_s: float, evidence: Reason) -> Change:
         before, self.state = self.state, State.SLOW
         if before is State.HEALTHY:
             self._damper.fell(iteration)
@@ -207,5 +208,5 @@ class Series:
         if level.value <= lowest.value + margin_s:
             return None
         self._baseline, self._healthy_window = lowest, Window(self._settings.baseline_iterations)
-        evidence = f"risen slowly since iteration {lowest.until_iteration}"
+        evidence = ("risen slowly since iteration ", lowest.until_iteration)
         return self._fall(iteration, lowest.until_iteration, level.value, lowest.value, evidence)

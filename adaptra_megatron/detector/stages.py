@@ -14,6 +14,7 @@ from adaptra_megatron.detector.levels import Batch
 from adaptra_megatron.detector.samples import StageId, StageSample
 from adaptra_megatron.detector.series import Change, Series
 from adaptra_megatron.detector.settings import DetectorSettings
+from adaptra_megatron.reasons import Reason
 
 KindAndChunk = tuple[str, int]
 
@@ -30,7 +31,8 @@ class StageTracker:
         self._dead = False
         self._slow: dict[KindAndChunk, Change] = {}
         """The last change of each kind of action that is slow."""
-        self._since, self._state_since, self._reason = 0, 0, words.UNJUDGED
+        self._since, self._state_since = 0, 0
+        self._reason: Reason = words.UNJUDGED
 
     @property
     def state(self) -> State:
@@ -71,10 +73,11 @@ class StageTracker:
         told = {key: change for key, change in changes.items() if key in self._slow} or changes
         self._since = min(change.since_iteration for change in told.values())
         self._enter(before)
-        self._reason = "; ".join(
+        first, *others = (
             words.change_in_words(_name(key), change, self._state_since)
             for key, change in {**self._slow, **dict(sorted(changes.items()))}.items()
         )
+        self._reason = *first, *(("; ", other) for other in others)
         if self._slow:
             worst = max(self._slow.values(), key=lambda change: change.level_s - change.baseline.value)
         else:
@@ -117,7 +120,7 @@ class StageTracker:
             state_since_iteration=self._state_since,
             level_s=level_s,
             baseline_s=baseline_s,
-            reason=self._reason,
+            why=self._reason,
         )
 
 

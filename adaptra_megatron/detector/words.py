@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from adaptra_megatron.detector.findings import State
-from adaptra_megatron.detector.levels import Level
 from adaptra_megatron.detector.series import Change
+from adaptra_megatron.reasons import Reason
 
 SETTLED = "as in its first iterations"
 UNJUDGED = "too few iterations to judge"
@@ -24,22 +24,20 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
-def change_in_words(what: str, change: Change, state_since: int) -> str:
+def change_in_words(what: str, change: Change, state_since: int) -> Reason:
     """Such as `a message of 4 MiB takes 32 ms, before 2 ms (baseline of 20 iterations: 2 ms); seen in ...`.
 
     `state_since`: the iteration since when the state is what the finding says, which is not said again.
     """
     again = " again" if change.before is State.SLOW and change.state is State.HEALTHY else ""
-    since = f" since iteration {change.since_iteration}" if change.since_iteration != state_since else ""
-    compared = "others" if change.of_others else "before"
-    text = f"{what} takes {seconds(change.level_s)}{again}{since}, {compared} {seconds(change.previous_s)}"
+    since = (" since iteration ", change.since_iteration) if change.since_iteration != state_since else ()
+    before = f"{'others' if change.of_others else 'before'} {seconds(change.previous_s)}"
+    behind: tuple[Reason, ...] = ()
     if change.learnt_slow:
-        text = f"{what} takes {seconds(change.level_s)}{again}{since}, {seconds(change.previous_s)} when it was first "
-        text += "measured, while the link was slow already"
+        before = f"{seconds(change.previous_s)} when it was first measured, while the link was slow already"
     elif not change.of_others and State.SLOW in (change.before, change.state):
-        text += f" ({_baseline_in_words(change.baseline)})"
-    return f"{text}; seen in {change.evidence}"
-
-
-def _baseline_in_words(baseline: Level) -> str:
-    return f"baseline {seconds(baseline.value)}, of {baseline.iterations} iterations up to {baseline.until_iteration}"
+        healthy = change.baseline
+        text = f" (baseline {seconds(healthy.value)}, of {healthy.iterations} iterations up to "
+        behind = ((text, healthy.until_iteration, ")"),)
+    seen = ("; seen in ", change.evidence)
+    return (f"{what} takes {seconds(change.level_s)}{again}", *since, f", {before}", *behind, seen)

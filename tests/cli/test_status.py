@@ -14,6 +14,7 @@ import pytest
 from support.made_up.runs import write_events, write_replicas
 
 from adaptra_megatron.cli.main import main
+from adaptra_megatron.reasons import reason_text
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import (
     Event,
@@ -216,7 +217,7 @@ def test_programs_get_a_line_of_json(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_cable_is_one_finding_with_what_it_touches_costs_and_what_would_help(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reason = "a message of 16 KiB takes 60.5 ms, before 1.61 ms (baseline 1.61 ms, of 9 iterations up to 10); seen in 9"
+    device = ("a message of 16 KiB takes 60.5 ms, before 1.61 ms", (" (baseline 1.61 ms)", "; seen in 9"))
     events: list[tuple[Event, int]] = [(IterationsTimed(first=0, seconds=[1.0] * 11 + [1.85] * 14), 25)]
     for replica in range(2):
         for source, path in ((0, "device"), (1, "device"), (0, "host"), (1, "host")):
@@ -226,7 +227,8 @@ def test_a_cable_is_one_finding_with_what_it_touches_costs_and_what_would_help(
                 target=1 - source,
                 before="healthy",
                 after="slow",
-                reason=reason if path == "device" else "a message of 16 KiB takes 60.3 ms, before 30.5 ms",
+                reason=reason_text(device) if path == "device" else "a message of 16 KiB takes 60.3 ms, before 30.5 ms",
+                reason_parts=device if path == "device" else (),
                 path=path,
                 pipeline=ranks[0],
                 since_iteration=11 if path == "device" else 15,

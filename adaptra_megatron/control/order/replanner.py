@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from adaptra_megatron.control.order.plans import PLANNING_S, Layout
 from adaptra_megatron.log import logger_of
+from adaptra_megatron.reasons import Reason, joined, reason_fields
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.costs import NO_COST, Costs
 from adaptra_megatron.schedule.costs_json import costs_to_json
@@ -44,13 +45,14 @@ class Replanner:
         """The plan for `_planned`, until it has been said what more memory would buy."""
 
     def decide(
-        self, costs: Costs, current: Schedule, found: Sequence[str] = ()
+        self, costs: Costs, current: Schedule, found: Sequence[Reason] = (), changed: Sequence[Reason] = ()
     ) -> tuple[Schedule | None, PlanMade | None]:
         """A schedule to switch to, or None to keep `current`; and, where one was planned, the event. Logs why.
 
-        `found`: what the detector has just found, in its words; planning is then due whatever the costs say.
+        `found`: what the detector has just found, and `changed`: what other deciders change in the plan; planning is
+        then due whatever the costs say.
         """
-        reason = "; ".join(found)
+        reason = joined([*found, *changed])
         if not reason and self._planned is not None:
             change = material_change(self._planned, costs)
             if change is None:
@@ -71,11 +73,13 @@ class Replanner:
         if candidate.makespan_s <= (1.0 + AS_FAST) * now_s and comparable:
             saved = _saved_memory(held, candidate.peak_in_flight)
         adopted = over is not None or saved is not None or candidate.makespan_s <= (1.0 - WORTH_A_SWITCH) * now_s
-        reason = "; ".join(part for part in (reason, over or saved) if part is not None)
+        reason = joined(part for part in (reason, over or saved) if part is not None)
         made = PlanMade(
             number=0,
             adopted=adopted,
-            reason=reason,
+            **reason_fields(reason),
+            memory=over or saved or "",
+            findings=len(found),
             predicted_s=candidate.makespan_s if adopted else now_s,
             current_predicted_s=now_s,
             lower_bound_s=candidate.lower_bound.seconds,
@@ -83,14 +87,14 @@ class Replanner:
             costs=costs_to_json(costs),
         )
         if not adopted:
-            logger.debug("plan kept: %.1f ms, best %.1f ms; %s", now_s * 1e3, candidate.makespan_s * 1e3, reason)
+            logger.debug("plan kept: %.1f ms, best %.1f ms; %s", now_s * 1e3, candidate.makespan_s * 1e3, made.reason)
             return None, made
         logger.debug(
             "new plan: %.1f ms instead of %.1f ms, lower bound %.1f ms; %s; %s",
             candidate.makespan_s * 1e3,
             now_s * 1e3,
             candidate.lower_bound.seconds * 1e3,
-            reason,
+            made.reason,
             describe(costs),
         )
         return candidate.schedule, made

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from adaptra_megatron.control.decisions import LinkName
 from adaptra_megatron.detector.findings import Estimates, LinkEstimate, State
 from adaptra_megatron.detector.samples import LinkId
+from adaptra_megatron.reasons import Reason, joined, reason_text
 from adaptra_megatron.transport.paths import Path
 
 FAR_WORSE = 4.0
@@ -60,7 +61,16 @@ class Choice:
     message_s: Mapping[Path, float]
     """Predicted seconds that a message costs on either path, waiting for its predecessors included; infinite on a dead
     one. What nothing is known of is missing."""
-    reason: str
+    why: Reason
+
+    @property
+    def reason(self) -> str:
+        """Why, in words."""
+        return reason_text(self.why)
+
+    def describe(self) -> Reason:
+        """What changes, with why behind it."""
+        return f"{self.link} takes the {self.path.value} path", (": ", self.why)
 
     @property
     def gain_s(self) -> float | None:
@@ -86,19 +96,20 @@ def choose(link: LinkName, before: Path, estimates: Mapping[Path, LinkEstimate],
     preferred, other = setting.preferred, setting.preferred.other
     if preferred not in costs_s:
         return None  # nothing is known of it, and that can be learnt by taking it only
+    why: Reason
     dead = estimates[preferred].state is State.DEAD
     if other not in costs_s or costs_s[other] == _NEVER:
-        path, why = (before, "") if dead else (preferred, f"the {other.value} path is dead")
+        path, why = before if dead else preferred, f"the {other.value} path is dead"
         if other not in costs_s and not dead:
             why = f"nothing is known of the {other.value} path"
     elif _good_enough(before, estimates, costs_s, setting):
-        path, why = preferred, f"the {preferred.value} path is {_in_words(estimates[preferred])}"
+        path, why = preferred, _in_words(preferred, estimates[preferred])
     else:
         path = _cheaper(before, costs_s, setting)
-        why = f"the {preferred.value} path is {_in_words(estimates[preferred])}"
+        why = _in_words(preferred, estimates[preferred])
     if path is before:
         return None
-    return Choice(link=link, before=before, path=path, message_s=costs_s, reason=f"{why}; {_compared(costs_s)}")
+    return Choice(link=link, before=before, path=path, message_s=costs_s, why=joined([why, _compared(costs_s)]))
 
 
 def estimates_of(link: LinkName, estimates: Estimates) -> dict[Path, LinkEstimate]:
@@ -132,10 +143,9 @@ def _worth_s(cost_s: float, setting: Setting) -> float:
     return max(LEAST_GAIN_S, GAIN_SHARE * cost_s, GAIN_PER_ACTION * setting.action_s)
 
 
-def _in_words(estimate: LinkEstimate) -> str:
-    if estimate.state is State.HEALTHY:
-        return "healthy"
-    return f"{estimate.state.value} ({estimate.reason})"
+def _in_words(path: Path, estimate: LinkEstimate) -> Reason:
+    text = f"the {path.value} path is {estimate.state.value}"
+    return text if estimate.state is State.HEALTHY else (f"{text} (", estimate.reason, ")")
 
 
 def _compared(costs_s: Mapping[Path, float]) -> str:

@@ -14,6 +14,7 @@ from adaptra_megatron.control.routes.cell_order import cell_orders, moved_by, sc
 from adaptra_megatron.control.routes.cell_speeds import cell_figures, cell_speeds, cell_tables, seconds_of, stragglers
 from adaptra_megatron.control.routes.route_decider import LEAST_GAIN, RoutePolicy, announce
 from adaptra_megatron.detector.samples import IterationSample, LinkId
+from adaptra_megatron.reasons import Reason, joined
 from adaptra_megatron.schedule.routing.costs import Cell, RoutedCosts
 from adaptra_megatron.schedule.routing.planner import RoutedPlan, plan_routed
 from adaptra_megatron.schedule.routing.plans import RoutedSchedule
@@ -72,11 +73,11 @@ class LiveCellDecider:
         moves = () if self._present is None else self._present.routing.moves()
         return RouteFigures(cells=cell_figures(self._speeds, moves), predicted_gain_s=self._gain_s)
 
-    def _reason(self, context: Context, costs: RoutedCosts) -> str:
+    def _reason(self, context: Context, costs: RoutedCosts) -> Reason:
         """Why planning is due, in words; empty where it is not."""
         relevant = {*context.in_use.values(), *context.carried.values()}
-        found = [
-            str(finding)
+        found: list[Reason] = [
+            finding.describe()
             for finding in context.findings
             if not isinstance(finding.subject, LinkId) or finding.subject in relevant
         ]
@@ -85,9 +86,9 @@ class LiveCellDecider:
         elif not found:
             changes = map(material_change, self._planned.replicas, costs.replicas)
             found += [change for change in changes if change is not None][:1]
-        return "; ".join([*found, *context.reasons])
+        return joined([*found, *context.reasons])
 
-    def _plan(self, context: Context, costs: RoutedCosts, reason: str) -> Routing | None:
+    def _plan(self, context: Context, costs: RoutedCosts, reason: Reason) -> Routing | None:
         runs = None
         if self._present is not None and self._present.routing.micro_batches == context.micro_batches:
             runs = simulate_routed(self._present, costs)

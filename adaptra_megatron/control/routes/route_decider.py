@@ -23,6 +23,7 @@ from adaptra_megatron.control.routes.cell_speeds import (
 )
 from adaptra_megatron.detector.samples import IterationSample
 from adaptra_megatron.log import logger_of
+from adaptra_megatron.reasons import Reason, reason_fields, reason_text
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.schedule.routing import plans
 from adaptra_megatron.schedule.routing.costs import Cell, RoutedCosts, RoutingError
@@ -159,7 +160,7 @@ def announce(
     context: Context,
     plan: RoutedPlan,
     present_s: float | None,
-    reason: str,
+    reason: Reason,
     slow: Mapping[Cell, float],
     speeds: Mapping[Cell, float],
 ) -> None:
@@ -169,11 +170,13 @@ def announce(
     context.change([reason])
     context.forecast = Forecast(planned_s, present_s)
     instead = "" if present_s is None else f" instead of {1e3 * present_s:.1f} ms"
-    logger.debug("%s: %.1f ms an iteration%s, lower bound %.1f ms", reason, 1e3 * planned_s, instead, 1e3 * bound_s)
+    logger.debug(
+        "%s: %.1f ms an iteration%s, lower bound %.1f ms", reason_text(reason), 1e3 * planned_s, instead, 1e3 * bound_s
+    )
     telemetry.log(
         RoutesChosen(
             number=context.number + 1,
-            reason=reason,
+            **reason_fields(reason),
             predicted_s=planned_s,
             current_predicted_s=present_s,
             lower_bound_s=bound_s,

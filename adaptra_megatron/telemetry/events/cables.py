@@ -7,7 +7,6 @@ them, in every replica and lane. The log, `adaptra status` and the report name i
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -111,11 +110,6 @@ def touched_in_words(events: Iterable[LinkDetection]) -> str:
     text = listed(pairs)
     text += f", {numbers_in_words('replica', replicas)}" if replicas else ""
     return text + (f", {numbers_in_words('lane', lanes)}" if lanes != {0} and lanes else "")
-
-
-def short_reason(reason: str) -> str:
-    """A finding's reason without the evidence behind it, which the event log has."""
-    return re.sub(r" \(baseline [^)]*\)", "", reason.partition("; seen in")[0])
 
 
 def numbers_in_words(what: str, numbers: Collection[int]) -> str:

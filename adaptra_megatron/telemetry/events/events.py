@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
+from adaptra_megatron.reasons import Reason, is_reason, reason_text
+
 FORMAT_VERSION = 1
 
 
@@ -72,6 +74,8 @@ class LinkDetection:
     """"healthy", "slow" or "dead"."""
     after: str
     reason: str
+    reason_parts: Reason = ()
+    """The same with iterations as numbers, and the evidence nested; as in the other events with a reason."""
     latency_s: float | None = None
     """Estimates behind it, where there are any."""
     bandwidth_bytes_s: float | None = None
@@ -104,6 +108,7 @@ class StageDetection:
     before: str
     after: str
     reason: str
+    reason_parts: Reason = ()
     slow_down: float | None = None
     """Compute time now over compute time when healthy."""
     pipeline: int | None = None
@@ -172,6 +177,11 @@ class PlanMade:
     adopted: bool
     reason: str
     """Why one was computed."""
+    reason_parts: Reason = ()
+    memory: str = ""
+    """What of it is about the memory that orders take."""
+    findings: int = 0
+    """Number of the detector's findings that it answers."""
     predicted_s: float
     current_predicted_s: float | None
     """Seconds of an iteration in the running order, at the same costs; None if unknown."""
@@ -220,6 +230,7 @@ class PathChosen:
     """"device" or "host"."""
     after: str
     reason: str
+    reason_parts: Reason = ()
     pipeline: int | None = None
     """Which of the job's parallel pipelines, by its first global rank."""
     message_s: Mapping[str, Any] = field(default_factory=dict)
@@ -236,6 +247,7 @@ class RoutesChosen:
     name: ClassVar[str] = "routes"
     number: int
     reason: str
+    reason_parts: Reason = ()
     predicted_s: float | None = None
     current_predicted_s: float | None = None
     """What the present routes would take."""
@@ -408,6 +420,11 @@ def decode(line: str) -> StampedEvent:
     return StampedEvent(stamp=_build(Stamp, document), event=_build(kind, document))
 
 
+def short_reason(event: LinkDetection | StageDetection | PlanMade) -> str:
+    """A reason without the evidence behind it, which the event log has."""
+    return reason_text(event.reason_parts or event.reason, 0)
+
+
 def _fields_of(entry: Any) -> dict[str, Any]:
     return {part.name: getattr(entry, part.name) for part in fields(entry)}
 
@@ -419,7 +436,7 @@ def _build(kind: type[Any], document: Mapping[str, Any]) -> Any:
     for name, value in known.items():
         if value is None and hints[name] is float:
             known[name] = math.nan  # what `encode` made of a number that is none
-        elif not _fits(value, hints[name]):
+        elif not (is_reason(value) if name == "reason_parts" else _fits(value, hints[name])):
             raise EventError(f"{name} of event {document['event']!r} is {value!r}")
         elif value == []:
             known[name] = ()  # as an event has it where it is not given

@@ -7,7 +7,6 @@ Everything is made from events, so the log, the event log and the report tell th
 from __future__ import annotations
 
 import logging
-import re
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
@@ -22,7 +21,6 @@ from adaptra_megatron.telemetry.events.cables import (
     links_in_words,
     listed,
     numbers_in_words,
-    short_reason,
     touched_in_words,
 )
 from adaptra_megatron.telemetry.events.events import (
@@ -37,6 +35,7 @@ from adaptra_megatron.telemetry.events.events import (
     StageDetection,
     StragglerDetection,
     SwitchMeasured,
+    short_reason,
 )
 
 Detection = LinkDetection | StageDetection
@@ -48,8 +47,6 @@ MOST_IN_A_ROW = 8
 PATIENCE = 3
 """Iterations that a finding must stand before it is said, unless a plan follows from it: what has gone by then was no
 news."""
-MEMORY = re.compile(r"it holds [^;]*|stage \d+ would hold [^;]*|stage \d+ may hold [^;]*")
-"""Parts of a plan's reason that no finding's line has said."""
 
 
 class RunLog:
@@ -179,7 +176,7 @@ class RunLog:
             self._ends[name] = f"{what} {state}{since}" if state != "healthy" else ""
         touched = touched_in_words(links)
         what += "" if touched else _pipelines(events)
-        text = f"{what} is {state}{since}: {short_reason(events[0].reason)}"
+        text = f"{what} is {state}{since}: {short_reason(events[0])}"
         if state == "healthy":
             return logging.INFO, text
         text += f"; {touched}" if touched else _hosts_of_stage(events)
@@ -230,7 +227,10 @@ class RunLog:
             self._bounds_s[event.number] = event.lower_bound_s
         elif event.adopted:
             self._bounds_s[event.number] = event.lower_bound_s
-            reasons += [event.reason] if "since iteration" not in event.reason else MEMORY.findall(event.reason)
+            if event.findings:  # which lines of their own say
+                reasons += [event.memory] if event.memory else []
+            else:
+                reasons.append(event.reason)
 
     def _in_force(self, event: PlanSwitched) -> str:
         self._plans += 1

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from adaptra_megatron.reasons import reason_text, with_numbers
 from adaptra_megatron.telemetry.events.events import (
     ArrivalsSeen,
     IterationsTimed,
@@ -19,8 +19,6 @@ from adaptra_megatron.telemetry.events.events import (
     StampedEvent,
     StragglerDetection,
 )
-
-_IN_TEXT = re.compile(r"\b(iteration|iterations up to) (\d+)")
 
 
 class Numbering:
@@ -62,7 +60,9 @@ def _renumbered(found: StampedEvent, numbering: Numbering) -> StampedEvent:
     if isinstance(event, IterationsTimed):
         event = replace(event, first=event.first if event.step is None else event.step)
     elif isinstance(event, LinkDetection | StageDetection | PlanMade | PathChosen | RoutesChosen):
-        event = replace(event, reason=_IN_TEXT.sub(lambda at: f"{at[1]} {numbering.of(int(at[2]))}", event.reason))
+        if event.reason_parts:
+            parts = with_numbers(event.reason_parts, numbering.of)
+            event = replace(event, reason=reason_text(parts), reason_parts=parts)
     elif isinstance(event, ArrivalsSeen):
         event = replace(event, until=numbering.of(event.until))
     if isinstance(event, LinkDetection | StageDetection | StragglerDetection) and event.since_iteration is not None:

@@ -98,7 +98,7 @@ def worth_a_row(found: StampedEvent) -> bool:
     """Return whether an event is news: a plan that was not adopted is only where something had been found."""
     event = found.event
     if isinstance(event, PlanMade):
-        return event.adopted or "since iteration" in event.reason
+        return event.adopted or event.findings > 0
     if isinstance(event, (RunStarted, RunEnded)):
         return found.stamp.rank == 0
     return not isinstance(event, (IterationsTimed, ArrivalsSeen))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from statistics import median
 
@@ -28,14 +27,10 @@ from adaptra_megatron.telemetry.events.events import (
     StageDetection,
     StragglerDetection,
     SwitchMeasured,
+    short_reason,
 )
 from adaptra_megatron.telemetry.events.log_lines import memory_text
 from adaptra_megatron.telemetry.report.wording import duration
-
-_WHAT = re.compile(r"^((?:link|stage) .*since iteration \d+|link .* takes the \w+ path)\b.*")
-"""Matches a reason: what was found or chosen, and why."""
-_BEHIND = ("seen in", "the link carries", "a message costs")
-"""First words of further parts of such a reason."""
 
 
 def event_text(event: Event, alike: Sequence[LinkDetection] = ()) -> tuple[str, str]:
@@ -51,7 +46,7 @@ def event_text(event: Event, alike: Sequence[LinkDetection] = ()) -> tuple[str, 
     if isinstance(event, ArrivalsSeen):
         return f"Arrivals at gradient synchronisation in {event.iterations} iterations up to {event.until}", ""
     if isinstance(event, PlanMade):
-        return _plan_text(event), _short(event.reason)
+        return _plan_text(event), short_reason(event)
     if isinstance(event, MemoryWanted):
         return "More activations per stage would make iterations shorter", memory_text(event)
     if isinstance(event, PolicyChanged):
@@ -105,12 +100,6 @@ def _straggler_text(event: StragglerDetection) -> str:
         return f"Replica {event.replica} comes with the others again"
     place = "" if event.first_rank is None else f" (stage {event.stage}, rank {event.first_rank} on {event.host})"
     return f"Replica {event.replica}{place} {'still ' * (event.before == event.after)}comes last"
-
-
-def _short(reason: str) -> str:
-    """Without the numbers behind findings, which stand beside the findings themselves."""
-    parts = [part for part in reason.split("; ") if not part.startswith(_BEHIND)]
-    return "; ".join(_WHAT.sub(r"\1", part) for part in parts)
 
 
 def _plan_name(number: int) -> str:

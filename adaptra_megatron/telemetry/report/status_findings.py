@@ -14,7 +14,6 @@ from adaptra_megatron.telemetry.events.cables import (
     ends_of,
     links_in_words,
     numbers_in_words,
-    short_reason,
     touched_in_words,
 )
 from adaptra_megatron.telemetry.events.events import (
@@ -25,6 +24,7 @@ from adaptra_megatron.telemetry.events.events import (
     StageDetection,
     StampedEvent,
     StragglerDetection,
+    short_reason,
 )
 from adaptra_megatron.telemetry.report.wording import duration, percent
 from adaptra_megatron.telemetry.run_record import began_at
@@ -163,7 +163,7 @@ def _cable_finding(
     state = "dead" if any(link.after == "dead" for link in links) else "slow"
     cost, wanted = cost_since(seconds, since), _memory_wanted(events, links, since)
     number, runs_since = _plan_since(events, rank, since)
-    text = f"{_links_and_state(links, state)} since iteration {since}: {short_reason(event.reason)}"
+    text = f"{_links_and_state(links, state)} since iteration {since}: {short_reason(event)}"
     text += f"; {touched}" if (touched := touched_in_words(links)) else ""
     if cost is not None and cost.share >= MEASURABLE:
         text += f"; it costs {duration(cost.seconds)} of each iteration ({percent(cost.share)})"

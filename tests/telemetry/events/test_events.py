@@ -53,6 +53,9 @@ EVENTS: list[Event] = [
     StageDetection(stage=2, before="healthy", after="slow", reason="F takes 1.5 x as long", slow_down=1.5),
     StragglerDetection(replica=5, before="healthy", after="late", reason="by 180 ms", causes=["cpu"], share=0.12),
     ArrivalsSeen(until=40, iterations=20, lags_s=[[0.0, 0.18]], last=[[2, 18]]),
+    StageDetection(
+        stage=1, before="slow", after="slow", reason="since 7 (of 9)", reason_parts=["since ", 7, [" (of ", 9, ")"]]
+    ),
     PlanMade(number=1, adopted=True, reason="costs", predicted_s=1.5, current_predicted_s=2.0, costs={"stages": 4}),
     MemoryWanted(held=2.0, predicted_s=2.6, caps={"3": 2.0}, source=0, target=1),
     PathChosen(number=1, source=3, target=4, before="device", after="host", reason="it is slow", gain_s=0.06),
@@ -115,6 +118,7 @@ def test_fields_of_a_later_version_are_passed_over() -> None:
         (encode(stamped(START)).replace('"version":1', '"version":9'), "version 9"),
         (encode(stamped(RunEnded(reason="x"))).replace('"rank":0', '"rank":"0"'), "rank of event 'run_ended' is '0'"),
         (encode(stamped(RunEnded(reason="x"))).replace('"rank":0', '"rank":true'), "is True"),
+        (encode(stamped(EVENTS[5])).replace('[" (of ",9,")"]', "{}"), "reason_parts of event 'stage'"),
     ],
 )
 def test_what_is_no_event_is_refused(line: str, message: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from adaptra_megatron.reasons import reason_text
 from adaptra_megatron.telemetry.events.events import (
     Event,
     IterationsTimed,
@@ -27,17 +28,29 @@ from adaptra_megatron.telemetry.events.log_lines import MOST_IN_A_ROW, PATIENCE,
 from adaptra_megatron.telemetry.events.numbering import Numbering, renumbered
 
 REASON = (
-    "a message of 64 KiB takes 61 ms, before 0.8 ms (baseline 0.8 ms, of 9 iterations up to 8); seen in nearly all; "
-    "the link carries 3 MiB per second"
+    "a message of 64 KiB takes 61 ms, before 0.8 ms",
+    (" (baseline 0.8 ms, of 9 iterations up to ", 8, ")"),
+    ("; seen in nearly all",),
+    ("; the link carries 3 MiB per second",),
 )
 SLOW = LinkDetection(
-    source=1, target=2, before="healthy", after="slow", reason=REASON, path="device", pipeline=0, since_iteration=9
+    source=1,
+    target=2,
+    before="healthy",
+    after="slow",
+    reason=reason_text(REASON),
+    reason_parts=REASON,
+    path="device",
+    pipeline=0,
+    since_iteration=9,
 )
 BACK = replace(SLOW, source=2, target=1)
 PLAN = PlanMade(
     number=2,
     adopted=True,
-    reason=f"link 1->2 of pipeline 0: slow since iteration 9, {REASON}; it holds 3 activations instead of 4",
+    reason="link 1->2 of pipeline 0: slow since iteration 9; it holds 3 activations instead of 4",
+    memory="it holds 3 activations instead of 4",
+    findings=1,
     predicted_s=1.621,
     current_predicted_s=2.046,
     lower_bound_s=1.5,
@@ -288,7 +301,7 @@ def test_events_get_the_numbers_that_megatron_prints() -> None:
     ]
     times = [stamped(batch, 15) for batch in batches]
     assert [Numbering(times).of(number) for number in (-1, 0, 3, 4, 13, 14, 20)] == [-1, 501, 504, 505, 505, 505, 511]
-    (first, second, found) = renumbered([*times, stamped(replace(SLOW, reason="told up to iteration 3"), 14)])
+    (first, second, found) = renumbered([*times, stamped(replace(SLOW, reason_parts=("told up to iteration ", 3)), 14)])
     assert (found.stamp.iteration, first.event, second.event) == (
         505,
         replace(batches[0], first=501),
