@@ -28,19 +28,15 @@ MOST_ROWS = 8
 
 def run(options: argparse.Namespace) -> int:
     """Analyse, write and print what `options` ask for; return the exit status: 1 for a recording that is not
-    understood. Raises InputError for what cannot be read or written."""
-    wanted = ALL_STEPS if options.steps is None else options.steps
+    understood. Raises InputError for what cannot be read or written; with --json, what cannot be read is said there."""
     try:
-        with no_cycle_collection(), shown_progress(options.progress) as progress:
-            asked = Asked(stages=options.stages, replicas=options.replicas)
-            recording = read_recording(options.trace, wanted, asked=asked, progress=progress)
-            analysis = analyse(recording, activation_gib=options.activation_gib, progress=progress)
-    except (RecordingError, TraceError, EventLogError) as error:
-        raise InputError(str(error)) from error
-    except ReplayError as error:
-        raise InputError(f"{options.trace}: {error}") from error
-    except OSError as error:
-        raise InputError(f"cannot read {error.filename or options.trace}: {error.strerror or error}") from error
+        analysis = _analysed(options)
+    except InputError as error:
+        if not options.json:
+            raise
+        reason = str(error)
+        print(json.dumps({"trace": str(options.trace), "understood": False, "doubt": reason, "error": reason}))
+        return 2
     if options.html is not None:
         _write(options.html, analysis_page(analysis))
     if options.json:
@@ -48,6 +44,21 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print_text(analysis)
     return 1 if analysis.doubt else 0
+
+
+def _analysed(options: argparse.Namespace) -> Analysis:
+    wanted = ALL_STEPS if options.steps is None else options.steps
+    try:
+        with no_cycle_collection(), shown_progress(options.progress) as progress:
+            asked = Asked(stages=options.stages, replicas=options.replicas)
+            recording = read_recording(options.trace, wanted, asked=asked, progress=progress)
+            return analyse(recording, activation_gib=options.activation_gib, progress=progress)
+    except (RecordingError, TraceError, EventLogError) as error:
+        raise InputError(str(error)) from error
+    except ReplayError as error:
+        raise InputError(f"{options.trace}: {error}") from error
+    except OSError as error:
+        raise InputError(f"cannot read {error.filename or options.trace}: {error.strerror or error}") from error
 
 
 def _write(path: Path, page: str) -> None:

@@ -31,7 +31,7 @@ from adaptra_megatron.telemetry.recordings.recording import (
     Wanted,
     understood,
 )
-from adaptra_megatron.telemetry.recordings.steps import Action, Steps, steps_of, without_waits
+from adaptra_megatron.telemetry.recordings.steps import ONE_AT_A_TIME, Action, Steps, steps_of, without_waits
 
 SUFFIXES = (".json", ".json.gz", ".json.bz2", ".json.xz")
 Progress = Callable[[str, int, int], None]
@@ -163,7 +163,17 @@ def _notes_of(file: FileRanges, *, alone: bool) -> Iterator[str]:
         more = f", and {count - 1} more like it" if count > 1 else ""
         yield f"Left out{where}: {what}{more}."
     if file.insides:
-        yield f"{file.insides} ranges{where} inside other forwards and backwards are parts of them."
+        apart = (
+            f"; if the {file.hidden} is no part, actions of a stage ran side by side: {ONE_AT_A_TIME}"
+            if file.hidden
+            else ""
+        )
+        yield f"{file.insides} ranges{where} inside other forwards and backwards are parts of them{apart}."
+    if file.divided:
+        yield (
+            f"{file.divided} ranges{where} hold a forward and a backward (OVERLAP_F_B): divided by what each "
+            "takes alone."
+        )
     if file.waits:
         yield f"{file.waits} ranges{where} contain the wait for their message: it is taken away."
     if file.unfinished:

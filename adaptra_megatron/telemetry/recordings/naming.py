@@ -45,6 +45,7 @@ _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _TOKENS = re.compile(r"[a-z]+|\d{1,18}")
 _PLAIN = re.compile(r"[\w \-#:=,.()\[\]/]{1,80}", re.ASCII)
 _TORCH = re.compile(r"(?:PP:)(\d{1,9})(F|BW|B|I|W)(\d{1,9})", re.ASCII)
+_TORCH_BOTH = re.compile(r"PP:\((\d{1,9})F(\d{1,9});(\d{1,9})BW?(\d{1,9})\)OVERLAP_F_B", re.ASCII)
 _STEP = re.compile(
     r"(?:iteration|iter|(?:train(?:ing)?[ _]?)?step|ProfilerStep)[ _#:=]*(\d{1,18})", re.IGNORECASE | re.ASCII
 )
@@ -70,6 +71,8 @@ class Named(NamedTuple):
     labels: Mapping[str, int]
     virtual_stage: int | None = None
     """Of torch.distributed.pipelining's actions, whose time on the host contains the wait for their message."""
+    then: Named | None = None
+    """The backward that ends the range of this forward: torch's OVERLAP_F_B is one range for both."""
 
 
 @lru_cache(maxsize=1 << 14)
@@ -81,6 +84,10 @@ def named(name: str) -> Named | None:
     torch = _TORCH.fullmatch(text)
     if torch is not None:
         return Named(_KINDS[torch[2][0].lower()], {"micro_batch": int(torch[3])}, int(torch[1]))
+    both = _TORCH_BOTH.fullmatch(text)
+    if both is not None:
+        backward = Named(OpType.BACKWARD, {"micro_batch": int(both[4])}, int(both[3]))
+        return Named(OpType.FORWARD, {"micro_batch": int(both[2])}, int(both[1]), backward)
     if _PLAIN.fullmatch(text) is None:
         return None
     first, *tokens = _TOKENS.findall(text.lower()) or [""]

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from adaptra_megatron.schedule.replay.operations import OpType
 from adaptra_megatron.telemetry.recordings.naming import (
     Labels,
+    Named,
     labels_of_args,
     labels_of_text,
     named,
@@ -54,6 +55,8 @@ class Range(NamedTuple):
     on_gpu: bool = False
     call: str = ""
     """What a range on the host and its copies on the GPU share."""
+    then: Named | None = None
+    """What ends this range of two actions; see `naming.Named`."""
 
 
 @dataclass
@@ -74,6 +77,10 @@ class FileRanges:
     """Ranges inside others."""
     waits: int = 0
     """Ranges that had a wait taken away."""
+    divided: int = 0
+    """Ranges of a forward and a backward together."""
+    hidden: str = ""
+    """An action that is known from a range inside another one alone, in words."""
     on_host_alone: bool = False
     """True if kernels ran on a GPU and the actions are known on the host alone."""
     unfinished: bool = False
@@ -191,7 +198,9 @@ class _Reader:
         args = {**_as_dict(event.args), **(more or {})}
         labels = {**found.labels, **labels_of_args(args)}
         call = str(args.get("External id", "")) if event.cat in (_ON_GPU, "user_annotation") else ""
-        self.actions.append(Range(found.optype, start_us, end_us, thread, labels, found.virtual_stage, on_gpu, call))
+        self.actions.append(
+            Range(found.optype, start_us, end_us, thread, labels, found.virtual_stage, on_gpu, call, found.then)
+        )
 
     def _metadata(self, event: Event) -> None:
         name = _as_dict(event.args).get("name")
@@ -248,13 +257,65 @@ def read_ranges(path: Path) -> FileRanges:
     outermost = [each for group in _by_thread(chosen).values() for each in _outermost(group)]
     found = reader.found
     found.insides = len(chosen) - len(outermost)
+    found.hidden = _hidden(chosen, outermost)
     found.on_host_alone = bool(reader.kernels and hosts and chosen is hosts)
     stepped = _with_steps(outermost, hosts, reader.steps)
     for rows in reader.waits.values():
         rows.sort()
-    found.ranges = [_without_waits(each, reader.waits.get(each.thread, ())) for each in stepped]
-    found.waits = sum(one.start_us != other.start_us for one, other in zip(stepped, found.ranges, strict=True))
+    ranges = [_without_waits(each, reader.waits.get(each.thread, ())) for each in stepped]
+    found.waits = sum(one.start_us != other.start_us for one, other in zip(stepped, ranges, strict=True))
+    found.ranges = _divided(found, ranges)
     return found
+
+
+def _hidden(chosen: Iterable[Range], outermost: Iterable[Range]) -> str:
+    """An action that `chosen` names and `outermost` does not, in words; empty if there is none."""
+
+    def what(each: Range) -> tuple[str, int | None, int | None, int | None]:
+        return str(each.optype), each.virtual_stage, each.labels.get("chunk"), each.labels.get("micro_batch")
+
+    seen = set(map(what, outermost))
+    first = next((each for each in chosen if what(each) not in seen and "micro_batch" in each.labels), None)
+    return "" if first is None else f"{first.optype} of micro-batch {first.labels['micro_batch']}"
+
+
+def _divided(found: FileRanges, ranges: Sequence[Range]) -> list[Range]:
+    """With a range for each of two actions that share one, as long as others of their virtual stage tell. Where none
+    does, such a range is left out."""
+    alone_us: dict[tuple[int | None, OpType], float] = {}
+    for each in ranges:
+        if each.then is None:
+            key = (each.virtual_stage, each.optype)
+            alone_us[key] = min(each.end_us - each.start_us, alone_us.get(key, math.inf))
+
+    def usual_us(virtual_stage: int | None, *optypes: OpType) -> float:
+        return sum(alone_us.get((virtual_stage, optype), math.nan) for optype in optypes)
+
+    divided = []
+    for each in ranges:
+        if each.then is None:
+            divided.append(each)
+            continue
+        backward = each.then.virtual_stage
+        first_us, then_us = usual_us(each.virtual_stage, OpType.FORWARD), usual_us(backward, OpType.BACKWARD)
+        if math.isnan(then_us):
+            then_us = usual_us(backward, OpType.BACKWARD_INPUT, OpType.BACKWARD_WEIGHT)
+        if not first_us + then_us > 0.0:
+            found.left_out[
+                f"OVERLAP_F_B of a forward of stage {each.virtual_stage} and a backward of stage {backward} is one "
+                "range, and no range of either alone says how long it takes"
+            ] += 1
+            continue
+        # What is longer than both alone is the wait for the backward's message.
+        part = min(1.0, (each.end_us - each.start_us) / (first_us + then_us))
+        labels = {**each.labels, **each.then.labels}
+        rest = (each.thread, labels, backward, each.on_gpu, each.call)
+        found.divided += 1
+        divided += [
+            each._replace(end_us=each.start_us + part * first_us, then=None),
+            Range(OpType.BACKWARD, each.end_us - part * then_us, each.end_us, *rest),
+        ]
+    return divided
 
 
 def _on_main_streams(actions: Sequence[Range]) -> list[Range]:
@@ -296,7 +357,7 @@ def _may_be_one(place: Sequence[int | None], other: Sequence[int | None]) -> boo
 
 def _without_waits(action: Range, waits: Sequence[tuple[float, float]]) -> Range:
     """`action` from the end of the last wait in it on. `waits`: of its thread, by start."""
-    if not action.optype.computes:
+    if not action.optype.computes or action.then is not None:
         return action
     start_us = action.start_us
     for at in range(bisect_left(waits, (action.start_us - _HALF_US, -math.inf)), len(waits)):

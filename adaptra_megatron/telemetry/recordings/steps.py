@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,12 @@ _LONG_S = 5.0
 """An action that takes longer makes one ask whether times are in the unit that is expected."""
 _NOTHING_S = 1e-6
 """Rounding of times."""
+_SIDE_BY_SIDE = 0.05
+"""Share of a stage's computation from which on actions that ran at the same time are no rounding."""
+ONE_AT_A_TIME = (
+    "as DualPipe's do, which cannot be replayed, for no range says what each takes alone. Record a schedule that runs "
+    "one action at a time: 1F1B, interleaved, zero-bubble"
+)
 _BACKWARD = (OpType.BACKWARD, OpType.BACKWARD_INPUT)
 _NAMES = {OpType.FORWARD: "forward", OpType.BACKWARD_WEIGHT: "weight gradient"}
 
@@ -164,6 +171,7 @@ def _operations(number: int, actions: Sequence[Action], dropped: Counter[str]) -
     for cell, rows in by_cell.items():
         where = f"step {number}, stage {cell.stage}" + (f" of replica {cell.replica}" if several else "")
         known[cell] = _split_backwards(_named_once(where, _of_training(rows, dropped)))
+        _check_one_at_a_time(where, known[cell])
     _check_chunks(number, known)
     renumbered = {}
     for replica in {cell.replica for cell in known}:
@@ -223,6 +231,22 @@ def _named_once(where: str, rows: Sequence[Action]) -> list[Action]:
         seen.add(what)
         found.append(each)
     return found
+
+
+def _check_one_at_a_time(where: str, rows: Sequence[Action]) -> None:
+    """Raise _IncompleteError where actions of one cell, given by start, ran side by side."""
+    computed = [each for each in rows if each.optype.computes]
+    over_s, both_s, example = -math.inf, 0.0, ""
+    for before, each in pairwise(computed):
+        over_s = max(over_s, before.end_s)
+        both_s += max(0.0, min(over_s, each.end_s) - each.start_s)
+        if not example and each.start_s < over_s - _NOTHING_S:
+            names = [f"the {_name(one)} of micro-batch {one.micro_batch}" for one in (each, before)]
+            example = f"{names[0]} began before {names[1]} was over"
+    if both_s > _SIDE_BY_SIDE * sum(each.duration_s for each in computed):
+        raise _IncompleteError(
+            f"{where}: {example}, and more of it: forwards and backwards ran side by side, {ONE_AT_A_TIME}"
+        )
 
 
 def _split_backwards(rows: Sequence[Action]) -> list[Action]:

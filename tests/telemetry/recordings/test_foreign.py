@@ -6,8 +6,10 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import re
 import statistics
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -356,6 +358,43 @@ def v_names(ran: list[Ran]) -> list[Event]:
     )  # fmt: skip
 
 
+def in_pairs(ran: list[Ran]) -> list[Event]:
+    """As `v_names`, but a forward and the backward of the other chunk behind it are one range, as torch has them."""
+    events = v_names(sorted(ran, key=lambda each: each.start))
+    found = [events[0]]
+    for event in events[1:]:
+        before = found[-1]
+        if re.fullmatch(r"PP:\dF\d+", before["name"]) and re.fullmatch(r"PP:\dB\d+", event["name"]):
+            name = f"PP:({before['name'][3:]};{event['name'][3:]})OVERLAP_F_B"
+            event = {**before, "name": name, "dur": event["ts"] + event["dur"] - before["ts"]}
+            found.pop()
+        found.append(event)
+    return found
+
+
+def on_gpu(make: Callable[[list[Ran]], list[Event]]) -> Callable[[list[Ran]], list[Event]]:
+    def copies(ran: list[Ran]) -> list[Event]:
+        around, *events = make(ran)
+        return [around, *({**each, "cat": "gpu_user_annotation"} for each in events)]
+
+    return copies
+
+
+def side_by_side(ran: list[Ran], *, threads: bool, late: float = 0.0) -> list[Event]:
+    """Every forward beside the backward behind it, in the time of both, as DualPipe does; on threads of their own, or
+    on one; `late`: by how much the backward begins later."""
+    rows = sorted(ran, key=lambda each: (each.stage, each.start))
+    for at, (one, other) in enumerate(pairwise(rows)):
+        if (one.stage, one.kind, other.kind) == (other.stage, F, B):
+            both = one.duration + other.duration
+            rows[at] = one._replace(duration=both)
+            rows[at + 1] = other._replace(start=one.start + late, duration=both)
+    events = with_args(rows)
+    for event, each in zip(events, rows, strict=True):
+        event["tid"] = int(threads and each.kind is B)
+    return events
+
+
 EVALUATION = [each._replace(start=each.start + 160_000.0) for each in overlapped(2, 4) if each.kind is F]
 THREE = [(step, shifted(HEALTHY, lambda each, step=step: 200_000.0 * step)) for step in range(3)]  # type: ignore[misc]
 FIVE_THREE = [each for step, ran in THREE for each in with_args(ran, iteration=step)]
@@ -485,6 +524,19 @@ READ: dict[str, tuple[Callable[[Path], Path], list[str], Right]] = {
         Right(stages=4, milliseconds=makespan(dualpipe(0.02)) / 1e3,
               slowdown=makespan(dualpipe(0.02)) / makespan(dualpipe()), slow_links=("1->2", "2->1")),
     ),
+    "DualPipe-V, pairs in one range": (
+        lambda d: kineto(d / "run", dualpipe(), on_gpu(in_pairs)), [],
+        Right(stages=4, milliseconds=makespan(dualpipe()) / 1e3),
+    ),
+    "DualPipe-V, pairs in one range, on hosts": (
+        lambda d: kineto(d / "run", dualpipe(), in_pairs), [],
+        Right(stages=4, milliseconds=makespan(dualpipe()) / 1e3),
+    ),
+    "DualPipe-V, pairs in one range, a slow link": (
+        lambda d: kineto(d / "run", dualpipe(0.02), on_gpu(in_pairs)), [],
+        Right(stages=4, milliseconds=makespan(dualpipe(0.02)) / 1e3,
+              slowdown=makespan(dualpipe(0.02)) / makespan(dualpipe()), slow_links=("1->2", "2->1")),
+    ),
     "torch's GPipe, waits in ranges": (
         lambda d: kineto(d / "run", LONG_LAST, waits_inside), ["--stages", "2"],
         Right(milliseconds=78.6, slowdown=78.6 / 60.6),
@@ -561,6 +613,7 @@ def launches(ran: list[Ran]) -> list[Event]:
     ]
 
 
+AT_ONCE = "actions of a stage ran side by side: as DualPipe's do, which cannot be replayed"
 REFUSED: dict[str, tuple[Callable[[Path], Path], list[str], str]] = {
     "no stage, one process": (
         file([{**e, "pid": 0} for e in foreign.without(PLAIN, "pp_rank", "dp_rank")]), [],
@@ -578,6 +631,19 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], list[str], str]] = {
         file([{**e, "pid": f"{e['pid']}.{r.replica}"} for e, r in zip(
             foreign.without(with_args(ONE_SLOW), "dp_rank"), ONE_SLOW, strict=True)]), [],
         "2 processes name one stage and no replica",
+    ),
+    "pipelines side by side, on threads": (
+        file(side_by_side(FOUR, threads=True)), [],
+        "stage 0: the backward of micro-batch 0 began before the forward of micro-batch 3 was over, and more of it: "
+        "forwards and backwards ran side by side, as DualPipe's do",
+    ),
+    "pipelines side by side, a little apart": (
+        file(side_by_side(FOUR, threads=False, late=100.0)), [], "ran side by side, as DualPipe's do",
+    ),
+    "pipelines side by side, on one thread": (file(side_by_side(FOUR, threads=False)), [], AT_ONCE),
+    "pairs in one range, and no action alone": (
+        lambda d: kineto(d / "run", dualpipe(), lambda ran: [e for e in in_pairs(ran) if "OVER" in e["name"]]), [],
+        "is one range, and no range of either alone says how long it takes",
     ),
     "some stages not named": (file(one_without("args", "text")), [], "some actions name their stage"),
     "stages from 2 on": (
@@ -629,6 +695,8 @@ def test_what_is_not_said_is_asked_for_or_refused(
     status, told = analysed(capsys, write(tmp_path), *options)
     assert status == 2
     assert words in told["error"]
+    assert not told["understood"]
+    assert told["doubt"] == told["error"]
     assert "('" not in told["error"]
 
 
