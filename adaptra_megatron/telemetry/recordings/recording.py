@@ -69,6 +69,10 @@ def understood(
 ) -> Recording:
     """The recording of `steps` on one clock, with the messages that were not recorded. `one_clock`: they are on one
     already. Raises RecordingError if no step is left."""
+    # Steps that lack actions, as routed ones do, would blur what is found of clocks and messages.
+    missing = {step.number: what for step in steps if (what := step.missing())}
+    left_out = (*missing.values(), *left_out)
+    steps = [step for step in steps if step.number not in missing]
     clocked = OneClock(steps=tuple(steps)) if one_clock else on_one_clock(steps)
     return Recording(
         name=name,

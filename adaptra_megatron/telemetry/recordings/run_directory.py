@@ -65,7 +65,12 @@ def read_run_directory(directory: Path, wanted: Wanted = ALL_STEPS) -> Recording
             for number, own in sorted(complete.items())
             if number in wanted
         ],
-        left_out=[],
+        left_out=[
+            f"step {numbers(number)} was trained by {len(cells_of)} of {len(cells)} cells: others had failed, or "
+            "left no trace of it"
+            for number, cells_of in sorted(trained.items())
+            if 0 < len(cells_of) < len(cells) and numbers(number) in wanted
+        ],
         notes=[f"{problem}." for problem in damage],
         one_clock=True,
     )

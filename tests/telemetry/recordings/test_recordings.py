@@ -80,6 +80,47 @@ def test_parts_of_our_own_run_are_analysed_by_themselves(tmp_path: Path) -> None
     assert headline(analysis).startswith("Step 5 takes")
 
 
+def write_rerouted_run(directory: Path, *, all_routed: bool = False) -> None:
+    """Two replicas, five iterations. In the third, cell 0.1 has taken micro-batch 5 of replica 1 over: actions have
+    their numbers in the job there. In the fifth, the last cell has failed."""
+    for replica in range(2):
+        write_replica = [Iteration(delay_s=0.9)] * 5
+        write_run(directory, write_replica, first_rank=replica, ranks_apart=2)
+    moved: list[list[Any]] = []
+    for rank in (5, 4, 3, 2, 1, 0):
+        path = trace_path(directory, rank)
+        header, *lines = path.read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        for row in rows if all_routed else rows[2:3]:
+            records = row["records"]
+            for record in records:
+                record[2] += 6 * (rank % 2)
+            if rank == 3:
+                moved = [record for record in records if record[2] == 11]
+                row["records"] = [record for record in records if record[2] != 11]
+            if rank == 2:
+                row["records"] += moved
+        path.write_text("\n".join([header, *map(json.dumps, rows if rank < 5 else rows[:4])]) + "\n")
+
+
+def test_rerouted_steps_and_steps_without_a_cell_are_left_out_and_counted(tmp_path: Path) -> None:
+    write_rerouted_run(tmp_path)
+    analysis = analyse(read_recording(tmp_path))
+    assert not analysis.doubt
+    assert analysis.stragglers.numbers == (1, 2, 4)
+    assert analysis.stragglers == analyse(read_recording(tmp_path, {1, 2, 4})).stragglers
+    assert sorted(analysis.left_out) == [
+        "step 3: stage 0 of replica 0 has no forward of micro-batch 11: routed to another replica, or not recorded",
+        "step 5 was trained by 5 of 6 cells: others had failed, or left no trace of it",
+    ]
+
+
+def test_a_run_whose_steps_are_all_rerouted_is_refused_with_the_reason(tmp_path: Path) -> None:
+    write_rerouted_run(tmp_path, all_routed=True)
+    with pytest.raises(RecordingError, match="no training step that is complete: .*routed to another replica"):
+        read_recording(tmp_path)
+
+
 def test_a_stage_without_a_trace_is_named(tmp_path: Path) -> None:
     write_run(tmp_path, [Iteration()])
     trace_path(tmp_path, 1).unlink()
