@@ -47,9 +47,9 @@ take 10 ms each, a message 0.5 ms by the device path, 1 ms of the link and 1.5 m
 from stage 1 to 2 each takes 30 ms more, by either path. *Trailing waits hold*: whether the wait that NCCL puts behind
 each of its kernels holds up a hardware queue, which is known of no GPU yet. With one queue plans reckon that it does,
 so the host path is taken. With 8 or 32 queues it is drawn by lot which streams share one: means of 5 draws. Messages of
-a slow link leave the device path as they do in training: with 8 queues, where a receive that stands for longer than an
-action may hold up computation. *Other path*: all messages by the path that is not taken; with one queue, planned for
-what the device does.
+a slow link leave the device path as they do in training: NCCL carries one at a time, and with 8 queues a receive that
+stands for longer than an action may hold up computation. *Other path*: all messages by the path that is not taken;
+with one queue, planned for what the device does.
 Where trailing waits hold, no plan by the device path is faster than stock in one queue: without the host path such
 jobs run Megatron's own schedule.
 
@@ -134,6 +134,7 @@ def leaves(case: Case, queues: int) -> bool:
         action_s=ACTION_S,
         period_s=3 * ACTION_S * case.chunks,
         device_blocks=queues < ENOUGH_QUEUES,
+        rendezvous=True,
     )
     return choose(LinkName(0, *SLOW_LINK), Path.DEVICE, known, setting) is not None
 

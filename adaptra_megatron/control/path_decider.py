@@ -29,7 +29,8 @@ class PathPolicy:
 
     preferred: Path
     device_blocks: bool = False
-    """See `path_choice.Setting`."""
+    rendezvous: bool = False
+    """See `path_choice.Setting` for both."""
 
 
 class PathDecider:
@@ -211,4 +212,5 @@ def _setting(policy: PathPolicy, costs: Costs) -> Setting:
         action_s=sum(work_s) / actions,
         period_s=max(work_s),
         device_blocks=policy.device_blocks,
+        rendezvous=policy.rendezvous,
     )

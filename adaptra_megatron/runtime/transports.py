@@ -90,7 +90,7 @@ def path_policy(config: AdaptraConfig, transport: Transport) -> PathPolicy | Non
     device = current_device()
     host_alone = device.type == "cuda" and why_blocked(os.environ) is not None
     preferred = Path.HOST if host_alone else preferred_path(config, device)
-    return PathPolicy(preferred=preferred, device_blocks=shares_queues(device))
+    return PathPolicy(preferred=preferred, device_blocks=shares_queues(device), rendezvous=device.type == "cuda")
 
 
 def has_serial_queue(config: AdaptraConfig, device: torch.device) -> bool:

@@ -26,3 +26,12 @@ def test_a_slow_link_of_a_device_with_few_queues_leaves_the_device_path(trailing
     ours, path = chosen_ms(CASES[2], device, slow=True)
     assert "by the host path" in path
     assert ours < 0.75 * stock_ms(CASES[2], device, slow=True)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=["1F1B", "interleaved"])
+def test_a_link_whose_messages_wait_for_each_other_leaves_the_device_path(case: Case) -> None:
+    """Though nothing of it holds up computation: NCCL carries one message at a time, the host path several."""
+    device = Device(queues=32)
+    ours, path = chosen_ms(case, device, slow=True)
+    assert "by the host path" in path
+    assert ours < 0.95 * ours_ms(case, device, DEVICE, slow=True, queue="separate")

@@ -49,6 +49,8 @@ class Setting:
     device_blocks: bool = False
     """Set if messages of the device path may stand in front of computation in the device's queues: then one that takes
     longer than an action, which its receive is posted ahead by, keeps computation for the rest."""
+    rendezvous: bool = False
+    """Set if the device path carries one message at a time, as over NCCL: the next waits until the last is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +86,14 @@ def message_cost_s(estimate: LinkEstimate, path: Path, setting: Setting) -> floa
     """Seconds that a message costs the pipeline: its way, and its share of what the link is behind at the end."""
     if estimate.state is State.DEAD:
         return _NEVER
-    behind_s = max(0.0, estimate.occupancy_s(estimate.nbytes) - setting.period_s)
+    busy_s, queued_s = estimate.occupancy_s(estimate.nbytes), 0.0
+    if setting.rendezvous:  # before the pipeline is full, a message is sent with each action: it waits for the last one
+        busy_s = max(busy_s, estimate.transfer_s) if path is Path.DEVICE else busy_s
+        queued_s = max(0.0, busy_s - setting.action_s)
+    behind_s = max(0.0, busy_s - setting.period_s)
     if path is Path.DEVICE and setting.device_blocks:
         behind_s = max(behind_s, estimate.transfer_s - setting.action_s)
-    return estimate.transfer_s + setting.micro_batches * behind_s
+    return estimate.transfer_s + queued_s + setting.micro_batches * behind_s
 
 
 def choose(link: LinkName, before: Path, estimates: Mapping[Path, LinkEstimate], setting: Setting) -> Choice | None:

@@ -38,9 +38,14 @@ def estimate(transfer_s: float, state: State = State.HEALTHY, bandwidth: float |
     )
 
 
-def setting(preferred: Path = Path.DEVICE, *, device_blocks: bool = False) -> Setting:
+def setting(preferred: Path = Path.DEVICE, *, device_blocks: bool = False, rendezvous: bool = False) -> Setting:
     return Setting(
-        preferred=preferred, micro_batches=MICRO_BATCHES, action_s=0.01, period_s=0.03, device_blocks=device_blocks
+        preferred=preferred,
+        micro_batches=MICRO_BATCHES,
+        action_s=0.01,
+        period_s=0.03,
+        device_blocks=device_blocks,
+        rendezvous=rendezvous,
     )
 
 
@@ -52,7 +57,7 @@ estimates_strategy = st.builds(
 )
 both_strategy = st.dictionaries(st.sampled_from(Path), estimates_strategy)
 path_strategy = st.sampled_from(Path)
-setting_strategy = st.builds(setting, path_strategy, device_blocks=st.booleans())
+setting_strategy = st.builds(setting, path_strategy, device_blocks=st.booleans(), rendezvous=st.booleans())
 
 
 @given(path_strategy, both_strategy, setting_strategy)
@@ -153,6 +158,18 @@ def test_a_message_in_front_of_computation_keeps_more_than_its_link_busy() -> No
     estimates = {path: estimate(0.03, State.SLOW) for path in Path}
     assert choose(LINK, Path.DEVICE, estimates, setting()) is None
     assert getattr(choose(LINK, Path.DEVICE, estimates, blocked), "path", None) is Path.HOST
+
+
+def test_a_path_that_carries_one_message_at_a_time_is_busy_for_as_long_as_each_takes() -> None:
+    """The other one is on its way with several at once, unless it lacks bandwidth as much."""
+    one = setting(rendezvous=True)
+    assert message_cost_s(estimate(0.025), Path.DEVICE, one) == pytest.approx(0.025 + 0.015)
+    assert message_cost_s(estimate(0.025), Path.HOST, one) == pytest.approx(0.025)
+    assert message_cost_s(estimate(0.05), Path.DEVICE, one) == pytest.approx(0.05 + 0.04 + MICRO_BATCHES * 0.02)
+    slow = {path: estimate(0.025, State.SLOW) for path in Path}
+    assert getattr(choose(LINK, Path.DEVICE, slow, one), "path", None) is Path.HOST
+    narrow = {path: estimate(0.025, State.SLOW, bandwidth=NBYTES / 0.025) for path in Path}
+    assert choose(LINK, Path.DEVICE, narrow, one) is None
 
 
 # How often the other path is measured.
