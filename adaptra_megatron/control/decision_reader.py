@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 
+from adaptra_megatron.backoff import Backoff
 from adaptra_megatron.control.beside.report_link import ReportLink
 from adaptra_megatron.control.beside.report_server import purpose_of
 from adaptra_megatron.control.decision_writer import DELAY
@@ -46,8 +47,8 @@ class Looks:
 
     def begin(self) -> None:
         """Look often from now on: what is looked for may come soon."""
-        self._pause_s = FIRST_PAUSE_S
-        self._next_s = time.monotonic() + self._pause_s
+        self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, 1.5)
+        self.looked()
 
     @property
     def rest_s(self) -> float:
@@ -56,7 +57,7 @@ class Looks:
 
     def looked(self) -> None:
         """Look later: it was not there."""
-        self._pause_s = min(1.5 * self._pause_s, LONGEST_PAUSE_S)
+        self._pause_s = self._backoff.next_s()
         self._next_s = time.monotonic() + self._pause_s
 
 

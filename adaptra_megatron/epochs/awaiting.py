@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
+from adaptra_megatron.backoff import Backoff
 
 _LOOKS_S = 0.002
 Found = TypeVar("Found")
@@ -35,11 +36,10 @@ def awaited(
 
     Raises TimeoutError after `timeout_s`, and as `look`.
     """
-    deadline_s, pause_s = time.monotonic() + timeout_s, first_pause_s
+    deadline_s, backoff = time.monotonic() + timeout_s, Backoff(first_pause_s, longest_pause_s, 1.5)
     while (found := look()) is None:
         check()
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"nothing within {timeout_s:g} s")
-        time.sleep(pause_s)
-        pause_s = min(1.5 * pause_s, longest_pause_s)
+        time.sleep(backoff.next_s())
     return found

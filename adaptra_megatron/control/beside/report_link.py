@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from adaptra_megatron.authentication.handshake import HandshakeError, Purpose, connect
 from adaptra_megatron.authentication.socket_io import tune_connection
+from adaptra_megatron.backoff import Backoff
 from adaptra_megatron.control.decisions import MOST_NBYTES
 from adaptra_megatron.control.rounds import HEAD, Address, framed
 from adaptra_megatron.log import logger_of
@@ -26,7 +27,8 @@ HANDSHAKE_S = 60.0
 """Longest wait for the handshake: one planner process may have to take over from another, on a busy machine."""
 _PAUSE_S = (0.5, 1.5)
 """From one attempt to connect to the next: not all ranks at the same moments. Twice as long after each failure."""
-_MOST_DOUBLED = 5
+_MOST_DOUBLED = 32.0
+"""Times the first pause."""
 _SEND_S = 1.0
 """How long a report may take to get into the kernel's buffer, which holds dozens."""
 _PART_NBYTES = 1 << 16
@@ -58,7 +60,7 @@ class ReportLink:
         self._made: socket.socket | None = None
         """A connection that has been made, and is not in use yet."""
         self._making = False
-        self._again_s, self._failures = 0.0, 0
+        self._again_s, self._backoff = 0.0, Backoff(1.0, _MOST_DOUBLED)
         """When to try again, and how many attempts in a row have failed."""
         self._failure = ""
         """What the latest failed attempt says: where it led, and why it failed."""
@@ -78,7 +80,8 @@ class ReportLink:
             return None
         if self._made is not None:
             self._connection, self._made = self._made, None
-            self._failures, self._failure_logged = 0, False
+            self._backoff.reset()
+            self._failure_logged = False
             for frame in list(self._recent):
                 self._send(frame)
             return None
@@ -94,7 +97,7 @@ class ReportLink:
         self._recent.append(frame)
         self._send(frame)
         # Not when an attempt fails: at the end of a job, the leading rank may go first.
-        if self._failures > 1 and not self._failure_logged:
+        if self._backoff.failures > 1 and not self._failure_logged:
             self._failure_logged = True
             logger.warning(
                 "rank %d cannot hand in what it measures: no connection to the %s of rank %d at %s. %s: allow TCP "
@@ -145,7 +148,7 @@ class ReportLink:
         self._received.clear()
 
     def _make(self, address: Address) -> None:
-        doubled = 0
+        factor = 1.0
         try:
             connection = socket.create_connection(address, CONNECT_S)
             try:
@@ -161,8 +164,7 @@ class ReportLink:
                 connection.close()
         except (OSError, HandshakeError) as cause:
             self._failure = f"{address.host}:{address.port} ({cause})"
-            self._failures += 1
-            doubled = min(self._failures - 1, _MOST_DOUBLED)
-        self._again_s = time.monotonic() + random.uniform(*_PAUSE_S) * 2**doubled
+            factor = self._backoff.next_s()
+        self._again_s = time.monotonic() + random.uniform(*_PAUSE_S) * factor
         self._making = False
         self._wake()

@@ -26,6 +26,7 @@ from adaptra_megatron.authentication.handshake import (
     connect,
 )
 from adaptra_megatron.authentication.socket_io import ConnectionEndedError, receive_exactly, tune_connection
+from adaptra_megatron.backoff import Backoff
 from adaptra_megatron.control.clocks.clock_fit import ClockFit, ClockLine, Stamps, round_of
 from adaptra_megatron.log import logger_of
 
@@ -136,8 +137,7 @@ class ClockFollower:
         self._thread.join(2 * _ANSWER_S)
 
     def _follow(self) -> None:
-        shortest_s, longest_s = _REST_S
-        rest_s = shortest_s
+        backoff = Backoff(*_REST_S)
         while not self._closing.is_set():
             before = self.rounds
             try:
@@ -146,8 +146,9 @@ class ClockFollower:
                 # Not while closing, nor at the first failure: at the end of a job, the first stage may go first.
                 if self.rounds == before and not self._closing.is_set():
                     self._say_lost(cause)
-            rest_s = shortest_s if self.rounds > before else min(2 * rest_s, longest_s)
-            self._closing.wait(rest_s)
+            if self.rounds > before:
+                backoff.reset()
+            self._closing.wait(backoff.next_s())
 
     def _ask_until_lost(self) -> None:
         with socket.create_connection(self._address, _ANSWER_S) as connection:

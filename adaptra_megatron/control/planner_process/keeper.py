@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from adaptra_megatron.authentication.socket_io import send_descriptor
+from adaptra_megatron.backoff import Backoff
 from adaptra_megatron.child_process import ChildProcess
 from adaptra_megatron.control.beside.channel import ChannelEndedError, send
 from adaptra_megatron.control.beside.process import log_events, log_lines
@@ -84,7 +85,7 @@ class PlannerKeeper:
         self._wanted_policy = ""
         """Until it has been decided on."""
         self._process: ChildProcess | None = None
-        self._pause_s, self._restart_s = FIRST_PAUSE_S, 0.0
+        self._backoff, self._restart_s = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0.0
         self._closed = threading.Event()
         self._sending = threading.Lock()
         """Held while a whole message is sent, and until a new process has got its first one."""
@@ -137,7 +138,8 @@ class PlannerKeeper:
             decided = self._answer(channel)
         except (OSError, ChannelEndedError) as cause:
             raise NoDecisionError(self._lost(cause), None) from cause
-        self._pause_s, self._costs = FIRST_PAUSE_S, decided.costs
+        self._backoff.reset()
+        self._costs = decided.costs
         log_lines(decided.lines, self._word)
         log_events(decided.events, self._telemetry.log)
         decision = decided.decision
@@ -212,9 +214,9 @@ class PlannerKeeper:
         if process is not None:
             ended = process.process.poll() is not None or "ended" in str(cause)
             how = f"{'ended' if ended else f'{cause} and was ended'}, by {process.end(1.0 if ended else 0.0)}"
-        self._restart_s = time.monotonic() + self._pause_s
-        again = f"another one is started in {self._pause_s:g} s, and learns anew what is usual"
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        pause_s = self._backoff.next_s()
+        self._restart_s = time.monotonic() + pause_s
+        again = f"another one is started in {pause_s:g} s, and learns anew what is usual"
         return f"{self._word}the planner process {how}; {again}"
 
 

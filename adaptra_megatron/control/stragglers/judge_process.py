@@ -51,13 +51,11 @@ class JudgeProcess:
         self._finished.set()
 
     async def _look(self) -> None:
-        pause_s, verdict = self._pace.first_s, Verdict()
+        backoff, verdict = self._pace.backoff(), Verdict()
         while not self._finished.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(
-                    self._finished.wait(), self._pace.pause_s(pause_s, self._iteration_s(), verdict.late)
-                )
-            pause_s = self._pace.after(pause_s)
+                pause_s = self._pace.pause_s(backoff.next_s(), self._iteration_s(), verdict.late)
+                await asyncio.wait_for(self._finished.wait(), pause_s)
             before, verdict = verdict, self._judge.look(self._reports, time.monotonic())
             last = self._finished.is_set()
             if last:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from adaptra_megatron.backoff import Backoff
 from adaptra_megatron.control.beside.channel import Messages
 from adaptra_megatron.control.beside.process import Line
 from adaptra_megatron.control.wire_format import Decoder
@@ -76,9 +77,9 @@ class Pace:
     first_s: float
     most_s: float
 
-    def after(self, pause_s: float) -> float:
-        """The pause after one of `pause_s`."""
-        return min(self.most_s, 1.5 * pause_s)
+    def backoff(self) -> Backoff:
+        """Pauses from the first on."""
+        return Backoff(self.first_s, self.most_s, 1.5)
 
     def pause_s(self, pause_s: float, iteration_s: float, late: Iterable[LateCell]) -> float:
         """How long to wait instead of `pause_s` where iterations last `iteration_s` and these cells are late."""

@@ -142,8 +142,8 @@ class StragglerWatch:
             if self._reports:
                 link = self._make_link()
                 parts.callback(link.close)
-            number, pause_s = 0, self._pace.first_s
-            while not self._ending.wait(self._pace.pause_s(pause_s, self._iteration_s, self._late)):
+            number, backoff = 0, self._pace.backoff()
+            while not self._ending.wait(self._pace.pause_s(backoff.pause_s, self._iteration_s, self._late)):
                 if self._reports and len(self._added) < JUDGED_FROM:
                     continue
                 if self._judges and judge is None:
@@ -154,7 +154,8 @@ class StragglerWatch:
                 if judge is not None and not judge.look():
                     break
                 self._follow(store)
-                number, pause_s = number + 1, self._pace.after(pause_s)
+                number += 1
+                backoff.next_s()
 
     def _make_link(self) -> ReportLink:
         purpose = purpose_of(self._control.seal(PLACE).place, self._layout.rank, self._judge_rank)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
+from adaptra_megatron.backoff import Backoff
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.log import logger_of
@@ -138,7 +139,7 @@ class LinkOpener:
 
     def _agree(self, link: DualLink, task: _Task, deadline_s: float) -> bool:
         """Meet the peer. False where the link is given up first; raises TransportError where the peer does not come."""
-        rank, peer, pause_s = self._layout.rank, link.ends.peer, _FIRST_PAUSE_S
+        rank, peer, backoff = self._layout.rank, link.ends.peer, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         with self._lock:
             for kind in self._setup.listen_for(self._setup.listeners_for(peer), [rank, peer]):
                 self.supervisor.listen(self._setup.listeners[kind])
@@ -160,8 +161,7 @@ class LinkOpener:
                     return True
             if time.monotonic() >= deadline_s:
                 raise TransportError(f"{link.ends.there} did not come to open it")
-            task.given_up.wait(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            task.given_up.wait(backoff.next_s())
         return False
 
     def _take_down(self, link: DualLink, cause: str | None) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from adaptra_megatron.backoff import Backoff
 from adaptra_megatron.transport.failover.control_messages import (
     Ask,
     Awaiting,
@@ -160,7 +161,7 @@ class Sender(Generic[Payload]):
         self._session: _Session[Payload] | None = None
         self._sessions = 0
         self._rest_until_s = -math.inf
-        self._in_a_row = 0
+        self._backoff = Backoff(settings.first_rest_s, settings.longest_rest_s)
 
     @property
     def preferred(self) -> Path:
@@ -185,7 +186,7 @@ class Sender(Generic[Payload]):
     @property
     def given_up(self) -> str | None:
         """Why the device path carries nothing; None while it could, and before it has come up for the first time."""
-        return why_down(self.died, self.cause) if self._in_a_row and not self.device_healthy else None
+        return why_down(self.died, self.cause) if self._backoff.failures and not self.device_healthy else None
 
     def oldest_retained(self) -> MessageKey | None:
         """What the receiver should have confirmed first."""
@@ -314,7 +315,7 @@ class Sender(Generic[Payload]):
         while session.phase is Phase.PROVING and session.probed < settings.probes and now_s >= session.next_probe_s:
             self._send_probe(session, PROBE_NBYTES)
             # A path that has failed before must hold for a while, not just for a moment.
-            session.next_probe_s = now_s + (settings.probe_pause_s if self._in_a_row else 0.0)
+            session.next_probe_s = now_s + (settings.probe_pause_s if self._backoff.failures else 0.0)
         if session.probed == settings.probes:
             session.next_probe_s = math.inf
 
@@ -415,12 +416,10 @@ class Sender(Generic[Payload]):
             self.failures += 1
             self.died = note.cause
             if now_s - session.proven_s >= self._settings.forgiven_after_s:
-                self._in_a_row = 0
+                self._backoff.reset()
         if session.carried or session.phase in _CARRIES:
             self.switches += 1
-        rest_s = min(self._settings.longest_rest_s, self._settings.first_rest_s * 2.0 ** min(self._in_a_row, 30))
-        self._rest_until_s = now_s + rest_s
-        self._in_a_row += 1
+        self._rest_until_s = now_s + self._backoff.next_s()
         self.effects.resends += session.retained.values()
         self.effects.end.append(session.number)
         self._session = None

@@ -25,6 +25,7 @@ from adaptra_megatron.authentication import handshake
 from adaptra_megatron.authentication.acceptor import Acceptor
 from adaptra_megatron.authentication.handshake import HandshakeError, Purpose, Refusal
 from adaptra_megatron.authentication.tagged_json import packed
+from adaptra_megatron.backoff import Backoff
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport.failover.control_messages import NOTE_NBYTES
 from adaptra_megatron.transport.lines.line_messages import (
@@ -271,7 +272,7 @@ class Lines:
 
     async def _keep(self, line: _Line) -> None:
         """Bring a line up, again and again, until it is over."""
-        pause_s = _AGAIN_S
+        backoff = Backoff(_AGAIN_S, _LONGEST_PAUSE_S)
         while not line.over:
             try:
                 reached = await self._reach(line.place) if line.admitted.empty() else None
@@ -288,13 +289,13 @@ class Lines:
                 await asyncio.sleep(_AGAIN_S)
                 continue
             try:
-                connection = await self._proven(line, reached, pause_s)
+                connection = await self._proven(line, reached, backoff.pause_s)
             except (HandshakeError, asyncio.TimeoutError) as cause:
                 logger.debug("line %d<->%d: %s", self._rank, line.peer, cause)
                 await asyncio.sleep(_AGAIN_S)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                backoff.next_s()
                 continue
-            pause_s = _AGAIN_S
+            backoff.reset()
             await self._carry(line, connection)
 
     async def _reach(self, place: Place) -> socket.socket:

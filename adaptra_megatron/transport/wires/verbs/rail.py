@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
+from adaptra_megatron.backoff import Backoff
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.transport.wires.verbs.messages import Endpoint, Fenced, RailMessage, Raise, Raised, Ready
 
@@ -147,7 +148,7 @@ class Rail:
         self._attempt = 0
         self._due_s = 0.0
         """State DOWN: when to raise it. RAISING, FENCING: until when. UP: when silence becomes too long."""
-        self._pause_s = timing.first_pause_s
+        self._backoff = Backoff(timing.first_pause_s, timing.longest_pause_s)
         self._peer_fence: Fenced | None = None
 
     def due_s(self, in_flight: int) -> float | None:
@@ -163,7 +164,7 @@ class Rail:
 
     def worked(self) -> None:
         """A chunk has arrived: the rail is good."""
-        self._pause_s = self._timing.first_pause_s
+        self._backoff.reset()
 
     def tick(self, in_flight: int, now_s: float) -> None:
         """Do what is due."""
@@ -218,8 +219,7 @@ class Rail:
 
     def _raise(self, now_s: float) -> None:
         """Only once its port has a link, which costs the peer nothing."""
-        self._due_s = now_s + self._pause_s
-        self._pause_s = min(2 * self._pause_s, self._timing.longest_pause_s)
+        self._due_s = now_s + self._backoff.next_s()
         if not self._try(self.queue_pair.port_active):
             self.cause = "its port has no link"
             self.failures += 1
@@ -273,7 +273,7 @@ class Rail:
     def _settle(self, now_s: float) -> None:
         assert self._peer_fence is not None
         self.state = State.DOWN
-        self._due_s = now_s + self._pause_s
+        self._due_s = now_s + self._backoff.pause_s
         self._session.settle(self._index, self._peer_fence.below, self._peer_fence.beyond)
 
     def _attempting(self, act: Callable[[], object], now_s: float) -> None:
