@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from adaptra_megatron.bootstrap import is_turned_off
 from adaptra_megatron.config import ConfigError, add_adaptra_arguments, config_from_arguments
+from adaptra_megatron.foreign_errors import is_about_our_flags
 from adaptra_megatron.job_settings import settings_of_objects
 from adaptra_megatron.log import is_first_of_host, is_first_rank, logger_of
 from adaptra_megatron.variables import FLAGS_VARIABLE, OFF_VARIABLE, ON_VARIABLE
@@ -55,7 +56,7 @@ class Enabling:
 
         @functools.wraps(stock_error)
         def error(message: str) -> NoReturn:
-            if "--adaptra" in message:
+            if is_about_our_flags(message):
                 refuse(parser.prog, message)
             stock_error(message)
 

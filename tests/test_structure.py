@@ -13,7 +13,7 @@ import pytest
 PACKAGE = "adaptra_megatron"
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    {"log", "sparing_log", "backoff", "child_process", "routable_data", "reasons"},
+    {"log", "sparing_log", "backoff", "child_process", "routable_data", "reasons", "foreign_errors"},
     {"post_import", "job_settings", "torch_release", "variables"},
     {"schedule", "detector"},
     {"authentication"},
@@ -105,3 +105,31 @@ def test_threads_that_ask_something_of_a_device_spoil_no_capture() -> None:
     assert sum("DeviceThread(" in text for text in ours.values()) > 8
     plain = {name for name, text in ours.items() if "threading.Thread(" in text and "torch.cuda" in text}
     assert plain == {f"{PACKAGE}.transport.gpu.cuda_device"} & plain
+
+
+def _is_sentence(node: ast.expr) -> bool:
+    """Whether an expression is the text of an exception, or a field that holds one for people."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str" and node.args:
+        return isinstance(node.args[0], ast.Name) and node.args[0].id in ("error", "cause", "silence", "why")
+    return isinstance(node, ast.Attribute) and node.attr in ("reason", "cause", "detail", "remedy")
+
+
+def _reads(node: ast.AST) -> Iterator[ast.expr]:
+    """The texts that an expression looks for something in; to take words apart, or the first line, is no reading."""
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+        yield from node.comparators
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        asked = [each.value for each in node.args if isinstance(each, ast.Constant)]
+        if node.func.attr in ("startswith", "endswith", "split", "partition", "removeprefix") and asked not in (
+            [],
+            ["\n"],
+        ):
+            yield node.func.value
+        elif node.func.attr in ("search", "match", "fullmatch", "findall", "sub"):
+            yield from node.args
+
+
+def test_no_code_reads_a_sentence_back() -> None:
+    """But for those of other libraries, in one module: what code needs to know is a field or a type."""
+    readers = {name for name, tree in modules() for node in ast.walk(tree) if any(map(_is_sentence, _reads(node)))}
+    assert readers == {f"{PACKAGE}.foreign_errors"}

@@ -19,14 +19,14 @@ from adaptra_megatron.schedule.errors import ScheduleError
 
 
 class _UsageError(Exception):
-    """Arguments that cannot be parsed."""
+    """Arguments that cannot be parsed; of which program, and why."""
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse prints its usage in front of an error; one line is what scripts can show."""
 
     def error(self, message: str) -> NoReturn:
-        raise _UsageError(f"{self.prog}: {message} (see {self.prog} --help)")
+        raise _UsageError(self.prog, f"{message} (see {self.prog} --help)")
 
 
 class _PrintCompletion(argparse.Action):
@@ -86,20 +86,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except _UsageError as error:
-        raise SystemExit(_refuse(str(error), as_json="--json" in given)) from error
+        raise SystemExit(_refuse(*error.args, as_json="--json" in given)) from error
     except (InputError, CostError, ScheduleError) as error:
-        return _refuse(f"{parser.prog}: {error}", as_json="--json" in given)
+        return _refuse(parser.prog, str(error), as_json="--json" in given)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
-        return _refuse(f"{parser.prog}: {given[0]} needs torch, which is not installed here", as_json="--json" in given)
+        why = f"{given[0]} needs torch, which is not installed here"
+        return _refuse(parser.prog, why, as_json="--json" in given)
     return exit_status or 0
 
 
-def _refuse(message: str, *, as_json: bool) -> int:
+def _refuse(program: str, message: str, *, as_json: bool) -> int:
     line = " ".join(message.split())
     if as_json:
-        print(json.dumps({"error": line.partition(": ")[2]}))
+        print(json.dumps({"error": line}))
     else:
-        print(line, file=sys.stderr)
+        print(f"{program}: {line}", file=sys.stderr)
     return 2

@@ -63,13 +63,13 @@ def _run(options: argparse.Namespace) -> int:
 
 def _status(directory: Path) -> Status:
     """What the log says now, as far as it can be read."""
-    damage: list[str] = []
+    damage: list[event_log.Damage] = []
     try:
         events = event_log.read_events(directory, damage.append)
     except OSError as error:
         raise InputError(f"cannot read {error.filename or directory}: {error.strerror or error}") from error
     if not events and damage:
-        raise InputError(damage[0])
+        raise InputError(str(damage[0]))
     if not events:
         raise InputError(f"no {event_log.FILE_PATTERN} in {directory}: name the --adaptra-trace-dir of a job")
     status = status_of(events, time.time())

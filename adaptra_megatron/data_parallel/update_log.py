@@ -19,6 +19,7 @@ from torch.distributed import DistStoreError
 
 from adaptra_megatron.data_parallel.death_watch import DeathWatch
 from adaptra_megatron.data_parallel.peers import PeerError
+from adaptra_megatron.foreign_errors import is_store_timeout
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.punctual_store import PunctualStore
 from adaptra_megatron.log import logger_of
@@ -165,7 +166,7 @@ class UpdateLog:
                 self._reader.wait([key], timedelta(seconds=self._timeout_s))
                 break
             except DistStoreError as silence:
-                if "timeout" not in str(silence):
+                if not is_store_timeout(silence):
                     raise
                 # `next` has a deadline of its own, and a replica may compute for longer.
         record: list[Any] = json.loads(self._seal.opened(key, self._reader.get(key)))

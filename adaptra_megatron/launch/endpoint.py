@@ -5,7 +5,6 @@ which another host may take once the one before is gone."""
 from __future__ import annotations
 
 import contextlib
-import errno
 import socket
 import time
 import uuid
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 from torch._C._distributed_c10d import TCPStore
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
+from adaptra_megatron.foreign_errors import is_address_in_use
 from adaptra_megatron.job.membership import launch_store
 from adaptra_megatron.job.served_store import serve_store
 from adaptra_megatron.launch.records import JOB_KEY, START_KEY, HostReport, JobState, Start, host_key, read
@@ -175,7 +175,7 @@ def _serve(endpoint: Endpoint, timeout_s: float) -> TCPStore:
     try:
         return serve_store(*endpoint, timeout_s)
     except (RuntimeError, OSError) as cause:
-        why = "another process listens there" if errno.errorcode[errno.EADDRINUSE] in str(cause) else str(cause)
+        why = "another process listens there" if is_address_in_use(cause) else str(cause)
         raise EndpointError(
             f"the job's store cannot be served at {endpoint}: {why}; name another --master-port or --rdzv-endpoint, "
             "whose host is this launcher's"

@@ -179,10 +179,10 @@ def numbered_by_traces(traces: Sequence[RankTrace]) -> Callable[[int], int]:
 
 def _read_events(directory: Path, missing: list[str]) -> list[StampedEvent]:
     """The log, by Megatron's or the process's numbers; what is wrong with it goes into `missing`."""
-    damage: dict[str, list[str]] = defaultdict(list)
-    events = read_events(directory, lambda problem: damage[problem.partition(", line ")[0]].append(problem))
+    damage: dict[Path, list[str]] = defaultdict(list)
+    events = read_events(directory, lambda problem: damage[problem.path].append(problem.of_line))
     for path, problems in sorted(damage.items()):
-        missing += damaged(Path(path), problems)
+        missing += damaged(path, problems)
     return events
 
 

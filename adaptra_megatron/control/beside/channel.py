@@ -27,6 +27,10 @@ class ChannelEndedError(ConnectionError):
     """The other process is gone, or says what cannot be."""
 
 
+class ChannelClosedError(ChannelEndedError):
+    """The other process has closed its end."""
+
+
 class Message(Protocol):
     """A frozen dataclass with a name."""
 
@@ -66,6 +70,8 @@ class Messages(Generic[Said]):
             return self._message(_exactly(channel, body_nbytes))
         except TimeoutError as cause:
             raise ChannelEndedError(f"did not answer within {channel.gettimeout():g} s") from cause
+        except ChannelEndedError:
+            raise
         except OSError as cause:
             raise ChannelEndedError(str(cause)) from cause
 
@@ -99,6 +105,6 @@ def _exactly(channel: socket.socket, nbytes: int) -> bytes:
     while rest:
         received = channel.recv_into(rest)
         if not received:
-            raise ChannelEndedError("ended")
+            raise ChannelClosedError("ended")
         rest = rest[received:]
     return bytes(found)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from adaptra_megatron.authentication.socket_io import send_descriptor
 from adaptra_megatron.backoff import Backoff
 from adaptra_megatron.child_process import ChildProcess
-from adaptra_megatron.control.beside.channel import ChannelEndedError, send
+from adaptra_megatron.control.beside.channel import ChannelClosedError, ChannelEndedError, send
 from adaptra_megatron.control.beside.process import log_events, log_lines
 from adaptra_megatron.control.decisions import Decision, Routing, Told
 from adaptra_megatron.control.planner_process.messages import (
@@ -212,7 +212,7 @@ class PlannerKeeper:
         process, self._process = self._process, None
         how = f"could not be started ({cause})"
         if process is not None:
-            ended = process.process.poll() is not None or "ended" in str(cause)
+            ended = process.process.poll() is not None or isinstance(cause, ChannelClosedError)
             how = f"{'ended' if ended else f'{cause} and was ended'}, by {process.end(1.0 if ended else 0.0)}"
         pause_s = self._backoff.next_s()
         self._restart_s = time.monotonic() + pause_s

@@ -96,8 +96,7 @@ def _refused(settings: Any) -> list[Feature]:
         if getattr(settings, "adaptra_staggered_optimizer", False):
             refuse_for_staggering(settings)
     except UnsupportedFeatureError as error:
-        feature, _, reason = str(error).partition(": ")
-        found.append(Feature(feature, REFUSED, reason, "see the reason"))
+        found.append(Feature(error.what, REFUSED, error.why, "see the reason"))
     return found
 
 

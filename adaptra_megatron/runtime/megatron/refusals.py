@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 class UnsupportedFeatureError(RuntimeError):
     """A Megatron feature that does not go together with --adaptra; says which, why, and what to drop."""
 
+    def __init__(self, what: str, why: str = "") -> None:
+        super().__init__(f"{what}: {why}" if why else what)
+        self.what, self.why = what, why
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -176,8 +180,8 @@ def refuse_for_staggering(settings: Any) -> None:
     for refusal in STAGGERING:
         if refusal.is_on(settings):
             raise UnsupportedFeatureError(
-                f"--adaptra-staggered-optimizer does not run with {refusal.feature}: {refusal.reason}. Or drop "
-                "--adaptra-staggered-optimizer"
+                f"--adaptra-staggered-optimizer does not run with {refusal.feature}",
+                f"{refusal.reason}. Or drop --adaptra-staggered-optimizer",
             )
 
 
@@ -248,8 +252,8 @@ def refuse_for_sync_mode(mode: str, *settings: Any) -> None:
     for refusal in SYNC_MODES:
         if any(refusal.is_on(each) for each in settings):
             raise UnsupportedFeatureError(
-                f"--adaptra-sync-mode {mode} does not run with {refusal.feature}: {refusal.reason}. Or drop "
-                "--adaptra-sync-mode"
+                f"--adaptra-sync-mode {mode} does not run with {refusal.feature}",
+                f"{refusal.reason}. Or drop --adaptra-sync-mode",
             )
 
 
@@ -305,14 +309,16 @@ def refuse_arguments(arguments: Any) -> None:
     reroute = getattr(arguments, "adaptra_reroute", "off")
     if reroute in ("failures", "all") and getattr(arguments, "async_save", False):
         raise UnsupportedFeatureError(
-            f"--adaptra-reroute {reroute} does not run with --async-save: a checkpoint that a rank dies in is written "
-            "again, but not one of several iterations before, whose part the rank that died was still writing. Drop "
-            "one of the two: without --async-save training waits for its checkpoints"
+            f"--adaptra-reroute {reroute} does not run with --async-save",
+            "a checkpoint that a rank dies in is written again, but not one of several iterations before, whose part "
+            "the rank that died was still writing. Drop one of the two: without --async-save training waits for its "
+            "checkpoints",
         )
     if reroute in ("failures", "all") and getattr(arguments, "optimizer_cuda_graph", False):
         raise UnsupportedFeatureError(
-            f"--adaptra-reroute {reroute} does not run with {_GRAPH}: a captured step sums up norms over process "
-            "groups that a rank which dies takes with it. Drop one of the two"
+            f"--adaptra-reroute {reroute} does not run with {_GRAPH}",
+            "a captured step sums up norms over process groups that a rank which dies takes with it. Drop one of the "
+            "two",
         )
     if reroute in ("failures", "all") and _is_layer_wise(arguments):
         refuse_layer_wise()
@@ -336,9 +342,9 @@ def refuse_layer_wise() -> NoReturn:
     """Raise UnsupportedFeatureError for --adaptra-reroute failures beside an optimizer that is sharded by layers."""
     raise UnsupportedFeatureError(
         "--adaptra-reroute failures does not run with a layer-wise distributed optimizer (--optimizer dist_muon, or "
-        "one other than adam and sgd with --use-distributed-optimizer): each replica alone has the state of some "
-        "layers, and a rank that dies takes it with it. Drop one of the two; "
-        "--optimizer muon without --use-distributed-optimizer has all state in each replica"
+        "one other than adam and sgd with --use-distributed-optimizer)",
+        "each replica alone has the state of some layers, and a rank that dies takes it with it. Drop one of the two; "
+        "--optimizer muon without --use-distributed-optimizer has all state in each replica",
     )
 
 
@@ -352,10 +358,10 @@ def _is_layer_wise(arguments: Any) -> bool:
 def refuse_sharded_gradients(mode: str) -> NoReturn:
     """Raise UnsupportedFeatureError for --adaptra-gradient-sync beside a single distributed optimizer."""
     raise UnsupportedFeatureError(
-        f"--adaptra-gradient-sync {mode} does not run with the distributed optimizer (--use-distributed-optimizer): it "
-        "reduces and scatters gradients and gathers parameters, so that the straggler must send and receive as much as "
-        "ever, and there is nothing to gain. Drop one of the two; with several instances of it "
-        "(--num-distributed-optimizer-instances) their sums are made around the straggler"
+        f"--adaptra-gradient-sync {mode} does not run with the distributed optimizer (--use-distributed-optimizer)",
+        "it reduces and scatters gradients and gathers parameters, so that the straggler must send and receive as much "
+        "as ever, and there is nothing to gain. Drop one of the two; with several instances of it "
+        "(--num-distributed-optimizer-instances) their sums are made around the straggler",
     )
 
 
@@ -368,7 +374,7 @@ def pipeline_stages(arguments: Any) -> int | None:
 
 def _refused(refusal: Refusal) -> UnsupportedFeatureError:
     return UnsupportedFeatureError(
-        f"--adaptra does not run with {refusal.feature}: {refusal.reason}. {remedy_of(refusal)}"
+        f"--adaptra does not run with {refusal.feature}", f"{refusal.reason}. {remedy_of(refusal)}"
     )
 
 

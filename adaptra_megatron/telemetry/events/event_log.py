@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from adaptra_megatron.telemetry.background import BackgroundWriter
 from adaptra_megatron.telemetry.events.events import Event, EventError, RunStarted, Stamp, StampedEvent, decode, encode
@@ -179,7 +179,23 @@ class EventLog:
         return StampedEvent(stamp=stamp, event=event)
 
 
-def read_events(directory: Path | str, damage: Callable[[str], object] | None = None) -> list[StampedEvent]:
+class Damage(NamedTuple):
+    """What is wrong with a file, or with one line of it."""
+
+    path: Path
+    why: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.why}" if self.line is None else f"{self.path}, {self.of_line}"
+
+    @property
+    def of_line(self) -> str:
+        """The same without the file's name."""
+        return self.why if self.line is None else f"line {self.line}: {self.why}"
+
+
+def read_events(directory: Path | str, damage: Callable[[Damage], object] | None = None) -> list[StampedEvent]:
     """The events of all ranks of the latest run in `directory`, by time; empty if there are none.
 
     A last line that its rank could not finish is left out; and, where `damage` is there to be told what is wrong with
@@ -199,12 +215,12 @@ def read_events(directory: Path | str, damage: Callable[[str], object] | None = 
     return sorted(events, key=lambda stamped: (stamped.stamp.monotonic_s, stamped.stamp.rank, stamped.stamp.sequence))
 
 
-def read_event_file(path: Path, damage: Callable[[str], object] | None = None) -> Iterator[StampedEvent]:
+def read_event_file(path: Path, damage: Callable[[Damage], object] | None = None) -> Iterator[StampedEvent]:
     """The events of one file, of all runs in it. `damage`, and what is raised: as `read_events`."""
     if path.exists() and not path.is_file():  # a FIFO would be waited for
-        problem = f"{path} is no file"
+        problem = Damage(path, "is no file")
         if damage is None:
-            raise EventLogError(problem)
+            raise EventLogError(str(problem))
         damage(problem)
         return
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
@@ -212,9 +228,9 @@ def read_event_file(path: Path, damage: Callable[[str], object] | None = None) -
         try:
             yield decode(line)
         except EventError as error:
-            problem = f"{path}, line {number}: {error}"
+            problem = Damage(path, str(error), number)
             if damage is None:
-                raise EventLogError(problem) from error
+                raise EventLogError(str(problem)) from error
             damage(problem)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from itertools import pairwise
 from statistics import median
 
@@ -211,9 +211,10 @@ def _change(before: PartFinding, after: PartFinding, best_s: float, matters: set
         return f"{at} {name}: {numbers}{won}."
     if lost := _lost(after):
         return f"{at} {listed(lost) if len(lost) <= MOST_LOST else f'{len(lost)} ranks'} {_were(lost)} dead: {numbers}."
-    changed = _changed_links(before, after, matters)
+    found = _states_of_links(after)
     # What was found slow is not why iterations took less.
-    if changed and not (changed == _said_of_links(after) and changed.endswith(" slow") and faster):
+    said = "" if faster and "slow" in found.values() else _said_of_links(found)
+    if changed := _changed_links(before, after, matters) or said:
         return f"{at} {changed}: {numbers}."
     stages = [found.event for found in after.part.beginning if isinstance(found.event, StageDetection)]
     if stages:
@@ -242,13 +243,17 @@ def _changed_links(before: PartFinding, after: PartFinding, matters: set[Link]) 
             now_s, before_s = (max(column) for column in zip(*changed.values(), strict=True))
             text = f"{link_names(changed)} took {duration(now_s)} instead of {duration(before_s)}"
             phrases.append(f"{'those' if phrases else 'messages'} of {text}")
-    return ", ".join(phrases) if phrases else _said_of_links(after)
+    return ", ".join(phrases)
 
 
-def _said_of_links(after: PartFinding) -> str:
-    """ "links 3→4 and 4→3 were slow", in the detector's words, where no trace says more."""
+def _states_of_links(after: PartFinding) -> dict[Link, str]:
+    """What the detector has found last of each, as a part began."""
     said = [found.event for found in after.part.beginning if isinstance(found.event, LinkDetection)]
-    states = {(event.source, event.target): event.after for event in said}  # the last word on each
+    return {(event.source, event.target): event.after for event in said}
+
+
+def _said_of_links(states: Mapping[Link, str]) -> str:
+    """ "links 3→4 and 4→3 were slow", in the detector's words, where no trace says more."""
     parts = []
     for state in sorted(set(states.values())):
         links = {link for link, said_of_it in states.items() if said_of_it == state}
