@@ -169,6 +169,8 @@ class AdaptraRuntime:
     def _run_pipeline(self, arguments: Mapping[str, Any], *, interleaved: bool) -> list[Any]:
         call = pipeline_call(arguments, interleaved=interleaved)
         pipeline = self._pipeline(call)
+        # Before anything is sent: a call that is refused, as stock does it, leaves the links to the next one.
+        pipeline.book.check_count(call.micro_batches, forward_only=call.forward_only)
         try:
             return self._iterate(pipeline, call)
         except BaseException as cause:

@@ -8,7 +8,7 @@ action for action. The orders with split backward are the same ones with each we
 from __future__ import annotations
 
 from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule
-from adaptra_megatron.schedule.errors import ScheduleError, require_counts
+from adaptra_megatron.schedule.errors import MicroBatchCountError, ScheduleError, require_counts
 from adaptra_megatron.schedule.weight_delays import delay_weights
 
 
@@ -151,7 +151,7 @@ def _interleaved_table(stages: int, micro_batches: int, chunks: int, group_size:
         )
     remainder = micro_batches % group
     if 0 < remainder < stages:
-        raise ScheduleError(
+        raise MicroBatchCountError(
             f"Megatron's interleaved schedule needs micro-batches modulo group size to be 0 or at least the number of "
             f"stages, got {micro_batches} modulo {group} = {remainder} with {stages} stages: take "
             f"{micro_batches - remainder} or {micro_batches - remainder + stages} micro-batches, or another "

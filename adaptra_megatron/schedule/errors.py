@@ -21,6 +21,10 @@ class ScheduleError(ValueError):
         self.action = action
 
 
+class MicroBatchCountError(ScheduleError, RuntimeError):
+    """A last group of micro-batches that is too small. Scripts may catch the RuntimeError that Megatron has for it."""
+
+
 def require_counts(**counts: int) -> None:
     """Raise ScheduleError, naming the count, for one that is no whole number of at least 1."""
     for name, count in counts.items():

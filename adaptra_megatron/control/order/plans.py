@@ -151,17 +151,24 @@ class PlanBook:
         installed = self._plans.get(micro_batches)
         return None if installed is None else installed.costs
 
+    def check_count(self, micro_batches: int, *, forward_only: bool) -> None:
+        """Raise ScheduleError for a number of micro-batches that Megatron refuses, and PlanMismatchError, for training,
+        where the given plan is for another one."""
+        self.evaluation_schedule(micro_batches)
+        if forward_only or self.observes or self._config.plan_csv is None or micro_batches in self._plans:
+            return
+        (planned_for,) = self._plans
+        raise PlanMismatchError(
+            f"--adaptra-plan-csv {self._config.plan_csv} is a plan for {planned_for} micro-batches, but an "
+            f"iteration has {micro_batches}; write a plan for {micro_batches}, or drop --rampup-batch-size"
+        )
+
     def schedule_for(self, micro_batches: int) -> Schedule:
-        """The schedule for an iteration of `micro_batches`. Raises PlanMismatchError, ScheduleError or PlanError."""
+        """The schedule for an iteration of `micro_batches`. Raises PlanError, and as `check_count`."""
+        self.check_count(micro_batches, forward_only=False)
         if self.observes:
             return self._stock_schedule(micro_batches)
         if micro_batches not in self._plans:
-            if self._config.plan_csv is not None:
-                (planned_for,) = self._plans
-                raise PlanMismatchError(
-                    f"--adaptra-plan-csv {self._config.plan_csv} is a plan for {planned_for} micro-batches, but an "
-                    f"iteration has {micro_batches}; write a plan for {micro_batches}, or drop --rampup-batch-size"
-                )
             if self._given_costs is not None:
                 self._install_given(self._given_costs, micro_batches)
             else:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from adaptra_megatron.emulation.jobs import variants
 from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
 
@@ -35,11 +37,20 @@ def explicit_forward_backward(find: Callable[[], Callable[..., Any]]) -> Callabl
         config = get_model_config(model[0] if isinstance(model, list) else model)
         communicator = P2PCommunicator(pp_group=groups.pp, config=config)
         talk(communicator, groups.pp)
-        losses = stock(**arguments, p2p_communicator=communicator, pg_collection=groups)
+        given = {**arguments, "p2p_communicator": communicator, "pg_collection": groups}
+        if isinstance(model, list) and len(model) > 1:
+            refused_count(stock, given)
+        losses = stock(**given)
         talk(communicator, groups.pp)
         return losses
 
     return forward_backward
+
+
+def refused_count(stock: Callable[..., Any], given: dict[str, Any]) -> None:
+    """A call whose last group of micro-batches is too small: it raises what stock's own check does, and no more."""
+    with pytest.raises(RuntimeError, match="micro-batches"):
+        stock(**{**given, "num_microbatches": 3})
 
 
 def talk(communicator: Any, group: Any) -> None:

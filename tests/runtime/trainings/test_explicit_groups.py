@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Callers that pass a communicator and process groups of their own get stock's numbers too, and can use them for
-messages of their own between iterations."""
+messages of their own between iterations. With two chunks each call comes after one that is refused, as stock does it,
+for its number of micro-batches: its links stay as they are."""
 
 from __future__ import annotations
 
