@@ -134,8 +134,9 @@ def _one_forward_one_backward(stage: int, table: list[tuple[int, int]], chunks: 
     return (*order, *backwards[steady:])
 
 
-def _interleaved_table(stages: int, micro_batches: int, chunks: int, group_size: int | None) -> list[tuple[int, int]]:
-    """`(micro-batch, chunk)` in forward order: Megatron's `get_schedule_table`, and the rules that guard its use."""
+def check_groups(stages: int, micro_batches: int, chunks: int, group_size: int | None) -> int:
+    """The size of a group of micro-batches. Raises ScheduleError by the rules that guard Megatron's use of it,
+    and MicroBatchCountError by the one for which Megatron raises a RuntimeError."""
     require_counts(stages=stages, micro_batches=micro_batches, chunks=chunks)
     if stages < 2 or chunks < 2:
         raise ScheduleError(
@@ -157,6 +158,12 @@ def _interleaved_table(stages: int, micro_batches: int, chunks: int, group_size:
             f"{micro_batches - remainder} or {micro_batches - remainder + stages} micro-batches, or another "
             "microbatch_group_size_per_vp_stage"
         )
+    return group
+
+
+def _interleaved_table(stages: int, micro_batches: int, chunks: int, group_size: int | None) -> list[tuple[int, int]]:
+    """`(micro-batch, chunk)` in forward order: Megatron's `get_schedule_table`."""
+    group = check_groups(stages, micro_batches, chunks, group_size)
     return [
         (micro_batch, chunk)
         for first in range(0, micro_batches, group)

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from adaptra_megatron.runtime.megatron.compat import default_groups, groups_keyword
 from adaptra_megatron.runtime.megatron.refusals import UnsupportedFeatureError, refuse_unsupported
+from adaptra_megatron.schedule.classic import check_groups
 from adaptra_megatron.schedule.placement import Place, Placement, interleaved
 
 
@@ -92,8 +93,6 @@ def pipeline_call(arguments: Mapping[str, Any], *, interleaved: bool) -> Pipelin
     iterator = arguments["data_iterator"]
     model_chunks = list(model) if isinstance(model, list) else [model]
     data_iterators = list(iterator) if isinstance(iterator, list) else [iterator]
-    if len(data_iterators) != len(model_chunks):
-        raise ValueError(f"{len(model_chunks)} model chunks need as many data iterators, got {len(data_iterators)}")
     if not interleaved and len(model_chunks) != 1:
         raise ValueError(f"the schedule without interleaving runs 1 model chunk per stage, got {len(model_chunks)}")
     config = config_of(model_chunks[0])
@@ -104,13 +103,18 @@ def pipeline_call(arguments: Mapping[str, Any], *, interleaved: bool) -> Pipelin
             "--adaptra: a schedule for pipelines was called with a pipeline of 1 stage; take the schedule that "
             "get_forward_backward_func returns for it"
         )
+    micro_batches, chunks = arguments["num_microbatches"], len(model_chunks)
+    if interleaved:
+        check_groups(pipeline_group.size(), micro_batches, chunks, config.microbatch_group_size_per_vp_stage)
+    if len(data_iterators) != chunks:
+        raise ValueError(f"{chunks} model chunks need as many data iterators, got {len(data_iterators)}")
     return PipelineCall(
         config=config,
         interleaved=interleaved,
         forward_step_func=arguments["forward_step_func"],
         data_iterators=data_iterators,
         model_chunks=model_chunks,
-        micro_batches=arguments["num_microbatches"],
+        micro_batches=micro_batches,
         message_shape=message_shape(arguments, config, groups, interleaved=interleaved),
         forward_only=bool(arguments.get("forward_only", False)),
         collect_non_loss_data=bool(arguments.get("collect_non_loss_data", False)),

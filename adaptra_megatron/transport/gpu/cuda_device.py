@@ -215,8 +215,9 @@ class DeviceThread(threading.Thread):
 
 
 def cuda_runtime() -> Any:
-    """The CUDA runtime that torch has loaded, by its soname; torch lacks some bindings. None: it is one for CPUs."""
-    if torch.version.cuda is None:
+    """The CUDA runtime that torch has loaded, by its soname; torch lacks some bindings. None: it is one for CPUs, or
+    there is no GPU."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
         return None
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
 

@@ -18,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.runtime.megatron import megatron_call
 from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
 from adaptra_megatron.runtime.megatron.megatron_call import message_shape, pipeline_call, recomputed_spans, work_of
 from adaptra_megatron.runtime.megatron.refusals import (
@@ -221,7 +222,6 @@ def test_other_communicators_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": [Model(), Model()], "data_iterator": [iter(())]}, "2 model chunks need as many data iterators"),
         ({"model": [Model(), Model()], "data_iterator": [None, None]}, "runs 1 model chunk per stage, got 2"),
         ({"pg_collection": SimpleNamespace()}, "pass p2p_communicator and pg_collection together"),
         ({"p2p_communicator": SimpleNamespace()}, "pass p2p_communicator and pg_collection together"),
@@ -231,6 +231,21 @@ def test_arguments_that_contradict_each_other(changes: dict[str, Any], said: str
     arguments = {"model": Model(), "data_iterator": None, "num_microbatches": 1, "forward_step_func": None}
     with pytest.raises(ValueError, match=said):
         pipeline_call({**arguments, **changes}, interleaved=False)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "error", "said"),
+    [(3, RuntimeError, "3 modulo 2 = 1 with 2 stages"), (4, ValueError, "2 model chunks need as many data iterators")],
+)
+def test_the_number_of_micro_batches_is_looked_at_before_iterators_as_in_stock(
+    monkeypatch: pytest.MonkeyPatch, micro_batches: int, error: type[Exception], said: str
+) -> None:
+    pipeline = SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr(megatron_call, "_process_groups", lambda arguments: (pipeline, None))
+    model = Model(microbatch_group_size_per_vp_stage=2)
+    arguments = {"model": [model, model], "data_iterator": [None], "num_microbatches": micro_batches}
+    with pytest.raises(error, match=said):
+        pipeline_call(arguments, interleaved=True)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptra_megatron.transport.gpu.cuda_device import CudaDevice, DeviceThread
+from adaptra_megatron.transport.gpu.cuda_device import CudaDevice, DeviceThread, cuda_runtime
 
 GPU = torch.device("cuda", 3)
 
@@ -82,6 +82,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
     monkeypatch.setattr("adaptra_megatron.transport.gpu.cuda_device._cuda", recorded)
     monkeypatch.setattr("adaptra_megatron.transport.gpu.cuda_device.cuda_runtime", lambda: recorded)
     return recorded
+
+
+def test_a_torch_for_gpus_on_a_machine_without_one_has_no_runtime_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Megatron runs on CPUs with it, threads of ours ended as they began, and training stood still."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cuda_runtime() is None
 
 
 def test_a_device_without_index_is_the_present_one_for_all_threads(cuda: RecordedCuda) -> None:
