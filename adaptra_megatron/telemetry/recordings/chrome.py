@@ -31,7 +31,14 @@ from adaptra_megatron.telemetry.recordings.recording import (
     Wanted,
     understood,
 )
-from adaptra_megatron.telemetry.recordings.steps import ONE_AT_A_TIME, Action, Steps, steps_of, without_waits
+from adaptra_megatron.telemetry.recordings.steps import (
+    ONE_AT_A_TIME,
+    Action,
+    Steps,
+    check_one_job,
+    steps_of,
+    without_waits,
+)
 
 SUFFIXES = (".json", ".json.gz", ".json.bz2", ".json.xz")
 Progress = Callable[[str, int, int], None]
@@ -196,6 +203,7 @@ def _steps(path: Path, files: Sequence[FileRanges], places: Places, folder: Path
         micro_batch = each.labels.get("micro_batch")
         duration_s = 1e-6 * (each.end_us - each.start_us)
         actions.append(Action(cell, each.optype, step, chunk, micro_batch, 1e-6 * start_us, duration_s))
+    check_one_job(str(path), actions)
     found = steps_of(str(path), actions, wanted, placement)
     if placement is not None and not any(each.range.on_gpu for each in places.placed):
         found.steps = without_waits(found.steps, found.notes)

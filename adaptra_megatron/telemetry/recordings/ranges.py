@@ -133,7 +133,7 @@ class _Reader:
             return
         if named(name) is None and step_of(name) is None and not receives(name):
             self.kernels += event.cat == "kernel"
-            if event.cat == "user_annotation" and len(self._names) < 1 << 10:
+            if event.cat in ("user_annotation", None) and len(self._names) < 1 << 10:
                 self._names[name[:40]] += 1
             return
         start_us, duration_us = self._time_us(event), seconds_of(event.dur)

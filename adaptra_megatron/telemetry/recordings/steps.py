@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -76,10 +75,12 @@ def steps_of(name: str, actions: Sequence[Action], wanted: Wanted, placement: Pl
         if number not in wanted:
             continue
         try:
-            operations = _operations(number, rows, dropped)
+            dropped_here: Counter[str] = Counter()
+            operations = _operations(number, rows, dropped_here)
             found.steps.append(
                 RecordedStep(number=number, operations=operations, custom_placement=_megatrons_or(placement))
             )
+            dropped += dropped_here
         except (_IncompleteError, ReplayError) as error:
             found.left_out.append(str(error))
     found.notes += [f"{count} {what}." for what, count in dropped.items()]
@@ -233,20 +234,65 @@ def _named_once(where: str, rows: Sequence[Action]) -> list[Action]:
     return found
 
 
+class _Together(NamedTuple):
+    """Actions of one cell that ran at the same time."""
+
+    share: float
+    """Of all its computation."""
+    later: Action
+    earlier: Action
+    """That had not ended when `later` began; the first such pair."""
+
+    def __str__(self) -> str:
+        later, earlier = (
+            f"the {_name(each)}" + ("" if each.micro_batch is None else f" of micro-batch {each.micro_batch}")
+            for each in (self.later, self.earlier)
+        )
+        return f"{later} began before {earlier} was over"
+
+
+def _together(rows: Iterable[Action], *, of_steps: bool = False) -> _Together | None:
+    """What ran side by side of one cell, given by start; None where that is rounding. `of_steps`: of several steps."""
+    computed = [each for each in rows if each.optype.computes]
+    both_s, pair = 0.0, None
+    latest = computed[0] if computed else None
+    for each in computed[1:]:
+        assert latest is not None
+        over_s = min(latest.end_s, each.end_s) - each.start_s
+        if over_s > _NOTHING_S and (not of_steps or each.step != latest.step):
+            both_s += over_s
+            pair = pair or (each, latest)
+        latest = max(latest, each, key=lambda one: one.end_s)
+    share = both_s / sum(each.duration_s for each in computed) if pair else 0.0
+    return None if pair is None or share <= _SIDE_BY_SIDE else _Together(share, *pair)
+
+
 def _check_one_at_a_time(where: str, rows: Sequence[Action]) -> None:
     """Raise _IncompleteError where actions of one cell, given by start, ran side by side."""
-    computed = [each for each in rows if each.optype.computes]
-    over_s, both_s, example = -math.inf, 0.0, ""
-    for before, each in pairwise(computed):
-        over_s = max(over_s, before.end_s)
-        both_s += max(0.0, min(over_s, each.end_s) - each.start_s)
-        if not example and each.start_s < over_s - _NOTHING_S:
-            names = [f"the {_name(one)} of micro-batch {one.micro_batch}" for one in (each, before)]
-            example = f"{names[0]} began before {names[1]} was over"
-    if both_s > _SIDE_BY_SIDE * sum(each.duration_s for each in computed):
+    found = _together(rows)
+    if found is None:
+        return
+    if _name(found.later) == _name(found.earlier):
         raise _IncompleteError(
-            f"{where}: {example}, and more of it: forwards and backwards ran side by side, {ONE_AT_A_TIME}"
+            f"{where}: {found}, and more of it ({found.share:.0%} of its computation), as if several jobs or ranks "
+            "were one: name one run alone, and the rank or stage of each action"
         )
+    raise _IncompleteError(
+        f"{where}: {found}, and more of it: forwards and backwards ran side by side, {ONE_AT_A_TIME}"
+    )
+
+
+def check_one_job(name: str, actions: Sequence[Action]) -> None:
+    """Raise RecordingError where a cell did several steps at the same time."""
+    by_cell: dict[Cell, list[Action]] = defaultdict(list)
+    for each in sorted(actions, key=lambda each: each.start_s):
+        by_cell[each.cell].append(each)
+    for cell, rows in by_cell.items():
+        if (found := _together(rows, of_steps=True)) is not None:
+            raise RecordingError(
+                f"{name}: on stage {cell.stage}, {found} (of steps {found.later.step} and {found.earlier.step}), "
+                "and more of it, as if several jobs were in one recording: name one run alone"
+            )
 
 
 def _split_backwards(rows: Sequence[Action]) -> list[Action]:

@@ -572,6 +572,17 @@ def test_one_bad_event_costs_its_step_alone(tmp_path: Path, capsys: pytest.Captu
     assert "'backward' at ts 21000.0 lasts -37 µs" in " ".join(told["notes"])
 
 
+def test_a_step_that_one_stage_recorded_in_part_has_no_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The profiler of stage 1 ended early: its last forwards are not of an evaluation."""
+    events = [each for each in FIVE_THREE if each["pid"] == 0 or each["ts"] < 470_000.0]
+    status, told = analysed(capsys, file(events)(tmp_path))
+    check(status, told, Right(steps=2))
+    assert "step 2: stage 1 has no" in told["left_out"][0]
+    assert told["notes"] == []
+
+
 def test_progress_is_told_before_the_first_file_is_read(tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     read_recording(kineto(tmp_path / "run", HEALTHY, with_args), progress=lambda *each: told.append(each))
@@ -641,6 +652,19 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], list[str], str]] = {
         file(side_by_side(FOUR, threads=False, late=100.0)), [], "ran side by side, as DualPipe's do",
     ),
     "pipelines side by side, on one thread": (file(side_by_side(FOUR, threads=False)), [], AT_ONCE),
+    "two jobs, neither steps nor micro-batches named": (
+        file(foreign.without(PLAIN + with_args(shifted(HEALTHY, lambda e: 3e3)), "iteration", "microbatch")), [],
+        "as if several jobs or ranks were one: name one run alone",
+    ),
+    "two jobs, of different steps": (
+        file(with_args(HEALTHY, iteration=5) + with_args(shifted(HEALTHY, lambda e: 3e3), iteration=6)), [],
+        "on stage 0, the forward of micro-batch 0 began before the forward of micro-batch 0 was over (of steps 6 and "
+        "5), and more of it, as if several jobs were in one recording",
+    ),
+    "Megatron's OpenTelemetry spans": (
+        file([{**e, "name": f"megatron.microbatch.{e['name']}"} for e in PLAIN]), [],
+        "the ranges in it are called 'megatron.microbatch.forward'",
+    ),
     "pairs in one range, and no action alone": (
         lambda d: kineto(d / "run", dualpipe(), lambda ran: [e for e in in_pairs(ran) if "OVER" in e["name"]]), [],
         "is one range, and no range of either alone says how long it takes",
