@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what is made from the code: pages of docs/ (patches, flags, schedules, metrics, events), and a JSON Schema.
+"""Writes the reference: pages of docs/ that are made from the code or from scripts/reference/, and a JSON Schema.
 
 scripts/write_docs.py           writes them
 scripts/write_docs.py --check   exit status 1, and the names of those that are out of date
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from event_docs import events_page, events_schema
 from markdown_table import markdown_table
+from reference_docs import cli_page, environment_page, messages_page
 
 from adaptra_megatron.bootstrap import HOOKS
 from adaptra_megatron.config import add_adaptra_arguments
@@ -65,7 +66,7 @@ def patches_page() -> str:
     )
     return f"""{PATCHES_HEAD}
 ## To get in
-When its module is imported, and only in processes that were asked to ([how](enabling.md)):
+When its module is imported, and only in processes that were asked to ([how](get_started.md#how-it-gets-in)):
 
 {hooks}
 
@@ -82,23 +83,51 @@ Told apart by what is there, in one module (`adaptra_megatron/runtime/megatron/c
 """
 
 
+RAN_ON = {
+    "--adaptra-host-transport": "CPUs (shm, tcp); Soft-RoCE (verbs)",
+    "--adaptra-rnics": "Soft-RoCE",
+    "--adaptra-memory-fraction": "models of GPUs",
+    "--adaptra-queue-model": "models of GPUs",
+}
+"""What each flag has run on, but for those that have run on CPUs over gloo. None has run on GPUs yet."""
+
+
+def _releases() -> dict[str, str]:
+    """Return the releases of megatron-core that each flag works with, where they are not all supported ones."""
+    from adaptra_megatron.patches import GRADIENT_PATCHES, STAGGERING_PATCHES, UPDATE_PATCHES
+
+    return {
+        "--adaptra-gradient-sync": f"`{GRADIENT_PATCHES[0].versions}`",
+        "--adaptra-staggered-optimizer": f"`{STAGGERING_PATCHES[0].versions}`",
+        "--adaptra-sync-mode": f"`{UPDATE_PATCHES[0].versions}`",
+        "--adaptra-max-staleness": f"`{UPDATE_PATCHES[0].versions}`",
+    }
+
+
 def flags_page() -> str:
-    """docs/flags.md."""
+    """docs/flags.md. Imports Megatron."""
+    from adaptra_megatron.patches.table import SUPPORTED
+
     parser = add_adaptra_arguments(argparse.ArgumentParser(add_help=False))
-    rows = []
+    rows, releases = [], _releases()
     for action in parser._actions:
+        name = action.option_strings[0]
         values = f"{{{','.join(action.choices)}}}" if action.choices else action.metavar
         takes_none = action.nargs == 0
-        flag = f"`{action.option_strings[0]}{'' if takes_none else f' {values or action.dest.upper()}'}`"
+        flag = f"`{name}{'' if takes_none else f' {values or action.dest.upper()}'}`"
         default = "off" if takes_none else "" if action.default in (None, ()) else f"`{action.default}`"
-        rows.append((flag, default, " ".join(str(action.help).split())))
+        status = (releases.get(name, "all"), RAN_ON.get(name, "CPUs"))
+        rows.append((flag, default, *status, " ".join(str(action.help).split())))
     return f"""# Flags
 
 As `pretrain_gpt.py --adaptra --help` shows them under `adaptra`. Made from the parser by `scripts/write_docs.py`.
+*Releases*: of megatron-core; *all* are `{SUPPORTED}`. *Ran on*: CPUs means over gloo; nothing has run on GPUs yet
+([status](versions.md#what-has-run-where)).
 
-{markdown_table(("flag", "default", "meaning"), rows)}
+{markdown_table(("flag", "default", "releases", "ran on", "meaning"), rows)}
 
-`ADAPTRA_DISABLE=1` in the environment leaves Megatron as it is, whatever the flags ([turning it off](enabling.md)).
+`ADAPTRA_DISABLE=1` in the environment leaves Megatron as it is, whatever the flags
+([turning it off](get_started.md#turn-it-off)).
 """
 
 
@@ -112,7 +141,8 @@ def schedules_page() -> str:
 
 Orders of actions that have names, for `adaptra simulate COSTS.json --schedule NAME`. Made by `scripts/write_docs.py`
 from `adaptra_megatron.schedule.registry.SCHEDULES`, [where to add one](extending.md#an-order-of-actions). The names
-`planned` and `online` stand for what the [planner](how_it_works.md) finds and for [online dispatch](online.md).
+`planned` and `online` stand for what the [planner](planner.md) finds and for [online
+dispatch](planner.md#online-dispatch).
 
 {markdown_table(("name", "per stage", "what it is", "made by"), rows)}
 """
@@ -155,6 +185,9 @@ FILES = {
     "docs/schedules.md": schedules_page,
     "docs/metrics.md": metrics_page,
     "docs/events.md": events_page,
+    "docs/cli.md": cli_page,
+    "docs/messages.md": messages_page,
+    "docs/environment.md": environment_page,
     "extras/events.schema.json": events_schema,
 }
 

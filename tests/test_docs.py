@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from build_site import menu
 from support.processes import REPOSITORY
+from write_docs import FILES
 
 DOCS = REPOSITORY / "docs"
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(DOCS.glob("*.md"))]
@@ -59,7 +60,7 @@ def test_the_menu_of_the_site_has_every_page_of_the_index() -> None:
     listed = {REPOSITORY / name for name in re.findall(r"- (\S+\.md)$", found, re.MULTILINE)}
     assert listed >= set(PAGES) - {DOCS / "README.md"}
     assert [line.strip() for line in found.splitlines() if line.endswith(":")] == [
-        "- To begin:", "- To use it well:", "- To know it exactly:", "- Measurements:",
+        "- To begin:", "- To operate it:", "- To look up:", "- To change it:", "- Measurements:",
     ]  # fmt: skip
 
 
@@ -138,3 +139,22 @@ def test_times_in_the_text_are_those_of_the_pictures() -> None:
     inputs = {"10 ms", "20 ms"}
     assert len(told) > 6
     assert told - inputs <= set(re.findall(r"\b\d+ ms", shown))
+
+
+MADE = re.compile(r"<!-- (?:\w+: )?made by .*?<!-- until here -->", re.DOTALL)
+GENERATED = {"cli", "environment", "events", "flags", "messages", "metrics", "patches", "schedules"}
+"""Pages that scripts/write_docs.py makes."""
+MOST_WORDS = 30_000
+
+
+def test_hand_written_pages_stay_short() -> None:
+    """Words of README, CONTRIBUTING, SECURITY and docs/, without what is made and without the list of changes."""
+    pages = [page for page in PAGES if page.stem not in {*GENERATED, "CHANGELOG"}]
+    written = {page.name: MADE.sub("", page.read_text()).split() for page in pages}
+    words = {name: sum(any(map(str.isalnum, word)) for word in text) for name, text in written.items()}
+    assert len(words) > 25
+    assert sum(words.values()) <= MOST_WORDS, sorted(words.items(), key=lambda each: -each[1])
+
+
+def test_generated_pages_are_those_that_the_script_makes() -> None:
+    assert {f"docs/{name}.md" for name in GENERATED} == {name for name in FILES if name.endswith(".md")}

@@ -43,12 +43,8 @@ class _PrintCompletion(argparse.Action):
         parser.exit()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: its own, or 0; 2 with one line on stderr for bad input.
-
-    With `--json` that line is a JSON object on stdout, {"error": ...}. Without a command: its help, and 0. 1 if stdout
-    was closed. Raises SystemExit for arguments that cannot be parsed, as argparse does.
-    """
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of `adaptra` with all commands, which docs/cli.md is made from."""
     parser: argparse.ArgumentParser = _Parser(
         prog="adaptra",
         description="Pipeline schedules for Megatron-core: plan, simulate, and check hosts, runs and transports.",
@@ -73,6 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trace.add_command(commands)
     status.add_command(commands)
     policy.add_command(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status: its own, or 0; 2 with one line on stderr for bad input.
+
+    With `--json` that line is a JSON object on stdout, {"error": ...}. Without a command: its help, and 0. 1 if stdout
+    was closed. Raises SystemExit for arguments that cannot be parsed, as argparse does.
+    """
+    parser = command_parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         options = parser.parse_args(given)

@@ -78,6 +78,6 @@ def _failed(transport: str, cause: str) -> Finding:
         subject=transport,
         level=Level.PROBLEM,
         text=f"two processes of this host could not exchange tensors: {cause}",
-        remedy="see transports above; docs/transport.md explains the error messages",
+        remedy="see transports above; docs/messages.md explains the error messages",
         details={"cause": cause},
     )
