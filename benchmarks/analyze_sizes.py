@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import uniform_costs
@@ -25,12 +25,17 @@ _OPERATOR = (
     '"Ev Idx": {0}}}}},\n'
 )
 _ANALYSE = (
-    "import sys\nfrom adaptra_megatron.cli.main import main\n"
+    "import resource, sys\nfrom adaptra_megatron.cli.main import main\n"
     "status = main(['analyze', *sys.argv[1:], '--json', '--no-progress'])\n"
     "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), file=sys.stderr)\n"
+    "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+    "print(used.ru_utime + used.ru_stime, file=sys.stderr)\n"
     "sys.exit(status)"
 )
-"""Says the most memory it had, in KB: what getrusage says is at least what the process that began it had."""
+"""Says the most memory it had, in KB (what getrusage says is at least what the process that began it had), and the
+seconds of a core that it took."""
+_ON_ONE_CORE = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+"""With one core it starts no processes, so that all work is in its own seconds."""
 
 
 def events(stages: int, micro_batches: int, replica: int = 0) -> dict[int, list[dict[str, Any]]]:
@@ -68,11 +73,23 @@ def large(path: Path, actions: list[dict[str, Any]], nbytes: int) -> None:
         file.write(",\n".join(map(json.dumps, actions)) + "]}\n")
 
 
-def taken(path: Path) -> tuple[float, float]:
-    """Seconds, and GB of the process itself."""
+class Taken(NamedTuple):
+    """What an analysis took."""
+
+    seconds: float
+    cpu_s: float
+    """Of the process itself."""
+    gbytes: float
+    """Of the process itself."""
+
+
+def taken(path: Path, before: str = "") -> Taken:
+    """What analysing `path` takes in a process that runs the code `before` first."""
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", _ANALYSE, str(path)], check=True, capture_output=True, text=True)
-    return time.perf_counter() - start, int(done.stderr.split()[-1]) / 1e6
+    command = [sys.executable, "-c", before + _ANALYSE, str(path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    kbytes, cpu_s = done.stderr.split()[-2:]
+    return Taken(time.perf_counter() - start, float(cpu_s), int(kbytes) / 1e6)
 
 
 def recordings(directory: Path) -> Iterator[tuple[str, Path]]:
@@ -98,14 +115,15 @@ def sizes() -> list[str]:
     lines = [
         "## Large recordings",
         "",
-        "On a machine of two cores, which other work shared. Of several large files, each is read by a process of its",
-        "own that takes as much memory as one file does; that of the command itself is here.",
+        "On a machine of two cores, which other work shared: so beside seconds stand those that one core computed,",
+        "where one process reads all files. Of several large files, each is read by a process of its own that takes as",
+        "much memory as one file does; that of the command itself is here.",
         "",
-        "| files | s | GB |",
-        "|---|---|---|",
+        "| files | s | s of a core | GB |",
+        "|---|---|---|---|",
     ]
     with tempfile.TemporaryDirectory() as directory:
         for name, path in recordings(Path(directory)):
-            seconds, gbytes = taken(path)
-            lines.append(f"| {name} | {seconds:.1f} | {gbytes:.2f} |")
+            found, alone = taken(path), taken(path, _ON_ONE_CORE)
+            lines.append(f"| {name} | {found.seconds:.1f} | {alone.cpu_s:.1f} | {found.gbytes:.2f} |")
     return [*lines, ""]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from adaptra_megatron.log import logger_of
+from adaptra_megatron.telemetry.regular_files import is_no_file
 
 logger = logger_of(__name__)
 
@@ -31,7 +32,7 @@ def take_policy(trace_directory: Path | str) -> str:
     """The policy that is asked for, and none from then on; "": none is. Never raises: what is no policy is logged."""
     file = policy_file(trace_directory)
     try:
-        if not file.is_file():  # a FIFO of this name would be waited for
+        if is_no_file(file):
             return ""
         with file.open("rb") as opened:
             found = opened.read(_MOST_NBYTES).decode(errors="replace").strip()

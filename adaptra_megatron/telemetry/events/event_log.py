@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 from adaptra_megatron.telemetry.background import BackgroundWriter
 from adaptra_megatron.telemetry.events.events import Event, EventError, RunStarted, Stamp, StampedEvent, decode, encode
+from adaptra_megatron.telemetry.regular_files import is_no_file
 
 FILE_PATTERN = "events-*.jsonl"
 MAX_NBYTES = 4 << 20
@@ -217,7 +218,7 @@ def read_events(directory: Path | str, damage: Callable[[Damage], object] | None
 
 def read_event_file(path: Path, damage: Callable[[Damage], object] | None = None) -> Iterator[StampedEvent]:
     """The events of one file, of all runs in it. `damage`, and what is raised: as `read_events`."""
-    if path.exists() and not path.is_file():  # a FIFO would be waited for
+    if is_no_file(path):
         problem = Damage(path, "is no file")
         if damage is None:
             raise EventLogError(str(problem))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from adaptra_megatron.telemetry.recordings.recording import RecordingError
+from adaptra_megatron.telemetry.regular_files import is_no_file
 
 MOST_NBYTES = 16 << 30
 """Of one file, after decompression."""
@@ -65,7 +66,7 @@ def head_of(path: Path) -> bytes:
 def opened(path: Path) -> IO[bytes]:
     """The file, decompressed if its first bytes say that it is compressed. Raises RecordingError for what is no file:
     it is read more than once."""
-    if path.exists() and not path.is_file():
+    if is_no_file(path):
         raise RecordingError(f"{path} is no file")
     with path.open("rb") as file:
         head = file.read(8)

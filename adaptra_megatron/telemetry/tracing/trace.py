@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TextIO
 
 from adaptra_megatron.telemetry.background import BackgroundWriter
 from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
+from adaptra_megatron.telemetry.regular_files import is_no_file
 
 FILE_VERSION = 1
 FILE_PATTERN = "rank-*.jsonl"
@@ -191,8 +192,8 @@ def read_trace_header(path: Path | str) -> TraceHeader:
 
 
 def _opened(path: Path) -> TextIO:
-    """Raises TraceError for what is no file, such as a FIFO, which would be waited for."""
-    if path.exists() and not path.is_file():
+    """Raises TraceError for what is no file."""
+    if is_no_file(path):
         raise TraceError(f"{path} is no file")
     return path.open(encoding="utf-8", errors="replace")
 
