@@ -73,6 +73,24 @@ def test_events_are_used_again(device: DeviceCalls, transfers: Transfers) -> Non
     assert device.library.events_made() - before <= 2
 
 
+@pytest.mark.parametrize(("looks", "stand"), [(0, False), (0, True), (3, False)])
+def test_a_message_asks_the_driver_and_nccl_no_more_than_it_must(
+    device: DeviceCalls, transfers: Transfers, looks: int, stand: bool
+) -> None:
+    """NCCL once more than it says that it launches, the device for the first message that may be under way."""
+    device.set("launch_looks", looks)
+    device.set("not_reached", -1 if stand else 0)
+    before = [device.get(name) for name in ("launches_asked", "events_asked")]
+    work = [begin(transfers, True, COMPUTE, 1.0) for _ in range(100)]
+    for each in work:
+        transfers.follow(each, COMPUTE, 60.0)
+    after = [device.get(name) for name in ("launches_asked", "events_asked")]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [100 * (looks + 1), 100]
+    assert device.noted() == "ClSL" * 100 + "c" * 100
+    transfers.free_done()
+    assert device.get("events_asked") - after[1] == int(stand)
+
+
 def test_bytes_are_held_until_the_device_is_through_with_them(device: DeviceCalls, transfers: Transfers) -> None:
     """And let go of with the next transfer, or when somebody asks; where the device has failed, never."""
     device.set("not_reached", -1)
