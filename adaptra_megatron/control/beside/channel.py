@@ -7,6 +7,7 @@ the end of the other process. No torch here: processes beside a rank import this
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
-from adaptra_megatron.authentication.socket_io import receive_exactly
+from adaptra_megatron.authentication.socket_io import receive_exactly, send_descriptor
+from adaptra_megatron.child_process import ChildProcess
 from adaptra_megatron.control.wire_format import Decoder, encoded
 
 _MOST_NBYTES = 1 << 26
@@ -90,6 +92,24 @@ class Messages(Generic[Said]):
             return self._decoders[name](message)
         except (ValueError, KeyError) as cause:
             raise ChannelEndedError(f"sent an invalid message: {cause}") from cause
+
+
+class Sidecar(ChildProcess):
+    """A process beside a rank that serves a listener of the rank's, and the channel of messages to it."""
+
+    def __init__(self, module: str, listener: socket.socket, begin: Message, timeout_s: float) -> None:
+        """Starts it, as ChildProcess says, with `begin` as its first message. `timeout_s`: of the channel."""
+        super().__init__(module, socket.SOCK_STREAM)
+        self.channel.settimeout(timeout_s)
+        with contextlib.suppress(OSError):  # it has ended: seen where the channel is used next
+            send_descriptor(self.channel, listener.fileno())
+            send(self.channel, begin)
+
+    def close(self) -> str:
+        """End it. Returns how it ended."""
+        with contextlib.suppress(OSError):  # it has ended by itself
+            self.channel.shutdown(socket.SHUT_RDWR)
+        return self.end(0.5)
 
 
 def _sizes(head: bytes) -> tuple[int, int]:

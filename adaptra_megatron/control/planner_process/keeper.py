@@ -13,10 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from adaptra_megatron.authentication.socket_io import send_descriptor
 from adaptra_megatron.backoff import Backoff
-from adaptra_megatron.child_process import ChildProcess
-from adaptra_megatron.control.beside.channel import ChannelClosedError, ChannelEndedError, send
+from adaptra_megatron.control.beside.channel import ChannelClosedError, ChannelEndedError, Sidecar, send
 from adaptra_megatron.control.beside.process import log_events, log_lines
 from adaptra_megatron.control.decisions import Decision, Routing, Told
 from adaptra_megatron.control.planner_process.messages import (
@@ -84,7 +82,7 @@ class PlannerKeeper:
         self._number, self._requests = number, requests
         self._wanted_policy = ""
         """Until it has been decided on."""
-        self._process: ChildProcess | None = None
+        self._process: Sidecar | None = None
         self._backoff, self._restart_s = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0.0
         self._closed = threading.Event()
         self._sending = threading.Lock()
@@ -188,24 +186,21 @@ class PlannerKeeper:
         """End the process. Safe to call twice."""
         self._closed.set()
         if (process := self._process) is not None:
-            with contextlib.suppress(OSError):  # it has ended by itself
-                process.channel.shutdown(socket.SHUT_RDWR)
-            process.end(0.5)
+            process.close()
         self._listener.close()
 
-    def _running(self) -> ChildProcess:
-        """Raises OSError, and ChannelEndedError if it ends at once or is to end."""
+    def _running(self) -> Sidecar:
+        """Raises OSError, and ChannelEndedError if it is to end."""
         if self._process is None:
             self._closed.wait(max(0.0, self._restart_s - time.monotonic()))
             if self._closed.is_set():
                 raise ChannelEndedError("is not needed any more")
             with self._sending:
-                self._process = ChildProcess("adaptra_megatron.control.planner_process.planner", socket.SOCK_STREAM)
-                self._process.channel.settimeout(self._patience_s)
                 level = logging.getLogger("adaptra_megatron").getEffectiveLevel()
                 running = replace(self._latest, order=self._order, routing=self._routing, forecast=None, told=None)
-                send_descriptor(self._process.channel, self._listener.fileno())
-                send(self._process.channel, replace(self._begin, log_level=level, running=running))
+                begin = replace(self._begin, log_level=level, running=running)
+                module = "adaptra_megatron.control.planner_process.planner"
+                self._process = Sidecar(module, self._listener, begin, self._patience_s)
         return self._process
 
     def _lost(self, cause: Exception) -> str:

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import select
 import socket
 import time
 from collections.abc import Callable
 
-from adaptra_megatron.authentication.socket_io import send_descriptor
-from adaptra_megatron.child_process import ChildProcess
-from adaptra_megatron.control.beside.channel import send
+from adaptra_megatron.control.beside.channel import Sidecar, send
 from adaptra_megatron.control.beside.process import log_events, log_lines
 from adaptra_megatron.control.rounds import Address
 from adaptra_megatron.control.stragglers.reports import FROM_JUDGE, Finish, JudgeBegin, Judged, Pace, Verdict
@@ -51,10 +48,8 @@ class JudgeKeeper:
             listener.listen(len(cells))  # all of them connect at once
             host, port = listener.getsockname()[:2]
             self.address = Address(str(host), int(port))
-            self._process = ChildProcess("adaptra_megatron.control.stragglers.judge_process", socket.SOCK_STREAM)
-            self._process.channel.settimeout(_PATIENCE_S)
-            send_descriptor(self._process.channel, listener.fileno())
-        send(self._process.channel, begin)
+            module = "adaptra_megatron.control.stragglers.judge_process"
+            self._process = Sidecar(module, listener, begin, _PATIENCE_S)
 
     def latest(self) -> Verdict | None:
         """What has been found since the last call, whose lines and events are logged; None if it has not looked.
@@ -77,9 +72,7 @@ class JudgeKeeper:
 
     def close(self) -> str:
         """End the process. Returns how it ended."""
-        with contextlib.suppress(OSError):  # it has ended by itself
-            self._process.channel.shutdown(socket.SHUT_RDWR)
-        return self._process.end(0.5)
+        return self._process.close()
 
     def _readable(self, timeout_s: float) -> bool:
         return bool(select.select([self._process.channel], [], [], timeout_s)[0])
