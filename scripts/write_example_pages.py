@@ -17,6 +17,7 @@ from support.made_up.runs import Iteration, write_events, write_replicas, write_
 from support.processes import REPOSITORY
 
 from adaptra_megatron.cli.main import main as adaptra
+from adaptra_megatron.reasons import reason_fields
 from adaptra_megatron.telemetry.events.events import (
     ArrivalsSeen,
     Event,
@@ -32,7 +33,7 @@ from adaptra_megatron.telemetry.events.events import (
     SwitchMeasured,
 )
 
-REASON = "a message of 4 MiB takes 2000 ms, before 0.5 ms; seen in nearly all messages of the iteration alike"
+REASON = "a message of 4 MiB takes 2000 ms, before 0.5 ms", ("; seen in nearly all messages of the iteration alike",)
 LOST = RanksLost(
     epoch=1,
     ranks={"rank 4 (stage 1 of replica 1 on node7)": "was ended by SIGKILL"},
@@ -70,7 +71,7 @@ def main(out: Path) -> int:
 
 def events() -> list[tuple[Event, int]]:
     """Events of a run that resumes after Megatron's iteration 500."""
-    found = {"before": "healthy", "after": "slow", "reason": REASON, "since_iteration": 8}
+    found = {"before": "healthy", "after": "slow", "since_iteration": 8, **reason_fields(REASON)}
     speeds = {
         f"{replica}.{stage}": 0.4 if (replica, stage) == (0, 1) else 1.0 for replica in (0, 1) for stage in (0, 1)
     }
@@ -81,7 +82,8 @@ def events() -> list[tuple[Event, int]]:
             PlanMade(
                 number=1,
                 adopted=True,
-                reason=f"link 0->1: slow since iteration 8, {REASON}",
+                **reason_fields(("link 0->1: slow since iteration ", 8, (", ", REASON))),
+                findings=1,
                 predicted_s=30.0,
                 current_predicted_s=40.0,
                 lower_bound_s=28.0,

@@ -153,6 +153,11 @@ class StragglerDetection:
     since_iteration: int | None = None
     """Iteration since which it is late nearly always."""
 
+    def describe(self) -> str:
+        """The replica and whom the others wait for, such as "replica 5 (stage 2, rank 21 on node7)"."""
+        place = "" if self.first_rank is None else f" (stage {self.stage}, rank {self.first_rank} on {self.host})"
+        return f"replica {self.replica}{place}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ArrivalsSeen:

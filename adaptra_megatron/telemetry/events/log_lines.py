@@ -195,8 +195,7 @@ class RunLog:
             self._ends[name] = ""
             return logging.INFO, f"{name} does not come last to gradient synchronisation any more: {event.reason}"
         self._ends[name] = f"{name} late{since}"
-        place = "" if event.first_rank is None else f" (stage {event.stage}, rank {event.first_rank} on {event.host})"
-        text = f"{name}{place} comes last to gradient synchronisation{since}, {event.reason}"
+        text = f"{event.describe()} comes last to gradient synchronisation{since}, {event.reason}"
         return logging.WARNING, f"{text}; {event.remedy}" if event.remedy else text
 
     def _plan_lines(self, events: Iterable[Event]) -> Iterator[str]:

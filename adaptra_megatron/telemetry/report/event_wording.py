@@ -98,8 +98,8 @@ def _state(event: LinkDetection | StageDetection) -> str:
 def _straggler_text(event: StragglerDetection) -> str:
     if event.after == "healthy":
         return f"Replica {event.replica} comes with the others again"
-    place = "" if event.first_rank is None else f" (stage {event.stage}, rank {event.first_rank} on {event.host})"
-    return f"Replica {event.replica}{place} {'still ' * (event.before == event.after)}comes last"
+    what = event.describe()
+    return f"{what[0].upper()}{what[1:]} {'still ' * (event.before == event.after)}comes last"
 
 
 def _plan_name(number: int) -> str:
