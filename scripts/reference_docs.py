@@ -12,6 +12,7 @@ from markdown_table import markdown_table
 
 from adaptra_megatron.cli.main import command_parser
 from adaptra_megatron.launch.arguments import launch_parser
+from adaptra_megatron.runtime.megatron.refusals import REFUSALS, SEEN_IN_ARGUMENTS, STAGGERING, SYNC_MODES
 
 TABLES = Path(__file__).resolve().parent / "reference"
 
@@ -98,4 +99,34 @@ Of every rank, unless it says otherwise; made by `scripts/write_docs.py` from `s
 ## Read by others, and worth knowing
 
 {markdown_table(("variable", "effect"), tables["others"])}
+"""
+
+
+def refusals_page() -> str:
+    """docs/refusals.md."""
+    always = [
+        (one.feature, "runs stock's schedule function" if one.by_order else "refused", one.reason)
+        for one in (*REFUSALS, *SEEN_IN_ARGUMENTS)
+    ]
+    staggering, sync_modes = (
+        markdown_table(("feature", "why, and what to do"), [(one.feature, one.reason) for one in table])
+        for table in (STAGGERING, SYNC_MODES)
+    )
+    return f"""# Refused features
+
+Refused at start, with exit status 2 where Megatron's arguments show it; made from
+`adaptra_megatron.runtime.megatron.refusals` by `scripts/write_docs.py`, which `adaptra check` applies, too. What
+is not here, and was tried: [versions.md](versions.md#features).
+
+## With `--adaptra`
+
+{markdown_table(("feature", "with policy `observe`", "why"), always)}
+
+## With `--adaptra-staggered-optimizer`
+
+{staggering}
+
+## With `--adaptra-sync-mode` other than `ssgd`
+
+{sync_modes}
 """

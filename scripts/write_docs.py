@@ -15,7 +15,7 @@ from pathlib import Path
 
 from event_docs import events_page, events_schema
 from markdown_table import markdown_table
-from reference_docs import cli_page, environment_page, messages_page
+from reference_docs import cli_page, environment_page, messages_page, refusals_page
 
 from adaptra_megatron.bootstrap import HOOKS
 from adaptra_megatron.config import add_adaptra_arguments
@@ -188,6 +188,7 @@ FILES = {
     "docs/cli.md": cli_page,
     "docs/messages.md": messages_page,
     "docs/environment.md": environment_page,
+    "docs/refusals.md": refusals_page,
     "extras/events.schema.json": events_schema,
 }
 

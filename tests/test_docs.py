@@ -142,9 +142,9 @@ def test_times_in_the_text_are_those_of_the_pictures() -> None:
 
 
 MADE = re.compile(r"<!-- (?:\w+: )?made by .*?<!-- until here -->", re.DOTALL)
-GENERATED = {"cli", "environment", "events", "flags", "messages", "metrics", "patches", "schedules"}
+GENERATED = {"cli", "environment", "events", "flags", "messages", "metrics", "patches", "refusals", "schedules"}
 """Pages that scripts/write_docs.py makes."""
-MOST_WORDS = 30_000
+MOST_WORDS = 23_100
 
 
 def test_hand_written_pages_stay_short() -> None:
