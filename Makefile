@@ -25,6 +25,9 @@ FUZZ ?=
 
 # What torch 2.8, 2.9 and 2.10, 2.11, and 2.12 come with, and the latest.
 NCCL := cu12==2.27.3 cu12==2.27.5 cu13==2.28.9 cu13==2.29.7 cu13==2.32.3
+# CUDA's runtime, and the package with the headers that it includes.
+CUDA_12 := nvidia-cuda-runtime-cu12==12.8.90 nvidia-cuda-nvcc-cu12==12.8.93
+CUDA_13 := nvidia-cuda-runtime==13.5.37 nvidia-cuda-crt==13.5.37
 
 # One stamp per step: a step is done again only if its list of requirements has changed.
 CREATED := $(VENV)/.adaptra-created
@@ -55,7 +58,7 @@ help:
 	@echo 'make bench-rdma  its throughput there, beside that of ib_write_bw'
 	@echo 'make megatron  the sources of Megatron-LM $(MEGATRON_LM_TAG), into $(MEGATRON_LM)'
 	@echo 'make test-dropin  its own pretrain_gpt.py with and without --adaptra (minutes)'
-	@echo 'make test-nccl  calls of NCCL against the libraries that torch comes with (fetches 1.5 GB)'
+	@echo 'make test-nccl  calls of NCCL and CUDA against the libraries that torch comes with (fetches 1.7 GB)'
 	@echo 'make test-versions  the same for every supported release (an hour; needs Python 3.11 and 3.12)'
 	@echo 'make docs     the pages and pictures of docs/ that are made from the code'
 	@echo 'make site     the pages as a site with search, in build/site/html (fetches MkDocs)'
@@ -130,7 +133,8 @@ test-dropin: megatron
 
 test-nccl: $(INSTALLED)
 	for nccl in $(NCCL); do \
-	  $(PIP) install --quiet --no-deps --upgrade --target build/nccl/$$nccl nvidia-nccl-$$nccl && \
+	  case $$nccl in cu12*) cuda="$(CUDA_12)";; *) cuda="$(CUDA_13)";; esac; \
+	  $(PIP) install --quiet --no-deps --upgrade --target build/nccl/$$nccl nvidia-nccl-$$nccl $$cuda && \
 	  NCCL_DIRECTORY=$(CURDIR)/build/nccl/$$nccl/nvidia/nccl $(BIN)/python -m pytest -q tests/transport/device_session/test_nccl_library.py || exit 1; \
 	done
 

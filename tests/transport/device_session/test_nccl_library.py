@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of NCCL, against the library and its header: `make test-nccl` fetches those that torch comes with.
+"""Calls of NCCL and of CUDA's runtime, against the libraries and their headers: `make test-nccl` fetches those that
+torch comes with.
 
-Without a GPU it makes no communicators, but it tells its version and its errors, makes unique ids, and refuses what is
-wrong. NCCL_DIRECTORY names another place than the package of this environment.
+Without a GPU NCCL makes no communicators, but it tells its version and its errors, makes unique ids, and refuses what
+is wrong; CUDA says that there is no driver. NCCL_DIRECTORY names another place than the package of this environment.
+CUDA's packages are looked for beside NCCL's.
 """
 
 from __future__ import annotations
@@ -12,10 +14,15 @@ import gc
 import importlib.util
 import os
 import subprocess
+import sysconfig
 from pathlib import Path
 
+import pybind11
 import pytest
+import torch
+from support.gpu.device_calls import LINK, DeviceCalls
 
+from adaptra_megatron.transport._device import DeviceCallError, Transfers
 from adaptra_megatron.transport.device_session.nccl_library import (
     UNDEFINED,
     UNIQUE_ID_NBYTES,
@@ -28,6 +35,7 @@ from adaptra_megatron.transport.device_session.nccl_library import (
     torch_nccl,
 )
 
+REPOSITORY = Path(__file__).parents[3]
 HEADER_CHECK = """
 #include <stddef.h>
 #include <stdio.h>
@@ -38,8 +46,6 @@ ncclResult_t (*version)(int*) = ncclGetVersion;
 ncclResult_t (*unique_id)(ncclUniqueId*) = ncclGetUniqueId;
 ncclResult_t (*init)(ncclComm_t*, int, ncclUniqueId, int, ncclConfig_t*) = ncclCommInitRankConfig;
 ncclResult_t (*state)(ncclComm_t, ncclResult_t*) = ncclCommGetAsyncError;
-ncclResult_t (*send)(const void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) = ncclSend;
-ncclResult_t (*receive)(void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) = ncclRecv;
 ncclResult_t (*finalize)(ncclComm_t) = ncclCommFinalize, (*destroy)(ncclComm_t) = ncclCommDestroy;
 ncclResult_t (*abort_)(ncclComm_t) = ncclCommAbort;
 const char* (*error)(ncclResult_t) = ncclGetErrorString;
@@ -75,7 +81,24 @@ def directory() -> Path:
 
 @pytest.fixture(scope="module")
 def library(directory: Path) -> NcclLibrary:
-    return NcclLibrary(ctypes.CDLL(str(directory / "lib/libnccl.so.2")))
+    return NcclLibrary(nccl_in(directory))
+
+
+@pytest.fixture(scope="module")
+def cuda(directory: Path) -> Path:
+    """Directory with the packages nvidia-cuda-runtime and what its headers include."""
+    if not list(directory.parent.rglob("crt/host_defines.h")):
+        pytest.skip("CUDA's headers are not beside NCCL: make test-nccl fetches them")
+    return directory.parent
+
+
+def nccl_in(directory: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(directory / "lib/libnccl.so.2"))
+
+
+def begin(transfers: Transfers, sends: bool) -> None:
+    tensor = torch.empty(8, dtype=torch.uint8)
+    transfers.begin(sends, tensor, tensor.data_ptr(), tensor.nbytes, None, 1.0)
 
 
 def test_functions_and_the_configuration_are_declared_as_they_are_called(directory: Path, tmp_path: Path) -> None:
@@ -100,6 +123,19 @@ def test_functions_and_the_configuration_are_declared_as_they_are_called(directo
     assert offsets.split() == ours
 
 
+def test_native_code_calls_functions_as_they_are_declared(cuda: Path, directory: Path, tmp_path: Path) -> None:
+    """Number and kind of arguments, and the constants of csrc/device and of gpu/cuda_device.py."""
+    for name in ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"):  # for device code, with headers of other packages
+        (tmp_path / name).write_text("#pragma once\n")
+    (tmp_path / "cuda_runtime.h").write_text("#include <cuda_runtime_api.h>\n")
+    found = {path.parent for path in cuda.rglob("cuda_runtime_api.h")}
+    found |= {path.parent.parent for path in cuda.rglob("crt/host_defines.h")}
+    ours = [REPOSITORY / "csrc/device", sysconfig.get_paths()["include"], pybind11.get_include()]
+    paths = [f"-I{each}" for each in (tmp_path, directory / "include", *sorted(found), *ours)]
+    source = REPOSITORY / "tests/support/gpu/declarations.cpp"
+    subprocess.run(["g++", "-std=c++17", "-fsyntax-only", "-w", *paths, str(source)], check=True)
+
+
 def test_the_library_tells_its_version_and_makes_unique_ids(library: NcclLibrary) -> None:
     assert library.version() >= 22703
     ids = [library.new_unique_id() for _ in range(3)]
@@ -107,16 +143,26 @@ def test_the_library_tells_its_version_and_makes_unique_ids(library: NcclLibrary
     assert {len(each) for each in ids} == {UNIQUE_ID_NBYTES}
 
 
-def test_what_nccl_refuses_is_an_error_in_its_words(library: NcclLibrary) -> None:
-    refused = {
-        "ncclSend failed: invalid argument": lambda: library.send(0, 0, 0, 1, 0),
-        "ncclRecv failed: invalid argument": lambda: library.receive(0, 0, 0, 1, 0),
-        "ncclCommGetAsyncError failed: invalid argument": lambda: library.in_progress(0),
-    }
-    for words, call in refused.items():
-        with pytest.raises(NcclError, match=words):
-            call()
+def test_what_nccl_refuses_is_an_error_in_its_words(directory: Path, library: NcclLibrary, tmp_path: Path) -> None:
+    with pytest.raises(NcclError, match="ncclCommGetAsyncError failed: invalid argument"):
+        library.in_progress(0)
     library.abort(0)
+    runtime = DeviceCalls(tmp_path).library  # one that has a device
+    transfers = NcclLibrary(nccl_in(directory), runtime).transfers(0, 0, LINK, 0)
+    for sends, words in ((True, "ncclSend failed: invalid argument"), (False, "ncclRecv failed: invalid argument")):
+        with pytest.raises(DeviceCallError, match=words):
+            begin(transfers, sends)
+
+
+def test_what_cuda_refuses_is_an_error_in_its_words(cuda: Path, directory: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("here it has a GPU")
+    runtime = ctypes.CDLL(str(next(iter(sorted(cuda.rglob("libcudart.so.*"))))))
+    transfers = NcclLibrary(nccl_in(directory), runtime).transfers(0, 0, LINK, 0)
+    with pytest.raises(
+        DeviceCallError, match="cudaGetDevice failed: (CUDA driver version is insufficient|no CUDA-cap)"
+    ):
+        begin(transfers, sends=True)
 
 
 def test_without_a_gpu_there_is_no_communicator(library: NcclLibrary) -> None:
