@@ -67,7 +67,10 @@ def settings_of_objects(root: Any) -> SimpleNamespace:
         inner: list[tuple[str, Any]] = []
         for place, each in level:
             is_later = any(part in _class_name(place, each) for part in APPLIED_LATER)
-            for name, value in _fields(each).items():
+            fields = _fields(each)
+            if "enabled" in fields and found.get(place) is None:  # as Bridge's `inprocess_restart`
+                found[place] = fields["enabled"]
+            for name, value in fields.items():
                 configurations = [
                     one for one in (value if isinstance(value, (list, tuple)) else [value]) if _fields(one)
                 ]

@@ -187,11 +187,22 @@ def test_what_is_applied_to_the_model_later_counts() -> None:
     assert prospects_of(settings_of_objects(document)).verdict == "refused"
 
 
+def test_scales_that_depend_on_how_chunks_alternate_are_told_of() -> None:
+    delayed = {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_compute_algo": "max", "fp8_amax_history_len": 1024}
+    job = {**PP, "virtual_pipeline_model_parallel_size": 2, "mixed_precision": delayed}
+    names = [feature.name for feature in prospects_of(settings_of_objects(job)).features]
+    assert "--fp8-amax-compute-algo max" in names
+    delayed["fp8_amax_compute_algo"] = "most_recent"
+    assert not any("amax" in feature.name for feature in prospects_of(settings_of_objects(job)).features)
+
+
 SPELLINGS: dict[str, tuple[dict[str, Any], str]] = {
     "flags as keys": ({"--cuda-graph-impl": "local"}, "refused"),
     "flags under a name": ({"MODEL_ARGS": {"--use-torch-fsdp2": True}}, "refused"),
     "words": ({"cuda_graph_impl": "None", "delay_wgrad_compute": "false"}, "starts"),
     "nothing": ({"cuda_graph_impl": False, "overlap_moe_expert_parallel_comm": None}, "starts"),
+    "a section that is on": ({"inprocess_restart": {"enabled": True}}, "refused"),
+    "a section that is off": ({"inprocess_restart": {"enabled": False}}, "starts"),
     "numbers as words": ({"num_layers": "8", "gtp_weight_remat_size": "2"}, "refused"),
     "turned off": ({"tp_comm_overlap": True, "tensor_model_parallel_size": 8, "no_tp_comm_bulk_wgrad": True}, "starts"),
 }

@@ -23,7 +23,7 @@ from adaptra_megatron.runtime.megatron.refusals import (
     refused_of,
     remedy_of,
 )
-from adaptra_megatron.runtime.megatron.state.random_draws import flags_drawn_in_other_order
+from adaptra_megatron.runtime.megatron.state.random_draws import flags_drawn_in_other_order, shares_amax_history
 from adaptra_megatron.transport.gpu.hardware_queues import CONNECTIONS, hardware_queues
 
 STARTS, LESS, REFUSED = "starts", "starts with less", "refused"
@@ -130,10 +130,14 @@ def _twice(settings: Any) -> list[Feature]:
 def _draws(settings: Any) -> list[Feature]:
     chunks = 2 if _has_chunks(settings) else 1
     reason = "random numbers are drawn in another order than stock's: equal in distribution, not bit for bit"
-    return [
+    found = [
         Feature(flag, "runs", reason, "--adaptra-policy observe keeps stock's order")
         for flag in flags_drawn_in_other_order(settings, chunks)
     ]
+    if shares_amax_history(settings, chunks):
+        reason = "scales depend on how chunks alternate: close to stock's, not bit for bit once the window is full"
+        found.append(Feature("--fp8-amax-compute-algo max", "runs", reason, "--fp8-amax-compute-algo most_recent"))
+    return found
 
 
 def _has_chunks(settings: Any) -> bool:
