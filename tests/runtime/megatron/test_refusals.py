@@ -20,7 +20,6 @@ from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.runtime.megatron import megatron_call
 from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
-from adaptra_megatron.runtime.megatron import megatron_call
 from adaptra_megatron.runtime.megatron.megatron_call import message_shape, pipeline_call, recomputed_spans, work_of
 from adaptra_megatron.runtime.megatron.refusals import (
     REFUSALS,
