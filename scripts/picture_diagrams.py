@@ -119,7 +119,7 @@ def loop(*, healthy_s: float, slow_s: float, planned_s: float) -> str:
 def processes() -> str:
     """Two stages on two hosts, what runs there, and what goes between them."""
     drawing = Drawing(560, "Training processes, delegates, the two paths between them, and the store")
-    store = ["the job's store (torch.distributed)", "measurements of all ranks, decisions of the leader"]
+    store = ["the job's store (torch.distributed)", "addresses, the job's secret, decisions of the leader"]
     drawing.box(300, 12, 830, 56, _STORE, store)
     for x, name, stage, leads in ((10.0, "host A", 0, True), (720.0, "host B", 1, False)):
         drawing.host(x, 100, 470, 440, name)
@@ -128,8 +128,8 @@ def processes() -> str:
         drawing.box(x + 36, 174, 190, 60, _TRAINING, ["training thread", "F, I, W in planned order"])
         drawing.box(x + 244, 174, 190, 60, _OURS, ["background threads", "times, clocks, exchange"])
         if leads:
-            drawing.box(x + 244, 248, 190, 60, _OURS, ["leader (rank 0 only)", "detector, paths, planner"])
-        drawing.box(x + 20, 456, 430, 66, _PLAIN, ["delegate process", "no torch, no GPU; may die, is replaced"])
+            drawing.box(x + 244, 248, 190, 60, _OURS, ["leader (rank 0 only)", "and its planner process"])
+        drawing.box(x + 20, 456, 430, 66, _PLAIN, ["delegate process", "no torch, no GPU; replaced if it fails"])
         drawing.box(x + 36, 362, 398, 50, _STORE, ["rings in shared memory", "one each way, 16 slots of 512 KiB"])
         drawing.arrow([(x + 130, 234), (x + 130, 362)], both_ways=True)
         drawing.arrow([(x + 130, 412), (x + 130, 456)], both_ways=True)

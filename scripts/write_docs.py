@@ -24,7 +24,7 @@ from adaptra_megatron.telemetry.figures.exported import METRICS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-PATCHES_HEAD = """# What is changed in Megatron
+PATCHES_HEAD = """# Changes in Megatron
 
 All of it, made from the tables in the code by `scripts/write_docs.py`. Nothing of Megatron's files is edited. Without
 `--adaptra` none of this happens; `.undo()` of what `adaptra_megatron.patches.enable` returns puts everything back.
@@ -76,7 +76,7 @@ its replacement relies on:
 
 {patches}
 
-## What differs between releases
+## Differences between releases
 Told apart by what is there, in one module (`adaptra_megatron/runtime/megatron/compat.py`), never by the version:
 
 {differences}
@@ -122,7 +122,7 @@ def flags_page() -> str:
 
 As `pretrain_gpt.py --adaptra --help` shows them under `adaptra`. Made from the parser by `scripts/write_docs.py`.
 *Releases*: of megatron-core; *all* are `{SUPPORTED}`. *Ran on*: CPUs means over gloo; nothing has run on GPUs yet
-([status](versions.md#what-has-run-where)).
+([status](versions.md#hardware-status)).
 
 {markdown_table(("flag", "default", "releases", "ran on", "meaning"), rows)}
 
