@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of the package's own beside a training process, and the channel to it; and children that scripts fork."""
+"""A sidecar process of a training process, and the channel to it; and children that scripts fork."""
 
 from __future__ import annotations
 

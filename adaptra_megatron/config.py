@@ -267,15 +267,15 @@ class AdaptraConfig:
     @property
     def watches_stragglers(self) -> bool:
         """Return whether it is measured which replica comes last: in jobs whose replicas wait for all others."""
-        return self.straggler_monitor == "on" and self.sync_mode == "ssgd" and not self.outlives_ranks
+        return self.straggler_monitor == "on" and self.sync_mode == "ssgd" and not self.is_fault_tolerant
 
     @property
-    def outlives_ranks(self) -> bool:
+    def is_fault_tolerant(self) -> bool:
         """Return whether training goes on without ranks that have died."""
         return self.reroute in ("failures", "all")
 
     def __post_init__(self) -> None:
-        from adaptra_megatron.given import check_given
+        from adaptra_megatron.given import validate_files
 
         for option in OPTIONS:
             value = getattr(self, option.name)
@@ -287,7 +287,7 @@ class AdaptraConfig:
                 given = value != option.default if rule.values is None else value in rule.values
                 if given and not rule.needs(self):
                     raise ConfigError(f"{_flag(option)} {_shown(value)} {rule.says.format_map(vars(self))}")
-        check_given(self)
+        validate_files(self)
 
 
 _OF_HOSTS = ("rnics", "interface", "port_range", "prometheus_port", "prometheus_address", "trace_dir")
@@ -325,8 +325,8 @@ RULES = (
     ),
     Rule(
         ("gradient_sync",),
-        lambda config: not config.outlives_ranks,
-        "sums up over groups that do not outlive their ranks, but --adaptra-reroute {reroute} is for jobs that do; "
+        lambda config: not config.is_fault_tolerant,
+        "sums up over groups that do not survive rank failures, but --adaptra-reroute {reroute} is for jobs that do; "
         "drop one of the two",
     ),
     Rule(
@@ -359,8 +359,8 @@ RULES = (
     Rule(
         ("reroute",),
         lambda config: not config.staggered_optimizer,
-        "has not been tried with steps that are taken back, and where ranks are outlived all agree on each iteration's "
-        "end, which --adaptra-staggered-optimizer would not wait for; drop one of the two",
+        "has not been tried with steps that are taken back, and where training survives rank failures all agree on "
+        "each iteration's end, which --adaptra-staggered-optimizer would not wait for; drop one of the two",
     ),
     Rule(("dispatch",), lambda config: config.policy == "adapt", _ORDER, values=("online",)),
     Rule(

@@ -129,7 +129,7 @@ class Enabling:
         too_old = what_is_too_old()
         if too_old is not None:
             refuse(parser.prog, too_old)
-        from adaptra_megatron.given import check_given
+        from adaptra_megatron.given import validate_files
         from adaptra_megatron.patches import PatchError, enable
         from adaptra_megatron.runtime.megatron.refusals import (
             UnsupportedFeatureError,
@@ -139,7 +139,7 @@ class Enabling:
         )
 
         try:
-            check_given(config, pipeline_stages(arguments))
+            validate_files(config, pipeline_stages(arguments))
             refuse_arguments(arguments)
             if config.staggered_optimizer:
                 refuse_for_staggering(arguments)

@@ -25,7 +25,7 @@ _COMMUNICATOR_RANGES = {"min_ctas": (1, 2**31 - 1), "max_ctas": (1, 2**31 - 1), 
 """As NCCL takes them."""
 
 
-def check_given(config: AdaptraConfig, stages: int | None = None) -> None:
+def validate_files(config: AdaptraConfig, stages: int | None = None) -> None:
     """Raise ConfigError unless `config` names what can be used: by a pipeline of `stages`, or by any (None)."""
     if config.plan_csv is not None:
         read_plan(config.plan_csv, stages=stages, max_in_flight=config.max_in_flight)

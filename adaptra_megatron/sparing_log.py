@@ -12,7 +12,7 @@ MOST_IN_A_ROW = 5
 LONG_S = 60.0
 
 
-class SparingLog:
+class RateLimitedLog:
     """Lines of one kind: the first few, and from then on one a minute, which says how many were left out."""
 
     def __init__(self, logger: PackageLogger, most_in_a_row: int = MOST_IN_A_ROW) -> None:

@@ -25,7 +25,7 @@ from statistics import median
 
 from adaptra_megatron.control.control_loop import DELAY
 from adaptra_megatron.emulation.faults.network.link_faults import LinkFault
-from adaptra_megatron.emulation.faults.network.link_story import LinkStory
+from adaptra_megatron.emulation.faults.network.link_story import LinkFaultScenario
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, run_variants
 from adaptra_megatron.schedule.bounds import lower_bound
@@ -130,7 +130,7 @@ CHANGES_ITERATIONS = 89
 def changes(server: ForkServer, directory: Path) -> str:
     """Every spell by itself, from health to health."""
     faults = tuple(fault for spell in SPELLS for fault in spell.faults())
-    LinkStory(iterations=CHANGES_ITERATIONS, spells=faults).write(directory / "story.json")
+    LinkFaultScenario(iterations=CHANGES_ITERATIONS, spells=faults).write(directory / "story.json")
     variant = Variant(
         "adaptra",
         adapting(CLUSTER, CHANGES_ITERATIONS, directory / "run", "--emulate-link-story", str(directory / "story.json")),

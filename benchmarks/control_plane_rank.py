@@ -21,10 +21,10 @@ from torch.distributed import TCPStore
 from adaptra_megatron.control.control_loop import PlanExchange, exchange_place
 from adaptra_megatron.control.decision_reader import decision_key
 from adaptra_megatron.control.decision_writer import DELAY
-from adaptra_megatron.control.decisions import Told
+from adaptra_megatron.control.decisions import TelemetrySection
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
 from adaptra_megatron.control.order.plans import Layout
-from adaptra_megatron.control.planner_process.keeper import PlannerKeeper
+from adaptra_megatron.control.planner_process.keeper import PlannerClient
 from adaptra_megatron.control.planner_process.messages import Begin
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import Introduction, JobLayout, layout_of
@@ -130,7 +130,7 @@ def rank(port: int, lanes: int, stages: int, number: int) -> None:
             log_level=0,
         )
         listener, _address = listen_tcp("127.0.0.1")
-        planner = PlannerKeeper(begin, listener, Silent(), lambda: 0, Told)
+        planner = PlannerClient(begin, listener, Silent(), lambda: 0, TelemetrySection)
     exchange = PlanExchange(control, job, planner, 60.0)
     lane, stage = job.workers[job.rank].lane, job.cell.stage
     records, times = recorded(stage, stages)

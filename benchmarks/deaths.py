@@ -23,7 +23,7 @@ from statistics import fmean, median
 
 import torch
 
-from adaptra_megatron.emulation.jobs.outlived import run_outlived
+from adaptra_megatron.emulation.jobs.outlived import run_with_failures
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, uniform_costs
 from adaptra_megatron.schedule.routing.costs import Cell, RoutedCosts
@@ -225,7 +225,9 @@ def train(action_ms: int, dead: Cell | None, directory: Path) -> tuple[list[floa
     ).split()
     arguments += [] if rank is None else ["--emulate-death", f"{rank}:{DIES_IN}:7"]
     script = str(RESULTS.parents[1] / "scripts" / "train_gpt.py")
-    results = run_outlived(REPLICAS * STAGES, [script, *arguments], timeout_s=600, log_directory=directory / "logs")
+    results = run_with_failures(
+        REPLICAS * STAGES, [script, *arguments], timeout_s=600, log_directory=directory / "logs"
+    )
     wrong = [each.rank for each in results if each.returncode and each.rank != rank]
     assert not wrong, f"ranks {wrong} failed: {results[wrong[0]].output[-2000:]}"
     dumps = [torch.load(path, weights_only=True)["spans"] for path in sorted(directory.glob("rank*.pt"))]

@@ -49,7 +49,7 @@ class EmulatedWire:
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
         """As that of the backend, once the link has carried it."""
         self._free_s = max(self._free_s, time.monotonic()) + self._wire.rounds_s(1, 1, tensors[0].nbytes)
-        return Sent(self._link.submit(self._arrive, self._free_s, tensors, peer, tag))
+        return SentCount(self._link.submit(self._arrive, self._free_s, tensors, peer, tag))
 
     def _arrive(self, arrival_s: float, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> None:
         time.sleep(max(0.0, arrival_s - time.monotonic()))
@@ -68,7 +68,7 @@ class EmulatedWire:
         return self._backend.allgather(found, own)
 
 
-class Sent(NamedTuple):
+class SentCount(NamedTuple):
     """What is waited for."""
 
     future: Future[None]

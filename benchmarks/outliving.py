@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of being able to outlive ranks while none dies, with and without the distributed optimizer; and what a plan
-saves for a link that turns slow once a rank that had died is back.
+"""Cost of being able to survive failures ranks while none dies, with and without the distributed optimizer; and what a
+plan saves for a link that turns slow once a rank that had died is back.
 
     python benchmarks/outliving.py [--rounds 5] [--action-ms 20]
 
 Trainings in real processes, compute emulated by sleeping, once with `--adaptra-reroute stragglers` and once with
-`--adaptra-reroute all`, which adds attempts, commits, counts of micro-batches and groups that outlive their members; in
-pairs, in one order and the other; and what the counts alone add. Then trainings in which a rank dies and comes back,
-and a link turns slow on both paths. Writes benchmarks/results/outliving.md.
+`--adaptra-reroute all`, which adds attempts, commits, counts of micro-batches and groups that survive failures of
+their members; in pairs, in one order and the other; and what the counts alone add. Then trainings in which a rank dies
+and comes back, and a link turns slow on both paths. Writes benchmarks/results/outliving.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.launch import BRIEF_LOOKUPS, run_ranks
-from adaptra_megatron.emulation.jobs.outlived import Host, run_outlived
+from adaptra_megatron.emulation.jobs.outlived import Host, run_with_failures
 
 ROOT = Path(__file__).resolve().parents[1]
 REPLICAS, STAGES, MICRO_BATCHES, ITERATIONS, FIRST = 2, 2, 8, 24, 6
@@ -55,7 +55,9 @@ def _times(arguments: str, directory: Path, server: ForkServer, *, restarts: int
     """Seconds of the iterations of each rank."""
     argv, size = [str(ROOT / "scripts" / "train_gpt.py"), *arguments.split()], REPLICAS * STAGES
     host = Host(size, restarts=restarts)
-    results = run_outlived(size, argv, timeout_s=LIMIT_S, log_directory=directory / "logs", server=server, host=host)
+    results = run_with_failures(
+        size, argv, timeout_s=LIMIT_S, log_directory=directory / "logs", server=server, host=host
+    )
     assert not any(each.returncode for each in results), results[0].output[-2000:]
     return [torch.load(path, weights_only=True)["times"] for path in sorted(directory.glob("rank*.pt"))]
 
@@ -77,7 +79,7 @@ def after_return_s(action_ms: int, server: ForkServer) -> tuple[float, float]:
 
 def table(rounds: int, action_ms: int, server: ForkServer) -> list[str]:
     """Lines of the page's table."""
-    lines = ["| | iteration, s | able to outlive, s | ratio (median) | ratios |", "|---|---|---|---|---|"]
+    lines = ["| | iteration, s | able to survive failures, s | ratio (median) | ratios |", "|---|---|---|---|---|"]
     for name, flags in CASES.items():
         without, able = list[float](), list[float]()
         for number in range(rounds):
@@ -116,7 +118,7 @@ def main() -> None:
         returns = [after_return_s(arguments.action_ms, server) for _ in range(arguments.rounds)]
     pairs = ", ".join(f"{before:.2f} and {after:.2f}" for before, after in returns)
     lines = [
-        "# Cost of being able to outlive ranks, while none dies",
+        "# Cost of being able to survive failures ranks, while none dies",
         "",
         "Written by `python benchmarks/outliving.py`.",
         "",

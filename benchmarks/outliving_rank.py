@@ -39,9 +39,9 @@ def iterate(model: Any, conservation: Any, call: Any) -> tuple[float, float]:
 
 
 def main(width: int, micro_batches: int, *, sharded: bool) -> None:
-    from adaptra_megatron.epochs.live_groups import LiveGroups
+    from adaptra_megatron.epochs.live_groups import FaultTolerantGroups
 
-    LiveGroups().install()
+    FaultTolerantGroups().install()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     install()
     from megatron.core import parallel_state

@@ -97,7 +97,7 @@ def everything_measured(deciding: Spent, training: Spent) -> Iterator[None]:
     its marks around actions and its notes of messages are too short to be timed here."""
     with Replaced(
         [
-            deciding.timed(keeper.PlannerKeeper, "decide"),
+            deciding.timed(keeper.PlannerClient, "decide"),
             training.timed(executor.PipelineExecutor, "_records"),
             training.timed(measuring.Measuring, "hand_in"),
             training.timed(control_loop.PlanExchange, "decision"),

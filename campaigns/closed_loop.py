@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from adaptra_megatron.emulation.faults.network.link_story import LinkStory, random_story
+from adaptra_megatron.emulation.faults.network.link_story import LinkFaultScenario, random_story
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer, ForkServerError
 from adaptra_megatron.emulation.jobs.launch import Echo, LaunchError
 from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, run_variants
@@ -66,7 +66,7 @@ class Campaign:
         firsts = range(0, self.pipelines, self.tensor_parallel)
         return [[at + first + lane for at in of_stages for lane in range(self.tensor_parallel)] for first in firsts]
 
-    def story(self) -> LinkStory:
+    def story(self) -> LinkFaultScenario:
         """What happens."""
         return random_story(
             self.seed,
@@ -102,7 +102,7 @@ class Campaign:
 class CampaignReport:
     """What came out of it."""
 
-    story: LinkStory
+    story: LinkFaultScenario
     stock: VariantReport
     ours: VariantReport
     events: list[StampedEvent]
@@ -160,7 +160,7 @@ def run_campaign(
     return CampaignReport(story, stock, ours, events, busy, problems)
 
 
-def _not_struck(campaign: Campaign, story: LinkStory, ours: VariantReport) -> list[str]:
+def _not_struck(campaign: Campaign, story: LinkFaultScenario, ours: VariantReport) -> list[str]:
     """Proof that the story took place."""
     links = {f"{fault.source}>{fault.target}" for fault in story.faults}
     problems = [f"no message over {link} was delayed" for link in sorted(links) if not ours.links_struck.get(link)]

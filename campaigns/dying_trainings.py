@@ -18,7 +18,7 @@ import torch
 
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.launch import RankResult
-from adaptra_megatron.emulation.jobs.outlived import Host, run_outlived
+from adaptra_megatron.emulation.jobs.outlived import Host, run_with_failures
 from adaptra_megatron.emulation.results import ResultsDifferError, fingerprint, relative_distances
 
 TRAIN_GPT = str(Path(__file__).parents[1] / "scripts/train_gpt.py")
@@ -146,7 +146,7 @@ def train(
     that hangs."""
     waits = (word for iteration in back for word in ("--emulate-wait-for-arrivals", str(iteration)))
     argv = [TRAIN_GPT, *layout.arguments(directory, deaths, late), *waits]
-    return run_outlived(
+    return run_with_failures(
         layout.world_size,
         argv,
         timeout_s=LONGEST_S,

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from adaptra_megatron.emulation.faults.network.link_story import FIRST_TURN, Direction, LinkStory, Turn, direction_of
+from adaptra_megatron.emulation.faults.network.link_story import (
+    FIRST_TURN,
+    Direction,
+    LinkFaultScenario,
+    Turn,
+    direction_of,
+)
 from adaptra_megatron.telemetry.events.events import (
     LinkDetection,
     PathChosen,
@@ -53,7 +59,7 @@ class Said:
 
 
 def check_story(
-    story: LinkStory, events: Sequence[StampedEvent], busy: Collection[int] = (), late_s: Sequence[float] = ()
+    story: LinkFaultScenario, events: Sequence[StampedEvent], busy: Collection[int] = (), late_s: Sequence[float] = ()
 ) -> list[str]:
     """What is wrong with the log of a run of `story`, one line each; empty if nothing is.
 
@@ -151,7 +157,7 @@ def _disagreement(plans: Sequence[Sequence[Sequence[Any]]], events: Sequence[Sta
     return problems
 
 
-def _missed(turn: Turn, story: LinkStory, said: Iterable[Said]) -> str | None:
+def _missed(turn: Turn, story: LinkFaultScenario, said: Iterable[Said]) -> str | None:
     """Why `turn` was not found, in words; None if it was, or if the run ended too soon.
 
     Every turn is one of the device path, which is always measured: by messages or, while these go another way, probes.
@@ -169,7 +175,7 @@ def _missed(turn: Turn, story: LinkStory, said: Iterable[Said]) -> str | None:
     return f"missed: {turn}; by iteration {limit} the link is said to be {state}"
 
 
-def _happened(said: Said, story: LinkStory) -> bool:
+def _happened(said: Said, story: LinkFaultScenario) -> bool:
     """Return whether the path was as it is said to be from about then on; one that is slow must have turned about then.
 
     But for the host path, which is measured now and then: it may be found to be slow later.

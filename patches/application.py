@@ -28,7 +28,7 @@ from adaptra_megatron.log import is_first_rank, logger_of
 from adaptra_megatron.torch_release import what_is_too_old
 
 if TYPE_CHECKING:
-    from adaptra_megatron.epochs.live_groups import LiveGroups
+    from adaptra_megatron.epochs.live_groups import FaultTolerantGroups
     from adaptra_megatron.runtime.runtime import AdaptraRuntime, Decorate
 
 logger = logger_of(__name__)
@@ -37,7 +37,7 @@ PATCHES: tuple[Patch, ...] = SCHEDULE_PATCHES + LINEAR_PATCHES + TIMER_PATCHES
 """Everything that is changed in Megatron, in the order in which it is applied."""
 
 OUTLIVING_PATCHES: tuple[Patch, ...] = OPTIMIZER_PATCHES + COUNT_PATCHES + STARTING_PATCHES
-"""What is changed as well where training outlives its ranks."""
+"""What is changed as well where training survives rank failures."""
 
 _MARK = "adaptra_applied"
 
@@ -102,7 +102,7 @@ def _importers(owner: Any, name: str, value: Any) -> list[ModuleType]:
 
 
 def enable(
-    config: AdaptraConfig, *, decorate: Decorate | None = None, groups: LiveGroups | None = None
+    config: AdaptraConfig, *, decorate: Decorate | None = None, groups: FaultTolerantGroups | None = None
 ) -> AppliedPatches:
     """Patch Megatron for `config`; the result's `undo()` puts everything back.
 
@@ -114,7 +114,7 @@ def enable(
     if config.policy == "off":
         return AppliedPatches(config, None)
     optional = (
-        *(OUTLIVING_PATCHES if config.outlives_ranks else ()),
+        *(OUTLIVING_PATCHES if config.is_fault_tolerant else ()),
         *(GRADIENT_PATCHES if config.gradient_sync != "stock" else ()),
         *(UPDATE_PATCHES if config.sync_mode != "ssgd" else ()),
         *(STAGGERING_PATCHES if config.staggered_optimizer else ()),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of Megatron's distributed optimizers, for training that outlives its ranks."""
+"""Patches of Megatron's distributed optimizers, for training that survives rank failures."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_slurm_starts_one_launcher_per_node(given: dict[str, str], starts: list[
     assert command[:3] == starts
     args = launch_parser().parse_args(command[2 if starts[0] == "adaptra" else 1 :])
     assert args.no_kill == outlives
-    assert config_in(args.training_script_args).outlives_ranks == outlives
+    assert config_in(args.training_script_args).is_fault_tolerant == outlives
     if starts[0] == "torchrun":
         assert args.rdzv_endpoint == "node7:29400"
     assert words[-1] == "secret=600"

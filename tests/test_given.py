@@ -12,7 +12,7 @@ import pytest
 from adaptra_megatron import given
 from adaptra_megatron.config import AdaptraConfig, ConfigError
 from adaptra_megatron.enabling import Enabling
-from adaptra_megatron.given import check_given, communicators_from
+from adaptra_megatron.given import communicators_from, validate_files
 
 COSTS = {"stages": 2, "micro_batches": 4, "forward_s": 1.0, "backward_input_s": 1.0, "backward_weight_s": 1.0}
 HUGE = 10**400
@@ -36,14 +36,14 @@ def test_damaged_costs_are_refused(change: dict[str, object], said: str, tmp_pat
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({**COSTS, **change}))
     with pytest.raises(ConfigError, match=f"--adaptra-costs {file}: {said}"):
-        check_given(AdaptraConfig(costs_json=file, host_transport="off"))
+        validate_files(AdaptraConfig(costs_json=file, host_transport="off"))
 
 
 def test_a_number_of_thousands_of_digits_is_no_costs(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(COSTS).replace("1.0", "1" * 5000))
     with pytest.raises(ConfigError, match=f"--adaptra-costs {file} is not valid JSON: "):
-        check_given(AdaptraConfig(costs_json=file, host_transport="off"))
+        validate_files(AdaptraConfig(costs_json=file, host_transport="off"))
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_damaged_settings_of_communicators_are_refused(text: str, said: str, tmp
 def test_a_file_of_another_size_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "plan.csv"
     file.write_text("0F0,0B0\n")
-    check_given(AdaptraConfig(plan_csv=file))
+    validate_files(AdaptraConfig(plan_csv=file))
     monkeypatch.setattr(given, "_MOST_NBYTES", 4)
     with pytest.raises(ConfigError, match=f"--adaptra-plan-csv {file} is larger than"):
-        check_given(AdaptraConfig(plan_csv=file))
+        validate_files(AdaptraConfig(plan_csv=file))
 
 
 def test_what_stands_in_a_file_makes_no_more_than_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from adaptra_megatron.authentication import handshake
 from adaptra_megatron.authentication.handshake import HandshakeError, Purpose, Refusal
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.sparing_log import SparingLog
+from adaptra_megatron.sparing_log import RateLimitedLog
 
 logger = logger_of(__name__)
 
@@ -43,7 +43,7 @@ class Acceptor:
         """With their sources."""
         self._proven: set[asyncio.Task[None]] = set()
         self._listening: list[asyncio.Task[None]] = []
-        self._failures = SparingLog(logger)
+        self._failures = RateLimitedLog(logger)
 
     def listen(self, listener: socket.socket) -> None:
         """Accept on a listening socket until `close`."""

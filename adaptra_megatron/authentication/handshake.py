@@ -6,9 +6,9 @@
                                       <- answer: purpose of the connection, nonce, HMAC over all so far
     confirmation: HMAC over all so far ->
 
-All three have a fixed size: a stranger can make neither side allocate, and learns nothing that answers another
-challenge (each proof covers both nonces, and each side's proof has a label of its own). What follows on the connection
-is not encrypted, as NCCL's traffic is not. No torch here: the delegate imports this.
+All three have a fixed size: an unauthenticated peer can make neither side allocate, and learns nothing that answers
+another challenge (each proof covers both nonces, and each side's proof has a label of its own). What follows on the
+connection is not encrypted, as NCCL's traffic is not. No torch here: the delegate imports this.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ANSWER_NBYTES = _PURPOSE.size + NONCE_NBYTES + _PROOF_NBYTES
 
 
 class Refusal(enum.Enum):
-    """Why a connection was not let in."""
+    """Why a connection was not admitted."""
 
     JUNK = "junk"
     """What came is no handshake of ours."""

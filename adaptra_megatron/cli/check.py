@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 from adaptra_megatron.cli.planning.inputs import InputError
 from adaptra_megatron.config import ConfigError, add_adaptra_arguments, config_from_arguments
-from adaptra_megatron.given import check_given
+from adaptra_megatron.given import validate_files
 from adaptra_megatron.job_settings import check_numbers, settings_of_command_line, settings_of_objects
 from adaptra_megatron.runtime.megatron.prospects import REFUSED, Feature, Prospects, counts, prospects_of
 from adaptra_megatron.runtime.megatron.refusals import pipeline_stages
@@ -153,7 +153,7 @@ def _with_our_flags(settings: SimpleNamespace, words: Sequence[str]) -> SimpleNa
     add_adaptra_arguments(parser)
     try:
         ours, _others = parser.parse_known_args(words)
-        check_given(config_from_arguments(ours), pipeline_stages(settings))
+        validate_files(config_from_arguments(ours), pipeline_stages(settings))
     except (ConfigError, argparse.ArgumentError) as error:
         raise InputError(str(error)) from error
     vars(settings).update(vars(ours))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`adaptra launch`: torchrun's flags, for a job that may outlive some of its ranks."""
+"""`adaptra launch`: torchrun's flags, for a job that may survive failures of some of its ranks."""
 
 from __future__ import annotations
 

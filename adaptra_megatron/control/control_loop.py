@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings measurements of a replica's ranks to one of them, and its decisions back to all, beside the training.
+"""Brings measurements of a replica's ranks to one of them, and its decisions back to all, concurrently with training.
 
 Measurements go to the leader's planner process, over connections of their own; decisions go into the job's own store,
 and back over these connections, so that few ranks need to look there. All of it is done in background threads. What was
@@ -16,7 +16,7 @@ import threading
 from adaptra_megatron.control.decision_reader import DecisionReader
 from adaptra_megatron.control.decision_writer import DELAY, DecisionWriter
 from adaptra_megatron.control.decisions import Decision
-from adaptra_megatron.control.leading import Leading, Planner
+from adaptra_megatron.control.leading import DecisionPublisher, Planner
 from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
@@ -71,10 +71,10 @@ class PlanExchange:
         """The first iteration that can be decided on."""
         self._latest, self._lost = Decision(0), False
         place = exchange_place(layout)
-        self._role: Leading | DecisionReader
+        self._role: DecisionPublisher | DecisionReader
         self._decisions: DecisionWriter | DecisionReader
         if planner is not None:
-            self._role = Leading(layout, planner, control, place, first)
+            self._role = DecisionPublisher(layout, planner, control, place, first)
             self._decisions = self._role.decisions
         else:
             self._role = self._decisions = DecisionReader(control, place, layout, timeout_s)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A following rank's end of the exchange, beside its training, which never asks the job's store for anything itself."""
+"""A following rank's end of the exchange, in a thread of its own, which never asks the job's store for anything
+itself."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def order_key(number: int, cell: str) -> str:
     return f"routed/{number}/{cell}"
 
 
-class Looks:
+class PollSchedule:
     """Moments at which to look again for what is not in the store yet."""
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ class DecisionReader:
         """Iteration whose decision the training waits for."""
         self._earliest = 0
         """First iteration whose decision may still be needed."""
-        self._looks = Looks()
+        self._looks = PollSchedule()
         self._address: Address | None = None
         """Address of the planner process, once the leading rank has told it."""
         self._measured = False

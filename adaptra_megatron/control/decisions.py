@@ -132,7 +132,7 @@ class PackedFigures:
 
 
 @dataclass(frozen=True)
-class Told(Section):
+class TelemetrySection(Section):
     """Section for telemetry."""
 
     requests: tuple[Iterations, ...] = ()
@@ -142,9 +142,9 @@ class Told(Section):
     policy: str = ""
     """From this iteration on: "adapt", "observe" or "off"; empty: as before."""
 
-    def then(self, later: Told) -> Told:
+    def then(self, later: TelemetrySection) -> TelemetrySection:
         """No request is lost."""
-        return Told(self.requests + later.requests, later.job, later.policy or self.policy)
+        return TelemetrySection(self.requests + later.requests, later.job, later.policy or self.policy)
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Decision:
     forecast: Forecast | None = None
     paths: Paths | None = None
     routing: Routing | None = None
-    told: Told | None = None
+    told: TelemetrySection | None = None
 
     def kept(self) -> Decision:
         """Decision in force if there is none after this."""

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adaptra_megatron.control.deciders import Context, Decider, Telemetry
-from adaptra_megatron.control.decisions import Decision, PackedFigures, Paths, Told
+from adaptra_megatron.control.decisions import Decision, PackedFigures, Paths, TelemetrySection
 from adaptra_megatron.control.joining import iteration_sample
 from adaptra_megatron.control.measurements import StageMeasurement, mean_idle_share
 from adaptra_megatron.control.order.cost_estimates import InUse, estimate_costs, link_figures, paths_in_use
 from adaptra_megatron.control.order.memory_caps import MeasuredCaps
-from adaptra_megatron.control.order.plans import Caps, PlanBook
+from adaptra_megatron.control.order.plans import Caps, PlanState
 from adaptra_megatron.control.order.replanner import describe
 from adaptra_megatron.control.order_decider import OrderDecider
 from adaptra_megatron.control.path_decider import PathDecider, PathPolicy
@@ -30,7 +30,7 @@ from adaptra_megatron.telemetry.figures.scalars import JobFigures
 logger = logger_of(__name__)
 
 
-class PlanLeader:
+class DecisionEngine:
     """Has each iteration judged by the detector, and the deciders decide. For one thread.
 
     Where nothing is its to choose (policy observe), it says what is found and keeps what runs.
@@ -38,7 +38,7 @@ class PlanLeader:
 
     def __init__(
         self,
-        book: PlanBook,
+        book: PlanState,
         telemetry: Telemetry,
         paths: PathPolicy | None = None,
         running: Decision | None = None,
@@ -117,7 +117,7 @@ class PlanLeader:
             memory=self._memory.figures(self._caps),
             routes=None if self._routes is None else self._routes.figures(),
         )
-        told = Told(self._telemetry.requests(), PackedFigures.of(job), policy if changes else "")
+        told = TelemetrySection(self._telemetry.requests(), PackedFigures.of(job), policy if changes else "")
         return Decision(self._number, forecast=context.forecast, told=told, **sections)
 
     def _observe(self, measurements: Sequence[StageMeasurement]) -> list[Finding]:

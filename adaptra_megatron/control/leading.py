@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A leading rank's end of the exchange, beside its training: has decisions made, and publishes them."""
+"""A leading rank's end of the exchange, in a thread of its own: has decisions made, and publishes them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.sparing_log import SparingLog
+from adaptra_megatron.sparing_log import RateLimitedLog
 
 logger = logger_of(__name__)
 
@@ -50,7 +50,7 @@ class Planner(Protocol):
         """End, from another thread, also a call that is under way."""
 
 
-class Leading:
+class DecisionPublisher:
     """Has decisions made of what all ranks report and publishes these, in one thread: to wake another one costs as much
     as most of its steps.
 
@@ -63,7 +63,7 @@ class Leading:
         """`place`: of the exchange in the job's store. `first`: the first iteration that is measured."""
         self._layout, self._planner, self._writing = layout, planner, control.client(place)
         self._closed = threading.Event()
-        self._failed = SparingLog(logger)
+        self._failed = RateLimitedLog(logger)
         self._measured: queue.SimpleQueue[tuple[int, StageMeasurement] | None] = queue.SimpleQueue()
         """By this rank; None ends."""
         self._open: deque[int] = deque()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from adaptra_megatron.control.deciders import Context, Telemetry
 from adaptra_megatron.control.decisions import Forecast, Order
 from adaptra_megatron.control.measurements import StageMeasurement
-from adaptra_megatron.control.order.plans import PlanBook
+from adaptra_megatron.control.order.plans import PlanState
 from adaptra_megatron.control.order.replanner import Replanner
 from adaptra_megatron.detector.samples import IterationSample, LinkId
 from adaptra_megatron.schedule.actions import Schedule
@@ -21,7 +21,7 @@ from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_
 class OrderDecider:
     """Plans for the costs that the deciders before it have left; comes after all that change them."""
 
-    def __init__(self, book: PlanBook, telemetry: Telemetry, running: Order | None = None) -> None:
+    def __init__(self, book: PlanState, telemetry: Telemetry, running: Order | None = None) -> None:
         """`book`: read for what runs before the first plan. `running`: what was decided before; None: nothing."""
         self._book, self._telemetry = book, telemetry
         self._replanner = Replanner(book.layout)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A watch under --adaptra-sync-mode: replicas see at once when one of them is killed, and stop.
 
-They see it also while they wait for something else. Jobs that outlive their ranks learn it from the launcher:
+They see it also while they wait for something else. Jobs that survive rank failures learn it from the launcher:
 `epochs.membership_watch`.
 """
 

@@ -70,7 +70,7 @@ class Begun(NamedTuple):
 class Peers:
     """One process's end of a private group. Used by one thread at a time.
 
-    After an error the group is of no use to any member: connections are closed, so that members that wait for this one
+    After an error the group is unusable to any member: connections are closed, so that members that wait for this one
     wake at once, and each of them names the rank at the end of the chain of those that have missed another.
     """
 

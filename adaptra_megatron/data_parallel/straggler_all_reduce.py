@@ -36,7 +36,7 @@ class StragglerAllReduce:
         """Put the sum over all members in place of `values`: contiguous, of one dimension, the same size everywhere.
 
         All members have the same afterwards, to the bit. Sums are in the tensor's own type. Raises PeerError when a
-        member fails; what is in `values` is then of no use.
+        member fails; what is in `values` is then unusable.
         """
         assert values.dim() == 1, f"{values.dim()} dimensions"
         assert values.is_contiguous()

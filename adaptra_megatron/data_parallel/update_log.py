@@ -21,7 +21,7 @@ from adaptra_megatron.data_parallel.death_watch import DeathWatch
 from adaptra_megatron.data_parallel.peers import PeerError
 from adaptra_megatron.foreign_errors import is_store_timeout
 from adaptra_megatron.job.control_store import ControlStore
-from adaptra_megatron.job.punctual_store import PunctualStore
+from adaptra_megatron.job.punctual_store import DeadlineStore
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.schedule.sync_modes.decider import Gradient, ModeDecider
 from adaptra_megatron.schedule.sync_modes.modes import Kind
@@ -69,7 +69,7 @@ class UpdateLog:
         self._updates = Updates(len(replicas), max_staleness)
         self._decider = ModeDecider(len(replicas), kinds, max_staleness)
         self._reader, self._seal = control.unsealed(_PLACE), control.seal(_PLACE)
-        self._writer = PunctualStore(control.unsealed(_PLACE), timeout_s)
+        self._writer = DeadlineStore(control.unsealed(_PLACE), timeout_s)
         self._read = 0
         self._reached = self._handed_in = self._own_arrivals = 0
         self._changed = threading.Condition()

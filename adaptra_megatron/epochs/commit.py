@@ -104,7 +104,7 @@ class CommitDesk:
             return words if all(word.attempt == attempt for word in words) else None
 
         try:
-            return together(awaited(look, self._timeout_s, check))  # at once, unless a stranger has rung
+            return together(awaited(look, self._timeout_s, check))  # at once, unless an unauthenticated peer has rung
         except TimeoutError as cause:
             raise TimeoutError(f"attempt {attempt}: a rank has rung whose word is not there") from cause
 

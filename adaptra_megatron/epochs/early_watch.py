@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that ends this process when another rank dies before training outlives that: while the job is set up."""
+"""A thread that ends this process when another rank dies before training survives that: while the job is set up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logger_of(__name__)
 _CONNECT_S, _LOOKS_S = 60.0, 0.5
 
 
-class EarlyWatch:
+class StartupFailureMonitor:
     """From construction to `close`, if a launcher says which ranks live."""
 
     def __init__(self) -> None:

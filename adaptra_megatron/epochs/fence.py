@@ -5,8 +5,8 @@ A rank that gives an attempt up leaves operations of torch.distributed under way
 on the GPU, and would write their results into a gradient buffer that the next attempt has set to 0, or into a norm. All
 replicas then agree on a wrong sum. So connections are shut down and communicators aborted, which wakes all that wait
 for peers. Over NCCL a rank then waits until no kernel of its own is left, before it meets the others. Over gloo
-operations have memory of their own (`LiveGroups`) and need not be waited for: some never wake, for gloo tells an
-operation nothing whose message has come in half (3 of 400 tries with a member that was killed).
+operations have memory of their own (`FaultTolerantGroups`) and need not be waited for: some never wake, for gloo tells
+an operation nothing whose message has come in half (3 of 400 tries with a member that was killed).
 """
 
 from __future__ import annotations

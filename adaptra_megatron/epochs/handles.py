@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handles of operations of process groups that outlive their members."""
+"""Handles of operations of process groups that survive failures of their members."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch._C._distributed_c10d import Work
 
 if TYPE_CHECKING:
-    from adaptra_megatron.epochs.live_groups import LiveGroups
+    from adaptra_megatron.epochs.live_groups import FaultTolerantGroups
 
 
 class Done(Work):
@@ -35,7 +35,7 @@ class Done(Work):
 class Pending(Work):
     """A handle of an operation under way inside a call; waiting for it ends with the epoch."""
 
-    def __init__(self, groups: LiveGroups, work: Any) -> None:
+    def __init__(self, groups: FaultTolerantGroups, work: Any) -> None:
         super().__init__()
         self._groups, self._work = groups, work
 
@@ -57,7 +57,7 @@ class Pending(Work):
         self.wait()
 
 
-class Then:
+class CallbackWork:
     """Torch's handle of an operation, and what is to be done once it has been carried out."""
 
     def __init__(self, work: Any, act: Callable[[], object]) -> None:
@@ -77,7 +77,7 @@ class Then:
         return bool(self._work.is_success())
 
 
-class Together:
+class CoalescedWork:
     """Torch's handles of operations that were launched together."""
 
     def __init__(self, works: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ from adaptra_megatron.authentication.tagged_json import unpacked
 from adaptra_megatron.epochs.admission import admitted_so_far, read_ticket
 from adaptra_megatron.epochs.errors import EpochEndedError, UnrecoverableError
 from adaptra_megatron.epochs.generation import Generation, refuse_lost_stages
-from adaptra_megatron.epochs.last_word import heed
+from adaptra_megatron.epochs.last_word import check_abort
 from adaptra_megatron.epochs.protocol import Await, AwaitAll, Done, Interrupted, Phase, Put, PutOnce, Rank
 from adaptra_megatron.epochs.protocol_store import ProtocolStore
 from adaptra_megatron.job.control_store import ControlStore
@@ -40,7 +40,7 @@ class JobRecord(NamedTuple):
 
 
 @dataclass
-class Joined:
+class JoinResult:
     """What a process is part of once it has been called in."""
 
     layout: JobLayout
@@ -61,7 +61,7 @@ class Joined:
         return self.rank.before
 
 
-class Newcomer:
+class RejoiningRank:
     """One process, until it trains with the others. For the training thread."""
 
     def __init__(
@@ -84,14 +84,14 @@ class Newcomer:
         self.control = ControlStore.of_job(record.layout.token)
         self.timeout_s = self.control.timeout_s if timeout_s is None else timeout_s
 
-    def stand_ready(self) -> Joined:
+    def stand_ready(self) -> JoinResult:
         """Say so, and wait until the others call this process in, before one of their next iterations.
 
         Raises UnrecoverableError where they do not within the timeout, JobLostError where they cannot, OtherRankError
         where the job has ended with an error, RuntimeError where a store does.
         """
         place, identity, store = self._place, host_identity(), self.control.client("survival")
-        heed(store, self.layout.name(place.rank))
+        check_abort(store, self.layout.name(place.rank))
         ready = Readiness(place.epoch, int(os.environ[START_VARIABLE]), socket.gethostname(), identity)
         self.layout.move(place.rank, ready.host, identity)
         self._records.say_ready(place.rank, ready)
@@ -100,7 +100,7 @@ class Newcomer:
 
         def check() -> None:
             nonlocal looked_s
-            heed(store, self.layout.name(place.rank))
+            check_abort(store, self.layout.name(place.rank))
             if time.monotonic() - looked_s > _LOOKS_AT_ALL_S:
                 self._refuse_lost_stages(store)
                 looked_s = time.monotonic()
@@ -110,7 +110,7 @@ class Newcomer:
         membership = self._records.of_epoch(ticket.membership)
         for each in membership.arrived:
             self.layout.move(each.rank, each.ready.host, each.ready.identity)
-        return Joined(self.layout, self.control, Rank.rejoins(self.layout, ticket), membership.left)
+        return JoinResult(self.layout, self.control, Rank.rejoins(self.layout, ticket), membership.left)
 
     def _refuse_lost_stages(self, store: SealedStore) -> None:
         """Raise JobLostError where all that could have called this process in are dead themselves."""
@@ -118,7 +118,7 @@ class Newcomer:
         if newest is not None:
             refuse_lost_stages(self.layout, newest, admitted)
 
-    def check(self, joined: Joined) -> None:
+    def check(self, joined: JoinResult) -> None:
         """Raise EpochEndedError once a rank has failed, also one that stands ready again. Takes a moment."""
         newest = self._records.newest()
         if newest is not None and joined.rank.is_struck_by(newest):
@@ -126,7 +126,7 @@ class Newcomer:
             raise EpochEndedError(f"a rank has failed while {name} was to take its place")
         time.sleep(_LOOKS_S)
 
-    def meet(self, joined: Joined) -> None:
+    def meet(self, joined: JoinResult) -> None:
         """Come to the point from which all train together, with the state of the job. Raises UnrecoverableError where
         another rank has failed or was late meanwhile, so that this process has no place."""
         steps = ProtocolStore(self.control, self.control.client("survival"), self.timeout_s)

@@ -38,7 +38,7 @@ _LAST_S = _GOES_S + 1.0
 
 
 @dataclass(frozen=True)
-class LastWord:
+class ErrorNotice:
     """What a rank says that ends with an error of its own."""
 
     rank: str
@@ -71,7 +71,7 @@ class LastWord:
 
 
 @dataclass(frozen=True)
-class Going:
+class EndingProcess:
     """A process that ends, of a job that ends with an error."""
 
     process: int
@@ -98,7 +98,7 @@ class Ending:
     """How this rank ends, in a job that ends with an error."""
 
     control: ControlStore
-    word: LastWord | None
+    word: ErrorNotice | None
     """Of another rank, whose error it is."""
     others: int
     """Ranks that end before this one, since its process serves their store; 0: it serves none."""
@@ -116,7 +116,7 @@ def _outlast(store: SealedStore, others: int) -> None:
     deadline_s, identity, ended = time.monotonic() + _LAST_S, process_identity(), 0
     while ended < others and time.monotonic() < deadline_s:
         found = store.peek(f"{_GOING}/{ended + 1}")
-        if found is not None and unpacked(found, Going, _MOST_NBYTES).over(identity):
+        if found is not None and unpacked(found, EndingProcess, _MOST_NBYTES).over(identity):
             ended += 1
         else:
             time.sleep(_LOOKS_S)
@@ -134,17 +134,17 @@ def log_own(name: str, error: BaseException) -> None:
             stream.flush()
 
 
-def say_error(
+def publish_error(
     store: SealedStore, name: str, error: BaseException, *, printed: bool = False, serves: bool = False
 ) -> None:
     """The rank of this `name` ends with an error of its own; the first that says so is the one that counts. Logs it,
-    unless Python has `printed` it. `serves`: see `LastWord`. A store that does not answer is left alone."""
+    unless Python has `printed` it. `serves`: see `ErrorNotice`. A store that does not answer is left alone."""
     if not printed and not isinstance(error, UnrecoverableError):
         log_own(name, error)
     text = f"{type(error).__name__}: {str(error)[:500]}"
     with suppress(RuntimeError):
         if store.peek(_ERROR) is None:
-            store.set(_ERROR, packed(LastWord(name, text, os.getpid(), process_identity(), serves)))
+            store.set(_ERROR, packed(ErrorNotice(name, text, os.getpid(), process_identity(), serves)))
 
 
 def end_job(control: ControlStore, layout: JobLayout, error: BaseException) -> Ending:
@@ -155,10 +155,10 @@ def end_job(control: ControlStore, layout: JobLayout, error: BaseException) -> E
     with suppress(RuntimeError), control.lent("last word", _STORE_S) as store:
         word = _error_in(store)
         if own and word is None:
-            say_error(store, name, error, serves=serves)
+            publish_error(store, name, error, serves=serves)
         if not serves and (own or word is not None):
             number = store.add(_GOING, 1)
-            store.set(f"{_GOING}/{number}", packed(Going(os.getpid(), process_identity())))
+            store.set(f"{_GOING}/{number}", packed(EndingProcess(os.getpid(), process_identity())))
     others = len(layout.workers) - 1 if serves and (own or word is not None) else 0
     if is_of_script(error) or (own and word is None):
         log_own(name, error)
@@ -168,13 +168,13 @@ def end_job(control: ControlStore, layout: JobLayout, error: BaseException) -> E
     return Ending(control, word, others)
 
 
-def say_end(store: SealedStore) -> None:
+def publish_finished(store: SealedStore) -> None:
     """A rank has come to the end of the training. A store that does not answer is left alone."""
     with suppress(RuntimeError):
         store.set(_END, b"ended")
 
 
-def heed(store: SealedStore, name: str) -> None:
+def check_abort(store: SealedStore, name: str) -> None:
     """For a rank of this `name` that waits for others: raise OtherRankError where one has ended with an error of its
     own, once its process has ended; UnrecoverableError where they have come to the end of the training."""
     if (word := _error_in(store)) is not None:
@@ -187,9 +187,9 @@ def heed(store: SealedStore, name: str) -> None:
         )
 
 
-def _error_in(store: SealedStore) -> LastWord | None:
+def _error_in(store: SealedStore) -> ErrorNotice | None:
     found = store.peek(_ERROR)
     if found is None:
         return None
-    word: LastWord = unpacked(found, LastWord, _MOST_NBYTES)
+    word: ErrorNotice = unpacked(found, ErrorNotice, _MOST_NBYTES)
     return word

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process group that outlives its members: what Megatron holds stays the same object while those behind it change.
+"""A process group that survives failures of its members: what Megatron holds stays the same object while those behind
+it change.
 
 Its size and its ranks are those of the start, for data-parallel sizes, scalings and schedules count the whole job.
 """
@@ -16,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, Work
 
-from adaptra_megatron.epochs.handles import Done, Then, Together
+from adaptra_megatron.epochs.handles import CallbackWork, CoalescedWork, Done
 
 if TYPE_CHECKING:
-    from adaptra_megatron.epochs.live_groups import LiveGroups
+    from adaptra_megatron.epochs.live_groups import FaultTolerantGroups
 
 COUNTS = "adaptra_micro_batches"
 """Attribute of a tensor of gradients: how many micro-batches are in it, a tensor that is reduced with it
@@ -42,7 +43,7 @@ class UnwrittenError(RuntimeError):
         super().__init__(
             f"gathering over {group}: ranks {', '.join(map(str, missing))} have failed, and no other has their parts, "
             "so the output would hold whatever memory held before; reduce instead, or set the output and gather within "
-            "LiveGroups.ignoring_failed_members()"
+            "FaultTolerantGroups.ignoring_failed_members()"
         )
 
 
@@ -61,7 +62,7 @@ def ignores_failed_members() -> bool:
 _ProcessGroup: Any = dist.ProcessGroup  # whose stubs do not know that Python may derive from it
 
 
-class LiveGroup(_ProcessGroup):  # type: ignore[misc]
+class FaultTolerantGroup(_ProcessGroup):  # type: ignore[misc]
     """One of this process's. Operations are those of torch.distributed, which calls these methods.
 
     Where members have failed: reductions are over those that live; gathering what only the failed had raises
@@ -71,7 +72,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
     with those of the others, for each shard.
     """
 
-    def __init__(self, groups: LiveGroups, ranks: Sequence[int], rank: int, description: str) -> None:
+    def __init__(self, groups: FaultTolerantGroups, ranks: Sequence[int], rank: int, description: str) -> None:
         """`ranks`: global ones. `rank`: this process's global one."""
         super().__init__(list(ranks).index(rank), len(ranks))
         self.ranks = tuple(ranks)
@@ -88,7 +89,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         """By member of a group that is joined with others where ranks have died: ranks that have what it has, itself
         among them, by replica. Empty for a group that is not; None: not looked up yet."""
         self.key: str | None = None
-        """Its name among all ranks: see `LiveGroups._key`. None: not made yet."""
+        """Its name among all ranks: see `FaultTolerantGroups._key`. None: not made yet."""
         self.instances = 1
         """Number of optimizer instances, where each has such a group of its own."""
         self.has_shards = False
@@ -99,7 +100,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
         self.behalves: list[Callable[[torch.Tensor], object]] = []
         """Add to this rank's addend of the next sum what the dead would have added whose shards it has copies of."""
         self.renumbered = False
-        """True while only live members are numbered: see `LiveGroups.numbered_alive`."""
+        """True while only live members are numbered: see `FaultTolerantGroups.numbered_alive`."""
         self._seen_as: int | None = None
         self.description = description
         self._groups = groups
@@ -227,7 +228,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
                 for each, part in zip(tensors, torch.split(flat, [each.numel() for each in tensors]), strict=True):
                     each.copy_(part.view_as(each))
 
-        return Then(Together([native.allreduce([each], options) for each in sums]), put_in_place)
+        return CallbackWork(CoalescedWork([native.allreduce([each], options) for each in sums]), put_in_place)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         """As `allreduce`: those that do not ask for the result may get it."""
@@ -262,7 +263,8 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
         """The same into one tensor. Where members have shards: the copies of those of the dead, from what their holders
-        have in `output`; and where a member dies meanwhile, what has not been gathered is `LiveGroups.stale`."""
+        have in `output`; and where a member dies meanwhile, what has not been gathered is
+        `FaultTolerantGroups.stale`."""
         return self.all_gather_single_coalesced([output], [given], opts)
 
     def all_gather_single_coalesced(
@@ -273,7 +275,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
 
         def launch(native: Any, outputs: list[torch.Tensor]) -> Any:
             parts = [list(output.view(-1).chunk(self.size())) for output in outputs]
-            return Together(
+            return CoalescedWork(
                 [gather(native, each, given.reshape(-1)) for each, given in zip(parts, inputs, strict=True)]
             )
 
@@ -360,7 +362,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
 
         def launch(native: Any, changed: list[torch.Tensor]) -> Any:
             pairs = zip(scatters, changed[:many], changed[many : 2 * many], counts, strict=True)
-            return Together([scatter(native, output, given, counted) for scatter, output, given, counted in pairs])
+            return CoalescedWork([scatter(native, output, given, counted) for scatter, output, given, counted in pairs])
 
         return self._run([*outputs, *inputs, *itertools.chain(*counts)], launch, own_memory=all(counts))
 
@@ -395,7 +397,7 @@ class LiveGroup(_ProcessGroup):  # type: ignore[misc]
             else:
                 self._reduced([whole], opts.reduceOp)
                 summed = native.allreduce([whole], options)
-            return Then(summed, lambda: output.copy_(whole[self.rank()].view_as(output)))
+            return CallbackWork(summed, lambda: output.copy_(whole[self.rank()].view_as(output)))
 
         return launch
 

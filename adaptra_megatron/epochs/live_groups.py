@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All process groups of one process that outlive their members, and what stands behind them in each generation.
+"""All process groups of one process that survive failures of their members, and what stands behind them in each
+generation.
 
 Inside a call of Megatron's schedules an operation that loses a member raises, and the call is attempted again. Outside
 of calls each has one result: it is repeated, on new tensors, until it is done or another rank has it (`kept_results`).
@@ -27,13 +28,13 @@ from torch._C._distributed_c10d import Work
 from torch.distributed.distributed_c10d import PrefixStore, _world
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.epochs.early_watch import EarlyWatch
+from adaptra_megatron.epochs.early_watch import StartupFailureMonitor
 from adaptra_megatron.epochs.errors import EpochEndedError, LateRankError, is_communication, of_backend
 from adaptra_megatron.epochs.fence import FENCE_S, Fence, FencedGroup
 from adaptra_megatron.epochs.generation import FIRST, Generation
-from adaptra_megatron.epochs.handles import Done, Pending, Then
+from adaptra_megatron.epochs.handles import CallbackWork, Done, Pending
 from adaptra_megatron.epochs.kept_results import KeptResults
-from adaptra_megatron.epochs.live_group import Launch, LiveGroup
+from adaptra_megatron.epochs.live_group import FaultTolerantGroup, Launch
 from adaptra_megatron.epochs.places import place_to_take, refuse_newcomer
 from adaptra_megatron.epochs.sockets import GlooSockets, connected_group
 from adaptra_megatron.job.control_store import ControlStore
@@ -49,23 +50,23 @@ SLICE = timedelta(milliseconds=20)
 _NAME = "adaptra"
 
 
-def live_groups(config: AdaptraConfig) -> LiveGroups | None:
-    """Those of this process, in place from now on, where `config` asks for training that outlives ranks.
+def live_groups(config: AdaptraConfig) -> FaultTolerantGroups | None:
+    """Those of this process, in place from now on, where `config` asks for training that survives rank failures.
 
     Raises RuntimeError where torch.distributed has been initialised already, UnrecoverableError where this process has
     been started again and cannot take part.
     """
-    if not config.outlives_ranks:
+    if not config.is_fault_tolerant:
         refuse_newcomer(config.reroute)
         return None
-    groups = LiveGroups(place := place_to_take())
+    groups = FaultTolerantGroups(place := place_to_take())
     groups.install()
     if place is None:
-        groups.early_watch = EarlyWatch()
+        groups.early_watch = StartupFailureMonitor()
     return groups
 
 
-class LiveGroups:
+class FaultTolerantGroups:
     """Made before torch.distributed is initialised. For the training thread, but where said."""
 
     def __init__(self, place: Departure | None = None) -> None:
@@ -74,24 +75,24 @@ class LiveGroups:
         self.place = place
         self.ended = threading.Event()
         """Set, from any thread, once the set of live ranks has changed; cleared by `enter`."""
-        self.early_watch: EarlyWatch | None = None
-        """Until members are outlived."""
+        self.early_watch: StartupFailureMonitor | None = None
+        """Until members can fail without ending the job."""
         self.stale = False
         """Set where members have died: what was to be gathered of shards may not have been, until `gather_missed`."""
         self.gather: Callable[[], None] = lambda: None
         """Gathers all parameters from the shards that are stepped."""
         self.ignores_failed = False
         """See `ignoring_failed_members`."""
-        self._groups: list[LiveGroup] = []
+        self._groups: list[FaultTolerantGroup] = []
         self.rank = 0
         """This process's global one."""
         self._description = "group"
-        self._natives: dict[tuple[LiveGroup, str], FencedGroup] = {}
+        self._natives: dict[tuple[FaultTolerantGroup, str], FencedGroup] = {}
         self._fence = Fence()
         self._timeout_s = 0.0
         self._store: Any = None
         self._control: ControlStore | None = None
-        """Where groups meet; None: in the job's store, before there is anything to outlive."""
+        """Where groups meet; None: in the job's store, before there is anything to recover from."""
         self._generation = FIRST
         self._inside = False
         self._layout: JobLayout | None = None
@@ -107,7 +108,7 @@ class LiveGroups:
         if dist.is_initialized():
             raise RuntimeError(
                 "--adaptra-reroute failures has to be given before torch.distributed is initialised: groups that exist "
-                "do not outlive their members"
+                "do not survive failures of their members"
             )
         dist.Backend.register_backend(_NAME, self._create, extended_api=True, devices=["cpu", "cuda"])
         # By a watchdog of its own, torch would end this process for another's death.
@@ -139,14 +140,14 @@ class LiveGroups:
         setattr(dist, name, made)
         self._undo.append(lambda: setattr(dist, name, original))
 
-    def _create(self, options: Any, _backend_options: Any) -> LiveGroup:
+    def _create(self, options: Any, _backend_options: Any) -> FaultTolerantGroup:
         """What torch's `_new_process_group_helper` takes for the process group itself, as it is a subclass."""
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         if not self._groups:
             self.rank, self._timeout_s = options.group_rank, options.timeout.total_seconds()
             self._store = options.store
         made = [group.description.partition("#")[0] for group in self._groups if group.ranks == tuple(ranks)]
-        group = LiveGroup(self, ranks, self.rank, f"{self._description}#{made.count(self._description)}")
+        group = FaultTolerantGroup(self, ranks, self.rank, f"{self._description}#{made.count(self._description)}")
         if self.place is not None:
             group.members, group.stand_ins = (self.rank,), dict.fromkeys(group.ranks, self.rank)
         self._groups.append(group)
@@ -196,7 +197,7 @@ class LiveGroups:
         fence.close()
         fence.wait(min(FENCE_S, self._timeout_s))
 
-    def native(self, group: LiveGroup, device: torch.device) -> FencedGroup:
+    def native(self, group: FaultTolerantGroup, device: torch.device) -> FencedGroup:
         """Torch's own group of those that take part, made when first needed, by all of them."""
         key = group, device.type
         if key not in self._natives:
@@ -274,7 +275,7 @@ class LiveGroups:
 
     def run(
         self,
-        group: LiveGroup,
+        group: FaultTolerantGroup,
         outputs: Sequence[torch.Tensor],
         launch: Launch,
         *,
@@ -310,7 +311,7 @@ class LiveGroups:
 
     def _begin(
         self,
-        group: LiveGroup,
+        group: FaultTolerantGroup,
         device: torch.device,
         outputs: Sequence[torch.Tensor],
         launch: Launch,
@@ -327,7 +328,7 @@ class LiveGroups:
         if own_memory if native.is_gloo else in_place:
             return launch(native, list(outputs))
         fresh = [output.detach().clone() for output in outputs]
-        return Then(launch(native, fresh), functools.partial(_put, outputs, fresh))
+        return CallbackWork(launch(native, fresh), functools.partial(_put, outputs, fresh))
 
     def _done(self, begin: Callable[[], Any]) -> bool:
         """Carry an operation outside of calls out; False if it lost a member, and the next generation has begun."""
@@ -376,7 +377,7 @@ class LiveGroups:
         """Return how many operations outside of calls each group has carried out since the last commit, by its name."""
         return self.kept.counts([self._key(group) for group in self._groups])
 
-    def _key(self, group: LiveGroup) -> str:
+    def _key(self, group: FaultTolerantGroup) -> str:
         """Equal for groups that are joined where ranks have died: those of the same stages and lanes of replicas."""
         if group.key is None:
             assert self._layout is not None
@@ -421,8 +422,9 @@ def interruptible(make: Callable[[], Made], check: Callable[[], None], timeout_s
     return made
 
 
-def alike(group: LiveGroup, layout: JobLayout) -> Mapping[int, Sequence[int]]:
-    """See `LiveGroup.alike`: joined are groups between stages of one replica, and those of an optimizer instance."""
+def alike(group: FaultTolerantGroup, layout: JobLayout) -> Mapping[int, Sequence[int]]:
+    """See `FaultTolerantGroup.alike`: joined are groups between stages of one replica, and those of an optimizer
+    instance."""
     if group.alike is None:
         workers = [layout.workers[rank] for rank in group.ranks]
         within = len({worker.cell.replica for worker in workers}) == 1 < len({worker.cell.stage for worker in workers})
@@ -439,7 +441,7 @@ def alike(group: LiveGroup, layout: JobLayout) -> Mapping[int, Sequence[int]]:
     return group.alike
 
 
-def _set_members(group: LiveGroup, layout: JobLayout, live: frozenset[int]) -> None:
+def _set_members(group: FaultTolerantGroup, layout: JobLayout, live: frozenset[int]) -> None:
     joined = alike(group, layout)
     whole = live.issuperset(layout.workers)
     if group.adds_instances and not whole:

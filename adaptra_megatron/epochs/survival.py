@@ -31,9 +31,9 @@ from adaptra_megatron.epochs.errors import (
     is_of_script,
 )
 from adaptra_megatron.epochs.generation import RESTART, Generation, live_ranks
-from adaptra_megatron.epochs.joining import JobRecord, Joined
-from adaptra_megatron.epochs.last_word import heed, say_end, say_error
-from adaptra_megatron.epochs.live_groups import LiveGroups, interruptible
+from adaptra_megatron.epochs.joining import JobRecord, JoinResult
+from adaptra_megatron.epochs.last_word import check_abort, publish_error, publish_finished
+from adaptra_megatron.epochs.live_groups import FaultTolerantGroups, interruptible
 from adaptra_megatron.epochs.membership_watch import MembershipWatch
 from adaptra_megatron.epochs.protocol import (
     Answer,
@@ -77,7 +77,7 @@ _WORDS = (Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF)
 
 
 @dataclass(frozen=True)
-class RankLoss:
+class RankFailure:
     """Ranks that were lost, and how that was got over."""
 
     epoch: int
@@ -91,18 +91,18 @@ class RankLoss:
     """From when this rank saw it until what was under way had been done again."""
 
 
-class Survival:
+class RecoveryManager:
     """For the training thread; made when all ranks have met."""
 
     def __init__(
         self,
         layout: JobLayout,
         control: ControlStore,
-        groups: LiveGroups,
+        groups: FaultTolerantGroups,
         records: MembershipRecords,
         timeout_s: float,
         patience_s: float,
-        joined: Joined | None = None,
+        joined: JoinResult | None = None,
     ) -> None:
         """`timeout_s`: longest wait for another rank. `patience_s`: for the launcher to say who has failed, after an
         error that may come of it. `joined`: of a process that takes the place of a rank that had failed."""
@@ -129,7 +129,7 @@ class Survival:
         """Those that have been logged."""
         self._lost: dict[str, str] = {}
         """What was lost since then: names of ranks, and why."""
-        self.rank_losses: list[RankLoss] = []
+        self.rank_losses: list[RankFailure] = []
         """All that have been got over."""
         self._returns: list[Return] = []
         self._latest: Membership | None = None
@@ -138,8 +138,8 @@ class Survival:
         self.word: Callable[[Word], Word] = lambda word: word
         """Adds what this rank comes with to the end of an attempt."""
         self.hand_over: Callable[..., float] | None = None
-        """Gives those of a generation that rejoin what they need of this rank's state: see `let_in`. None: no process
-        can take the place of a rank that has failed."""
+        """Gives those of a generation that rejoin what they need of this rank's state: see `enable_rejoin`. None: no
+        process can take the place of a rank that has failed."""
         self._roll: tuple[Generation, SealedStore] | None = None
         """For the watch's thread: the present generation's roll call."""
         self._called: Generation | None = None
@@ -155,7 +155,7 @@ class Survival:
         if (newest := self._watch.newest) is not None:
             self._changed(newest)
 
-    def let_in(self, hand_over: Callable[..., float], settings: Mapping[str, str]) -> None:
+    def enable_rejoin(self, hand_over: Callable[..., float], settings: Mapping[str, str]) -> None:
         """Have ranks that are started again take part, with the same `settings` (see `JobRecord`).
 
         `hand_over(generation, before, check=)` gives those of a generation that rejoin what they need of this rank's
@@ -214,7 +214,7 @@ class Survival:
         unless an error of another kind ends it: one that leaves an operation outside of calls, or a script."""
         fails = self._rank.phase is not Phase.BETWEEN or isinstance(sys.exc_info()[1], Exception)
         if well and self._rank.call and not fails:
-            say_end(self._store)
+            publish_finished(self._store)
         if sys.excepthook == self._uncaught:
             sys.excepthook = self._hooked
         self._watch.close()
@@ -227,7 +227,7 @@ class Survival:
         if isinstance(error, Exception) and not isinstance(
             error, (OtherRankError, UnrecoverableError, SilentStoreError)
         ):
-            say_error(self._store, self._layout.name(self._layout.rank), error, printed=printed)
+            publish_error(self._store, self._layout.name(self._layout.rank), error, printed=printed)
 
     # The protocol's requests.
 
@@ -370,7 +370,7 @@ class Survival:
             if before.phase is Phase.CHANGING and after.next is not None:
                 self._refuse_lost_shards(after.next)
         except JobLostError as lost:
-            say_error(self._store, self._layout.name(self._layout.rank), lost)
+            publish_error(self._store, self._layout.name(self._layout.rank), lost)
             raise
         return after
 
@@ -466,7 +466,7 @@ class Survival:
             return
         generation, seconds = self.generation, time.monotonic() - self._struck_s
         dead_cells = tuple(sorted(generation.dead_cells))
-        loss = RankLoss(generation.id.membership, self._lost, dead_cells, len(generation.live), seconds)
+        loss = RankFailure(generation.id.membership, self._lost, dead_cells, len(generation.live), seconds)
         self.rank_losses.append(loss)
         if self._layout.rank == min(generation.live):
             logger.warning("what was under way has been redone %.2f s after the loss was seen", seconds)
@@ -556,7 +556,7 @@ class Survival:
             self._heeded_s = time.monotonic()
 
     def _heed_last_word(self) -> None:
-        heed(self._store, self._layout.name(self._layout.rank))
+        check_abort(self._store, self._layout.name(self._layout.rank))
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """As `sys.excepthook`: what ends this process outside of calls is an error of its own, too."""

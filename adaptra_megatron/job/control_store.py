@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from adaptra_megatron.authentication.handshake import SECRET_NBYTES
 from adaptra_megatron.authentication.seal import Seal
 from adaptra_megatron.authentication.sealed_store import SealedStore
-from adaptra_megatron.job.punctual_store import PunctualStore
+from adaptra_megatron.job.punctual_store import DeadlineStore
 
 SECRET_VARIABLE = "ADAPTRA_SECRET_FILE"
 _LONGEST_SECRET = 4096
@@ -70,7 +70,7 @@ class ControlStore:
 
     def punctual(self, place: str, timeout_s: float) -> SealedStore:
         """A new client whose requests raise SilentStoreError where they are not answered within `timeout_s`."""
-        return self._sealed(place, PunctualStore(self.unsealed(place), timeout_s))
+        return self._sealed(place, DeadlineStore(self.unsealed(place), timeout_s))
 
     def _sealed(self, place: str, store: Any) -> SealedStore:
         return SealedStore(store, self.secret, f"{self._prefix}/{place}")
@@ -100,7 +100,7 @@ class ControlStore:
         client.set_timeout(timedelta(seconds=max(_LEAST_S, timeout_s)))
         store = PrefixStore(f"{self._prefix}/{place}", client)
         if sealed:
-            with closing(PunctualStore(store, timeout_s)) as punctual:
+            with closing(DeadlineStore(store, timeout_s)) as punctual:
                 yield self._sealed(place, punctual)
         else:
             yield store

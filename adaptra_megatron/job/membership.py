@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Membership of a job that `adaptra launch` runs: one record per epoch, which ranks that outlive others read.
+"""Membership of a job that `adaptra launch` runs: one record per epoch, which live ranks read.
 
 Keys in the job's store, below `adaptra/launch/<run id>/`, all sealed by the job's secret and written
 by the launcher's coordinator alone, where nothing else is said:

@@ -13,7 +13,7 @@ class SilentStoreError(RuntimeError):
     """The job's store has not answered in time; says what stands still and what to do."""
 
 
-class PunctualStore:
+class DeadlineStore:
     """A torch.distributed store every request of which is answered in time, or raises.
 
     Torch's own timeout is for values that are waited for: where the server's process stands still, or its host is cut

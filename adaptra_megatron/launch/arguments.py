@@ -80,7 +80,7 @@ def launch_parser() -> argparse.ArgumentParser:
     parser = get_args_parser()
     parser.prog, parser.description = "adaptra launch", _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    ours = parser.add_argument_group("ranks that outlive others (not in torchrun)")
+    ours = parser.add_argument_group("jobs that survive rank failures (not in torchrun)")
     ours.add_argument(
         "--no-kill",
         "--no_kill",

@@ -15,7 +15,7 @@ logger = logger_of(__name__)
 
 
 class Coordinator:
-    """Runs beside the launcher of node rank 0, which serves the store."""
+    """Runs next to the launcher of node rank 0, which serves the store."""
 
     def __init__(self, store: SealedStore, nodes: int, policy: Policy) -> None:
         """`store`: of `launch_store`, for this object alone."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process beside the launcher that outlives it by a moment: what ranks have started does not outlive them.
+"""A sidecar process of the launcher that ends just after it: what ranks have started ends with them.
 
 Linux kills the ranks when the launcher ends, however it ends (`tied_process`), but not the processes of a rank's group,
 such as those of a shell script that is a rank.

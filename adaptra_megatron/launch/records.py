@@ -127,9 +127,10 @@ class JobState:
     """Node ranks that other hosts have taken, and the turn of each: should an earlier one be alive, it ends its ranks.
     """
     takes_newcomers: bool = False
-    """True where ranks that are started again are let in: the job outlives ranks, and has begun an iteration."""
+    """True where ranks that are started again are admitted: the job survives rank failures, and has begun an
+    iteration."""
     admitted: Mapping[int, int] = field(default_factory=dict)
-    """Ranks that were started again and have been let in, and how often each had been started before."""
+    """Ranks that were started again and have been admitted, and how often each had been started before."""
 
 
 def beat_s(hosts: int) -> float:

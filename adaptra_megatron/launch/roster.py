@@ -47,7 +47,7 @@ class Roster:
         self.stalled: dict[int, str] = {}
         """What live ranks have done that others have waited for in vain, by rank."""
         self.admitted: Mapping[int, int] = {}
-        """Ranks that were started again and that the others have let in, and the epoch of the arrival of each."""
+        """Ranks that were started again and that the others have admitted, and the epoch of the arrival of each."""
         self._nodes, self._policy, self._begun_s = nodes, policy, now_s
         self._silences: dict[int, Silence] = {}
         self._details: dict[int, str] = {}
@@ -99,7 +99,7 @@ class Roster:
         return {} if self.membership is None else {each.rank: each.ready.start for each in self.membership.arrived}
 
     def trains(self, rank: int) -> bool:
-        """Return True unless the last process of this rank waits to be let in, or has in vain."""
+        """Return True unless the last process of this rank waits to be admitted, or has in vain."""
         return self._arrival(rank) <= self.admitted.get(rank, 0)
 
     def stall(self, stalled: Stalled) -> None:
@@ -172,7 +172,7 @@ class Roster:
         away.sort(key=lambda each: (each.epoch, each.at_s))
         if not training:
             waiting = ", ".join(map(str, self.membership.live))
-            text = f"no rank is left that trained, so ranks {waiting}, started again, cannot be let in any more"
+            text = f"no rank is left that trained, so ranks {waiting}, started again, cannot be admitted any more"
             return Outcome(True, f"{text}: {self._failures(away)}")
         if self._unfinished:
             done = ", ".join(map(str, sorted(training)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from adaptra_megatron.control.memory import MemoryMeter
-from adaptra_megatron.control.order.plans import PlanBook
+from adaptra_megatron.control.order.plans import PlanState
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.runtime.dispatch.dispatch import Dispatcher
 from adaptra_megatron.runtime.execution.activations import ActivationAccount
@@ -35,7 +35,7 @@ class IterationWork:
     def __init__(
         self,
         layout: JobLayout,
-        book: PlanBook,
+        book: PlanState,
         dispatcher: Dispatcher,
         rerouting: Rerouting | None,
         meter: MemoryMeter | None,

@@ -13,7 +13,7 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.clocks.clock_service import RelatedClock
 from adaptra_megatron.control.clocks.clocks import ClockSettings, relate_clocks
 from adaptra_megatron.control.control_loop import exchange_error
-from adaptra_megatron.epochs.joining import Joined
+from adaptra_megatron.epochs.joining import JoinResult
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.gathering import gather_layout
 from adaptra_megatron.job.layout import JobLayout
@@ -33,7 +33,7 @@ class Job(NamedTuple):
     --distributed-timeout-minutes."""
 
 
-def joined_job(joined: Joined, timeout_s: float) -> Job:
+def joined_job(joined: JoinResult, timeout_s: float) -> Job:
     """The job of a process that takes the place of a rank that had left. Its clock is related to none of another host,
     so that its trace may be off by what the clocks differ in."""
     return Job(joined.layout, joined.control, RelatedClock(0.0), timeout_s)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from adaptra_megatron.control.order.plans import Layout
-from adaptra_megatron.epochs.joining import Joined
-from adaptra_megatron.epochs.live_groups import LiveGroups
-from adaptra_megatron.epochs.survival import Survival
+from adaptra_megatron.epochs.joining import JoinResult
+from adaptra_megatron.epochs.live_groups import FaultTolerantGroups
+from adaptra_megatron.epochs.survival import RecoveryManager
 from adaptra_megatron.job.membership import MembershipRecords
 from adaptra_megatron.runtime.job import Job
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall
@@ -22,9 +22,11 @@ CONNECT_S = 60.0
 _FLAG = "--adaptra-reroute failures"
 
 
-def outlive(job: Job, groups: LiveGroups, interrupt: Callable[[str], None], joined: Joined | None) -> Survival:
-    """This rank's part in a job that outlives its ranks. `interrupt`: wakes what it waits in, with the cause. `joined`:
-    of a process that takes the place of a rank that had left.
+def outlive(
+    job: Job, groups: FaultTolerantGroups, interrupt: Callable[[str], None], joined: JoinResult | None
+) -> RecoveryManager:
+    """This rank's part in a job that survives rank failures. `interrupt`: wakes what it waits in, with the cause.
+    `joined`: of a process that takes the place of a rank that had left.
 
     Raises UnsupportedFeatureError where no launcher says which ranks live.
     """
@@ -38,7 +40,7 @@ def outlive(job: Job, groups: LiveGroups, interrupt: Callable[[str], None], join
             f"{_FLAG} has to learn from the launcher which ranks have died, and this one says nothing of them: start "
             "the job with `adaptra launch --no-kill`, or drop the flag"
         )
-    survival = Survival(job.layout, job.control, groups, records, job.timeout_s, PATIENCE_S, joined)
+    survival = RecoveryManager(job.layout, job.control, groups, records, job.timeout_s, PATIENCE_S, joined)
     survival.when_ended(functools.partial(interrupt, "the set of live ranks has changed"))
     return survival
 
@@ -57,7 +59,7 @@ def hold_copies(job: Job, optimizers: Sequence[Any]) -> None:
             ) from cause
 
 
-def refuse_outliving(call: PipelineCall, layout: Layout, optimizers: Sequence[Any]) -> None:
+def refuse_fault_tolerance(call: PipelineCall, layout: Layout, optimizers: Sequence[Any]) -> None:
     """Raise UnsupportedFeatureError for what cannot be redone, or is lost with a rank, before anything is computed.
     `optimizers`: the distributed ones that can hold copies of shards."""
     config = call.config

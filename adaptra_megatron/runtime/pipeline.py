@@ -13,16 +13,16 @@ from typing import Any
 from adaptra_megatron.child_process import OwningProcess
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.control_loop import PlanExchange
-from adaptra_megatron.control.decisions import Decision, Told
+from adaptra_megatron.control.decisions import Decision, TelemetrySection
 from adaptra_megatron.control.device_memory import memory_of
 from adaptra_megatron.control.memory import MemoryMeter, MemorySource, StageMemory, make_meter
-from adaptra_megatron.control.order.plans import Layout, PlanBook
+from adaptra_megatron.control.order.plans import Layout, PlanState
 from adaptra_megatron.control.paths.steering import LinkSteering
-from adaptra_megatron.control.planner_process.keeper import PlannerKeeper
+from adaptra_megatron.control.planner_process.keeper import PlannerClient
 from adaptra_megatron.epochs.generation import FIRST, Generation
 from adaptra_megatron.epochs.last_word import end_job
-from adaptra_megatron.epochs.live_groups import LiveGroups, interruptible
-from adaptra_megatron.epochs.survival import Survival
+from adaptra_megatron.epochs.live_groups import FaultTolerantGroups, interruptible
+from adaptra_megatron.epochs.survival import RecoveryManager
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.runtime.device import current_device, has_one_queue, synchronizer_of
 from adaptra_megatron.runtime.dispatch.dispatch import make_dispatcher
@@ -46,7 +46,7 @@ from adaptra_megatron.runtime.measurement.sync_waits import SyncWaits
 from adaptra_megatron.runtime.megatron.computation import StageComputation
 from adaptra_megatron.runtime.megatron.megatron_call import PipelineCall, recomputed_spans, shared_groups, work_of
 from adaptra_megatron.runtime.megatron.order_guard import OrderGuard
-from adaptra_megatron.runtime.outliving import hold_copies, outlive, refuse_outliving
+from adaptra_megatron.runtime.outliving import hold_copies, outlive, refuse_fault_tolerance
 from adaptra_megatron.runtime.planning import agreed_plan, make_planner
 from adaptra_megatron.runtime.rejoining import Counters, Joining
 from adaptra_megatron.runtime.rerouting.inputs import RoutableInputs
@@ -79,15 +79,15 @@ class Pipeline:
         call: PipelineCall,
         config: AdaptraConfig,
         memory: MemorySource | None,
-        groups: LiveGroups | None = None,
+        groups: FaultTolerantGroups | None = None,
         optimizers: Sequence[Any] = (),
         joining: Joining | None = None,
         waits: SyncWaits | None = None,
     ) -> None:
         """Collective over the job's ranks, with the first call of each. `memory`: who tells what is allocated;
-        None: the device. `groups`: this process's, where ranks are outlived, and `optimizers`, the distributed ones.
-        `joining`: where the others have begun before, and this process takes the place of a rank that had left.
-        `waits`: this process's in gradient synchronisation, where stragglers are looked for.
+        None: the device. `groups`: this process's, where training survives rank failures, and `optimizers`, the
+        distributed ones. `joining`: where the others have begun before, and this process takes the place of a rank
+        that had left. `waits`: this process's in gradient synchronisation, where stragglers are looked for.
 
         Raises a plan's error before anything is set up, TransportError and ExchangeError when ranks do not meet.
         """
@@ -105,7 +105,7 @@ class Pipeline:
         spans = recomputed_spans(call.config, call.model_chunks)
         if spans and memory is not None:
             layout = replace(layout, whole_first=True)
-        self.book = PlanBook(config, layout, measures_memory=memory is not None)
+        self.book = PlanState(config, layout, measures_memory=memory is not None)
         if joining is None:
             self._job = join_job(call.pipeline_group, shared_groups(call.config, call.groups), config)
         else:
@@ -123,7 +123,7 @@ class Pipeline:
         """What an iteration ended with: there can be no other."""
         self.telemetry = make_telemetry(self._job, call.chunks, config, goes_on=joining is not None)
         self._config, self._policy = config, path_policy(config, self.transport)
-        self.planner: PlannerKeeper | None = None
+        self.planner: PlannerClient | None = None
         """None on all ranks but the one that leads its replica."""
         if job.rank == job.leader and joining is None:
             self.planner = make_planner(self._job, self.book, config, self._policy, self.telemetry)
@@ -174,10 +174,10 @@ class Pipeline:
         self._generation = FIRST
         """The one that links and routes were made for."""
         self._rank_losses_told = 0
-        self.survival: Survival | None = None
+        self.survival: RecoveryManager | None = None
         """None where the death of a rank ends the job."""
         if groups is not None:
-            refuse_outliving(call, layout, optimizers)
+            refuse_fault_tolerance(call, layout, optimizers)
             hold_copies(self._job, optimizers)
             if joining is not None:
                 self.iterations, self.training_iterations = joining.counters
@@ -387,7 +387,12 @@ class Pipeline:
         self._follow(decision)
 
     def _follow(self, decision: Decision) -> None:
-        told, order, forecast, paths = decision.told or Told(), decision.order, decision.forecast, decision.paths
+        told, order, forecast, paths = (
+            decision.told or TelemetrySection(),
+            decision.order,
+            decision.forecast,
+            decision.paths,
+        )
         self.telemetry.begin(self.iterations, told.requests, told.job)
         if told.policy and told.policy != self.book.policy:
             self.book.follow(told.policy)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.control_loop import exchange_place
-from adaptra_megatron.control.decisions import Decision, Told, decision_of
+from adaptra_megatron.control.decisions import Decision, TelemetrySection, decision_of
 from adaptra_megatron.control.finding_sharing import NamedFindings, SharedFindings
-from adaptra_megatron.control.order.plans import PlanBook
+from adaptra_megatron.control.order.plans import PlanState
 from adaptra_megatron.control.path_decider import PathPolicy
-from adaptra_megatron.control.planner_process.keeper import PlannerKeeper
+from adaptra_megatron.control.planner_process.keeper import PlannerClient
 from adaptra_megatron.control.planner_process.messages import Begin
 from adaptra_megatron.control.routes.route_decider import RoutePolicy
 from adaptra_megatron.control.trace_sharing import SharedRequests
@@ -32,13 +32,13 @@ logger = logger_of(__name__)
 
 def make_planner(
     job: Job,
-    book: PlanBook,
+    book: PlanState,
     config: AdaptraConfig,
     paths: PathPolicy | None,
     telemetry: RunTelemetry,
     dead: Collection[Cell] = (),
     number: int = 0,
-) -> PlannerKeeper:
+) -> PlannerClient:
     """It starts with the first decision, and goes on from the plan in `book`. `paths`: None where links have one path
     only. `dead`: cells that take no work. `number`: of the latest plan that was decided on here.
     """
@@ -61,8 +61,8 @@ def make_planner(
         running=replace(book.in_force, number=max(number, book.number)),
     )
 
-    def take() -> Told:
-        return Told(telemetry.requests(), policy=accepted(telemetry.policy_asked(), config))
+    def take() -> TelemetrySection:
+        return TelemetrySection(telemetry.requests(), policy=accepted(telemetry.policy_asked(), config))
 
     requests = take
     if layout.decides_apart:
@@ -70,12 +70,12 @@ def make_planner(
         findings = SharedFindings(control.client("findings"), layout, None if replica else telemetry.take_of)
         telemetry.share = findings.post if replica else None
 
-        def requests() -> Told:
+        def requests() -> TelemetrySection:
             findings.exchange()
             return shared.new()
 
     word = f"replica {replica}: " if layout.decides_apart else ""
-    return PlannerKeeper(
+    return PlannerClient(
         begin,
         listen_for(layout, layout.reporters, config, "so plans stay"),
         NamedFindings(layout, telemetry),

@@ -24,7 +24,7 @@ from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.epochs.admission import PATIENCE_S, RejoiningLateError
 from adaptra_megatron.epochs.errors import LateRankError, of_backend
 from adaptra_megatron.epochs.generation import Generation
-from adaptra_megatron.epochs.joining import Joined, Newcomer
+from adaptra_megatron.epochs.joining import JoinResult, RejoiningRank
 from adaptra_megatron.epochs.live_groups import interruptible
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
@@ -108,8 +108,8 @@ class Counters(NamedTuple):
 class Joining(NamedTuple):
     """What a process that takes the place of a rank that had left has of the job before its first iteration."""
 
-    newcomer: Newcomer
-    joined: Joined
+    newcomer: RejoiningRank
+    joined: JoinResult
     counters: Counters
     running: Decision
     """The plan that the others run."""
@@ -120,11 +120,11 @@ class Joining(NamedTuple):
         return joined_job(self.joined, self.newcomer.timeout_s)
 
     def check(self) -> None:
-        """See `Newcomer.check`."""
+        """See `RejoiningRank.check`."""
         self.newcomer.check(self.joined)
 
     def meet(self) -> None:
-        """See `Newcomer.meet`."""
+        """See `RejoiningRank.meet`."""
         self.newcomer.meet(self.joined)
 
 
@@ -436,11 +436,11 @@ class _Channel:
         return True
 
 
-def take_place(newcomer: Newcomer, training: Training) -> tuple[Joining, Mapping[str, Any]]:
+def take_place(newcomer: RejoiningRank, training: Training) -> tuple[Joining, Mapping[str, Any]]:
     """Wait until the others call this process in, and get from them what it needs; also the training's progress, from
     which it goes on.
 
-    Raises as `Newcomer.stand_ready` and `take_over`, and EpochEndedError where another rank dies meanwhile.
+    Raises as `RejoiningRank.stand_ready` and `take_over`, and EpochEndedError where another rank dies meanwhile.
     """
     layout = newcomer.layout
     for optimizer in training.optimizers:

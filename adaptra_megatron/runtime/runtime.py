@@ -20,8 +20,8 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.memory import MemorySource
 from adaptra_megatron.epochs.commit import Word
 from adaptra_megatron.epochs.generation import FIRST, Generation
-from adaptra_megatron.epochs.joining import Newcomer
-from adaptra_megatron.epochs.live_groups import LiveGroups
+from adaptra_megatron.epochs.joining import RejoiningRank
+from adaptra_megatron.epochs.live_groups import FaultTolerantGroups
 from adaptra_megatron.job.gathering import gather
 from adaptra_megatron.job.membership import MembershipRecords
 from adaptra_megatron.log import is_first_rank, logger_of
@@ -82,12 +82,12 @@ class AdaptraRuntime:
         queue: WeightGradientQueue,
         decorate: Decorate | None = None,
         memory: MemorySource | None = None,
-        groups: LiveGroups | None = None,
+        groups: FaultTolerantGroups | None = None,
     ) -> None:
         """`decorate(computation, stage)` may wrap what a stage computes (emulation, instrumentation).
 
         `memory`: who tells what is allocated, where that is not the device Megatron computes on. `groups`: Megatron's,
-        where training outlives its ranks.
+        where training survives rank failures.
         """
         self.peak_in_flight = 0.0
         """Most activations held at once in any training iteration so far."""
@@ -96,7 +96,7 @@ class AdaptraRuntime:
         self.runs_actions = False
         """True while actions of an iteration run."""
         self.sharded_optimizers: list[Any] = []
-        """Megatron's distributed optimizers, where training outlives its ranks."""
+        """Megatron's distributed optimizers, where training survives rank failures."""
         self.staggered = StaggeredOptimizer() if config.staggered_optimizer else None
         """None where steps wait for all stages' gradients."""
         self._config = config
@@ -107,7 +107,7 @@ class AdaptraRuntime:
         if groups is not None:
             groups.gather = self._gather
         self.conservation = None if groups is None else Conservation()
-        """Counts micro-batches in gradients, where training outlives its ranks."""
+        """Counts micro-batches in gradients, where training survives rank failures."""
         self._conserved: Conserved | None = None
         """What the gradients of the last attempt were found to hold."""
         self._digested = FIRST
@@ -132,7 +132,7 @@ class AdaptraRuntime:
         self._is_on = False
         """Whether this process has run a schedule."""
         self._owner = OwningProcess()
-        # Threads that wait in native code must not outlive the interpreter, and Megatron's scripts undo nothing.
+        # Threads that wait in native code must end before the interpreter, and Megatron's scripts undo nothing.
         atexit.register(self._close_at_exit)
 
     def forward_backward(
@@ -202,15 +202,15 @@ class AdaptraRuntime:
         if groups is None or groups.place is None or self.training is None or self._joining is not None:
             return None
         settings = {**self._config.common, **self.training.settings}
-        newcomer = Newcomer(groups.place, MembershipRecords.of_rank(CONNECT_S), self._config.timeout_s, settings)
+        newcomer = RejoiningRank(groups.place, MembershipRecords.of_rank(CONNECT_S), self._config.timeout_s, settings)
         self._joining, progress = take_place(newcomer, self.training)
         return progress
 
     def save(self, write: Callable[[], Any]) -> Any:
         """Have `write`, which is collective over the job, write a checkpoint; its result.
 
-        Where ranks are outlived, it sees those that live, numbered from 0, as if they were all; and it is called again
-        where one dies meanwhile. Raises what `write` raises.
+        Where training survives rank failures, it sees those that live, numbered from 0, as if they were all; and it is
+        called again where one dies meanwhile. Raises what `write` raises.
         """
         self.settle()
         survivals = [each.survival for each in self._pipelines.values() if each.survival is not None]
@@ -331,7 +331,7 @@ class AdaptraRuntime:
         return _Ran(report, schedule, losses)
 
     def _verify(self, call: PipelineCall, tokens: torch.Tensor | None, divisor: torch.Tensor) -> Conserved | None:
-        """None where the job does not outlive ranks. `tokens`: None unless losses are per token. Raises as
+        """None where the job does not survive rank failures. `tokens`: None unless losses are per token. Raises as
         `Conservation.verify`."""
         if self.conservation is None or self._groups is None:
             return None
@@ -457,7 +457,7 @@ class AdaptraRuntime:
         if pipeline.survival is not None:
             pipeline.survival.word = functools.partial(self._word, pipeline)
         if pipeline.survival is not None and self.training is not None:
-            pipeline.survival.let_in(
+            pipeline.survival.enable_rejoin(
                 functools.partial(hand_over, self.training, pipeline),
                 {**self._config.common, **self.training.settings},
             )

@@ -104,7 +104,7 @@ def keeps_stock(config: AdaptraConfig, device: Callable[[], torch.device], *, ho
 
     A plan or costs that were given, and what needs the executor, run all the same.
     """
-    needs_executor = config.outlives_ranks or config.staggered_optimizer or config.reroute != "off"
+    needs_executor = config.is_fault_tolerant or config.staggered_optimizer or config.reroute != "off"
     measures = config.plan_csv is None and config.costs_json is None
     device_alone = not host_path or config.path == "device" or config.host_transport == "off"
     if needs_executor or not device_alone or not measures or why_blocked(os.environ) is not None:
@@ -149,12 +149,12 @@ def _two_paths(
             timeout_s=timeout_s,
             rnics=rank_rnics(config.rnics, place),
             cpus=cpus_to_bind(place),
-            outlives_ranks=config.outlives_ranks,
+            is_fault_tolerant=config.is_fault_tolerant,
         )
         if maker is not None and device is not None and os.environ.get(ORDER_VARIABLE, "0") not in ("", "0"):
             raise TransportError(
                 f"{ORDER_VARIABLE} has NCCL refuse kernels from more than one thread, and a link with two paths probes "
-                "one of them beside the training: unset it"
+                "one of them for the training: unset it"
             )
     except (ImportError, RnicError, TransportError) as cause:
         failure = cause

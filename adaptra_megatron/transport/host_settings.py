@@ -51,7 +51,7 @@ class HostSettings:
     """How long a link may be down before waits for it raise an error; it is reconnected meanwhile."""
     handshake_s: float = 5.0
     """Longest time for a connection and the proof of each side."""
-    outlives_ranks: bool = False
+    is_fault_tolerant: bool = False
     """Lets a rank that is gone end its own links alone, since others go on without it."""
     stall_s: float = 30.0
     """Longest pause in the middle of a frame before its connection is given up."""

@@ -96,7 +96,7 @@ class Transport(Protocol):
 
     `peer` is always a global rank. Failure contract: when a peer dies or a path breaks, `wait` and `flush` raise
     TransportError no later than their deadline, posting raises it where the break is known already; `close` still
-    returns. What failed is then of no use but where links can be opened again: see TwoPathTransport.
+    returns. What failed is then unusable but where links can be opened again: see TwoPathTransport.
     """
 
     def describe(self, specification: TensorSpecification) -> None:
@@ -113,7 +113,7 @@ class Transport(Protocol):
         it may have to wait for a header first.
         """
 
-    def sees_arrivals(self, peer: int) -> bool:
+    def can_poll(self, peer: int) -> bool:
         """Return whether the CPU sees what arrives from `peer`, which is what `ready` and `wait_any` live by, and
         nothing between the two ranks stands in a queue of a device meanwhile. May change at any time."""
 
@@ -126,7 +126,7 @@ class Transport(Protocol):
         Returns False at once where arrivals cannot be seen. Raises TransportError for a message that is lost.
         """
 
-    def came_by(self, peer: int) -> Path:
+    def last_receive_path(self, peer: int) -> Path:
         """The path by which the latest message from `peer` came, or would have come if there was none."""
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:

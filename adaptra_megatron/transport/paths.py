@@ -40,7 +40,7 @@ class PathSettings:
     slow_nbytes_per_s: float = 100e6
     """A device path that carries as much is slow, not dead: a message may take as long beyond `stall_s`."""
     longest_transfer_s: float = 10.0
-    """The longest that any message may take beyond `stall_s`: a path that is slower than that is of no use."""
+    """The longest that any message may take beyond `stall_s`: a path that is slower than that is unusable."""
     host_patience_s: float = 0.5
     """How long the host path may be down before messages go by the device path instead."""
     probes: int = 8

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptra_megatron.control.decision_writer import DELAY, DecisionWriter
-from adaptra_megatron.control.decisions import Decision, Forecast, LinkName, Order, PackedFigures, Paths, Told
+from adaptra_megatron.control.decisions import (
+    Decision,
+    Forecast,
+    LinkName,
+    Order,
+    PackedFigures,
+    Paths,
+    TelemetrySection,
+)
 from adaptra_megatron.telemetry.figures.scalars import JobFigures
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 
@@ -66,10 +74,10 @@ def test_a_late_decision_carries_what_came_before_it() -> None:
     assert writer.needed(4) == Decision(0), "nothing has been decided"
     asked, later = (Iterations(3, 4),), (Iterations(7, 8),)
     figures = PackedFigures.of(JobFigures(bubble_fraction=0.5))
-    writer.decided(0, Decision(1, plan(1), Forecast(1.0, 2.0), Paths(), Told(asked)))
-    writer.decided(1, Decision(2, None, Forecast(0.5, 1.0), Paths(LINKS, LINKS), Told(later, figures)))
+    writer.decided(0, Decision(1, plan(1), Forecast(1.0, 2.0), Paths(), TelemetrySection(asked)))
+    writer.decided(1, Decision(2, None, Forecast(0.5, 1.0), Paths(LINKS, LINKS), TelemetrySection(later, figures)))
     assert writer.in_force == Decision(2, paths=Paths(LINKS))
-    both = Told(asked + later, figures)
+    both = TelemetrySection(asked + later, figures)
     assert writer.needed(5) == Decision(2, plan(1), Forecast(0.5, 2.0), Paths(LINKS, LINKS), both)
     assert writer.needed(6) == Decision(2, paths=Paths(LINKS))
     assert [iteration for iteration, _ in written] == [2, 3, 4, 5, 6]
@@ -84,10 +92,10 @@ def test_iterations_are_decided_on_from_the_second_after_the_first_that_is_measu
 
 
 def test_a_later_decision_without_a_section_leaves_it() -> None:
-    first = Decision(1, plan(1), Forecast(1.0, None), Paths(LINKS), Told())
+    first = Decision(1, plan(1), Forecast(1.0, None), Paths(LINKS), TelemetrySection())
     assert first.then(Decision(1)) == first
     assert first.then(Decision(2, plan(2), Forecast(0.5, 1.0))) == Decision(
-        2, plan(2), Forecast(0.5, 1.0), Paths(LINKS), Told()
+        2, plan(2), Forecast(0.5, 1.0), Paths(LINKS), TelemetrySection()
     )
     assert Decision(1).then(first) == first
 

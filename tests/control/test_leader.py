@@ -14,8 +14,8 @@ from support.made_up.measured_job import MeasuredJob
 
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.decisions import Forecast, Paths
-from adaptra_megatron.control.leader import PlanLeader
-from adaptra_megatron.control.order.plans import Layout, PlanBook
+from adaptra_megatron.control.leader import DecisionEngine
+from adaptra_megatron.control.order.plans import Layout, PlanState
 from adaptra_megatron.control.path_decider import PathPolicy
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.costs_json import costs_from_json
@@ -42,7 +42,7 @@ def telemetry(tmp_path: Path) -> Iterator[RunTelemetry]:
 def test_observing_says_what_is_found_and_keeps_what_runs(
     caplog: pytest.LogCaptureFixture, telemetry: RunTelemetry, tmp_path: Path
 ) -> None:
-    leader, job = PlanLeader(PlanBook(AdaptraConfig(policy="observe"), FOUR), telemetry), MeasuredJob()
+    leader, job = DecisionEngine(PlanState(AdaptraConfig(policy="observe"), FOUR), telemetry), MeasuredJob()
     with caplog.at_level(logging.DEBUG, logger="adaptra_megatron"):
         for latency_s in (9.0, 0.1, 0.1, 0.1, 0.1, 2.0, 2.0):  # the first iteration is not representative
             decision = leader.decide([job.measure(latency_s)])
@@ -62,7 +62,7 @@ def test_observing_says_what_is_found_and_keeps_what_runs(
 
 
 def test_plans_follow_findings_and_are_explained_by_them(telemetry: RunTelemetry, tmp_path: Path) -> None:
-    leader, job = PlanLeader(PlanBook(AdaptraConfig(max_in_flight=8), FOUR), telemetry), MeasuredJob()
+    leader, job = DecisionEngine(PlanState(AdaptraConfig(max_in_flight=8), FOUR), telemetry), MeasuredJob()
     latencies_s = [0.0] * 6 + [4.0] * 6 + [0.0] * 4
     decisions = [leader.decide([job.measure(latency_s)]) for latency_s in latencies_s]
     numbers = [decision.number for decision in decisions]
@@ -89,7 +89,7 @@ def test_plans_follow_findings_and_are_explained_by_them(telemetry: RunTelemetry
 
 
 def test_a_slow_stage_is_told_after_two_iterations(telemetry: RunTelemetry, tmp_path: Path) -> None:
-    leader, job = PlanLeader(PlanBook(AdaptraConfig(), FOUR), telemetry), MeasuredJob()
+    leader, job = DecisionEngine(PlanState(AdaptraConfig(), FOUR), telemetry), MeasuredJob()
     for slow_stage in [1.0] * 6 + [1.5] * 3:
         leader.decide([job.measure(0.0, slow_stage=slow_stage)])
     telemetry.close()
@@ -100,7 +100,7 @@ def test_a_slow_stage_is_told_after_two_iterations(telemetry: RunTelemetry, tmp_
 
 
 def test_one_odd_iteration_changes_nothing(telemetry: RunTelemetry, tmp_path: Path) -> None:
-    leader, job = PlanLeader(PlanBook(AdaptraConfig(), FOUR), telemetry), MeasuredJob()
+    leader, job = DecisionEngine(PlanState(AdaptraConfig(), FOUR), telemetry), MeasuredJob()
     for slow_stage in [1.0] * 6 + [3.0] + [1.0] * 3:
         decision = leader.decide([job.measure(0.0, slow_stage=slow_stage)])
     assert decision.number <= 1
@@ -111,7 +111,7 @@ def test_one_odd_iteration_changes_nothing(telemetry: RunTelemetry, tmp_path: Pa
 
 def test_another_policy_is_decided_on_once_and_adapting_begins_anew(telemetry: RunTelemetry, tmp_path: Path) -> None:
     paths = PathPolicy(preferred=TransportPath.DEVICE)
-    leader, job = PlanLeader(PlanBook(AdaptraConfig(max_in_flight=8), FOUR), telemetry, paths), MeasuredJob()
+    leader, job = DecisionEngine(PlanState(AdaptraConfig(max_in_flight=8), FOUR), telemetry, paths), MeasuredJob()
     asked = {8: "observe", 9: "observe", 14: "adapt", 18: "off"}
     decisions = [leader.decide([job.measure(4.0 if at > 5 else 0.0)], asked.get(at, "")) for at in range(20)]
     told = {at: decision.told.policy for at, decision in enumerate(decisions) if decision.told and decision.told.policy}
@@ -134,7 +134,7 @@ def test_another_policy_is_decided_on_once_and_adapting_begins_anew(telemetry: R
 
 
 def test_decisions_carry_what_the_leader_found(telemetry: RunTelemetry, tmp_path: Path) -> None:
-    leader, job = PlanLeader(PlanBook(AdaptraConfig(policy="observe"), FOUR), telemetry), MeasuredJob()
+    leader, job = DecisionEngine(PlanState(AdaptraConfig(policy="observe"), FOUR), telemetry), MeasuredJob()
     first: Any = leader.decide([job.measure(0.5)]).told
     assert first.job.unpacked().links == {}, "the first iteration is not representative"
     telemetry.begin(5)

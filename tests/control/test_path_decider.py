@@ -14,9 +14,9 @@ import pytest
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.control_loop import DELAY
 from adaptra_megatron.control.decisions import Decision, LinkName, Paths
-from adaptra_megatron.control.leader import PlanLeader
+from adaptra_megatron.control.leader import DecisionEngine
 from adaptra_megatron.control.measurements import BrokenPath, StageMeasurement, stage_measurement
-from adaptra_megatron.control.order.plans import Layout, PlanBook
+from adaptra_megatron.control.order.plans import Layout, PlanState
 from adaptra_megatron.control.path_decider import PathPolicy
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
@@ -41,7 +41,7 @@ CLOCKS_S = {(0, 0): 0.0, (0, 1): 100.0, (2, 0): 0.0, (2, 1): -7.0}
 class Job:
     """Messages go where the decisions send them, and what they ask to be measured is measured."""
 
-    def __init__(self, leader: PlanLeader, kinds: str = "FBIW") -> None:
+    def __init__(self, leader: DecisionEngine, kinds: str = "FBIW") -> None:
         """`kinds`: of the actions that run."""
         self.leader, self.kinds = leader, kinds
         self.decisions: list[Any] = [Decision(0, paths=Paths())] * DELAY
@@ -160,8 +160,8 @@ def telemetry(tmp_path: Path) -> Iterator[RunTelemetry]:
 
 @pytest.fixture
 def job(telemetry: RunTelemetry) -> Job:
-    book = PlanBook(AdaptraConfig(max_in_flight=6), TWO)
-    job = Job(PlanLeader(book, telemetry, BY_DEVICE))
+    book = PlanState(AdaptraConfig(max_in_flight=6), TWO)
+    job = Job(DecisionEngine(book, telemetry, BY_DEVICE))
     job.run(healthy, 8)
     assert all(decision.paths.diverted == () for decision in job.decisions)
     return job
@@ -261,8 +261,8 @@ def test_planning_uses_a_high_quantile_of_delays(job: Job) -> None:
 
 
 def test_no_path_is_chosen_where_stocks_order_is_observed(telemetry: RunTelemetry) -> None:
-    book = PlanBook(AdaptraConfig(policy="observe"), TWO)
-    job = Job(PlanLeader(book, telemetry, BY_DEVICE))
+    book = PlanState(AdaptraConfig(policy="observe"), TWO)
+    job = Job(DecisionEngine(book, telemetry, BY_DEVICE))
     job.run(healthy, 6)
     job.run(slow_device, 6)
     assert all((decision.number, decision.order) == (0, None) for decision in job.decisions)
@@ -275,7 +275,7 @@ def test_under_a_given_plan_paths_are_chosen_and_the_order_stays(
 ) -> None:
     plan = tmp_path / "plan.csv"
     plan.write_text(schedule_to_csv(one_f_one_b(2, MICRO_BATCHES)))
-    job = Job(PlanLeader(PlanBook(AdaptraConfig(plan_csv=plan), TWO), telemetry, BY_DEVICE), kinds)
+    job = Job(DecisionEngine(PlanState(AdaptraConfig(plan_csv=plan), TWO), telemetry, BY_DEVICE), kinds)
     job.run(healthy, 8)
     onset = job.iteration
     job.run(slow_device, 6)

@@ -19,11 +19,11 @@ from torch.distributed import HashStore
 from adaptra_megatron.control.beside import report_link
 from adaptra_megatron.control.control_loop import PlanExchange, exchange_place
 from adaptra_megatron.control.decision_writer import DELAY
-from adaptra_megatron.control.decisions import Decision, Told
-from adaptra_megatron.control.leading import Leading
+from adaptra_megatron.control.decisions import Decision, TelemetrySection
+from adaptra_megatron.control.leading import DecisionPublisher
 from adaptra_megatron.control.order.plans import Layout
 from adaptra_megatron.control.planner_process import keeper
-from adaptra_megatron.control.planner_process.keeper import PlannerKeeper
+from adaptra_megatron.control.planner_process.keeper import PlannerClient
 from adaptra_megatron.control.planner_process.messages import Begin
 from adaptra_megatron.control.rounds import MOST_AWAITED, PLANNER_KEY, Address
 from adaptra_megatron.control.wire_format import encoded
@@ -88,7 +88,7 @@ class Replica:
             log_level=logging.INFO,
             waits_s=0.1,
         )
-        self.planner = PlannerKeeper(begin, listen_tcp("127.0.0.1")[0], Silent(), lambda: 0, Told)
+        self.planner = PlannerClient(begin, listen_tcp("127.0.0.1")[0], Silent(), lambda: 0, TelemetrySection)
         self.controls = controls
         self.exchanges = [
             PlanExchange(control, each, self.planner if each.rank == 0 else None, PATIENCE_S)
@@ -161,7 +161,7 @@ def test_a_rank_that_cannot_connect_says_so_once_and_all_train_on(
             address = Address(*listener.getsockname())
             four = replica(address)
             leading, until_s = four.exchanges[0]._role, time.monotonic() + PATIENCE_S
-            assert isinstance(leading, Leading)
+            assert isinstance(leading, DecisionPublisher)
             expected = ("cannot hand in", "no measurements of ranks 3")
             while 0 in (leading._kept or [0]) or not all(each in caplog.text for each in expected):
                 assert time.monotonic() < until_s, "it is not said, or decisions that all have run stay in the store"

@@ -19,7 +19,7 @@ from adaptra_megatron.authentication.handshake import accept
 from adaptra_megatron.control.control_loop import DELAY
 from adaptra_megatron.control.decision_reader import FIRST_PAUSE_S, LONGEST_PAUSE_S, DecisionReader, decision_key
 from adaptra_megatron.control.decisions import Decision, decision_of
-from adaptra_megatron.control.leading import Leading
+from adaptra_megatron.control.leading import DecisionPublisher
 from adaptra_megatron.control.rounds import HEAD, PLANNER_KEY, Address, framed
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.transport.setup.placement import listen_tcp
@@ -136,7 +136,7 @@ def test_a_decision_that_is_passed_on_is_taken_while_the_store_stands_still(monk
 
 def test_neither_the_leader_nor_those_that_follow_wait_for_a_stopped_store(stopped: StoppedStore) -> None:
     planner = Idle()
-    leader = Leading(layout([[0, 1]], 0), planner, ControlOver(stopped), "exchange")
+    leader = DecisionPublisher(layout([[0, 1]], 0), planner, ControlOver(stopped), "exchange")
     decided: dict[int, Decision] = {}
 
     def train() -> None:

@@ -7,14 +7,20 @@ from support.made_up.job import SECRET
 from torch.distributed import HashStore
 
 from adaptra_megatron.authentication.sealed_store import SealedStore
-from adaptra_megatron.control.decisions import Told
+from adaptra_megatron.control.decisions import TelemetrySection
 from adaptra_megatron.control.trace_sharing import SharedRequests
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
 
 
 def test_every_replica_gets_each_request_once() -> None:
     store = SealedStore(HashStore(), SECRET, "requests")
-    all_asked = [Told(), Told((Iterations(3, 4),)), Told((Iterations(9, 9),)), Told(policy="observe"), Told()]
+    all_asked = [
+        TelemetrySection(),
+        TelemetrySection((Iterations(3, 4),)),
+        TelemetrySection((Iterations(9, 9),)),
+        TelemetrySection(policy="observe"),
+        TelemetrySection(),
+    ]
     asked = list(all_asked)
     first = SharedRequests(store, lambda: asked.pop(0))
     others = [SharedRequests(store, None) for _ in range(2)]

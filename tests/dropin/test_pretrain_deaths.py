@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.pretrain import MOCK_DATA, NO_DROPOUT, needs_megatron_lm, pretrain
 
-from adaptra_megatron.emulation.jobs.outlived import run_outlived
+from adaptra_megatron.emulation.jobs.outlived import run_with_failures
 from adaptra_megatron.emulation.results import relative_distances
 from campaigns.dying_trainings import BACK, KILLED, dumped, last
 
@@ -29,7 +29,13 @@ def test_the_numbers_are_those_of_stock_up_to_rounding(dying: int, tmp_path: Pat
     pretrain(RANKS, tmp_path / "stock", *same)
     emulated = ("--emulate-death", f"{dying}:3:+15")
     results = pretrain(
-        RANKS, tmp_path / "ours", *same, *OURS, emulated=emulated, run=run_outlived, CUDA_DEVICE_MAX_CONNECTIONS="8"
+        RANKS,
+        tmp_path / "ours",
+        *same,
+        *OURS,
+        emulated=emulated,
+        run=run_with_failures,
+        CUDA_DEVICE_MAX_CONNECTIONS="8",
     )
     assert [result.returncode for result in results] == [KILLED if rank == dying else 0 for rank in range(RANKS)]
     for rank in set(range(RANKS)) - {dying}:
@@ -46,7 +52,7 @@ def test_a_rank_that_is_started_again_goes_on_where_the_others_are(
     same = (*LAYOUT, *MOCK_DATA, *NO_DROPOUT, *flags)
     pretrain(RANKS, tmp_path / "stock", *same)
     emulated = ("--emulate-death", f"{dying}:2:+15", "--emulate-wait-for-arrivals", "4")
-    run = functools.partial(run_outlived, restarts=1)
+    run = functools.partial(run_with_failures, restarts=1)
     ours = (*same, *OURS)
     results = pretrain(
         RANKS, tmp_path / "ours", *ours, emulated=emulated, run=run, timeout_s=280.0, CUDA_DEVICE_MAX_CONNECTIONS="8"

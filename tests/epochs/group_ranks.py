@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from adaptra_megatron.epochs.generation import Generation
-from adaptra_megatron.epochs.live_groups import LiveGroups
-from adaptra_megatron.epochs.survival import Survival
+from adaptra_megatron.epochs.live_groups import FaultTolerantGroups
+from adaptra_megatron.epochs.survival import RecoveryManager
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout, Worker
 from adaptra_megatron.job.membership import MembershipRecords
@@ -53,7 +53,7 @@ class Mortal:
 
 def main(replicas: int, stages: int, deaths: list[str]) -> None:
     """Carry out some calls, each followed by operations outside."""
-    groups = LiveGroups()
+    groups = FaultTolerantGroups()
     groups.install()
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     rank = dist.get_rank()
@@ -70,7 +70,7 @@ def main(replicas: int, stages: int, deaths: list[str]) -> None:
         for number in range(replicas)
     }
     layout = JobLayout(rank, workers, "job", together=True)
-    survival = Survival(
+    survival = RecoveryManager(
         layout, ControlStore.of_job("job"), groups, MembershipRecords.of_rank(TIMEOUT_S), TIMEOUT_S, 10.0
     )
     ours = [death.split(":") for death in deaths if int(death.split(":")[0]) == rank]

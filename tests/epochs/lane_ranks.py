@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from adaptra_megatron.epochs.generation import Generation
-from adaptra_megatron.epochs.live_groups import LiveGroups
-from adaptra_megatron.epochs.survival import Survival
+from adaptra_megatron.epochs.live_groups import FaultTolerantGroups
+from adaptra_megatron.epochs.survival import RecoveryManager
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout, Worker
 from adaptra_megatron.job.membership import Membership, MembershipRecords
@@ -27,7 +27,7 @@ from adaptra_megatron.schedule.routing.costs import Cell
 TIMEOUT_S = 20.0
 
 
-def look_last(survival: Survival, records: MembershipRecords) -> None:
+def look_last(survival: RecoveryManager, records: MembershipRecords) -> None:
     """Have this rank look who lives once ranks 0 and 1 have left."""
     original = survival._await_change
 
@@ -43,7 +43,7 @@ def look_last(survival: Survival, records: MembershipRecords) -> None:
 
 def main() -> None:
     """Carry out two calls, each followed by an operation outside, in which rank 0 fails."""
-    groups = LiveGroups()
+    groups = FaultTolerantGroups()
     groups.install()
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     rank = dist.get_rank()
@@ -51,7 +51,7 @@ def main() -> None:
     workers = {each: Worker(Cell(each // 2, 0), each % 2, "host", "boot/net") for each in range(4)}
     layout = JobLayout(rank, workers, "job", together=True)
     records = MembershipRecords.of_rank(TIMEOUT_S)
-    survival = Survival(layout, ControlStore.of_job("job"), groups, records, TIMEOUT_S, 10.0)
+    survival = RecoveryManager(layout, ControlStore.of_job("job"), groups, records, TIMEOUT_S, 10.0)
     if rank >= 2:
         look_last(survival, records.clone())
 

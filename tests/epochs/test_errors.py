@@ -113,16 +113,16 @@ def test_a_script_that_has_got_over_a_wait_is_at_fault_for_what_comes_later() ->
 def test_an_error_of_a_script_is_as_it_was() -> None:
     """Type, message, cause and the lines of its traceback: what the script's own handlers see."""
 
-    class Frozen(ValueError):
+    class ReceivePosted(ValueError):
         def __setattr__(self, name: str, value: object) -> None:
             raise AttributeError(name)
 
     def forward() -> None:
-        raise Frozen("of its own") from KeyError("a cause")
+        raise ReceivePosted("of its own") from KeyError("a cause")
 
     seen = []
     for call in (forward, owned(forward)):
-        with pytest.raises(Frozen, match="^of its own$") as caught:
+        with pytest.raises(ReceivePosted, match="^of its own$") as caught:
             call()
         assert isinstance(caught.value.__cause__, KeyError)
         seen.append([frame.name for frame in traceback.extract_tb(caught.value.__traceback__)])

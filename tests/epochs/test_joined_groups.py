@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from adaptra_megatron.epochs.generation import Generation, GenerationId
-from adaptra_megatron.epochs.live_group import LiveGroup
-from adaptra_megatron.epochs.live_groups import LiveGroups, alike
+from adaptra_megatron.epochs.live_group import FaultTolerantGroup
+from adaptra_megatron.epochs.live_groups import FaultTolerantGroups, alike
 from adaptra_megatron.job.layout import JobLayout, Worker
 from adaptra_megatron.runtime.megatron.state.optimizer_instances import OptimizerInstance
 from adaptra_megatron.schedule.routing.costs import Cell
@@ -31,11 +31,11 @@ class Instances:
     """The groups of one rank, of instances of two replicas each."""
 
     def __init__(self, rank: int, across: list[int] | None = None, lanes: int = 1) -> None:
-        self.layout, self.groups = layout(rank, lanes), LiveGroups()
+        self.layout, self.groups = layout(rank, lanes), FaultTolerantGroups()
         self.groups.rank, stage, first = rank, rank // 4 * 4, rank // 2 % 2 * 2
 
-        def group(*ranks: int) -> LiveGroup:
-            self.groups._groups.append(LiveGroup(self.groups, ranks, rank, "group"))
+        def group(*ranks: int) -> FaultTolerantGroup:
+            self.groups._groups.append(FaultTolerantGroup(self.groups, ranks, rank, "group"))
             return self.groups._groups[-1]
 
         self.shards = group(stage + first, stage + first + 1)
@@ -104,6 +104,6 @@ def test_instances_within_a_replica_are_refused() -> None:
 
 
 def test_groups_within_a_replica_are_joined_without_instances_too() -> None:
-    group = LiveGroup(LiveGroups(), (1, 5), 1, "pipeline")
+    group = FaultTolerantGroup(FaultTolerantGroups(), (1, 5), 1, "pipeline")
     assert alike(group, layout(1)) == {1: [0, 1, 2, 3], 5: [4, 5, 6, 7]}
-    assert not alike(LiveGroup(LiveGroups(), (0, 1, 2, 3), 1, "replicas"), layout(1))
+    assert not alike(FaultTolerantGroup(FaultTolerantGroups(), (0, 1, 2, 3), 1, "replicas"), layout(1))

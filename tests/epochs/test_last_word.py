@@ -20,7 +20,14 @@ from adaptra_megatron.authentication.sealed_store import SealedStore
 from adaptra_megatron.authentication.tagged_json import packed
 from adaptra_megatron.epochs import last_word
 from adaptra_megatron.epochs.errors import OtherRankError, UnrecoverableError
-from adaptra_megatron.epochs.last_word import Ending, Going, LastWord, heed, say_end, say_error
+from adaptra_megatron.epochs.last_word import (
+    Ending,
+    EndingProcess,
+    ErrorNotice,
+    check_abort,
+    publish_error,
+    publish_finished,
+)
 from adaptra_megatron.job.identity import process_identity
 
 NAME = "rank 1 (stage 0 on host)"
@@ -46,31 +53,31 @@ class Silent:
 
 def test_a_traceback_is_in_the_log_before_anything_is_said(caplog: pytest.LogCaptureFixture) -> None:
     error = failed(ValueError("a matrix is singular"))
-    say_error(Silent(), NAME, error)  # type: ignore[arg-type]
+    publish_error(Silent(), NAME, error)  # type: ignore[arg-type]
     assert "Traceback" in caplog.text
     assert "ValueError: a matrix is singular" in caplog.text
     assert NAME in caplog.text
     caplog.clear()
-    say_error(Silent(), NAME, error)  # type: ignore[arg-type]
+    publish_error(Silent(), NAME, error)  # type: ignore[arg-type]
     assert not caplog.text, "once is enough"
-    say_error(Silent(), NAME, failed(ValueError("seen by Python")), printed=True)  # type: ignore[arg-type]
+    publish_error(Silent(), NAME, failed(ValueError("seen by Python")), printed=True)  # type: ignore[arg-type]
     assert not caplog.text
 
 
 def test_the_first_that_fails_is_the_one_that_counts(store: SealedStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LastWord, "wait_for_end", lambda word: None)
-    heed(store, "rank 0")
-    say_error(store, NAME, failed(ValueError("first")))
-    say_error(store, "rank 2", failed(ValueError("second")))
-    say_end(store)
+    monkeypatch.setattr(ErrorNotice, "wait_for_end", lambda word: None)
+    check_abort(store, "rank 0")
+    publish_error(store, NAME, failed(ValueError("first")))
+    publish_error(store, "rank 2", failed(ValueError("second")))
+    publish_finished(store)
     with pytest.raises(OtherRankError, match=r"an error of rank 1 \(stage 0 on host\): ValueError: first$"):
-        heed(store, "rank 0")
+        check_abort(store, "rank 0")
 
 
 def test_the_end_of_the_training_is_no_error(store: SealedStore) -> None:
-    say_end(store)
+    publish_finished(store)
     with pytest.raises(UnrecoverableError, match="rank 0 cannot finish"):
-        heed(store, "rank 0")
+        check_abort(store, "rank 0")
 
 
 def test_a_rank_ends_after_the_process_that_has_failed(store: SealedStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -85,9 +92,9 @@ def test_a_rank_ends_after_the_process_that_has_failed(store: SealedStore, caplo
 
     launcher = threading.Thread(target=look)
     launcher.start()
-    store.set("last_word", packed(LastWord(NAME, "ValueError: ...", process.pid, process_identity())))
+    store.set("last_word", packed(ErrorNotice(NAME, "ValueError: ...", process.pid, process_identity())))
     with pytest.raises(OtherRankError):
-        heed(store, "rank 0")
+        check_abort(store, "rank 0")
     ended_s = time.monotonic()
     launcher.join()
     assert seen[0] <= ended_s < seen[0] + last_word._GOES_S - 1.0
@@ -97,7 +104,7 @@ def test_a_process_that_does_not_end_is_not_waited_for_without_end(monkeypatch: 
     """As one that cannot be seen from here: of another host, or in another container."""
     monkeypatch.setattr(last_word, "_GOES_S", 0.3)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
-        here = LastWord(NAME, "...", process.pid, process_identity())
+        here = ErrorNotice(NAME, "...", process.pid, process_identity())
         for word in (here, replace(here, process=2**22 + 1, identity="elsewhere")):
             begun_s = time.monotonic()
             word.wait_for_end()
@@ -116,11 +123,11 @@ def test_an_error_is_logged_by_the_package(caplog: pytest.LogCaptureFixture) -> 
 
 def test_the_process_that_serves_the_store_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not waited for, and waits for those that it sees, which may be longer than they need; not for ever."""
-    LastWord(NAME, "...", os.getpid(), process_identity(), serves=True).wait_for_end()
+    ErrorNotice(NAME, "...", os.getpid(), process_identity(), serves=True).wait_for_end()
     store = SealedStore(dist.HashStore(), bytes(32), "last word")
     lent = SimpleNamespace(lent=lambda *_: nullcontext(store))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
-        going = Going(other.pid, process_identity())
+        going = EndingProcess(other.pid, process_identity())
         store.set("going/1", packed(going))
         assert not going.over(process_identity())
         assert not going.over("another host's")

@@ -13,8 +13,8 @@ import torch
 from adaptra_megatron.epochs import live_groups
 from adaptra_megatron.epochs.errors import EpochEndedError
 from adaptra_megatron.epochs.generation import FIRST, Generation, GenerationId
-from adaptra_megatron.epochs.live_group import LiveGroup
-from adaptra_megatron.epochs.live_groups import LiveGroups
+from adaptra_megatron.epochs.live_group import FaultTolerantGroup
+from adaptra_megatron.epochs.live_groups import FaultTolerantGroups
 from adaptra_megatron.job.layout import JobLayout, Worker
 from adaptra_megatron.schedule.routing.costs import Cell
 
@@ -38,9 +38,9 @@ def test_a_constructor_that_starts_late_joins_no_group_of_the_next_generation(mo
     """It would meet the others in place of the constructor that its rank waits for: they connect to either, and this
     rank waits for them until the job's timeout."""
     layout = JobLayout(0, {each: Worker(Cell(each, 0), 0, "host", "boot/net") for each in range(REPLICAS)})
-    groups, before, after = LiveGroups(), Meetings(), Meetings()
+    groups, before, after = FaultTolerantGroups(), Meetings(), Meetings()
     groups._layout, groups._control = layout, before  # type: ignore[assignment]
-    group = LiveGroup(groups, range(REPLICAS), 0, "model parallel")
+    group = FaultTolerantGroup(groups, range(REPLICAS), 0, "model parallel")
     groups._groups.append(group)
     late: list[Callable[[], Any]] = []
     made: list[tuple[Any, int, int]] = []

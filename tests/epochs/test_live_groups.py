@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.outlived import Host, run_outlived
+from adaptra_megatron.emulation.jobs.outlived import Host, run_with_failures
 
 RANKS = str(Path(__file__).with_name("group_ranks.py"))
 LANES = str(Path(__file__).with_name("lane_ranks.py"))
@@ -25,7 +25,7 @@ ENDS_S = 10.0
 def run(directory: Path, server: ForkServer, *deaths: str) -> dict[int, Any]:
     """What each rank that lives has come to."""
     argv = [RANKS, str(REPLICAS), str(STAGES), *deaths]
-    results = run_outlived(REPLICAS * STAGES, argv, timeout_s=40, server=server, log_directory=directory)
+    results = run_with_failures(REPLICAS * STAGES, argv, timeout_s=40, server=server, log_directory=directory)
     found = {}
     for result in results:
         assert result.returncode in (0, -9), result.output
@@ -83,7 +83,7 @@ def test_two_ranks_die(deaths: tuple[str, ...], peace: dict[int, Any], tmp_path:
 @pytest.mark.timeout(90)
 def test_a_stage_without_a_live_cell_ends_the_job(tmp_path: Path, fork_server: ForkServer) -> None:
     argv, host = [RANKS, "2", "2", "0:5", "1:5"], TimedHost(4)
-    results = run_outlived(4, argv, timeout_s=30, server=fork_server, log_directory=tmp_path, host=host)
+    results = run_with_failures(4, argv, timeout_s=30, server=fork_server, log_directory=tmp_path, host=host)
     assert [result.returncode for result in results] == [-9, -9, 1, 1]
     host.assert_prompt()
     for result in results[2:]:
@@ -96,7 +96,7 @@ def test_a_stage_without_a_live_cell_ends_the_job(tmp_path: Path, fork_server: F
 def test_an_error_of_a_rank_is_no_death(moment: int, tmp_path: Path, fork_server: ForkServer) -> None:
     """The job ends with it, at once, and each rank says whose it was."""
     argv, host = [RANKS, "2", "2", f"1:{moment}:error"], TimedHost(4)
-    results = run_outlived(4, argv, timeout_s=30, server=fork_server, log_directory=tmp_path, host=host)
+    results = run_with_failures(4, argv, timeout_s=30, server=fork_server, log_directory=tmp_path, host=host)
     assert [result.returncode for result in results] == [1] * 4
     host.assert_prompt()
     for result in results:
@@ -109,7 +109,7 @@ def test_an_error_of_a_rank_is_no_death(moment: int, tmp_path: Path, fork_server
 def test_a_rank_without_the_rest_of_its_cell_ends_and_says_no_end_of_the_training(
     tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    results = run_outlived(4, [LANES], timeout_s=40, server=fork_server, log_directory=tmp_path)
+    results = run_with_failures(4, [LANES], timeout_s=40, server=fork_server, log_directory=tmp_path)
     assert [result.returncode for result in results] == [-9, 1, 0, 0], results
     assert "its cell has lost a rank (rank 0" in results[1].output
     assert all("has come to the end" in result.output for result in results[2:])

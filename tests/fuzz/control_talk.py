@@ -23,7 +23,7 @@ from adaptra_megatron.control.decisions import (
     PackedFigures,
     Paths,
     Routing,
-    Told,
+    TelemetrySection,
     decision_of,
 )
 from adaptra_megatron.control.measurements import (
@@ -156,7 +156,7 @@ _DECISION = Decision(
     Forecast(1.0, None),
     Paths((LinkName(0, 1, 2),)),
     Routing(1, 4, (Moved(0, 0, 1, 2),), {"0.0": "{}"}, (1.0, 1.5)),
-    Told(
+    TelemetrySection(
         (Iterations(1, 2),),
         PackedFigures.of(
             JobFigures(
@@ -177,9 +177,9 @@ _TO_AND_FRO = (
 )
 _NOTES = (
     *(
-        control_messages.Meet(1),
+        control_messages.CreateSession(1),
         control_messages.Open(1, 2, [3, 4]),
-        control_messages.Until(1, 2),
+        control_messages.SwitchAt(1, 2),
         control_messages.Dead(1, 2, "gone"),
         control_messages.Measure(1, 3, 1 << 20),
     ),

@@ -27,36 +27,36 @@ def number(random: Random, near: int = 0) -> int:
 
 def spoil_header(random: Random, header: bytes) -> bytes:
     """A header with some fields of other values, or some bits flipped."""
-    spoilt = bytearray(header)
+    corrupted = bytearray(header)
     for _ in range(random.choice((1, 1, 1, 2, 4))):
         if random.random() < 0.2:
-            spoilt[random.randrange(len(spoilt))] ^= 1 << random.randrange(8)
+            corrupted[random.randrange(len(corrupted))] ^= 1 << random.randrange(8)
             continue
         offset, nbytes = random.choice(FIELDS + _SHAPE[:3])
-        before = int.from_bytes(spoilt[offset : offset + nbytes], "little")
+        before = int.from_bytes(corrupted[offset : offset + nbytes], "little")
         after = number(random, before) % (1 << 8 * nbytes)
-        spoilt[offset : offset + nbytes] = after.to_bytes(nbytes, "little")
-    return bytes(spoilt)
+        corrupted[offset : offset + nbytes] = after.to_bytes(nbytes, "little")
+    return bytes(corrupted)
 
 
 def spoil_stream(random: Random, stream: bytes) -> bytes:
     """A stream with bytes flipped, inserted, left out, repeated, or cut off."""
-    spoilt = bytearray(stream)
+    corrupted = bytearray(stream)
     for _ in range(random.choice((0, 1, 1, 2, 5))):
-        at = random.randrange(len(spoilt) + 1)
+        at = random.randrange(len(corrupted) + 1)
         some = random.choice((1, 4, 8, 128, 4096, random.randrange(1, 300)))
         choice = random.randrange(5)
-        if choice == 0 and at < len(spoilt):
-            spoilt[at] ^= 1 << random.randrange(8)
+        if choice == 0 and at < len(corrupted):
+            corrupted[at] ^= 1 << random.randrange(8)
         elif choice == 1:
-            spoilt[at:at] = random.randbytes(some)
+            corrupted[at:at] = random.randbytes(some)
         elif choice == 2:
-            del spoilt[at : at + some]
+            del corrupted[at : at + some]
         elif choice == 3:
-            spoilt[at:at] = spoilt[at : at + some]
+            corrupted[at:at] = corrupted[at : at + some]
         elif choice == 4:
-            del spoilt[at:]
-    return bytes(spoilt)
+            del corrupted[at:]
+    return bytes(corrupted)
 
 
 def spoil_list(random: Random, values: MutableSequence[object], replacement: object) -> None:

@@ -113,13 +113,13 @@ def _spoil(random: Random, fields: dict[str, Any]) -> None:
 
 
 def spoilt_orders(random: Random, orders: Orders) -> Orders:
-    spoilt: list[Any] = [list(order) for order in orders] or [[0]]
+    corrupted: list[Any] = [list(order) for order in orders] or [[0]]
     for _ in range(random.choice((0, 1, 1, 3, 9))):
         if random.random() < 0.1:
-            spoil_list(random, spoilt, [random.choice(CODES)])
-        elif spoilt:
-            spoil_list(random, random.choice(spoilt), random.choice((*CODES, random.randrange(200))))
-    return spoilt or [[]]
+            spoil_list(random, corrupted, [random.choice(CODES)])
+        elif corrupted:
+            spoil_list(random, random.choice(corrupted), random.choice((*CODES, random.randrange(200))))
+    return corrupted or [[]]
 
 
 def _fits(orders: Orders) -> bool:

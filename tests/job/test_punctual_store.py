@@ -8,7 +8,7 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from adaptra_megatron.job.punctual_store import PunctualStore, SilentStoreError
+from adaptra_megatron.job.punctual_store import DeadlineStore, SilentStoreError
 
 
 class StoppedStore:
@@ -25,7 +25,7 @@ class StoppedStore:
 
 
 def test_requests_are_answered_as_the_store_answers_them() -> None:
-    store = PunctualStore(HashStore(), 10.0)
+    store = DeadlineStore(HashStore(), 10.0)
     store.set("key", "value")
     assert store.get("key") == b"value"
     assert store.add("count", 2) == 2
@@ -36,7 +36,7 @@ def test_requests_are_answered_as_the_store_answers_them() -> None:
 
 def test_a_store_that_stands_still_is_an_error_in_time_and_from_then_on() -> None:
     stopped = StoppedStore()
-    store = PunctualStore(stopped, 0.2)
+    store = DeadlineStore(stopped, 0.2)
     for _ in range(2):
         with pytest.raises(SilentStoreError, match="the job's store has not answered for 0.2 s"):
             store.get("key")

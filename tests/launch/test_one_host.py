@@ -100,7 +100,8 @@ def test_whatever_a_rank_writes_about_its_error_the_others_go_on(launches: Launc
 
 
 def test_a_rank_is_started_again_after_pauses_and_killed_only_where_it_is_meant(launches: Launches) -> None:
-    """The test stands for the other ranks; the job ends with them, though the last process still waits to be let in."""
+    """The test stands for the other ranks; the job ends with them, though the last process still waits to be
+    admitted."""
     script = launches.script(
         """
         start = os.environ.get("ADAPTRA_STARTED_AGAIN", "0")

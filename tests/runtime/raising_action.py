@@ -23,7 +23,7 @@ import torch.distributed as dist  # noqa: E402  (Megatron on the CPU must be ins
 
 from adaptra_megatron.emulation.training.arguments import parse_arguments  # noqa: E402
 from adaptra_megatron.emulation.training.training import Trainer, train  # noqa: E402
-from adaptra_megatron.epochs.last_word import LastWord  # noqa: E402
+from adaptra_megatron.epochs.last_word import ErrorNotice  # noqa: E402
 from adaptra_megatron.runtime.execution.executor import PipelineExecutor  # noqa: E402
 
 
@@ -57,13 +57,13 @@ def raise_in_script(rank: int, function: str) -> None:
 
 def note_waits(directory: Path) -> None:
     """Leave a file named by this rank in `directory` as it begins to wait for the end of a rank that has failed."""
-    wait_for_end = LastWord.wait_for_end
+    wait_for_end = ErrorNotice.wait_for_end
 
-    def noted(self: LastWord) -> None:
+    def noted(self: ErrorNotice) -> None:
         (directory / f"rank {dist.get_rank()} waits").touch()
         wait_for_end(self)
 
-    LastWord.wait_for_end = noted  # type: ignore[method-assign]
+    ErrorNotice.wait_for_end = noted  # type: ignore[method-assign]
 
 
 def clean_up(directory: Path | None) -> None:

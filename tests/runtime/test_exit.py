@@ -15,7 +15,7 @@ import pytest
 from support.processes import TRAIN_GPT, RankResult, run_ranks
 
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.outlived import run_outlived
+from adaptra_megatron.emulation.jobs.outlived import run_with_failures
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import RunEnded
 
@@ -112,7 +112,7 @@ def test_an_error_of_the_script_is_no_death(function: str, tmp_path: Path, fork_
         "--no-gradient-accumulation-fusion --adaptra --adaptra-reroute failures"
     )
     argv = [RAISING, "3", function, *arguments.split()]
-    results = run_outlived(4, argv, timeout_s=100, server=fork_server, log_directory=tmp_path)
+    results = run_with_failures(4, argv, timeout_s=100, server=fork_server, log_directory=tmp_path)
     error = "ConnectionError: data server: connection refused, or timed out"
     for result in results:
         assert result.returncode == 1, result.output

@@ -24,7 +24,7 @@ from adaptra_megatron.control.decisions import Decision, Forecast, LinkName, Ord
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.job import control_store
 from adaptra_megatron.transport.delegate import control
-from adaptra_megatron.transport.failover.control_messages import MOST_PROBES, Measure, Meet, decode_note
+from adaptra_megatron.transport.failover.control_messages import MOST_PROBES, CreateSession, Measure, decode_note
 from adaptra_megatron.transport.failover.sender import Sender
 from adaptra_megatron.transport.paths import PathSettings
 
@@ -139,7 +139,7 @@ def test_a_confirmation_of_what_was_never_sent_takes_no_time() -> None:
     sender: Sender[int] = Sender(PathSettings(), nbytes_of=lambda nbytes: nbytes)
     sender.tick(0.0, 0.0, list)
     (meet,) = sender.effects.notes
-    assert isinstance(meet, Meet)
+    assert isinstance(meet, CreateSession)
     sender.made(meet.session, 0.0)
     sender.confirmed(meet.session, 1 << 62)
 

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
-from adaptra_megatron.cli.planning.given import Given
+from adaptra_megatron.cli.planning.given import PlanInput
 from adaptra_megatron.cli.planning.sweep import STOCK, stock_of
 from adaptra_megatron.cli.planning.what_if import At, WhatIf
 from adaptra_megatron.cli.tables import print_table
@@ -109,7 +109,7 @@ class Comparison:
 
 
 def compare(
-    given: Given,
+    given: PlanInput,
     asked: WhatIf,
     *,
     at: At = {},  # noqa: B006
@@ -143,7 +143,7 @@ def compare(
     return Comparison(rows=tuple(rows), job=job, healthy=healthy, healthy_is=healthy_is)
 
 
-def healthy_form(given: Given, asked: WhatIf, at: At = {}) -> tuple[JobCosts, str]:  # noqa: B006
+def healthy_form(given: PlanInput, asked: WhatIf, at: At = {}) -> tuple[JobCosts, str]:  # noqa: B006
     """The job without what slows it down, and what that means: without the options; as in a run's first plan; or, where
     neither says anything, with slow links as fast as the others."""
     if asked.slows or asked.max_in_flight is not None:
@@ -185,7 +185,7 @@ def _evened(costs: Costs) -> dict[tuple[int, int], LinkCost]:
     }
 
 
-def _now(given: Given, asked: WhatIf, healthy: Schedule, job: JobCosts, bound: LowerBound) -> Row:
+def _now(given: PlanInput, asked: WhatIf, healthy: Schedule, job: JobCosts, bound: LowerBound) -> Row:
     """The order that ran, where it is known, else the one that was planned for the healthy job."""
     unchanged = job == given.job
     if unchanged and given.order is None and given.now_s is not None:

@@ -34,7 +34,7 @@ _LARGEST_COSTS_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class PlanInput:
     """Costs, and what is known of the run that they are from."""
 
     name: str
@@ -47,7 +47,7 @@ class Given:
     """The order that ran, where it was recorded."""
 
 
-def read_given(path: Path, number: int | None = None, pipeline_size: int | None = None) -> Given:
+def read_given(path: Path, number: int | None = None, pipeline_size: int | None = None) -> PlanInput:
     """What `path` tells: COSTS.json ("-": stdin), the directory of a run, an events-*.jsonl file, or a trace.
 
     Of a run, `number` picks the plan whose costs are taken; None: the latest. Of a trace, the typical step counts;
@@ -74,7 +74,7 @@ def read_given(path: Path, number: int | None = None, pipeline_size: int | None 
     document = _document(path, name)
     _refuse_number(number, name)
     try:
-        return Given(name=name, job=job_costs_from_json(document))
+        return PlanInput(name=name, job=job_costs_from_json(document))
     except CostError as error:
         raise CostError(f"{name}: {error}") from error
 
@@ -100,7 +100,7 @@ def _document(path: Path, name: str) -> Any:
         raise InputError(f"{name} is not valid JSON: {error}") from error
 
 
-def _from_events(name: str, events: Iterable[StampedEvent], number: int | None) -> Given:
+def _from_events(name: str, events: Iterable[StampedEvent], number: int | None) -> PlanInput:
     """The plan `number` of the replica that is the slowest at the end: each decides for itself."""
     by_leader: dict[int, list[PlanMade]] = defaultdict(list)
     for found in events:
@@ -119,7 +119,7 @@ def _from_events(name: str, events: Iterable[StampedEvent], number: int | None) 
             raise InputError(f"{name} has no plan {number}: there are {', '.join(map(str, adopted)) or 'none'}")
         chosen = adopted[number]
     first = next(made for made in plans if _micro_batches(made) == _micro_batches(chosen))
-    return Given(
+    return PlanInput(
         name=f"{name}, plan {chosen.number}",
         job=_job(name, chosen),
         healthy=_job(name, first) if first.costs != chosen.costs else None,
@@ -138,7 +138,7 @@ def _job(name: str, made: PlanMade) -> JobCosts:
         raise CostError(f"{name}, plan {made.number}: {error}") from error
 
 
-def _recorded(path: Path, number: int | None, pipeline_size: int | None) -> Given:
+def _recorded(path: Path, number: int | None, pipeline_size: int | None) -> PlanInput:
     """The typical step of a trace; a stage may hold what the fullest one held. Raises InputError also where its replay
     does not explain what was recorded. Needs numpy."""
     _refuse_number(number, str(path))
@@ -181,7 +181,7 @@ def _recorded(path: Path, number: int | None, pipeline_size: int | None) -> Give
         for replica, costs in enumerate(others, start=1)
     ]
     job = job_costs(base, replicas=len(found.replicas), overrides=overrides)
-    return Given(name=str(path), job=job, order=found.schedule)
+    return PlanInput(name=str(path), job=job, order=found.schedule)
 
 
 def _refuse_number(number: int | None, name: str) -> None:

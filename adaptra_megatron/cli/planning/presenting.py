@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from adaptra_megatron.cli.planning.cells import add_cell_options
 from adaptra_megatron.cli.planning.comparison import Comparison
 from adaptra_megatron.cli.planning.drawings import add_drawing_options, draw
-from adaptra_megatron.cli.planning.given import Given
+from adaptra_megatron.cli.planning.given import PlanInput
 from adaptra_megatron.cli.planning.inputs import count
 from adaptra_megatron.cli.planning.job_outcome import JobOutcome
 from adaptra_megatron.cli.planning.outcome import Outcome
@@ -56,7 +56,7 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
 def present(
     outcome: Outcome | JobOutcome,
     comparison: Comparison,
-    given: Given,
+    given: PlanInput,
     options: argparse.Namespace,
     answers: Sequence[Answer] = (),
 ) -> None:

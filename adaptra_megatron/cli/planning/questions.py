@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from adaptra_megatron.cli.planning.comparison import Comparison, healthy_form
-from adaptra_megatron.cli.planning.given import Given
+from adaptra_megatron.cli.planning.given import PlanInput
 from adaptra_megatron.cli.planning.inputs import InputError
 from adaptra_megatron.cli.planning.sweep import STOCK, stock_of
 from adaptra_megatron.cli.planning.values import argument_type, duration_s, parsed_value, share
@@ -58,7 +58,7 @@ def add_question_options(parser: argparse.ArgumentParser) -> None:
 class Loss:
     """From which value of a range on an iteration takes a share longer than a healthy one does in the same order."""
 
-    def __init__(self, given: Given, asked: WhatIf, lose: float, deadline_s: float | None) -> None:
+    def __init__(self, given: PlanInput, asked: WhatIf, lose: float, deadline_s: float | None) -> None:
         """Raises InputError unless exactly one option is a range of numbers."""
         axes = asked.axes(given.job)
         if len(axes) != 1 or axes[0].range is None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes beside a rank that work for the job's control have in common."""
+"""Share the parts of the sidecar processes that work for the job's control."""

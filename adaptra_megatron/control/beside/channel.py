@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typed messages between a rank and a process beside it, over a unix socket that no other process holds.
+"""Exchange typed messages between a rank and its sidecar process, over a unix socket that no other process holds.
 
 Each message is its kind's name and itself, and bytes that go along, which are not looked at. The end of the channel is
-the end of the other process. No torch here: processes beside a rank import this.
+the end of the other process. No torch here: sidecar processes import this.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process beside a rank begins and ends, and how what it has to say reaches the rank's log and telemetry."""
+"""Start and end a sidecar process, and pass its log lines and events to its rank."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class Notes(logging.Handler):
 
 
 def log_lines(lines: tuple[Line, ...], word: str = "") -> None:
-    """Log lines of a process beside this rank. `word`: before each."""
+    """Log lines of a sidecar process of this rank. `word`: before each."""
     for line in lines:
         logger_of(line.module).log(line.level, "%s%s", word, line.text)
 
 
 def log_events(events: tuple[str, ...], log: Callable[[Event], None]) -> None:
-    """Give the events of a process beside this rank to its telemetry."""
+    """Pass the events of a sidecar process of this rank to its telemetry."""
     for event in events:
         log(decode(event).event)
 
@@ -88,7 +88,7 @@ def allow_connections(count: int, what: str) -> None:
 
 
 def serve(arguments: list[str], work: Callable[[socket.socket, socket.socket], Awaitable[None]]) -> None:
-    """Run a process beside a rank until its channel ends; it ends with the rank.
+    """Run a sidecar process until its channel ends; it ends with the rank.
 
     `arguments`: the descriptor of its channel, and the rank's process id. `work(channel, listener)`: the channel does
     not block; the listener is the rank's, which was sent first.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's connection to a process beside another rank, such as the planner process of its leading rank: reports go
+"""Connect a rank to the sidecar process of another rank, such as the planner process of its leading rank: reports go
 there, and what follows from them comes back."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections of a process beside a rank to the ranks that report to it: reports come in, decisions go out.
+"""Connect a sidecar process to the ranks that report to it: reports come in, decisions go out.
 
 Decisions are in the job's store as well: a rank that this does not reach looks there.
 """

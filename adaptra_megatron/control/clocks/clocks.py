@@ -100,10 +100,10 @@ class _Relating:
     def _relate_first(self) -> RelatedClock:
         layout, rank = self._layout, self._layout.rank
         to_job_s = self._to_job_s()
-        strangers = [other for other in layout.pipeline if not layout.share_clock((rank, other))]
-        server, address = self._serve() if strangers else (None, None)
+        remote = [other for other in layout.pipeline if not layout.share_clock((rank, other))]
+        server, address = self._serve() if remote else (None, None)
         self._store.set(str(rank), packed(_FirstStage(to_job_s, address)))
-        for other in strangers:
+        for other in remote:
             self._answer(other)
         return RelatedClock(0.0, to_job_s, server=server)
 

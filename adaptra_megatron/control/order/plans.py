@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.decisions import Decision, Order, Told
+from adaptra_megatron.control.decisions import Decision, Order, TelemetrySection
 from adaptra_megatron.given import read_costs, read_plan
 from adaptra_megatron.log import logger_of
 from adaptra_megatron.schedule.actions import Schedule
@@ -28,7 +28,7 @@ logger = logger_of(__name__)
 RELEASED_AT_BACKWARD_INPUT = 0.0
 """Megatron's native layers keep inputs and output gradients of their linears until W: about the whole activation."""
 PLANNING_S = 0.2
-"""Work on one plan, on one core of the leading rank, beside the training."""
+"""Work on one plan, on one core of the leading rank, concurrently with training."""
 
 
 class PlanMismatchError(ValueError):
@@ -75,7 +75,7 @@ class _Installed:
     costs: Costs | None = None
 
 
-class PlanBook:
+class PlanState:
     """The schedule to run, from a file, from costs, or stock's until there is something better.
 
     Every rank has one. Plans from a file or from given costs are computed by every rank alike; measured ones are
@@ -212,7 +212,7 @@ class PlanBook:
     @property
     def in_force(self) -> Decision:
         """What was planned last, as it travels; without an order where none was planned for measured costs."""
-        told = None if self.policy == self._config.policy else Told(policy=self.policy)
+        told = None if self.policy == self._config.policy else TelemetrySection(policy=self.policy)
         latest = next((each for each in reversed(self._plans.values()) if each.costs is not None), None)
         if latest is None or latest.costs is None or self.observes:
             return Decision(self.number, told=told)

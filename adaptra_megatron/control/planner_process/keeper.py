@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a planner process running beside this leading rank, and has it decide."""
+"""Keep a planner process of this leading rank running, and have it decide."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from adaptra_megatron.backoff import Backoff
 from adaptra_megatron.control.beside.channel import ChannelClosedError, ChannelEndedError, Sidecar, send
 from adaptra_megatron.control.beside.process import log_events, log_lines
-from adaptra_megatron.control.decisions import Decision, Routing, Told
+from adaptra_megatron.control.decisions import Decision, Routing, TelemetrySection
 from adaptra_megatron.control.planner_process.messages import (
     Begin,
     Decided,
@@ -47,14 +47,14 @@ class NoDecisionError(RuntimeError):
         self.until = until
 
 
-class Diary(Protocol):
+class EventSink(Protocol):
     """Recipient of events."""
 
     def log(self, event: Event) -> None:
         """Something happened, in the iteration that runs."""
 
 
-class PlannerKeeper:
+class PlannerClient:
     """The planner process as the leading rank has it; for one thread, which must live as long as the process.
 
     `close` and `pass_on` may be called from any thread.
@@ -64,9 +64,9 @@ class PlannerKeeper:
         self,
         begin: Begin,
         listener: socket.socket,
-        telemetry: Diary,
+        telemetry: EventSink,
         number: Callable[[], int],
-        requests: Callable[[], Told],
+        requests: Callable[[], TelemetrySection],
         *,
         word: str = "",
         patience_s: float = PATIENCE_S,

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from adaptra_megatron.control.beside.channel import Messages
 from adaptra_megatron.control.beside.process import Line
-from adaptra_megatron.control.decisions import Decision, Told
+from adaptra_megatron.control.decisions import Decision, TelemetrySection
 from adaptra_megatron.control.order.plans import Layout
 from adaptra_megatron.control.path_decider import PathPolicy
 from adaptra_megatron.control.routes.route_decider import RoutePolicy
@@ -54,7 +54,7 @@ class Measured:
     """Size of each iteration's report, in the bytes that go along."""
     number: int
     """Number of the plan that runs."""
-    asked: Told = Told()
+    asked: TelemetrySection = TelemetrySection()
     """What users ask for, new since the message before."""
 
 

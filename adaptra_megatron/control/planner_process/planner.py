@@ -16,9 +16,9 @@ from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.beside.channel import packed
 from adaptra_megatron.control.beside.process import Notes, allow_connections, serve
 from adaptra_megatron.control.beside.report_server import ReportServer
-from adaptra_megatron.control.decisions import Told
-from adaptra_megatron.control.leader import PlanLeader
-from adaptra_megatron.control.order.plans import PlanBook
+from adaptra_megatron.control.decisions import TelemetrySection
+from adaptra_megatron.control.leader import DecisionEngine
+from adaptra_megatron.control.order.plans import PlanState
 from adaptra_megatron.control.planner_process.messages import (
     Begin,
     Decided,
@@ -60,8 +60,8 @@ class Planner:
             plan_csv=None if begin.plan_csv is None else Path(begin.plan_csv),
             costs_json=None if begin.costs_json is None else Path(begin.costs_json),
         )
-        self._book = PlanBook(config, begin.layout, measures_memory=begin.measures_memory)
-        self._leader = PlanLeader(self._book, notes, begin.paths, begin.running, begin.routes)
+        self._book = PlanState(config, begin.layout, measures_memory=begin.measures_memory)
+        self._leader = DecisionEngine(self._book, notes, begin.paths, begin.running, begin.routes)
         self._notes, self._policy = notes, ""
         self._patient_until_s = time.monotonic() + FIRST_REPORTS_S
         """Until then reports may be missing without a word: ranks connect once they have something to report."""
@@ -92,7 +92,7 @@ class Planner:
             costs=None if costs is None else json.dumps(costs_to_json(costs)),
         )
 
-    def runs(self, number: int, asked: Told) -> None:
+    def runs(self, number: int, asked: TelemetrySection) -> None:
         """Plan `number` runs, and `asked` is new."""
         self._book.number = number
         self._notes.wanted += asked.requests

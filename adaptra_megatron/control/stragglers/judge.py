@@ -23,7 +23,7 @@ _SEEN_EVERY_S, _SEEN_CELLS = 60.0, 256
 """Between two events of how all cells arrive, for so many cells at most; of more cells they are as much rarer."""
 
 
-class ArrivalJudge:
+class StragglerDetector:
     """The job's. For one thread."""
 
     def __init__(self, names: Mapping[Cell, tuple[int, str]], log: Callable[[Event], None]) -> None:

@@ -12,7 +12,14 @@ from collections.abc import Callable
 from adaptra_megatron.control.beside.channel import Sidecar, send
 from adaptra_megatron.control.beside.process import log_events, log_lines
 from adaptra_megatron.control.rounds import Address
-from adaptra_megatron.control.stragglers.reports import FROM_JUDGE, Finish, JudgeBegin, Judged, Pace, Verdict
+from adaptra_megatron.control.stragglers.reports import (
+    FROM_JUDGE,
+    Finish,
+    JudgeBegin,
+    Pace,
+    StragglerServiceReply,
+    Verdict,
+)
 from adaptra_megatron.job.control_store import ControlStore
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.telemetry.events.events import Event
@@ -21,7 +28,7 @@ _PATIENCE_S = 10.0
 """For the rest of a message that has begun to come."""
 
 
-class JudgeKeeper:
+class StragglerServiceClient:
     """For one thread, which must live as long as the process. Raises OSError if this host has no room for one."""
 
     def __init__(
@@ -77,7 +84,7 @@ class JudgeKeeper:
     def _readable(self, timeout_s: float) -> bool:
         return bool(select.select([self._process.channel], [], [], timeout_s)[0])
 
-    def _take(self) -> Judged:
+    def _take(self) -> StragglerServiceReply:
         judged = FROM_JUDGE.receive(self._process.channel)
         log_lines(judged.lines)
         log_events(judged.events, self._log)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process beside the job's lowest rank that takes in what all cells report and judges it, for no training process
-has the time: at thousands of cells, decoding their reports alone takes tens of milliseconds.
+"""The sidecar process of the job's lowest rank that takes in what all cells report and judges it, for no training
+process has the time: at thousands of cells, decoding their reports alone takes tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import time
 from adaptra_megatron.control.beside.channel import packed
 from adaptra_megatron.control.beside.process import Notes, allow_connections, serve
 from adaptra_megatron.control.beside.report_server import ReportServer
-from adaptra_megatron.control.stragglers.judge import ArrivalJudge
+from adaptra_megatron.control.stragglers.judge import StragglerDetector
 from adaptra_megatron.control.stragglers.reports import (
     TO_JUDGE,
     CellReport,
     Finish,
     JudgeBegin,
-    Judged,
+    StragglerServiceReply,
     Verdict,
     report_of,
 )
@@ -35,7 +35,7 @@ class JudgeProcess:
     def __init__(self, channel: socket.socket, listener: socket.socket, begin: JudgeBegin, notes: Notes) -> None:
         self._channel, self._pace, self._notes = channel, begin.pace, notes
         self._cells = {rank: cell for cell, rank, _ in begin.cells}
-        self._judge = ArrivalJudge({cell: (rank, host) for cell, rank, host in begin.cells}, notes.log)
+        self._judge = StragglerDetector({cell: (rank, host) for cell, rank, host in begin.cells}, notes.log)
         self._reports: dict[Cell, CellReport] = {}
         self._finished = asyncio.Event()
         self._server = ReportServer(bytes.fromhex(begin.secret), begin.place, self._cells, self._add)
@@ -62,7 +62,7 @@ class JudgeProcess:
                 self._judge.finish()
             lines, events = self._notes.take_all()
             if last or lines or events or verdict != before:
-                judged = Judged(verdict=verdict, lines=lines, events=events, last=last)
+                judged = StragglerServiceReply(verdict=verdict, lines=lines, events=events, last=last)
                 await asyncio.get_running_loop().sock_sendall(self._channel, packed(judged))
 
     def _iteration_s(self) -> float:

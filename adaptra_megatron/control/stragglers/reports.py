@@ -110,7 +110,7 @@ class Finish:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class StragglerServiceReply:
     """From the judge's process: what is found now, and what there is to be said."""
 
     name: ClassVar[str] = "judged"
@@ -122,4 +122,4 @@ class Judged:
 
 
 TO_JUDGE: Messages[JudgeBegin | Finish] = Messages(JudgeBegin, Finish)
-FROM_JUDGE: Messages[Judged] = Messages(Judged)
+FROM_JUDGE: Messages[StragglerServiceReply] = Messages(StragglerServiceReply)

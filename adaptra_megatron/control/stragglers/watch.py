@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's part in finding stragglers, in a thread beside the training: what its cell reports, what the job's judge
+"""One rank's part in finding stragglers, in a thread of its own: what its cell reports, what the job's judge
 makes of all reports, and what this host does of that.
 
-Replicas decide on plans apart, and jobs of one stage have no deciding rank, so the job has one judge: a process beside
-its lowest rank, to which the first rank of each cell connects. What it finds is in the job's store, where ranks look
-that act on it. No collective, and nothing that the training waits for.
+Replicas decide on plans apart, and jobs of one stage have no deciding rank, so the job has one judge: a sidecar
+process of its lowest rank, to which the first rank of each cell connects. What it finds is in the job's store, where
+ranks look that act on it. No collective, and nothing that the training waits for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from adaptra_megatron.control.beside.report_server import purpose_of
 from adaptra_megatron.control.rounds import address_of
 from adaptra_megatron.control.stragglers.host import HostSampler
 from adaptra_megatron.control.stragglers.host_policy import HostPolicy
-from adaptra_megatron.control.stragglers.judge_keeper import JudgeKeeper
+from adaptra_megatron.control.stragglers.judge_keeper import StragglerServiceClient
 from adaptra_megatron.control.stragglers.reports import (
     ADDRESS_KEY,
     LAGS_KEY,
@@ -208,7 +208,7 @@ class _Judge:
     ) -> None:
         self._store, self._telemetry = store, telemetry
         place = control.seal(PLACE).place
-        self._keeper = JudgeKeeper(control, place, layout, pace, listener, telemetry.log)
+        self._keeper = StragglerServiceClient(control, place, layout, pace, listener, telemetry.log)
         self._late: tuple[LateCell, ...] | None = None
         self._ended = False
         store.set(ADDRESS_KEY, encoded(self._keeper.address))

@@ -186,16 +186,16 @@ class Deaths:
 
 def _functions() -> dict[str, tuple[Any, str]]:
     """What runs at each of `POINTS`: its owner, and its name there."""
-    from adaptra_megatron.epochs.joining import Newcomer
-    from adaptra_megatron.epochs.survival import Survival
+    from adaptra_megatron.epochs.joining import RejoiningRank
+    from adaptra_megatron.epochs.survival import RecoveryManager
     from adaptra_megatron.runtime import rejoining
 
     return {
-        "ready": (Newcomer, "stand_ready"),
+        "ready": (RejoiningRank, "stand_ready"),
         "receiving": (rejoining, "_receive_whole"),
         "joining": (rejoining, "joined_job"),
-        "meeting": (Newcomer, "meet"),
-        "admitting": (Survival, "_admission_begins"),
+        "meeting": (RejoiningRank, "meet"),
+        "admitting": (RecoveryManager, "_admission_begins"),
         "sending": (rejoining, "_send"),
     }
 

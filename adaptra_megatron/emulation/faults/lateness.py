@@ -177,12 +177,16 @@ class LateRank:
             self._inside, self._reductions = False, 0
 
     def __enter__(self) -> LateRank:
-        from adaptra_megatron.epochs.joining import Newcomer
-        from adaptra_megatron.epochs.live_groups import LiveGroups
+        from adaptra_megatron.epochs.joining import RejoiningRank
+        from adaptra_megatron.epochs.live_groups import FaultTolerantGroups
         from adaptra_megatron.job.control_store import ControlStore
 
         reason = "what is emulated is late"
-        replaced = [Replacement(LiveGroups, "_make_native", self._late_groups(LiveGroups._make_native), reason)]
+        replaced = [
+            Replacement(
+                FaultTolerantGroups, "_make_native", self._late_groups(FaultTolerantGroups._make_native), reason
+            )
+        ]
         lent = contextmanager(self._late_lent(ControlStore.lent))
         replaced.append(Replacement(ControlStore, "lent", lent, reason))
         if self._chances["store"]:
@@ -193,8 +197,8 @@ class LateRank:
             value = self._late_start(threading.Thread.start)
             replaced.append(Replacement(threading.Thread, "start", value, reason))
         if self._arrival is not None:
-            value = self._late_arrival(Newcomer.stand_ready, self._arrival.longest_s)
-            replaced.append(Replacement(Newcomer, "stand_ready", value, reason))
+            value = self._late_arrival(RejoiningRank.stand_ready, self._arrival.longest_s)
+            replaced.append(Replacement(RejoiningRank, "stand_ready", value, reason))
         self._installed.enter_context(Replaced(replaced))
         return self
 

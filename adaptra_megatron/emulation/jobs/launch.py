@@ -257,7 +257,7 @@ def _signal_process(pid: int, number: int) -> None:
 
 
 def _signal_group(pid: int, number: int) -> bool:
-    """Return whether there was such a process group: a rank's outlives it as long as what it started does."""
+    """Return whether there was such a process group: a rank's survives it as long as what it started does."""
     try:
         os.killpg(pid, number)
     except ProcessLookupError:

@@ -92,7 +92,7 @@ class Host:
         self.stalled = [rank for rank, start in self._coordinator.stalled.items() if start == self._starts(rank)]
 
 
-def run_outlived(
+def run_with_failures(
     world_size: int,
     argv: Sequence[str],
     *,

@@ -20,7 +20,7 @@ from adaptra_megatron.emulation.faults.deaths import Arrivals, Deaths, parse_dea
 from adaptra_megatron.emulation.faults.holds import Holds, parse_hold
 from adaptra_megatron.emulation.faults.lateness import LateRank, late_messages, parse_lateness
 from adaptra_megatron.emulation.faults.network.link_faults import LinkFault, parse_link_fault
-from adaptra_megatron.emulation.faults.network.link_story import LinkStory, read_story
+from adaptra_megatron.emulation.faults.network.link_story import LinkFaultScenario, read_story
 from adaptra_megatron.emulation.faults.network.links import SlowLinks
 from adaptra_megatron.emulation.faults.network.path_flaps import PathFlaps
 from adaptra_megatron.emulation.faults.pauses import Pauses
@@ -45,7 +45,9 @@ class Conditions:
         wrongly."""
         self._stages = args.pipeline_model_parallel_size
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
-        story = read_story(Path(args.emulate_link_story)) if args.emulate_link_story else LinkStory(iterations=0)
+        story = (
+            read_story(Path(args.emulate_link_story)) if args.emulate_link_story else LinkFaultScenario(iterations=0)
+        )
         slow_cells = [parse_slow_cell(text) for text in args.emulate_slow_cell]
         if slow_cells and args.emulate_compute_ms is None:
             raise TrainingArgumentsError("--emulate-slow-cell multiplies compute times: give --emulate-compute-ms too")
@@ -171,7 +173,7 @@ def late_rank(args: argparse.Namespace) -> LateRank | None:
     from adaptra_megatron.config import config_from_arguments
 
     late = [parse_lateness(text) for text in args.emulate_late]
-    if not (args.adaptra and config_from_arguments(args).outlives_ranks and args.dump_state):
+    if not (args.adaptra and config_from_arguments(args).is_fault_tolerant and args.dump_state):
         if late:
             raise EmulationError("--emulate-late needs --adaptra-reroute failures and --dump-state")
         return None

@@ -32,7 +32,7 @@ from adaptra_megatron.telemetry.stock import trace_stock
 
 if TYPE_CHECKING:
     from adaptra_megatron.emulation.faults.lateness import LateRank
-    from adaptra_megatron.epochs.live_groups import LiveGroups
+    from adaptra_megatron.epochs.live_groups import FaultTolerantGroups
     from adaptra_megatron.runtime.runtime import AdaptraRuntime
 
 logger = logging.getLogger(__name__)  # its lines are those of Megatron's own training
@@ -75,8 +75,8 @@ def train(args: argparse.Namespace) -> TrainingResult:
     return trainer.result
 
 
-def _live_groups(args: argparse.Namespace) -> LiveGroups | None:
-    """Process groups that outlive their members, where `args` ask for that: before there are any."""
+def _live_groups(args: argparse.Namespace) -> FaultTolerantGroups | None:
+    """Process groups that survive failures of their members, where `args` ask for that: before there are any."""
     if not args.adaptra:
         return None
     from adaptra_megatron.config import config_from_arguments

@@ -37,7 +37,7 @@ from adaptra_megatron.runtime.execution.inbox import Inbox
 from adaptra_megatron.runtime.execution.program import Program, Step
 from adaptra_megatron.schedule.simulator import peak_in_flight
 from adaptra_megatron.schedule.transfers.messages import Message
-from adaptra_megatron.sparing_log import SparingLog
+from adaptra_megatron.sparing_log import RateLimitedLog
 from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
 from adaptra_megatron.transport.messages import Transport
 from adaptra_megatron.transport.paths import Path
@@ -80,7 +80,7 @@ class Dispatcher:
         self._on_gpu = device.type == "cuda"
         self._pace = _GpuPace() if self._on_gpu else _Pace()
         self._patience_s = 0.0
-        self._said = SparingLog(logger, most_in_a_row=2)
+        self._said = RateLimitedLog(logger, most_in_a_row=2)
         self._online_for: str | None = None
         """Why the latest iteration was dispatched online."""
         self._jitter: dict[int, ArrivalJitter] = defaultdict(ArrivalJitter)
@@ -148,7 +148,7 @@ class Dispatcher:
         unsteady = [
             str(peer)
             for peer in peers
-            if self._transport.came_by(self._ranks[peer]) is Path.HOST and self._jitter[peer].unsteady
+            if self._transport.last_receive_path(self._ranks[peer]) is Path.HOST and self._jitter[peer].unsteady
         ]
         return f"messages of stage {' and '.join(unsteady)} arrive at irregular times" if unsteady else None
 
@@ -161,7 +161,7 @@ class Dispatcher:
         self._online_for = reason
 
     def _sees(self, peers: Sequence[int]) -> bool:
-        return all(self._transport.sees_arrivals(self._ranks[peer]) for peer in peers)
+        return all(self._transport.can_poll(self._ranks[peer]) for peer in peers)
 
     def _decide(self, order: OnlineOrder, peers: Sequence[int], inbox: Inbox) -> Iterator[Step]:
         while not order.finished:

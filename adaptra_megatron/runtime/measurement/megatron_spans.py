@@ -63,7 +63,11 @@ class SpannedTransport:
     def __init__(self, transport: Transport, span: Span) -> None:
         self._transport, self._span = transport, span
         self.describe, self.post_receive, self.wait_any = transport.describe, transport.post_receive, transport.wait_any
-        self.sees_arrivals, self.ready, self.came_by = transport.sees_arrivals, transport.ready, transport.came_by
+        self.can_poll, self.ready, self.last_receive_path = (
+            transport.can_poll,
+            transport.ready,
+            transport.last_receive_path,
+        )
         self.take_times, self.flush, self.close = transport.take_times, transport.flush, transport.close
 
     def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:

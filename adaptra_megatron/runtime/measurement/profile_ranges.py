@@ -29,8 +29,12 @@ class RangedTransport:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.describe, self.sees_arrivals, self.ready = transport.describe, transport.sees_arrivals, transport.ready
-        self.came_by, self.take_times, self.close = transport.came_by, transport.take_times, transport.close
+        self.describe, self.can_poll, self.ready = transport.describe, transport.can_poll, transport.ready
+        self.last_receive_path, self.take_times, self.close = (
+            transport.last_receive_path,
+            transport.take_times,
+            transport.close,
+        )
 
     def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
         """See Transport."""

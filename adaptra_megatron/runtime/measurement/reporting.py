@@ -15,14 +15,14 @@ from adaptra_megatron import __version__
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.decisions import Moved
 from adaptra_megatron.epochs.admission import Return
-from adaptra_megatron.epochs.survival import RankLoss, Survival
+from adaptra_megatron.epochs.survival import RankFailure, RecoveryManager
 from adaptra_megatron.job.layout import JobLayout
 from adaptra_megatron.runtime.execution.executor import IterationReport
 from adaptra_megatron.runtime.job import Job
 from adaptra_megatron.runtime.megatron.compat import megatron_version
 from adaptra_megatron.telemetry.events.changes import PathState
 from adaptra_megatron.telemetry.events.events import RanksLost, RanksReturned, RunStarted
-from adaptra_megatron.telemetry.figures.scalars import LossFigures, RankFigures
+from adaptra_megatron.telemetry.figures.scalars import FailureMetrics, RankFigures
 from adaptra_megatron.telemetry.records import ArrivalRecord
 from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
 from adaptra_megatron.transport.messages import Direction, MessageTimes, Transport, TwoPathTransport
@@ -107,7 +107,7 @@ def arrival_records(stage: int, received: Sequence[MessageTimes]) -> list[Arriva
 
 
 def rank_figures(
-    transport: Transport, report: IterationReport, plan_number: int, seconds: float, survival: Survival | None
+    transport: Transport, report: IterationReport, plan_number: int, seconds: float, survival: RecoveryManager | None
 ) -> RankFigures:
     """Figures of a training iteration that took `seconds`, for TensorBoard and Prometheus."""
     links = _paths(transport).values()
@@ -125,7 +125,7 @@ def rank_figures(
 
 
 def membership_events(
-    rank_losses: Sequence[RankLoss], returns: Sequence[Return], moved: Sequence[Moved]
+    rank_losses: Sequence[RankFailure], returns: Sequence[Return], moved: Sequence[Moved]
 ) -> Iterator[RanksLost | RanksReturned]:
     """Events of ranks that were lost and that came back. `moved`: by the routes since then."""
     for loss in rank_losses:
@@ -148,8 +148,8 @@ def membership_events(
         )
 
 
-def _loss_figures(survival: Survival) -> LossFigures:
-    return LossFigures(
+def _loss_figures(survival: RecoveryManager) -> FailureMetrics:
+    return FailureMetrics(
         dead_cells=sorted((cell.replica, cell.stage) for cell in survival.generation.dead_cells),
         ranks=survival.ranks_lost,
         seconds={loss.epoch: loss.seconds for loss in survival.rank_losses},

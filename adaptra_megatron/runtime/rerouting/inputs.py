@@ -31,7 +31,7 @@ from adaptra_megatron.schedule.routing.costs import Cell
 
 class RoutableInputs:
     """One rank's, for the life of the job; asked in training iterations, routed or not, and in evaluation where ranks
-    are outlived."""
+    can fail without ending the job."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class RoutableInputs:
 
     def end(self, losses: list[Any], *, losses_moved: bool) -> list[Any]:
         """What the training script gets of `losses`, those computed here: this replica's, and those of replicas whose
-        cell of the last stage is dead and that have this one for their heir. `losses_moved`: whether any route led to
+        cell of the last stage is dead and whose losses this one reports. `losses_moved`: whether any route led to
         another replica's cell of the last stage. Raises LateRankError when one of them does not come."""
         if self._layout.cell.stage != self._last_place.stage:
             return losses
@@ -192,8 +192,8 @@ class RoutableInputs:
         replica, last = self._layout.cell.replica, self._last_place.stage
         replicas = range(self._layout.replicas)
         orphans = [each for each in replicas if Cell(each, last) in dead]
-        heir = next((each for each in replicas if each not in orphans), None)
-        return (replica, *orphans) if replica == heir else (replica,)
+        loss_reporter = next((each for each in replicas if each not in orphans), None)
+        return (replica, *orphans) if replica == loss_reporter else (replica,)
 
     def _lengths(self) -> list[list[float]] | None:
         feed = next((feed for feed in self._feeds if feed is not None), None)

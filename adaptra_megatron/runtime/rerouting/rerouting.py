@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from adaptra_megatron.control.decisions import Moved, Routing
-from adaptra_megatron.control.order.plans import PlanBook
-from adaptra_megatron.control.planner_process.keeper import PlannerKeeper
+from adaptra_megatron.control.order.plans import PlanState
+from adaptra_megatron.control.planner_process.keeper import PlannerClient
 from adaptra_megatron.control.routes.cell_order import CellOrder
 from adaptra_megatron.epochs.generation import Generation
 from adaptra_megatron.job.control_store import ControlStore
@@ -37,8 +37,8 @@ class Rerouting:
         self,
         job: Job,
         transport: Transport,
-        planner: PlannerKeeper | None,
-        book: PlanBook,
+        planner: PlannerClient | None,
+        book: PlanState,
         *,
         swap: bool,
         joins: bool = False,
@@ -101,7 +101,7 @@ class Rerouting:
         self,
         generation: Generation,
         control: ControlStore,
-        planner: PlannerKeeper | None,
+        planner: PlannerClient | None,
         check: Callable[[], None],
     ) -> None:
         """Go on with the cells that live in `generation`; all links begin anew. `control`: its part of the job's

@@ -39,8 +39,8 @@ class _Construction:
         spare = [rank for rank in range(critical + 1, self.straggler) if rank not in self.active]
         copies = []
         for chunk, holder in sorted((chunk, holder) for holder, chunk in self.active.items()):
-            heir = chunk + self.doublings
-            receiver = heir if heir <= critical and heir not in self.active else spare.pop(0)
+            successor = chunk + self.doublings
+            receiver = successor if successor <= critical and successor not in self.active else spare.pop(0)
             copies.append(Transfer(holder, receiver, chunk))
             self.active[receiver] = chunk
         self.active[number] = number

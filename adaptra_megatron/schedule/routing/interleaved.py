@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orders of cells that run several model chunks each, while cells are dead: one that keeps caps and cannot deadlock.
 
-Micro-batches of a dead cell go round its live peers. A micro-batch is let in once each of its cells has room for all
+Micro-batches of a dead cell go round its live peers. A micro-batch is admitted once each of its cells has room for all
 the chunks that it will run there, which it keeps until the backward of the last of these (the banker's algorithm: what
-has been let in always comes to its end). What is in runs as it comes: backwards before forwards, later chunks first,
+has been admitted always comes to its end). What is in runs as it comes: backwards before forwards, later chunks first,
 then by number. Backwards are whole: a weight gradient that is put off would keep the room.
 """
 
@@ -69,7 +69,7 @@ class _Dispatch:
         self._held = [0] * count
         """Activations that there is room kept for, by cell."""
         self._let_in_of = [0] * routing.replicas
-        """How many of each replica's micro-batches have been let in: in the order of their numbers."""
+        """How many of each replica's micro-batches have been admitted: in the order of their numbers."""
         self._events: dict[float, list[tuple[int, RoutedAction | None]]] = defaultdict(list)
         """By moment: cells that are free from then on (None), or could begin an action."""
         self._moments: list[float] = []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from statistics import median
 
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.sparing_log import SparingLog
+from adaptra_megatron.sparing_log import RateLimitedLog
 from adaptra_megatron.telemetry.events.cables import (
     MEASURABLE,
     cable_of,
@@ -60,7 +60,7 @@ class RunLog:
         is found in the whole job; other replicas' leading ranks say it to those who ask for debug lines."""
         self._word, self._first = word, first
         logger = logger_of(__name__)
-        self._found, self._planned = SparingLog(logger, MOST_IN_A_ROW), SparingLog(logger, MOST_IN_A_ROW)
+        self._found, self._planned = RateLimitedLog(logger, MOST_IN_A_ROW), RateLimitedLog(logger, MOST_IN_A_ROW)
         # By cable (both directions and paths, all pipelines), stage or replica:
         self._unhealthy: dict[Hashable, dict[object, Detection]] = {}
         """What is slow or dead, by direction, path and pipeline."""

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from adaptra_megatron.telemetry.figures.scalars import (
     ArrivalFigures,
+    FailureMetrics,
     JobFigures,
     LeaderFigures,
-    LossFigures,
     RankFigures,
 )
 
@@ -19,7 +19,7 @@ _Values = Mapping[tuple[str, ...], float]
 """By the values of a metric's own labels."""
 
 
-class Described(NamedTuple):
+class MetricSpec(NamedTuple):
     """One metric."""
 
     meaning: str
@@ -33,41 +33,43 @@ class Described(NamedTuple):
 
 _LINK, _CELL, _STAGE = ("from", "to", "from_host", "to_host"), ("of_replica", "of_stage"), ("of_stage",)
 
-METRICS: Mapping[str, Described] = {
-    "adaptra_info": Described("1; its labels say what runs.", ("version", "run", "policy")),
-    "adaptra_iterations": Described("Training iterations done.", counter=True),
-    "adaptra_iteration_seconds": Described("Duration of the last iteration."),
-    "adaptra_peak_in_flight": Described("Most activations held at once."),
-    "adaptra_plan_number": Described("The plan that runs; 0 is stock's order."),
-    "adaptra_failovers": Described("Links that changed path because one failed.", counter=True),
-    "adaptra_messages": Described("Messages sent.", ("path",), counter=True),
-    "adaptra_dead_cells": Described("Cells that have died so far."),
-    "adaptra_ranks_lost": Described("Ranks that take no part any more."),
-    "adaptra_cell_dead": Described("1 for a cell that has died.", _CELL),
-    "adaptra_loss_seconds": Described(
+METRICS: Mapping[str, MetricSpec] = {
+    "adaptra_info": MetricSpec("1; its labels say what runs.", ("version", "run", "policy")),
+    "adaptra_iterations": MetricSpec("Training iterations done.", counter=True),
+    "adaptra_iteration_seconds": MetricSpec("Duration of the last iteration."),
+    "adaptra_peak_in_flight": MetricSpec("Most activations held at once."),
+    "adaptra_plan_number": MetricSpec("The plan that runs; 0 is stock's order."),
+    "adaptra_failovers": MetricSpec("Links that changed path because one failed.", counter=True),
+    "adaptra_messages": MetricSpec("Messages sent.", ("path",), counter=True),
+    "adaptra_dead_cells": MetricSpec("Cells that have died so far."),
+    "adaptra_ranks_lost": MetricSpec("Ranks that take no part any more."),
+    "adaptra_cell_dead": MetricSpec("1 for a cell that has died.", _CELL),
+    "adaptra_loss_seconds": MetricSpec(
         "From when a loss was seen until what was under way had been done again.", ("epoch",)
     ),
-    "adaptra_arrival_lag_seconds": Described(
+    "adaptra_arrival_lag_seconds": MetricSpec(
         "By how much a cell comes to gradient synchronisation after most others of its stage.", _CELL
     ),
-    "adaptra_replica_late": Described("1 for a replica that persistently comes last.", ("of_replica",)),
-    "adaptra_bubble_ratio": Described("Idle part of an iteration, 0..1, mean over the stages.", of_job=True),
-    "adaptra_predicted_seconds": Described("An iteration as the plan in force predicts it.", of_job=True),
-    "adaptra_lower_bound_seconds": Described("Proven least time of an iteration at the plan's costs.", of_job=True),
-    "adaptra_saved_seconds": Described(
+    "adaptra_replica_late": MetricSpec("1 for a replica that persistently comes last.", ("of_replica",)),
+    "adaptra_bubble_ratio": MetricSpec("Idle part of an iteration, 0..1, mean over the stages.", of_job=True),
+    "adaptra_predicted_seconds": MetricSpec("An iteration as the plan in force predicts it.", of_job=True),
+    "adaptra_lower_bound_seconds": MetricSpec("Proven least time of an iteration at the plan's costs.", of_job=True),
+    "adaptra_saved_seconds": MetricSpec(
         "Saved by switches of plans, about: what both forecast and measurement promise.", counter=True, of_job=True
     ),
-    "adaptra_stage_state": Described("1 for the state a stage is in.", (*_STAGE, "host", "state"), of_job=True),
-    "adaptra_link_latency_seconds": Described("Estimated one-way latency.", _LINK, of_job=True),
-    "adaptra_link_bandwidth_bytes_per_second": Described("Estimated bandwidth.", _LINK, of_job=True),
-    "adaptra_link_state": Described("1 for the state a link is in.", (*_LINK, "state"), of_job=True),
-    "adaptra_activation_bytes": Described("What one activation takes.", _STAGE, of_job=True),
-    "adaptra_free_bytes": Described("Left when the stage held most.", _STAGE, of_job=True),
-    "adaptra_activation_cap": Described("Activations a stage may hold.", _STAGE, of_job=True),
-    "adaptra_cell_speed_ratio": Described("Speed of a cell beside the fastest of its stage, 0..1.", _CELL, of_job=True),
-    "adaptra_cell_micro_batches_given": Described("Computed by other replicas, in an iteration.", _CELL, of_job=True),
-    "adaptra_cell_micro_batches_taken": Described("Computed for other replicas, in an iteration.", _CELL, of_job=True),
-    "adaptra_routes_predicted_gain_seconds": Described("Saved of an iteration by the present routes.", of_job=True),
+    "adaptra_stage_state": MetricSpec("1 for the state a stage is in.", (*_STAGE, "host", "state"), of_job=True),
+    "adaptra_link_latency_seconds": MetricSpec("Estimated one-way latency.", _LINK, of_job=True),
+    "adaptra_link_bandwidth_bytes_per_second": MetricSpec("Estimated bandwidth.", _LINK, of_job=True),
+    "adaptra_link_state": MetricSpec("1 for the state a link is in.", (*_LINK, "state"), of_job=True),
+    "adaptra_activation_bytes": MetricSpec("What one activation takes.", _STAGE, of_job=True),
+    "adaptra_free_bytes": MetricSpec("Left when the stage held most.", _STAGE, of_job=True),
+    "adaptra_activation_cap": MetricSpec("Activations a stage may hold.", _STAGE, of_job=True),
+    "adaptra_cell_speed_ratio": MetricSpec(
+        "Speed of a cell beside the fastest of its stage, 0..1.", _CELL, of_job=True
+    ),
+    "adaptra_cell_micro_batches_given": MetricSpec("Computed by other replicas, in an iteration.", _CELL, of_job=True),
+    "adaptra_cell_micro_batches_taken": MetricSpec("Computed for other replicas, in an iteration.", _CELL, of_job=True),
+    "adaptra_routes_predicted_gain_seconds": MetricSpec("Saved of an iteration by the present routes.", of_job=True),
 }
 """By name. Names and labels are an interface: add, never rename."""
 
@@ -201,7 +203,7 @@ class ExportedFigures:
         }
         yield self._samples("adaptra_stage_state", states)
 
-    def _lost(self, lost: LossFigures) -> Iterator[Samples]:
+    def _lost(self, lost: FailureMetrics) -> Iterator[Samples]:
         """Ranks and cells that have died, and what that cost."""
         yield self._samples("adaptra_dead_cells", {(): len(lost.dead_cells)})
         yield self._samples("adaptra_ranks_lost", {(): lost.ranks})

@@ -99,8 +99,8 @@ class JobFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossFigures:
-    """What a job that outlives its ranks has lost, since the start of the run."""
+class FailureMetrics:
+    """What a job that survives rank failures has lost, since the start of the run."""
 
     dead_cells: Collection[tuple[int, int]] = ()
     """By replica and stage."""
@@ -135,7 +135,7 @@ class RankFigures:
     """Sent since the start of the run."""
     failovers: int = 0
     """Since the start of the run."""
-    lost: LossFigures | None = None
+    lost: FailureMetrics | None = None
     """None in a job that ends with its first rank."""
 
 

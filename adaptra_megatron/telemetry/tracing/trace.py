@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-rank trace files: written beside the training, never in its way, and read back whole or torn.
+"""Per-rank trace files: written in a thread of its own, never in the way of training, and read back whole or torn.
 
 A file holds JSON lines: a header (`version`, `rank`, `stage`, `clock_offset_s`), then one line per iteration,
 `{"iteration": k, "records": [[kind, chunk, micro_batch, wait_start_s, start_s, end_s], ...]}`, and, where the transport

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process beside each rank that carries messages over hosts, and what starts, feeds and watches it."""
+"""The sidecar process of each rank that carries messages over hosts, and what starts, feeds and watches it."""

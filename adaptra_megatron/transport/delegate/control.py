@@ -135,7 +135,7 @@ class Counters:
     name: ClassVar[str] = "counters"
     number: Natural
     refused: dict[str, Natural] = field(default_factory=dict)
-    """Connections that were not let in, by handshake.Refusal."""
+    """Connections that were not admitted, by handshake.Refusal."""
     sent_nbytes: Natural = 0
     received_nbytes: Natural = 0
 

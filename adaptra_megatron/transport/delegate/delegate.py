@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The delegate: a small process beside each training process that connects, proves and carries its links.
+"""The delegate: a small sidecar process of each training process that connects, proves and carries its links.
 
 It ends with its parent, however that ends: the kernel kills it, and the control socket ends. What else is sent to the
 processes of a job (SIGTERM, Ctrl-C) is its parent's to judge: it has a session of its own, and those signals are

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from adaptra_megatron.authentication import handshake
 from adaptra_megatron.authentication.handshake import HandshakeError, Purpose, Refusal
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.sparing_log import SparingLog
+from adaptra_megatron.sparing_log import RateLimitedLog
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.delegate.control import Down, Message, Open, Start, Up
 from adaptra_megatron.transport.wires.registry import WIRES, WireRequest
@@ -49,7 +49,7 @@ class LinkSession:
         self._lane_s = 2 * start.handshake_s
         """How long after one connection of a session the next may come: it connects, and proves itself."""
         self._expecting: asyncio.Task[None] | None = None
-        self._dropped = SparingLog(logger)
+        self._dropped = RateLimitedLog(logger)
 
     async def open(self, request: Open, rings: list[Ring]) -> None:
         """Bring up a session with the training process's rings. Its end, or failure, is reported as `Down`."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a delegate running beside this training process, and its links up: starts, restarts, reconnects.
+"""Keep a delegate of this training process running, and its links up: starts, restarts, reconnects.
 
-The listening sockets belong to the training process and are lent to each delegate: addresses outlive delegates, and a
-refused connection means that the training process itself is gone (what it has forked, as data-loader workers, lets go
-of them). A delegate that is stopped or hangs would hold its links in silence: it is asked for a sign of life a few
-times per second, and replaced when none comes.
+The listening sockets belong to the training process and are lent to each delegate: addresses stay when delegates end,
+and a refused connection means that the training process itself is gone (what it has forked, as data-loader workers,
+lets go of them). A delegate that is stopped or hangs would hold its links in silence: it is asked for a sign of life a
+few times per second, and replaced when none comes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Protocol
 
 from adaptra_megatron.backoff import Backoff
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.sparing_log import SparingLog
+from adaptra_megatron.sparing_log import RateLimitedLog
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.delegate import control
 from adaptra_megatron.transport.delegate.control import (
@@ -135,9 +135,9 @@ class Supervisor:
         self._questions: list[_Question] = []
         self._asked = 0
         self._given_up: deque[tuple[Link, int, float, str | None]] = deque()
-        """Sessions that an end found of no use, when, and why."""
+        """Sessions that an end found unusable, when, and why."""
         self._closing = False
-        self._replaced = SparingLog(logger)
+        self._replaced = RateLimitedLog(logger)
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         leave = weakref.WeakMethod(self._leave_to_the_parent)
@@ -193,7 +193,7 @@ class Supervisor:
         """In a forked child, where no thread but the forking one goes on: take no lock, and hold nothing open.
 
         Listeners that a child kept open would take connections that get no answer after the parent has died, and rings
-        would outlive it.
+        would stay when it ends.
         """
         delegate = self._delegate
         channels = [delegate.channel] if delegate is not None else []
@@ -330,7 +330,7 @@ class Supervisor:
                 return
             link.backoff.reset()
             link.transport = message.transport
-            if link.request.connects:  # who connects proposes: what it fell to outlives the delegate
+            if link.request.connects:  # who connects proposes: what it fell to stays when the delegate ends
                 link.request = replace(link.request, transport=message.transport)
             self._patience_s = self._first_patience_s
             assert link.outbound is not None

@@ -28,7 +28,7 @@ _FLUSH_S = 1.0
 
 
 class Failure(NamedTuple):
-    """Why a link is of no use any more."""
+    """Why a link is no longer usable."""
 
     at_s: float
     """When it failed, or a message was due (time.monotonic)."""
@@ -42,7 +42,7 @@ class WatchedLink(Protocol):
     """Longest time that a call for it may take."""
 
     def failure(self, now_s: float) -> Failure | None:
-        """Why the link is of no use any more; None while it is. Never waits."""
+        """Why the link is no longer usable; None while it is. Never waits."""
 
     def abort(self, cause: str) -> None:
         """End it. Never waits."""

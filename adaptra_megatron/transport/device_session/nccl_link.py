@@ -181,7 +181,7 @@ class NcclLink:
     # What the watch asks.
 
     def failure(self, now_s: float) -> Failure | None:
-        """Why the session is of no use any more; None while it is, and once it has ended. Never waits."""
+        """Why the session is no longer usable; None while it is, and once it has ended. Never waits."""
         if self._ended.is_set():
             return None
         late = min(

@@ -52,7 +52,7 @@ class DeviceEvents(Protocol):
         """The next message of a session is here."""
 
     def device_failed(self, as_sender: bool, session: int, cause: str) -> None:
-        """A session is of no use any more, or could not be made."""
+        """A session is no longer usable, or could not be made."""
 
 
 _MOST_MAKERS = 8

@@ -278,7 +278,7 @@ class DualLink:
         """The peer's host does not answer."""
         with self._lock:
             self._health.line_changed(cause)
-            self._state.tell_waiting()
+            self._state.notify_waiting()
 
     def peer_runs(self, running: bool) -> None:
         """The peer's process has stopped running, or runs again."""
@@ -297,7 +297,7 @@ class DualLink:
     def _end(self, rank: int | None, cause: str) -> None:
         with self._lock:
             self._health.lose(rank, cause)
-            self._state.tell_waiting()
+            self._state.notify_waiting()
 
     def note_came(self, number: int, packet: bytes) -> int:
         """A note has come by the line; returns below which number all have."""

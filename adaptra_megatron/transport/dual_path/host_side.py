@@ -99,7 +99,7 @@ class HostSide:
                 self._retransmit_queue.send_after_all(waiting[message.number])
             else:
                 self._send_again(message, now_s)
-        self._state.tell_waiting()
+        self._state.notify_waiting()
 
     def unacknowledged(self) -> list[Posted[Computed]]:
         """The messages that the host path carries, for the device path; none if the device does not give them back."""

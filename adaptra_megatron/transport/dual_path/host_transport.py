@@ -23,7 +23,7 @@ from adaptra_megatron.transport.dual_path.two_paths import SecondPath
 from adaptra_megatron.transport.failover.control_channel import ControlChannel
 from adaptra_megatron.transport.gpu.cuda_device import Device
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.lines.line_messages import NoteCame
+from adaptra_megatron.transport.lines.line_messages import LinkNote
 from adaptra_megatron.transport.link_ends import LinkEnds
 from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.paths import LinkCounters, Path, PathSettings, ProbeTimes
@@ -46,7 +46,7 @@ class HostCounters:
 
     delegate_starts: int
     refused: dict[str, int]
-    """Connections that the present delegate did not let in, by reason; empty if it does not answer."""
+    """Connections that the present delegate did not admit, by reason; empty if it does not answer."""
     links: dict[int, LinkCounters]
     """By peer."""
 
@@ -110,7 +110,7 @@ class HostTransport:
             assert maker is not None
             return maker.make(directed, session, timeout_s, link.opening)
 
-        mail = ControlChannel(lambda number, packet: lines.say(link, NoteCame(number, packet.decode())))
+        mail = ControlChannel(lambda number, packet: lines.say(link, LinkNote(number, packet.decode())))
         second = None if self._paths is None or maker is None else SecondPath(self._paths, make_group, mail)
         link = DualLink(ends, self._settings, self._device, self._arrival_signal, opens_s, second)
         return link
@@ -189,14 +189,14 @@ class HostTransport:
         self._link(peer).post_receive(key)
         self._peer_of[key] = peer
         specification = self._specification
-        if specification is not None and specification.shape is None and not self.sees_arrivals(peer):
+        if specification is not None and specification.shape is None and not self.can_poll(peer):
             # A link's thread launches what follows a header: nothing may come between them.
             self.wait_any([key], time.monotonic() + self._settings.timeout_s)
 
     def ready(self, key: MessageKey) -> bool:
         return self._links[self._peer_of[key]].ready(key)
 
-    def sees_arrivals(self, peer: int) -> bool:
+    def can_poll(self, peer: int) -> bool:
         """Threads of a link see what comes by either path, but on a GPU the device path has kernels in its queues."""
         return self._device is None or not self._link(peer).uses_device
 
@@ -220,7 +220,7 @@ class HostTransport:
         self._came_by[peer] = times.path
         return tensor
 
-    def came_by(self, peer: int) -> Path:
+    def last_receive_path(self, peer: int) -> Path:
         return self._came_by.get(peer, Path.HOST)
 
     def flush(self, deadline_s: float) -> None:

@@ -24,7 +24,7 @@ from adaptra_megatron.transport.delegate.supervisor import DRAIN_S, Link, Superv
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
 from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.lines.lines import Lines
+from adaptra_megatron.transport.lines.lines import ControlConnections
 from adaptra_megatron.transport.messages import TransportError
 from adaptra_megatron.transport.setup.host_setup import HostSetup, Offer
 from adaptra_megatron.transport.setup.openings import LinkOpenings, Opening
@@ -61,8 +61,10 @@ class LinkOpener:
         self._reaching = threading.Lock()
         """Guards the client. Held while the store is reached, which may stand still: nothing that ends waits for it."""
         listeners = list(setup.line_listeners.values())
-        spread = not settings.outlives_ranks
-        self.lines = Lines(layout.rank, layout.name, setup.job, control.secret, listeners, losses_spread=spread)
+        spread = not settings.is_fault_tolerant
+        self.lines = ControlConnections(
+            layout.rank, layout.name, setup.job, control.secret, listeners, propagate_failures=spread
+        )
         self._supervisor: Supervisor | None = None
 
     @property
@@ -89,7 +91,7 @@ class LinkOpener:
         self._begin(link, lambda task: self._open(link, task, time.monotonic() + limit_s))
 
     def take_down(self, link: DualLink, cause: str | None) -> None:
-        """Begin to end a link at both ends, and to give back what it holds; `cause`: see `lines.Bye`. Nothing is to be
+        """Begin to end a link at both ends, and to give back what it holds; `cause`: see `lines.Fin`. Nothing is to be
         done for one in whose place another has been opened: it was taken down before that."""
         self._begin(link, lambda task: self._take_down(link, cause), unless_replaced=True)
 

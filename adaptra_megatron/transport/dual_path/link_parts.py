@@ -2,9 +2,9 @@
 """What one end of a link is made of, and how its parts work together, all with the link's lock held.
 
 A writer fills the outbound ring of the host path, and a reader empties the inbound ring into fresh tensors, each with a
-thread of its own; queues keep what they carry, and `TwoPaths` says which path messages take. A message is acknowledged
-when it has arrived and has been asked for, as a send over torch.distributed completes when its receive is posted; until
-then its sender keeps it, and sends it again whenever the rings had to be replaced.
+thread of its own; queues keep what they carry, and `PathSwitch` says which path messages take. A message is
+acknowledged when it has arrived and has been asked for, as a send over torch.distributed completes when its receive is
+posted; until then its sender keeps it, and sends it again whenever the rings had to be replaced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from adaptra_megatron.transport._ring import Event
 from adaptra_megatron.transport.arrival_signal import ArrivalSignal
 from adaptra_megatron.transport.device_session.sessions import DeviceEvents, DevicePath
 from adaptra_megatron.transport.dual_path.host_side import HostSide
-from adaptra_megatron.transport.dual_path.two_paths import SecondPath, TwoPaths
+from adaptra_megatron.transport.dual_path.two_paths import PathSwitch, SecondPath
 from adaptra_megatron.transport.failover.control_channel import ControlChannel
 from adaptra_megatron.transport.gpu.copies import Receipt
 from adaptra_megatron.transport.gpu.cuda_device import Device
@@ -71,7 +71,7 @@ class LinkParts:
         self.host = HostSide(state, self.retransmit_queue, self.copies, self.writer, due, second.mail)
         limits = {"meeting_s": second.settings.probe_limit_s, "timeout_s": settings.timeout_s}
         self.device_path = DevicePath(second.make_group, events, **limits)
-        self.paths = TwoPaths(lock, state, second, self.host, self.device_path)
+        self.paths = PathSwitch(lock, state, second, self.host, self.device_path)
         self.micro_batches: int | None = None
         """Number of micro-batches of each replica, to name messages."""
         self._arrival_signal = arrival_signal
@@ -150,15 +150,15 @@ class LinkParts:
             return
         self._arrival_signal.arrived(key)
         if key == self._awaited:
-            self.state.tell_waiting()
+            self.state.notify_waiting()
 
     def note_came(self, number: int, packet: bytes) -> int:
         """A note has come; returns below which number all have. Raises ValueError for one that cannot be."""
         if not self.has_device_path:
             raise ValueError(f"note {number}, but this link has one path only")
-        heard_below = self.paths.note_came(number, packet)
+        acknowledged_below = self.paths.note_came(number, packet)
         self._wake_if_flushed()
-        return heard_below
+        return acknowledged_below
 
     def error(self, key: MessageKey, since_s: float, now_s: float, *, receiving: bool) -> TransportError:
         """The error for a message that has been under way since `since_s`."""
@@ -181,7 +181,7 @@ class LinkParts:
                 self.writer.thread.wake()
         elif event.kind == Event.Kind.BYE:
             self.state.heard_bye = True
-            self.state.note_farewell()
+            self.state.fin_received()
         elif event.kind == Event.Kind.REPEATED:
             self.receive_queue.arrive_again(event.sequence)
         else:
@@ -208,7 +208,7 @@ class LinkParts:
 
     def _wake_if_flushed(self) -> None:
         if self._flushing and self._all_sent():
-            self.state.tell_waiting()
+            self.state.notify_waiting()
 
     def _broken_from_s(self, *, by_device: bool) -> float:
         """When the link stops making sense. `by_device`: whether its device path could do what is asked for."""

@@ -55,7 +55,7 @@ class SecondPath:
     mail: ControlChannel
 
 
-class TwoPaths:
+class PathSwitch:
     """Callers hold the link's lock, unless it says otherwise. Until `thread` is started, all goes by the host path."""
 
     def __init__(
@@ -194,7 +194,7 @@ class TwoPaths:
                 raise ValueError(f"{note}, which does not fit what was said before") from cause
         self._settle_effects()
         self.thread.wake()
-        return self._mail.heard_below
+        return self._mail.acknowledged_below
 
     def noted(self, below: int) -> None:
         """The peer has all notes below this number."""
@@ -238,7 +238,7 @@ class TwoPaths:
         return None if number is None or number < 0 else self.receiver.key(number)
 
     def failed(self, as_sender: bool, session: int, cause: str) -> None:
-        """A session is of no use any more, or could not be made."""
+        """A session is no longer usable, or could not be made."""
         (self.sender if as_sender else self.receiver).failed(session, cause)
         self._settle_effects()
         self.thread.wake()

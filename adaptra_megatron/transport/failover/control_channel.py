@@ -67,6 +67,6 @@ class ControlChannel:
         return readable
 
     @property
-    def heard_below(self) -> int:
+    def acknowledged_below(self) -> int:
         """All notes below this number have come."""
         return self._next

@@ -22,7 +22,7 @@ MOST_NBYTES = 1 << 32
 
 
 @dataclass(frozen=True)
-class Meet:
+class CreateSession:
     """From the sender: let us make the process group of this session."""
 
     name: ClassVar[str] = "meet"
@@ -49,7 +49,7 @@ class Close:
 
 
 @dataclass(frozen=True)
-class Frozen:
+class ReceivePosted:
     """From the receiver, in answer to Close: before `number`, messages are already expected on the device path."""
 
     name: ClassVar[str] = "frozen"
@@ -58,7 +58,7 @@ class Frozen:
 
 
 @dataclass(frozen=True)
-class Until:
+class SwitchAt:
     """From the sender: messages from `number` on go by the host path."""
 
     name: ClassVar[str] = "until"
@@ -86,7 +86,7 @@ class Dead:
 
 
 @dataclass(frozen=True)
-class Ask:
+class QuerySent:
     """From the receiver: all before this index have arrived; has the message of this index been sent?"""
 
     name: ClassVar[str] = "ask"
@@ -95,7 +95,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentCount:
     """From the sender, in answer to Ask: yes, as all before `count`; the message asked for has so many bytes."""
 
     name: ClassVar[str] = "sent"
@@ -124,7 +124,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Awaiting:
+class ReadyForProbe:
     """From the receiver, in answer to Measure: these probes can come."""
 
     name: ClassVar[str] = "awaiting"
@@ -150,8 +150,8 @@ class HostProbed:
     arrived_s: float
 
 
-FromSender = Meet | Open | Close | Until | Failed | Sent | Measure
-FromReceiver = Frozen | Dead | Ask | Received | Awaiting | Probed
+FromSender = CreateSession | Open | Close | SwitchAt | Failed | SentCount | Measure
+FromReceiver = ReceivePosted | Dead | QuerySent | Received | ReadyForProbe | Probed
 Note = FromSender | FromReceiver | HostProbed
 _KINDS: dict[str, type[Note]] = kinds_of(Note)
 

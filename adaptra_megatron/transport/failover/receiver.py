@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from adaptra_megatron.transport.failover.control_messages import (
-    Ask,
-    Awaiting,
     Close,
+    CreateSession,
     Dead,
     Failed,
     FromReceiver,
     FromSender,
-    Frozen,
     Measure,
-    Meet,
     Open,
     Probed,
-    Sent,
-    Until,
+    QuerySent,
+    ReadyForProbe,
+    ReceivePosted,
+    SentCount,
+    SwitchAt,
 )
 from adaptra_megatron.transport.messages import MessageKey
 from adaptra_megatron.transport.paths import PROBE_NBYTES, PathSettings, TransferTimes
@@ -223,7 +223,7 @@ class Receiver(Generic[Specification]):
 
     def heard(self, note: FromSender, now_s: float) -> None:
         """A note has come; but for Meet, those of other sessions mean nothing."""
-        if isinstance(note, Meet):
+        if isinstance(note, CreateSession):
             if self._session is not None:
                 self.failed(self._session.number, "the sender began another session")
             self._session = _Session(note.session)
@@ -244,13 +244,13 @@ class Receiver(Generic[Specification]):
         elif isinstance(note, Close):
             assert current.opened is not None, "the sender leaves what it never took"
             current.frozen = max(self.posted, current.opened.next)
-            self.effects.notes.append(Frozen(note.session, current.frozen))
-        elif isinstance(note, Until):
+            self.effects.notes.append(ReceivePosted(note.session, current.frozen))
+        elif isinstance(note, SwitchAt):
             assert current.opened is not None, "the sender leaves what it never took"
             current.opened.until = note.number
             current.frozen = None
             self._issue()
-        elif isinstance(note, Sent):
+        elif isinstance(note, SentCount):
             current.sent, current.sent_s, current.sent_nbytes = note.count, now_s, note.nbytes
 
     def suspect(self, since_s: float, now_s: float) -> float:
@@ -275,7 +275,7 @@ class Receiver(Generic[Specification]):
         if now_s < asked_s + settings.suspicion_s:
             return asked_s + settings.suspicion_s
         current.asked_s = now_s
-        self.effects.notes.append(Ask(current.number, index))
+        self.effects.notes.append(QuerySent(current.number, index))
         return now_s + settings.suspicion_s
 
     def _issue(self) -> None:
@@ -289,7 +289,7 @@ class Receiver(Generic[Specification]):
             if isinstance(part, _Burst):
                 for _ in range(part.count):
                     self._receive(current, _MEASURES, part.nbytes)
-                self.effects.notes.append(Awaiting(current.number))
+                self.effects.notes.append(ReadyForProbe(current.number))
             else:
                 self._issue_interval(current, part)
                 if part.until is None or part.next < part.until:

@@ -23,21 +23,21 @@ from typing import Generic, TypeVar
 
 from adaptra_megatron.backoff import Backoff
 from adaptra_megatron.transport.failover.control_messages import (
-    Ask,
-    Awaiting,
     Close,
+    CreateSession,
     Dead,
     Failed,
     FromReceiver,
     FromSender,
-    Frozen,
     Measure,
-    Meet,
     Open,
     Probed,
+    QuerySent,
+    ReadyForProbe,
     Received,
-    Sent,
-    Until,
+    ReceivePosted,
+    SentCount,
+    SwitchAt,
 )
 from adaptra_megatron.transport.failover.probes import Burst
 from adaptra_megatron.transport.messages import MessageKey
@@ -229,7 +229,7 @@ class Sender(Generic[Payload]):
             self.effects.end.append(session)
 
     def failed(self, session: int, cause: str) -> None:
-        """This end saw a session fail. The receiver has the last word on what has arrived."""
+        """This end saw a session fail. The receiver decides what has arrived."""
         current = self._session
         if current is not None and current.number == session and current.phase is not Phase.FAILED:
             current.carried, current.phase = current.phase in _CARRIES, Phase.FAILED
@@ -251,24 +251,24 @@ class Sender(Generic[Payload]):
         if current is None or current.number != note.session:
             return
         if isinstance(note, Dead):
-            self._bury(current, note, now_s)
+            self._on_session_closed(current, note, now_s)
         elif isinstance(note, Received):
             self.confirmed(note.session, note.count)
-        elif isinstance(note, Ask):
+        elif isinstance(note, QuerySent):
             # The receiver may keep this until more has come, which comes only once all before it is confirmed.
             self.confirmed(note.session, note.index)
             waiting = (index for index, each in current.retained.items() if not self._is_computed(each.payload))
             asked_for = current.retained.get(note.index)
             nbytes = self._nbytes_of(asked_for.payload) if asked_for is not None else current.probe_nbytes
-            self.effects.notes.append(Sent(note.session, next(waiting, current.sent), nbytes))
-        elif isinstance(note, Awaiting):
+            self.effects.notes.append(SentCount(note.session, next(waiting, current.sent), nbytes))
+        elif isinstance(note, ReadyForProbe):
             current.awaited = True
             self._measure(current, now_s)
         elif isinstance(note, Probed):
             self._probed(current, note, now_s)
-        elif isinstance(note, Frozen) and current.phase is Phase.DRAINING and current.until is None:
+        elif isinstance(note, ReceivePosted) and current.phase is Phase.DRAINING and current.until is None:
             current.until = max(self.posted, note.number)
-            self.effects.notes.append(Until(note.session, current.until))
+            self.effects.notes.append(SwitchAt(note.session, current.until))
             self._leave_if_over(current)
 
     def tick(
@@ -280,7 +280,7 @@ class Sender(Generic[Payload]):
             if wanted and now_s >= self._rest_until_s:
                 self._sessions += 1
                 self._session = _Session(self._sessions, now_s)
-                self.effects.notes.append(Meet(self._sessions))
+                self.effects.notes.append(CreateSession(self._sessions))
                 self.effects.begin.append(self._sessions)
             return
         self._prove(self._session, now_s)
@@ -408,7 +408,7 @@ class Sender(Generic[Payload]):
             session.phase = Phase.STANDBY
             self.switches += 1
 
-    def _bury(self, session: _Session[Payload], note: Dead, now_s: float) -> None:
+    def _on_session_closed(self, session: _Session[Payload], note: Dead, now_s: float) -> None:
         self.confirmed(note.session, note.received)
         self.cause = note.cause
         self.was_healthy = math.isfinite(session.proven_s)

@@ -48,7 +48,7 @@ class LinkHealth:
             self._down_since_s = self._grace_from_s = now_s
 
     def fail(self, cause: str) -> None:
-        """The link is of no use any more."""
+        """The link is no longer usable."""
         self._failure = cause
 
     def lose(self, rank: int | None, cause: str) -> None:
@@ -72,7 +72,7 @@ class LinkHealth:
 
     @property
     def failed(self) -> bool:
-        """Return whether the link is of no use any more."""
+        """Return whether the link is no longer usable."""
         return self._failure is not None
 
     def travels(self, *, one_network: bool) -> None:

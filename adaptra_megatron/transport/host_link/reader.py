@@ -130,7 +130,7 @@ class HostLinkReader:
         if not settle():
             session.give_up(None)
             self._state.read_out = True
-            self._state.note_farewell()
+            self._state.fin_received()
             self._state.note_end()
 
     def _read(
@@ -157,7 +157,7 @@ class HostLinkReader:
         return partial(self._take, session, event, self._received(event, session.inbound))
 
     def _spoilt(self, session: Session, cause: str) -> bool:
-        self._state.spoilt(session, cause)
+        self._state.corrupted(session, cause)
         return False
 
     def _no_memory(self) -> bool:

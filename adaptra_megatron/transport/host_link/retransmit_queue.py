@@ -66,7 +66,7 @@ class RetransmitQueue:
 
     @property
     def probing(self) -> bool:
-        """Return whether a probe is on its way, if only one that is of no use any more: the receiver has memory for
+        """Return whether a probe is on its way, if only one that is no longer usable: the receiver has memory for
         one."""
         return any(message.probe for message in self._unacknowledged.values())
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from adaptra_megatron.log import logger_of
-from adaptra_megatron.sparing_log import SparingLog
+from adaptra_megatron.sparing_log import RateLimitedLog
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.host_link.health import LinkHealth
 from adaptra_megatron.transport.link_ends import LinkEnds
@@ -20,7 +20,7 @@ MOST_SPOILT = 3
 """Sessions in a row that bad data may end before the link is given up: what is sent again is as bad every time."""
 
 GiveUp = Callable[[str | None], None]
-"""Has the supervisor end a session whose rings are of no use, and begin another: at once for a cause, or, where the
+"""Has the supervisor end a session whose rings are unusable, and begin another: at once for a cause, or, where the
 rings are closed and this end cannot tell why, once it is late for being told."""
 
 
@@ -55,7 +55,7 @@ class HostLinkState:
         """Sessions that bad data ended since the latest message arrived."""
         self._ended_by: str | None = None
         """Why a session ended, until the log says it."""
-        self._ends = SparingLog(logger)
+        self._ends = RateLimitedLog(logger)
         self._may_end = False
         """Set while there is a session whose end has not been reported."""
         self.waiting: int | None = None
@@ -66,7 +66,7 @@ class HostLinkState:
         """Return whether one of the two ends was closed on purpose, or is gone. Any thread may ask."""
         return self.heard_bye or self.closing or self.health.over
 
-    def note_farewell(self) -> None:
+    def fin_received(self) -> None:
         """The peer has closed its end if it has said so and all of the session has been read.
 
         Over several connections a farewell may overtake what was sent before it; and of two threads that read, one may
@@ -96,7 +96,7 @@ class HostLinkState:
                 )
             self._ended_by = None
 
-    def spoilt(self, session: Session, cause: str) -> None:
+    def corrupted(self, session: Session, cause: str) -> None:
         """Bad data is in the rings of `session`: it ends, and a link to which that happens too often."""
         session.outbound.close()
         session.inbound.close()
@@ -111,11 +111,11 @@ class HostLinkState:
         session.give_up(cause)
 
     def fail(self, cause: str) -> None:
-        """The link is of no use any more."""
+        """The link is no longer usable."""
         self.health.fail(cause)
-        self.tell_waiting()
+        self.notify_waiting()
 
-    def tell_waiting(self) -> None:
+    def notify_waiting(self) -> None:
         """Wake the training thread, wherever it waits, unless it is the caller."""
         if self.waiting == threading.get_ident():
             return

@@ -150,7 +150,7 @@ class HostLinkWriter:
             state.health.down("its rings were closed", time.monotonic())
             session.give_up(None)
         elif outcome is _Outcome.SPOILT:
-            state.spoilt(session, self._cause)
+            state.corrupted(session, self._cause)
         elif outcome is _Outcome.FAILED:
             state.fail(self._cause)
         elif outcome is _Outcome.FULL and state.session is session:

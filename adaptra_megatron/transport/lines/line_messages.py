@@ -21,7 +21,7 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class NoteCame:
+class LinkNote:
     """A note of the link (control_messages.py), which the paths may bring too."""
 
     name: ClassVar[str] = "note"
@@ -30,7 +30,7 @@ class NoteCame:
 
 
 @dataclass(frozen=True)
-class Noted:
+class LinkNoteAck:
     """The answer: all notes below this number have come."""
 
     name: ClassVar[str] = "noted"
@@ -47,7 +47,7 @@ class Lost:
 
 
 @dataclass(frozen=True)
-class Bye:
+class Fin:
     """The sending process closes the line on purpose."""
 
     name: ClassVar[str] = "bye"
@@ -55,7 +55,7 @@ class Bye:
     """Why it ends the link though messages may be under way; None where it has no further use for it."""
 
 
-LineMessage = Beat | NoteCame | Noted | Lost | Bye
+LineMessage = Beat | LinkNote | LinkNoteAck | Lost | Fin
 _KINDS: dict[str, type[LineMessage]] = kinds_of(LineMessage)
 
 

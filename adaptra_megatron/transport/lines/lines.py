@@ -31,11 +31,11 @@ from adaptra_megatron.transport.failover.control_messages import NOTE_NBYTES
 from adaptra_megatron.transport.lines.line_messages import (
     LINE_NBYTES,
     Beat,
-    Bye,
+    Fin,
     LineMessage,
+    LinkNote,
+    LinkNoteAck,
     Lost,
-    NoteCame,
-    Noted,
     decode_line,
 )
 
@@ -112,7 +112,7 @@ class _Line:
         self.told_lost = False
         self.losses: list[Lost] = []
         """To be passed on once the line is up, before anything else."""
-        self.parting: Bye | None = None
+        self.parting: Fin | None = None
         """All else that is still to be said, once the line is up."""
 
     def say(self, message: LineMessage) -> None:
@@ -122,7 +122,7 @@ class _Line:
             self.losses.append(message)
 
 
-class Lines:
+class ControlConnections:
     """All lines of one rank, and the thread that keeps them."""
 
     def __init__(
@@ -133,11 +133,11 @@ class Lines:
         secret: bytes,
         listeners: Sequence[socket.socket],
         *,
-        losses_spread: bool = True,
+        propagate_failures: bool = True,
     ) -> None:
-        """`name`: of a rank, in messages. `job`, `secret`: the job's. `listeners`: become the lines'. `losses_spread`:
-        whether a rank that is gone ends all links of all others, or its own alone."""
-        self._losses_spread = losses_spread
+        """`name`: of a rank, in messages. `job`, `secret`: the job's. `listeners`: become the lines'.
+        `propagate_failures`: whether a rank that is gone ends all links of all others, or its own alone."""
+        self._losses_spread = propagate_failures
         self._rank, self._name, self._job, self._listeners = rank, name, job, list(listeners)
         self._secret = hashlib.sha256(b"lines" + secret).digest()  # or a delegate's connection would do for a line
         self._lines: dict[int, _Line] = {}
@@ -211,11 +211,11 @@ class Lines:
         await self._closing.wait()
         keepers = [line.keeper for line in (*self._lines.values(), *self._parting) if line.keeper is not None]
         for line in self._lines.values():
-            line.say(Bye())
+            line.say(Fin())
         # Without a good-bye, a peer would take this process for one that has died.
         if coming_up := [line for line in self._lines.values() if line.keeper is not None and line.writer is None]:
             for line in coming_up:
-                line.parting = Bye()
+                line.parting = Fin()
             await asyncio.wait([line.keeper for line in coming_up if line.keeper is not None], timeout=_FAREWELL_S)
         self._acceptor.close()
         for task in (beat, *keepers):
@@ -238,7 +238,7 @@ class Lines:
             return
         assert line.keeper is not None
         del self._lines[line.peer]
-        bye = Bye(None if cause is None else cause[:NOTE_NBYTES])
+        bye = Fin(None if cause is None else cause[:NOTE_NBYTES])
         line.say(bye)
         line.keeper.add_done_callback(lambda _: self._forget(line))
         if line.writer is None and cause is not None and not line.keeper.done():
@@ -368,13 +368,13 @@ class Lines:
             self._note_runs(line, True)
 
     def _take(self, line: _Line, message: LineMessage) -> None:
-        if isinstance(message, NoteCame):
-            line.say(Noted(line.end.note_came(message.number, message.text.encode())))
-        elif isinstance(message, Noted):
+        if isinstance(message, LinkNote):
+            line.say(LinkNoteAck(line.end.note_came(message.number, message.text.encode())))
+        elif isinstance(message, LinkNoteAck):
             line.end.noted(message.below)
         elif isinstance(message, Lost):
             self._lose(message.rank, message.cause)
-        elif isinstance(message, Bye):
+        elif isinstance(message, Fin):
             line.over = True
             if message.cause is not None:
                 line.end.ended(f"{self._name(line.peer)} has ended it: {message.cause}")
@@ -422,6 +422,6 @@ class Lines:
             line.end.lost(rank, cause)
 
     def _leave_to_the_parent(self) -> None:
-        """In a forked child: what it held open would outlive the parent."""
+        """In a forked child: what it held open would stay open when the parent ends."""
         for each in (*self._listeners, *self._connections):
             each.close()

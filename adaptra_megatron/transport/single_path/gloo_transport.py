@@ -120,7 +120,7 @@ class WaitingThreadTransport:
     def ready(self, key: MessageKey) -> bool:
         return self._receives[key].done.is_set()
 
-    def sees_arrivals(self, peer: int) -> bool:
+    def can_poll(self, peer: int) -> bool:
         """Always: by the thread that waits for them."""
         return True
 
@@ -130,7 +130,7 @@ class WaitingThreadTransport:
         self._watch_sends()
         return self._arrival_signal.wait_for(keys, until_s, self.ready, lambda: until_s)
 
-    def came_by(self, peer: int) -> Path:
+    def last_receive_path(self, peer: int) -> Path:
         return Path.DEVICE
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:

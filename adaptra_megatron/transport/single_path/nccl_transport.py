@@ -122,14 +122,14 @@ class StreamTransport:
     def ready(self, key: MessageKey) -> bool:
         return False
 
-    def sees_arrivals(self, peer: int) -> bool:
+    def can_poll(self, peer: int) -> bool:
         """Never: computation waits for arrivals, not the CPU."""
         return False
 
     def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
         return False
 
-    def came_by(self, peer: int) -> Path:
+    def last_receive_path(self, peer: int) -> Path:
         return Path.DEVICE
 
     def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:

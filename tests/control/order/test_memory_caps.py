@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.leader import PlanLeader
+from adaptra_megatron.control.leader import DecisionEngine
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
 from adaptra_megatron.control.memory import StageMemory
-from adaptra_megatron.control.order.plans import Layout, PlanBook
+from adaptra_megatron.control.order.plans import Layout, PlanState
 from adaptra_megatron.control.order.replanner import Replanner
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import one_f_one_b
@@ -45,28 +45,28 @@ INTERLEAVED = Layout(stages=4, chunks=2, group_size=None)
 def test_a_stage_may_hold_what_it_has_room_for_and_never_less_than_stocks_order(
     rooms: dict[int, int], caps: tuple[int, ...]
 ) -> None:
-    assert PlanBook(AdaptraConfig(), FOUR, measures_memory=True).caps(12, rooms) == caps
+    assert PlanState(AdaptraConfig(), FOUR, measures_memory=True).caps(12, rooms) == caps
 
 
 def test_a_given_cap_counts_whatever_was_measured() -> None:
-    book = PlanBook(AdaptraConfig(max_in_flight=5), FOUR, measures_memory=True)
+    book = PlanState(AdaptraConfig(max_in_flight=5), FOUR, measures_memory=True)
     assert book.caps(12, {0: 9, 1: 2}) == (5, 5, 5, 5)
 
 
 def test_without_a_source_of_memory_every_stage_may_hold_what_stocks_fullest_does() -> None:
-    assert PlanBook(AdaptraConfig(), FOUR).caps(12) == (4, 4, 4, 4)
+    assert PlanState(AdaptraConfig(), FOUR).caps(12) == (4, 4, 4, 4)
 
 
 @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED])
 def test_until_memory_is_measured_no_stage_holds_more_than_in_stocks_order(layout: Layout) -> None:
-    book = PlanBook(AdaptraConfig(), layout, measures_memory=True)
+    book = PlanState(AdaptraConfig(), layout, measures_memory=True)
     schedule, caps = book.schedule_for(8), book.caps(8)
     assert peak_in_flight(schedule, 0.0) == caps
     assert [book.enforced_cap(8, stage) for stage in range(4)] == list(caps)
 
 
 def test_caps_are_counted_with_the_released_fraction_they_were_made_for() -> None:
-    book = PlanBook(AdaptraConfig(), FOUR, measures_memory=True)
+    book = PlanState(AdaptraConfig(), FOUR, measures_memory=True)
     late = split_backward(one_f_one_b(4, 12), 2)
     held, counted = peak_in_flight(late, 0.0), peak_in_flight(late, 0.5)
     assert counted[3] < held[3]
@@ -156,8 +156,8 @@ def measured(iteration: int, rooms: dict[int, float]) -> list[StageMeasurement]:
 
 
 def test_the_leaders_decision_carries_the_caps_it_was_made_for(telemetry: RunTelemetry) -> None:
-    leader = PlanLeader(PlanBook(AdaptraConfig(), FOUR, measures_memory=True), telemetry)
-    follower = PlanBook(AdaptraConfig(), FOUR, measures_memory=True)
+    leader = DecisionEngine(PlanState(AdaptraConfig(), FOUR, measures_memory=True), telemetry)
+    follower = PlanState(AdaptraConfig(), FOUR, measures_memory=True)
     roomy = dict.fromkeys(range(4), 9.3)
     for iteration, (rooms, caps, released) in enumerate(
         [({}, (4, 3, 2, 1), 0.0), (roomy, (9, 9, 9, 9), 0.5), ({**roomy, 1: 5.9}, (9, 5, 9, 9), 0.5)]
@@ -183,7 +183,7 @@ def test_the_leaders_decision_carries_the_caps_it_was_made_for(telemetry: RunTel
 def test_a_given_cap_beyond_the_memory_is_warned_of_once(
     telemetry: RunTelemetry, caplog: pytest.LogCaptureFixture
 ) -> None:
-    leader = PlanLeader(PlanBook(AdaptraConfig(max_in_flight=8), FOUR, measures_memory=True), telemetry)
+    leader = DecisionEngine(PlanState(AdaptraConfig(max_in_flight=8), FOUR, measures_memory=True), telemetry)
     with caplog.at_level(logging.WARNING):
         for iteration in range(3):
             leader.decide([measured(iteration, {2: 6.5})])

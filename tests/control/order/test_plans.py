@@ -14,7 +14,7 @@ from support.four_stages import FOUR, WHOLE_FIRST, costs
 
 from adaptra_megatron.config import AdaptraConfig, ConfigError
 from adaptra_megatron.control.decisions import Decision
-from adaptra_megatron.control.order.plans import Layout, PlanBook, PlanMismatchError
+from adaptra_megatron.control.order.plans import Layout, PlanMismatchError, PlanState
 from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import forward_only, gpipe, one_f_one_b, stock_order
@@ -56,7 +56,7 @@ def held(schedule: Schedule) -> float:
 class TestPlanFromFile:
     def test_it_runs_as_it_is(self, given: Any) -> None:
         schedule = split_backward(gpipe(4, 9), 2)
-        book = PlanBook(AdaptraConfig(plan_csv=given(schedule)), FOUR)
+        book = PlanState(AdaptraConfig(plan_csv=given(schedule)), FOUR)
         assert book.schedule_for(9) == schedule
         assert book.number == 1
         assert not book.adapts
@@ -65,10 +65,10 @@ class TestPlanFromFile:
     def test_it_is_for_the_pipeline_that_runs(self, given: Any, layout: Layout) -> None:
         path = given(one_f_one_b(4, 8))
         with pytest.raises(ConfigError, match=f"--adaptra-plan-csv {path}"):
-            PlanBook(AdaptraConfig(plan_csv=path), layout)
+            PlanState(AdaptraConfig(plan_csv=path), layout)
 
     def test_it_is_for_one_number_of_micro_batches(self, given: Any) -> None:
-        book = PlanBook(AdaptraConfig(plan_csv=given(one_f_one_b(4, 8))), FOUR)
+        book = PlanState(AdaptraConfig(plan_csv=given(one_f_one_b(4, 8))), FOUR)
         with pytest.raises(PlanMismatchError, match="a plan for 8 micro-batches, but an iteration has 6"):
             book.schedule_for(6)
 
@@ -76,29 +76,29 @@ class TestPlanFromFile:
         config = AdaptraConfig(plan_csv=given(one_f_one_b(4, 8)))
         path = given("0F0,0B0\n1F0\n2F0,2B0\n3F0,3B0\n")
         with pytest.raises(ConfigError, match=f"--adaptra-plan-csv {path}: stage 1 B.* is missing"):
-            PlanBook(config, FOUR)
+            PlanState(config, FOUR)
 
     def test_the_cap_counts_only_if_the_user_set_one(self, given: Any) -> None:
         path = given(gpipe(4, 9))
-        assert PlanBook(AdaptraConfig(plan_csv=path), FOUR).enforced_cap(9, 0) is None
+        assert PlanState(AdaptraConfig(plan_csv=path), FOUR).enforced_cap(9, 0) is None
         with pytest.raises(ConfigError, match="its cap is 8"):
             AdaptraConfig(plan_csv=path, max_in_flight=8)
-        assert PlanBook(AdaptraConfig(plan_csv=path, max_in_flight=9), FOUR).enforced_cap(9, 0) == 9
+        assert PlanState(AdaptraConfig(plan_csv=path, max_in_flight=9), FOUR).enforced_cap(9, 0) == 9
 
     def test_split_backwards_under_full_recompute_are_warned_of(
         self, given: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         schedule = split_backward(one_f_one_b(4, 8))
         with caplog.at_level(logging.WARNING):
-            PlanBook(AdaptraConfig(plan_csv=given(schedule)), FOUR)
+            PlanState(AdaptraConfig(plan_csv=given(schedule)), FOUR)
             assert caplog.text == ""
-            PlanBook(AdaptraConfig(plan_csv=given(schedule)), WHOLE_FIRST)
+            PlanState(AdaptraConfig(plan_csv=given(schedule)), WHOLE_FIRST)
         assert "splits backwards under full recompute" in caplog.text
 
 
 class TestPlanFromGivenCosts:
     def test_it_is_planned_for_each_number_of_micro_batches(self, given: Any) -> None:
-        book = PlanBook(AdaptraConfig(costs_json=given({**COSTS, "max_in_flight": 4})), FOUR)
+        book = PlanState(AdaptraConfig(costs_json=given({**COSTS, "max_in_flight": 4})), FOUR)
         assert not book.adapts
         for micro_batches in (12, 8):
             expected = plan(costs(micro_batches)).schedule
@@ -117,14 +117,14 @@ class TestPlanFromGivenCosts:
     ) -> None:
         slow = [{"from": 1, "to": 2, "latency_s": 9.0}, {"from": 2, "to": 1, "latency_s": 9.0}]
         path = given({**COSTS, "links": slow, "max_in_flight": in_costs})
-        book = PlanBook(AdaptraConfig(costs_json=path, max_in_flight=flag), FOUR)
+        book = PlanState(AdaptraConfig(costs_json=path, max_in_flight=flag), FOUR)
         assert held(book.schedule_for(12)) == enforced, "a slow link makes room worth using"
         assert [book.enforced_cap(12, stage) for stage in range(4)] == [enforced] * 4
 
     def test_where_memory_is_yet_to_be_measured_no_backward_is_split(self, given: Any) -> None:
         path = given(COSTS)
-        assert PlanBook(AdaptraConfig(costs_json=path), FOUR).schedule_for(12).splits_backward
-        assert not PlanBook(AdaptraConfig(costs_json=path), WHOLE_FIRST).schedule_for(12).splits_backward
+        assert PlanState(AdaptraConfig(costs_json=path), FOUR).schedule_for(12).splits_backward
+        assert not PlanState(AdaptraConfig(costs_json=path), WHOLE_FIRST).schedule_for(12).splits_backward
 
     @pytest.mark.parametrize(
         ("content", "said"),
@@ -136,32 +136,32 @@ class TestPlanFromGivenCosts:
     def test_costs_for_another_pipeline_are_refused(self, given: Any, content: Any, said: str) -> None:
         config = AdaptraConfig(costs_json=given(content))
         with pytest.raises(ConfigError, match=f"--adaptra-costs {config.costs_json} {said}"):
-            PlanBook(config, FOUR)
+            PlanState(config, FOUR)
 
 
 class TestWithoutAPlan:
     @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED, WHOLE_FIRST])
     def test_observe_keeps_stocks_order_whatever_it_holds(self, layout: Layout) -> None:
-        book = PlanBook(AdaptraConfig(policy="observe"), layout)
+        book = PlanState(AdaptraConfig(policy="observe"), layout)
         assert book.schedule_for(8) == stock_order(4, 8, layout.chunks)
         assert book.enforced_cap(8, 0) is None
         assert not book.adapts
 
     def test_measuring_starts_with_stocks_order_and_every_other_backward_split(self) -> None:
         for layout in (FOUR, INTERLEAVED):
-            book = PlanBook(AdaptraConfig(), layout)
+            book = PlanState(AdaptraConfig(), layout)
             assert book.adapts
             stock = stock_order(4, 8, layout.chunks)
             assert book.schedule_for(8) == split_every_other(stock)
             assert book.caps(8) == (held(stock),) * 4
             assert book.enforced_cap(8, 3) == held(stock)
             assert book.number == 0
-        assert PlanBook(AdaptraConfig(), WHOLE_FIRST).schedule_for(8) == one_f_one_b(4, 8)
+        assert PlanState(AdaptraConfig(), WHOLE_FIRST).schedule_for(8) == one_f_one_b(4, 8)
 
     @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED, WHOLE_FIRST])
     def test_measuring_stays_within_a_cap_below_stocks(self, layout: Layout) -> None:
         cap = 2.0 * layout.chunks
-        book = PlanBook(AdaptraConfig(max_in_flight=cap), layout)
+        book = PlanState(AdaptraConfig(max_in_flight=cap), layout)
         schedule = book.schedule_for(8)
         check_schedule(schedule, max_in_flight=(cap,) * 4)
         assert held(stock_order(4, 8, layout.chunks)) > cap
@@ -170,18 +170,18 @@ class TestWithoutAPlan:
 
     def test_a_cap_that_nothing_fits_is_refused(self) -> None:
         with pytest.raises(PlanError, match="no schedule fits the cap"):
-            PlanBook(AdaptraConfig(max_in_flight=1), INTERLEAVED).schedule_for(8)
+            PlanState(AdaptraConfig(max_in_flight=1), INTERLEAVED).schedule_for(8)
 
     @pytest.mark.parametrize("layout", [FOUR, INTERLEAVED])
     def test_evaluation_runs_forwards_in_stocks_order(self, layout: Layout) -> None:
-        book = PlanBook(AdaptraConfig(), layout)
+        book = PlanState(AdaptraConfig(), layout)
         assert book.evaluation_schedule(8) == forward_only(4, 8, layout.chunks)
         assert book.evaluation_schedule(8) is book.evaluation_schedule(8)
 
 
 class TestInstalling:
     def test_an_installed_plan_runs_for_its_number_of_micro_batches(self) -> None:
-        book = PlanBook(AdaptraConfig(), FOUR)
+        book = PlanState(AdaptraConfig(), FOUR)
         schedule = split_backward(one_f_one_b(4, 8), 1)
         caps = (5.0, 5.0, 5.0, 5.0)
         book.install(schedule, 3, caps)
@@ -193,7 +193,7 @@ class TestInstalling:
         assert book.planned_for(12) is None
 
     def test_a_plan_beyond_the_cap_changes_nothing(self) -> None:
-        book = PlanBook(AdaptraConfig(), FOUR)
+        book = PlanState(AdaptraConfig(), FOUR)
         before = book.schedule_for(8)
         with pytest.raises(ScheduleError, match="its cap is 4"):
             book.install(gpipe(4, 8), 1, book.caps(8))
@@ -202,7 +202,7 @@ class TestInstalling:
 
 
 def test_what_is_in_force_travels_to_ranks_that_know_no_plans() -> None:
-    book, other = PlanBook(AdaptraConfig(), FOUR), PlanBook(AdaptraConfig(), FOUR)
+    book, other = PlanState(AdaptraConfig(), FOUR), PlanState(AdaptraConfig(), FOUR)
     book.schedule_for(9)
     assert book.in_force == Decision(0), "what runs until costs are known is known to all"
     for number, micro_batches in ((1, 9), (2, 8), (3, 9)):

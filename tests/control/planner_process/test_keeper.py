@@ -22,11 +22,11 @@ from adaptra_megatron.child_process import ChildProcess
 from adaptra_megatron.control.beside.channel import ChannelEndedError, send
 from adaptra_megatron.control.beside.report_link import ReportLink
 from adaptra_megatron.control.beside.report_server import purpose_of
-from adaptra_megatron.control.decisions import Decision, Told
+from adaptra_megatron.control.decisions import Decision, TelemetrySection
 from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.order.plans import Layout
 from adaptra_megatron.control.planner_process import keeper
-from adaptra_megatron.control.planner_process.keeper import NoDecisionError, PlannerKeeper
+from adaptra_megatron.control.planner_process.keeper import NoDecisionError, PlannerClient
 from adaptra_megatron.control.planner_process.messages import Begin, receive
 from adaptra_megatron.control.rounds import MOST_AWAITED
 from adaptra_megatron.control.wire_format import encoded
@@ -38,7 +38,7 @@ PLACE = "exchange/0"
 FOUR = Layout(stages=4, chunks=1, group_size=None)
 
 
-class Diary:
+class EventSink:
     """Keeps events."""
 
     def __init__(self) -> None:
@@ -59,10 +59,10 @@ class Replica:
     """Four ranks: the leading one, and links of those that follow, which are kept before each report."""
 
     def __init__(self, **settings: Any) -> None:
-        self.diary, self.job = Diary(), MeasuredJob()
+        self.diary, self.job = EventSink(), MeasuredJob()
         listener, _address = listen_tcp("127.0.0.1")
-        requests = Told((Iterations(7, 8),))
-        self.planner = PlannerKeeper(begin(), listener, self.diary, lambda: 0, lambda: requests, **settings)
+        requests = TelemetrySection((Iterations(7, 8),))
+        self.planner = PlannerClient(begin(), listener, self.diary, lambda: 0, lambda: requests, **settings)
         self.woken = threading.Event()
         self.links = [ReportLink(SECRET, purpose_of(PLACE, rank, 0), 3, self.woken.set) for rank in (1, 2, 3)]
 

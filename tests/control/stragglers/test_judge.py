@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from adaptra_megatron.control.stragglers.judge import KEPT, ArrivalJudge
+from adaptra_megatron.control.stragglers.judge import KEPT, StragglerDetector
 from adaptra_megatron.control.stragglers.reports import CellReport, Verdict
 from adaptra_megatron.detector.straggler_causes import HostFigures
 from adaptra_megatron.detector.stragglers import LEAST, UNUSUAL, WINDOW, Row
@@ -25,7 +25,7 @@ class Job:
         names = {
             Cell(replica, stage): (3 * stage + replica, f"node{replica}") for replica in range(3) for stage in (0, 1)
         }
-        self.judge = ArrivalJudge(names, self.events.append)
+        self.judge = StragglerDetector(names, self.events.append)
         self._names = names
         self._rows: dict[Cell, list[Row]] = {cell: [] for cell in names}
         self.now_s = 0.0

@@ -28,7 +28,7 @@ WORKERS = {rank: Worker(Cell(rank // 2, 0), rank % 2, f"node{rank // 2}", f"boot
 """Three replicas of one stage, each of two lanes."""
 
 
-class Told:
+class TelemetrySection:
     """What a rank's telemetry gets."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Ranks:
     """All of the job, in this process."""
 
     def __init__(self, store: dist.Store, policy: str) -> None:
-        self.told = [Told() for _ in WORKERS]
+        self.told = [TelemetrySection() for _ in WORKERS]
         self.sampled: list[int] = []
         """Ranks whose hosts are read."""
         self.watches = [
@@ -147,7 +147,7 @@ def test_without_a_policy_few_ranks_have_a_thread_and_all_threads_end(store: dis
 def test_a_failure_of_ours_is_logged_and_ends_the_looking_alone(
     store: dist.Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watches, "JudgeKeeper", lambda *given: 1 // 0)
+    monkeypatch.setattr(watches, "StragglerServiceClient", lambda *given: 1 // 0)
     ranks = Ranks(store, "off")
     try:
         ranks.train(JUDGED_FROM, late_s=0.0)

@@ -206,11 +206,11 @@ def test_requests_to_the_store_are_late(tmp_path: Path) -> None:
 
 
 def test_stores_groups_and_threads_of_the_package_are_late_while_it_lasts(tmp_path: Path) -> None:
-    from adaptra_megatron.epochs.live_groups import LiveGroups
+    from adaptra_megatron.epochs.live_groups import FaultTolerantGroups
     from adaptra_megatron.job.control_store import ControlStore
 
     control = ControlStore(dist.HashStore(), bytes(32), "token")
-    before = (LiveGroups._make_native, ControlStore.client, ControlStore.lent, threading.Thread.start)
+    before = (FaultTolerantGroups._make_native, ControlStore.client, ControlStore.lent, threading.Thread.start)
     late, ran = [Lateness("store", 1.0, 0.001), Lateness("threads", 1.0, 0.2)], list[str]()
     with LateRank(late, tmp_path, 0, 1):
         client = control.client("a place")
@@ -228,7 +228,7 @@ def test_stores_groups_and_threads_of_the_package_are_late_while_it_lasts(tmp_pa
     assert ran == ["other", "adaptra-x"]
     assert read_lateness(tmp_path)["store"] == 3
     assert read_lateness(tmp_path)["threads"] == 2, "the other is that of the lent store"
-    assert (LiveGroups._make_native, ControlStore.client, ControlStore.lent, threading.Thread.start) == before
+    assert (FaultTolerantGroups._make_native, ControlStore.client, ControlStore.lent, threading.Thread.start) == before
 
 
 def test_what_others_have_launched_is_known(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from adaptra_megatron.emulation.faults.network.link_faults import LinkFault
 from adaptra_megatron.emulation.faults.network.link_story import (
     FIRST_TURN,
     Direction,
-    LinkStory,
+    LinkFaultScenario,
     Turn,
     random_story,
     read_story,
@@ -31,7 +31,7 @@ stories = st.builds(
 
 
 @given(stories)
-def test_a_link_is_never_slow_twice_at_once(story: LinkStory) -> None:
+def test_a_link_is_never_slow_twice_at_once(story: LinkFaultScenario) -> None:
     for direction in {turn.direction for turn in story.turns()}:
         spells = sorted(
             (spell.from_iteration, spell.until_iteration or story.iterations)
@@ -42,7 +42,7 @@ def test_a_link_is_never_slow_twice_at_once(story: LinkStory) -> None:
 
 
 @given(stories)
-def test_turns_alternate_and_disturbances_keep_away_from_them(story: LinkStory) -> None:
+def test_turns_alternate_and_disturbances_keep_away_from_them(story: LinkFaultScenario) -> None:
     turns = story.turns()
     assert all(FIRST_TURN <= turn.iteration < story.iterations for turn in turns)
     for direction in {turn.direction for turn in turns}:
@@ -75,12 +75,12 @@ def test_turns_of_a_spell_that_another_follows() -> None:
     first = LinkFault(source=0, target=1, latency_s=1.0, from_iteration=10, until_iteration=20)
     second = LinkFault(source=0, target=1, latency_s=2.0, from_iteration=20, until_iteration=30)
     link = Direction(0, 1)
-    assert LinkStory(iterations=40, spells=(second, first)).turns() == (
+    assert LinkFaultScenario(iterations=40, spells=(second, first)).turns() == (
         Turn(10, link, first),
         Turn(20, link, second),
         Turn(30, link, None),
     )
-    assert LinkStory(iterations=25, spells=(first, second)).turns()[-1] == Turn(20, link, second)
+    assert LinkFaultScenario(iterations=25, spells=(first, second)).turns()[-1] == Turn(20, link, second)
 
 
 def test_a_stage_pauses_where_its_story_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,8 @@ def program() -> Program:
 class Links:
     """A transport whose messages arrive when the test says so, or, while the rank waits, the next that is to come."""
 
-    def __init__(self, *, came_by: dict[int, Path] | None = None, blind: Collection[int] = ()) -> None:
-        self.paths = came_by or {}
+    def __init__(self, *, last_receive_path: dict[int, Path] | None = None, blind: Collection[int] = ()) -> None:
+        self.paths = last_receive_path or {}
         self.blind = set(blind)
         self.here: set[MessageKey] = set()
         self.to_come: deque[MessageKey] = deque()
@@ -44,10 +44,10 @@ class Links:
         self.waits: list[tuple[set[MessageKey], float]] = []
         """What was waited for, and for how long at most."""
 
-    def sees_arrivals(self, peer: int) -> bool:
+    def can_poll(self, peer: int) -> bool:
         return peer not in self.blind
 
-    def came_by(self, peer: int) -> Path:
+    def last_receive_path(self, peer: int) -> Path:
         return self.paths.get(peer, Path.DEVICE)
 
     def post_receive(self, key: MessageKey, peer: int) -> None:
@@ -150,9 +150,9 @@ HOST, DEVICE = Path.HOST, Path.DEVICE
     ],
 )
 def test_who_is_online(
-    mode: str, came_by: dict[int, Path], blind: tuple[int, ...], unsteady: tuple[int, ...], online: bool
+    mode: str, last_receive_path: dict[int, Path], blind: tuple[int, ...], unsteady: tuple[int, ...], online: bool
 ) -> None:
-    links = links_with(GRADIENTS_LATE, came_by=came_by, blind=blind)
+    links = links_with(GRADIENTS_LATE, last_receive_path=last_receive_path, blind=blind)
     made = dispatcher(mode, links)
     for moment in range(4):
         arrivals = [
@@ -183,7 +183,7 @@ def test_what_was_aborted_follows_the_plan_until_it_is_resumed(monkeypatch: pyte
 
 def test_the_log_says_when_a_stage_leaves_its_plan_and_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="adaptra_megatron")
-    links = links_with("", came_by={0: HOST, 2: HOST})
+    links = links_with("", last_receive_path={0: HOST, 2: HOST})
     made = dispatcher("auto", links)
     for moment in [0] * 2 + list(range(6)) + [0] * 6:
         made.steps(program(), CAP, 0.0)

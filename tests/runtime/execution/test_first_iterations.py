@@ -16,7 +16,7 @@ from support.four_stages import FOUR, WHOLE_FIRST
 from support.processes import RankResult
 
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.control.order.plans import PlanBook
+from adaptra_megatron.control.order.plans import PlanState
 from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, check_equal
 from adaptra_megatron.runtime.execution.first_iterations import FirstIterations
 from adaptra_megatron.schedule.classic import stock_order
@@ -66,13 +66,13 @@ class TestWhatRuns:
     def test_is_stocks_order_with_whole_backwards_whatever_is_planned(self) -> None:
         stock = stock_order(4, 12)
         for layout in (FOUR, WHOLE_FIRST):
-            book = PlanBook(AdaptraConfig(), layout)
+            book = PlanState(AdaptraConfig(), layout)
             assert book.whole_schedule(12) == stock
             book.install(split_backward(stock, 2), 1, (None,) * 4)
             assert book.whole_schedule(12) == stock
 
     def test_is_another_where_stocks_would_hold_too_much(self) -> None:
-        book = PlanBook(AdaptraConfig(max_in_flight=2), FOUR)
+        book = PlanState(AdaptraConfig(max_in_flight=2), FOUR)
         schedule = book.whole_schedule(12)
         assert not schedule.splits_backward
         assert max(peak_in_flight(schedule, 0.0)) == 2

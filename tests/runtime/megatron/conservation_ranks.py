@@ -159,9 +159,9 @@ def check_late(training: Training, expected: list[torch.Tensor]) -> None:
 
 def main(instances: int) -> None:
     """All cases. `instances`: of the distributed optimizer; 1: with experts at two ranks each."""
-    from adaptra_megatron.epochs.live_groups import LiveGroups
+    from adaptra_megatron.epochs.live_groups import FaultTolerantGroups
 
-    LiveGroups().install()
+    FaultTolerantGroups().install()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     install()
     from megatron.core import parallel_state

@@ -33,7 +33,7 @@ from adaptra_megatron.emulation.training.arguments import parse_arguments  # noq
 from adaptra_megatron.emulation.training.process_groups import leave_job  # noqa: E402
 from adaptra_megatron.emulation.training.training import train  # noqa: E402
 from adaptra_megatron.epochs.generation import FIRST  # noqa: E402
-from adaptra_megatron.epochs.live_groups import LiveGroups  # noqa: E402
+from adaptra_megatron.epochs.live_groups import FaultTolerantGroups  # noqa: E402
 from adaptra_megatron.runtime import iteration_work  # noqa: E402
 from adaptra_megatron.runtime.execution.activations import ActivationAccount  # noqa: E402
 from adaptra_megatron.runtime.megatron.computation import MegatronComputation  # noqa: E402
@@ -77,7 +77,7 @@ def break_paths(enter: Callable[..., None], faults: PathFaults, rank: int) -> Ca
 
 def die(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
-    def struck(groups: LiveGroups, *arguments: Any) -> Any:
+    def struck(groups: FaultTolerantGroups, *arguments: Any) -> Any:
         if groups._generation != FIRST:
             say("rank")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -145,7 +145,7 @@ def main(fault: str, arguments: list[str]) -> None:
         "pause": Replacement(Rerouting, "begin", pause(Rerouting.begin), "a rank stands still"),
         "cap": Replacement(iteration_work, "ActivationAccount", CountedAccount, "activations are counted"),
         "zero": Replacement(MegatronComputation, "backward", zero(MegatronComputation.backward), "gradients are lost"),
-        "rank": Replacement(LiveGroups, "_make_native", die(LiveGroups._make_native), "a rank dies"),
+        "rank": Replacement(FaultTolerantGroups, "_make_native", die(FaultTolerantGroups._make_native), "a rank dies"),
     }
     args = parse_arguments(arguments)
     args.distributed_backend = "gloo"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adaptra_megatron.emulation.faults.network.link_faults import LinkFault
-from adaptra_megatron.emulation.faults.network.link_story import LinkStory
+from adaptra_megatron.emulation.faults.network.link_story import LinkFaultScenario
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.variants import Variant, check_equal, run_variants
 
@@ -21,7 +21,7 @@ def test_replicas_on_plans_of_their_own_reduce_as_stock(fork_server: ForkServer,
     links, so that it runs ahead with forwards and the other does not."""
     slow = [LinkFault(source=a, target=b, latency_s=0.05, pipeline=1) for a, b in ((0, 1), (1, 0))]
     story = tmp_path / "story.json"
-    LinkStory(iterations=ITERATIONS, spells=tuple(slow)).write(story)
+    LinkFaultScenario(iterations=ITERATIONS, spells=tuple(slow)).write(story)
     training = (
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 "
         "--global-batch-size 16 --mock-data --no-gradient-accumulation-fusion --hidden-size 32 --seq-length 16 "

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from adaptra_megatron.emulation.jobs.job_store import JobStore
 from adaptra_megatron.emulation.jobs.launch import RankResult
-from adaptra_megatron.emulation.jobs.outlived import Host, run_outlived
+from adaptra_megatron.emulation.jobs.outlived import Host, run_with_failures
 from campaigns.dying_trainings import KILLED, LONGEST_S, TRAIN_GPT, Layout, problems, train
 
 STRUCK_RANKS = str(Path(__file__).with_name("struck_ranks.py"))
@@ -66,7 +66,9 @@ def run(
     """A training in which rank DYING dies in the fourth iteration, or ranks die as `deaths` say."""
     arguments = [*argv, *LAYOUT.arguments(directory, deaths), *flags.split()]
     logs = directory / "logs"
-    return run_outlived(LAYOUT.world_size, arguments, timeout_s=LONGEST_S, server=server, log_directory=logs, host=host)
+    return run_with_failures(
+        LAYOUT.world_size, arguments, timeout_s=LONGEST_S, server=server, log_directory=logs, host=host
+    )
 
 
 @pytest.mark.timeout(150)

@@ -156,7 +156,7 @@ class RecordingTransport:
             self._recorder.make_wait(work)
         self._sent.clear()
 
-    def sees_arrivals(self, peer: int) -> bool:
+    def can_poll(self, peer: int) -> bool:
         return False
 
     def ready(self, key: MessageKey) -> bool:
@@ -165,7 +165,7 @@ class RecordingTransport:
     def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
         raise AssertionError("arrivals cannot be seen")
 
-    def came_by(self, peer: int) -> Path:
+    def last_receive_path(self, peer: int) -> Path:
         return Path.DEVICE
 
     def take_times(self) -> Any:

@@ -13,10 +13,10 @@ from adaptra_megatron.telemetry.figures.prometheus import PrometheusEndpoint, Pr
 from adaptra_megatron.telemetry.figures.scalars import (
     ArrivalFigures,
     CellFigures,
+    FailureMetrics,
     JobFigures,
     LeaderFigures,
     LinkFigures,
-    LossFigures,
     MemoryFigures,
     RankFigures,
     RouteFigures,
@@ -26,7 +26,7 @@ from adaptra_megatron.telemetry.figures.scalars import (
 RANK = RankFigures(
     iteration_s=1.5, peak_in_flight=6.0, plan_number=2, messages_by_path={"device": 90, "host": 6}, failovers=1
 )
-LOST = LossFigures(dead_cells=[(0, 1), (2, 1)], ranks=4, seconds={1: 0.5, 3: 0.75})
+LOST = FailureMetrics(dead_cells=[(0, 1), (2, 1)], ranks=4, seconds={1: 0.5, 3: 0.75})
 JOB = JobFigures(
     bubble_fraction=0.25,
     links={(3, 4): LinkFigures(latency_s=0.08, bandwidth_bytes_s=2e9, state="slow")},
@@ -108,7 +108,7 @@ def test_what_is_shown_is_served(endpoint: PrometheusEndpoint, figures: Exported
 def test_dead_cells_and_what_each_loss_took_are_served_where_ranks_are_outlived(
     endpoint: PrometheusEndpoint, figures: ExportedFigures
 ) -> None:
-    figures.show(10, replace(RANK, lost=LossFigures()))
+    figures.show(10, replace(RANK, lost=FailureMetrics()))
     assert {name: value for name, value in fetched(endpoint).items() if "dead" in name or "lo" in name} == {
         "adaptra_dead_cells rank=5": 0,
         "adaptra_ranks_lost rank=5": 0,

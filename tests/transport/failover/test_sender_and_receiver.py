@@ -39,7 +39,7 @@ class Session:
         self.broken = False
 
 
-class TwoPaths(RuleBasedStateMachine):
+class PathSwitch(RuleBasedStateMachine):
     """Plays what two_paths.py does around an Sender and an Receiver."""
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ class TwoPaths(RuleBasedStateMachine):
         assert self.sender.device_healthy
 
 
-class DevicePathAlone(TwoPaths):
+class DevicePathAlone(PathSwitch):
     """The host path does not come back."""
 
     def teardown(self) -> None:
@@ -300,14 +300,14 @@ class DevicePathAlone(TwoPaths):
         self.settle()
 
 
-TestTwoPaths = TwoPaths.TestCase
+TestTwoPaths = PathSwitch.TestCase
 TestDevicePathAlone = DevicePathAlone.TestCase
 
 
 def test_messages_before_probes_are_confirmed_though_more_are_asked_for() -> None:
     """Messages change their path back while probes are expected behind the last of an iteration: the sender waits for
     its confirmation before it posts what the receiver, which has begun the next iteration, waits for."""
-    paths = TwoPaths()
+    paths = PathSwitch()
     paths.begin(up=True)
     paths.ask(2)
     paths.post(2)
@@ -327,7 +327,7 @@ def test_messages_before_probes_are_confirmed_though_more_are_asked_for() -> Non
 def test_a_message_that_came_by_both_paths_is_confirmed_though_more_are_asked_for() -> None:
     """The acknowledgement is lost with the host path, so the message goes by the device path too. Meanwhile the
     receiver has begun the next iteration, whose messages the sender posts once the last one's are confirmed."""
-    paths = TwoPaths()
+    paths = PathSwitch()
     paths.begin(up=True)
     paths.prefer(Path.HOST)
     paths.everything_moves(4)

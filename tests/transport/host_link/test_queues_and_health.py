@@ -319,7 +319,7 @@ def test_a_farewell_counts_once_the_session_is_read_whichever_thread_comes_first
     for what in sorted(("heard_bye", "read_out"), key=lambda what: what != first):
         setattr(state, what, True)
         with lock:
-            state.note_farewell()
+            state.fin_received()
         assert state.health.said_bye is (what != first)
 
 

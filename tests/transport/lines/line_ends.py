@@ -7,8 +7,8 @@ import threading
 import time
 
 from adaptra_megatron.transport.failover.control_channel import OVERDUE_S, ControlChannel
-from adaptra_megatron.transport.lines.line_messages import NoteCame
-from adaptra_megatron.transport.lines.lines import Lines
+from adaptra_megatron.transport.lines.line_messages import LinkNote
+from adaptra_megatron.transport.lines.lines import ControlConnections
 
 SECRET, JOB = bytes(32), bytes(16)
 
@@ -16,9 +16,9 @@ SECRET, JOB = bytes(32), bytes(16)
 class End:
     """One end; implements lines.LineEnd."""
 
-    def __init__(self, lines: Lines) -> None:
+    def __init__(self, lines: ControlConnections) -> None:
         self.lock = threading.Lock()
-        self.mail = ControlChannel(lambda number, packet: lines.say(self, NoteCame(number, packet.decode())))
+        self.mail = ControlChannel(lambda number, packet: lines.say(self, LinkNote(number, packet.decode())))
         self.ups, self.down = 0, ""
         self.read: list[bytes] = []
         self.runs: list[bool] = []
@@ -44,7 +44,7 @@ class End:
     def note_came(self, number: int, packet: bytes) -> int:
         with self.lock:
             self.read += self.mail.take(number, packet)
-            return self.mail.heard_below
+            return self.mail.acknowledged_below
 
     def noted(self, below: int) -> None:
         with self.lock:

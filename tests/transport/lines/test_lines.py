@@ -18,11 +18,11 @@ from transport_checks import until
 
 from adaptra_megatron.authentication.tagged_json import packed
 from adaptra_megatron.transport.failover.control_channel import OVERDUE_S, ControlChannel
-from adaptra_megatron.transport.lines.line_messages import Beat, Bye, Lost, NoteCame, Noted, decode_line
-from adaptra_megatron.transport.lines.lines import BEAT_S, SILENT_S, Lines, Place
+from adaptra_megatron.transport.lines.line_messages import Beat, Fin, LinkNote, LinkNoteAck, Lost, decode_line
+from adaptra_megatron.transport.lines.lines import BEAT_S, SILENT_S, ControlConnections, Place
 from adaptra_megatron.transport.setup.placement import listen_shm, listen_tcp
 
-Chain = list[tuple[Lines, dict[int, End]]]
+Chain = list[tuple[ControlConnections, dict[int, End]]]
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -32,7 +32,7 @@ def chain(request: pytest.FixtureRequest) -> Iterator[Chain]:
     made: Chain = []
     for stage, (listener, _) in enumerate(listening):
         peers = [peer for peer in (stage - 1, stage + 1) if 0 <= peer < 3]
-        lines = Lines(stage, lambda stage: f"rank {stage}", JOB, SECRET, [listener])
+        lines = ControlConnections(stage, lambda stage: f"rank {stage}", JOB, SECRET, [listener])
         made.append((lines, {peer: End(lines) for peer in peers}))
         for peer, end in made[-1][1].items():
             lines.add(peer, Place(listening[peer][1], ""), end)
@@ -44,7 +44,7 @@ def chain(request: pytest.FixtureRequest) -> Iterator[Chain]:
         lines.close()
 
 
-def break_line(lines: Lines, peer: int) -> None:
+def break_line(lines: ControlConnections, peer: int) -> None:
     """As a firewall that forgets a connection."""
     line = lines._lines[peer]
     lines._call(lambda: line.writer.transport.abort() if line.writer is not None else None)
@@ -90,11 +90,11 @@ def test_a_stage_that_fails_is_named_to_all(chain: Chain) -> None:
 def test_a_host_that_does_not_answer_is_named_once_it_is_what_a_stage_fails_for(
     chain: Chain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def reach(self: Lines, place: Place) -> socket.socket:
+    async def reach(self: ControlConnections, place: Place) -> socket.socket:
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
     end = chain[0][1][1]
-    monkeypatch.setattr(Lines, "_reach", reach)
+    monkeypatch.setattr(ControlConnections, "_reach", reach)
     break_line(chain[0][0], 1)
     until(lambda: "No route to host" in end.down, "the link is not told")
     assert not end.losses, "it may have another path"
@@ -108,7 +108,7 @@ def test_a_host_that_does_not_answer_is_named_once_it_is_what_a_stage_fails_for(
 def test_a_process_that_closes_before_its_line_is_up_has_not_died(leaves: int, transport: str) -> None:
     for after_s in (0.0, 0.001, 0.003, 0.005):
         listening = [listen_shm() if transport == "shm" else listen_tcp("127.0.0.1") for _ in range(2)]
-        both = [Lines(rank, "rank {}".format, JOB, SECRET, [listening[rank][0]]) for rank in range(2)]
+        both = [ControlConnections(rank, "rank {}".format, JOB, SECRET, [listening[rank][0]]) for rank in range(2)]
         ends = [End(lines) for lines in both]
         for rank, lines in enumerate(both):
             lines.add(1 - rank, Place(listening[1 - rank][1], ""), ends[rank])
@@ -125,7 +125,7 @@ def test_a_process_that_closes_before_its_line_is_up_has_not_died(leaves: int, t
 @pytest.mark.parametrize("fails", [0, 1])
 def test_a_stage_that_fails_before_its_line_is_up_is_named(fails: int, transport: str) -> None:
     listening = [listen_shm() if transport == "shm" else listen_tcp("127.0.0.1") for _ in range(2)]
-    both = [Lines(rank, "rank {}".format, JOB, SECRET, [listening[rank][0]]) for rank in range(2)]
+    both = [ControlConnections(rank, "rank {}".format, JOB, SECRET, [listening[rank][0]]) for rank in range(2)]
     ends = [End(lines) for lines in both]
     for rank, lines in enumerate(both):
         lines.add(1 - rank, Place(listening[1 - rank][1], ""), ends[rank])
@@ -144,14 +144,14 @@ def test_a_stage_that_fails_before_its_line_is_up_is_named(fails: int, transport
 def test_the_cause_of_an_ended_link_arrives_though_its_line_is_down(
     chain: Chain, ends_it: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def reach(self: Lines, place: Place) -> socket.socket:
+    async def reach(self: ControlConnections, place: Place) -> socket.socket:
         raise OSError(errno.EHOSTUNREACH, "No route to host")
 
     (lines, ends), (theirs, their_ends) = chain[ends_it], chain[1 - ends_it]
     end, peer = ends[1 - ends_it], their_ends[ends_it]
     places = [each._lines[rank].place for each, rank in ((lines, 1 - ends_it), (theirs, ends_it))]
     with monkeypatch.context() as cut:
-        cut.setattr(Lines, "_reach", reach)
+        cut.setattr(ControlConnections, "_reach", reach)
         break_line(lines, 1 - ends_it)
         until(lambda: "No route to host" in end.down and "No route to host" in peer.down, "the line is not down")
         lines.remove(end, "try 3 has failed")
@@ -202,13 +202,13 @@ def test_a_forked_process_does_not_keep_lines_up(chain: Chain) -> None:
 @given(
     st.one_of(
         st.builds(Beat),
-        st.builds(Bye),
-        st.builds(NoteCame, st.integers(0, 2**40), st.text()),
-        st.builds(Noted, st.integers(0, 2**40)),
+        st.builds(Fin),
+        st.builds(LinkNote, st.integers(0, 2**40), st.text()),
+        st.builds(LinkNoteAck, st.integers(0, 2**40)),
         st.builds(Lost, st.integers(0, 100), st.text()),
     )
 )
-def test_messages_are_read_as_they_were_said(message: Beat | Bye | NoteCame | Noted | Lost) -> None:
+def test_messages_are_read_as_they_were_said(message: Beat | Fin | LinkNote | LinkNoteAck | Lost) -> None:
     assert b"\n" not in packed(message)
     assert decode_line(packed(message)) == message
 
@@ -250,7 +250,7 @@ def test_mail_survives_whatever_paths_and_lines_lose(steps: list[Step]) -> None:
         lambda which: read.extend(receiver.take(*host[which % len(host)])) if host else None,
         lambda which: read.extend(receiver.take(*line[which % len(line)])) if line else None,
         lambda which: (line.clear(), sender.line_renewed()),
-        lambda which: sender.noted(receiver.heard_below),
+        lambda which: sender.noted(receiver.acknowledged_below),
         lambda which: sender.say_overdue(now_s),
     ]
     for action, which in steps:
@@ -262,5 +262,5 @@ def test_mail_survives_whatever_paths_and_lines_lose(steps: list[Step]) -> None:
     for note in line:
         read += receiver.take(*note)
     assert read == [b"%d" % number for number in range(posted)]
-    sender.noted(receiver.heard_below)
+    sender.noted(receiver.acknowledged_below)
     assert sender.overdue_from_s == float("inf")

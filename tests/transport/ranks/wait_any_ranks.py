@@ -36,7 +36,7 @@ def from_either(transport: Transport) -> None:
         keys: dict[int, MessageKey] = {0: activation(number), 2: gradient(number)}
         first, last = (0, 2) if number % 2 else (2, 0)
         if rank == 1:
-            assert all(map(transport.sees_arrivals, keys))
+            assert all(map(transport.can_poll, keys))
             for source, key in keys.items():
                 transport.post_receive(key, source)
             assert not transport.wait_any(list(keys.values()), time.monotonic() + 0.01)
@@ -111,8 +111,8 @@ def paths_change(transport: Transport) -> None:
     if rank == 1:
         _, received = transport.take_times()
         assert {times.path for times in received} == set(Path)
-        assert {transport.came_by(source) for source in (0, 2)} <= set(Path)
-        assert transport.came_by(0) is [times.path for times in received if times.peer == 0][-1]
+        assert {transport.last_receive_path(source) for source in (0, 2)} <= set(Path)
+        assert transport.last_receive_path(0) is [times.path for times in received if times.peer == 0][-1]
 
 
 SCENARIOS = {scenario.__name__: scenario for scenario in (from_either, lost, paths_change)}

@@ -75,7 +75,7 @@ class Pause:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkStory:
+class LinkFaultScenario:
     """What happens in a run of `iterations`."""
 
     iterations: int
@@ -111,10 +111,10 @@ class LinkStory:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1, default=sorted))
 
 
-def read_story(path: Path) -> LinkStory:
-    """What `LinkStory.write` wrote. Raises OSError, ValueError or TypeError."""
+def read_story(path: Path) -> LinkFaultScenario:
+    """What `LinkFaultScenario.write` wrote. Raises OSError, ValueError or TypeError."""
     document: dict[str, Any] = json.loads(path.read_text())
-    return LinkStory(
+    return LinkFaultScenario(
         iterations=document["iterations"],
         spells=tuple(_fault(entry) for entry in document["spells"]),
         bursts=tuple(_fault(entry) for entry in document["bursts"]),
@@ -131,7 +131,7 @@ def random_story(
     action_s: float,
     pipelines: Sequence[int] | None = None,
     host_share: float = 0.0,
-) -> LinkStory:
+) -> LinkFaultScenario:
     """A story of onsets, moves, recoveries and disturbances; the same for the same arguments.
 
     Args:
@@ -164,14 +164,14 @@ class _Author:
         self._bursts: list[LinkFault] = []
         self._pauses: list[Pause] = []
 
-    def write(self) -> LinkStory:
+    def write(self) -> LinkFaultScenario:
         iteration = FIRST_TURN
         while iteration < self._iterations - DISTURBANCE_DISTANCE:
             self._turn(iteration)
             following = iteration + self._random.randint(*TURN_DISTANCE)
             self._disturb(iteration + DISTURBANCE_DISTANCE)
             iteration = following
-        return LinkStory(
+        return LinkFaultScenario(
             iterations=self._iterations,
             spells=(*self._spells, *self._slow.values()),
             bursts=tuple(self._bursts),

@@ -3,11 +3,11 @@
 
 Every gradient bucket has a count, an int32. Each backward that completes weight gradients of a chunk adds 1 to the
 counts of its buckets, before a hook can start their reduction. A count is set to 0 with its buffer, and wherever its
-bucket is reduced, it is reduced with it (`LiveGroup`): over the same ranks, behind it in the same queue or stream, and
-its sum is put in place together with the bucket's. So after the reduction each rank has the number of micro-batches in
-each of its buckets: replicas x micro-batches, also where the micro-batches of dead cells were computed by live ones. A
-micro-batch that is missing or counted twice, a bucket that was not zeroed, not reduced or reduced twice, and a
-reduction of an earlier attempt that arrives late, all show as another number.
+bucket is reduced, it is reduced with it (`FaultTolerantGroup`): over the same ranks, behind it in the same queue or
+stream, and its sum is put in place together with the bucket's. So after the reduction each rank has the number of
+micro-batches in each of its buckets: replicas x micro-batches, also where the micro-batches of dead cells were
+computed by live ones. A micro-batch that is missing or counted twice, a bucket that was not zeroed, not reduced or
+reduced twice, and a reduction of an earlier attempt that arrives late, all show as another number.
 
 The count is beside the bucket, not in its padding. A bucket has padding only with the distributed optimizer, and none
 there either where its size is a multiple of the replicas and of 128, which is the rule in large models. Padding would
@@ -64,7 +64,7 @@ class _Counted(NamedTuple):
 
 
 class Conservation:
-    """Of one process, for the life of the job. Only where `LiveGroup` carries reductions."""
+    """Of one process, for the life of the job. Only where `FaultTolerantGroup` carries reductions."""
 
     def __init__(self) -> None:
         self._chunks: dict[torch.nn.Module, _Counted] = {}

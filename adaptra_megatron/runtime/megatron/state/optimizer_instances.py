@@ -3,7 +3,7 @@
 
 Each instance has all shards of the optimizer's state, over a part of the replicas: ranks that have the same place in
 their instances have the same shard, and take the same steps with the same gradients (param_and_grad_buffer.py: reduced
-and scattered within each instance, then all-reduced over the instances). So a shard outlives its owner, and needs no
+and scattered within each instance, then all-reduced over the instances). So a shard survives its owner, and needs no
 copy.
 
 Where ranks have died, groups within an instance are joined over all instances: gradients are reduced over all that
@@ -21,7 +21,7 @@ from adaptra_megatron.epochs.live_groups import alike
 from adaptra_megatron.job.layout import JobLayout
 
 if TYPE_CHECKING:
-    from adaptra_megatron.epochs.live_group import LiveGroup
+    from adaptra_megatron.epochs.live_group import FaultTolerantGroup
 
 
 class OptimizerInstance:
@@ -30,7 +30,7 @@ class OptimizerInstance:
     def __init__(self, optimizer: Any, layout: JobLayout) -> None:
         """Raises ValueError where instances are not made of whole replicas."""
         self._optimizer, self._rank = optimizer, layout.rank
-        self._group: LiveGroup = optimizer.data_parallel_group
+        self._group: FaultTolerantGroup = optimizer.data_parallel_group
         instances = optimizer.ddp_config.num_distributed_optimizer_instances
         self._group.has_shards = True
         for group in (self._group, optimizer.get_grad_stats_parallel_group()):

@@ -25,7 +25,7 @@ from adaptra_megatron.runtime.megatron.refusals import UnsupportedFeatureError
 from adaptra_megatron.runtime.megatron.state.optimizer_instances import OptimizerInstance
 
 if TYPE_CHECKING:
-    from adaptra_megatron.epochs.live_group import LiveGroup
+    from adaptra_megatron.epochs.live_group import FaultTolerantGroup
 
 
 def holders_of(layout: JobLayout, ranks: Sequence[int]) -> list[int]:
@@ -65,7 +65,7 @@ class ShardCopy:
         """Collective over the group, if it is to `fill` the copy. `stock`: Megatron's class. Raises ValueError as
         `holders_of`."""
         self._own = own
-        self._group: LiveGroup = own.data_parallel_group
+        self._group: FaultTolerantGroup = own.data_parallel_group
         self._group.holders = holders_of(layout, self._group.ranks)
         self._place = self._group.holders.index(self._group.place)
         """The owner's, in the group."""
@@ -152,7 +152,7 @@ class ShardCopy:
                 each.copy_(found[start:end].view_as(each))
 
 
-def refuse_gathering(group: LiveGroup, keywords: Mapping[str, Any], what: str = "") -> None:
+def refuse_gathering(group: FaultTolerantGroup, keywords: Mapping[str, Any], what: str = "") -> None:
     """Raise UnsupportedFeatureError where members are dead and `what`, or the format in `keywords` (of Megatron's
     sharded_state_dict), gathers shards at one rank."""
     metadata = keywords.get("metadata") or {}
@@ -211,9 +211,9 @@ def with_copies(stock: Any, made: list[Any]) -> Any:
                 self._copy = ShardCopy(self, stock, self._made_with, layout, fill=fill)
 
         @property
-        def shard_group(self) -> LiveGroup:
+        def shard_group(self) -> FaultTolerantGroup:
             """Ranks that have shards, and know the holders of copies."""
-            group: LiveGroup = self.data_parallel_group
+            group: FaultTolerantGroup = self.data_parallel_group
             return group
 
         def shard_parameters(self, *, own: bool) -> list[torch.Tensor]:

@@ -57,8 +57,8 @@ class StateSender:
     """Hands tensors and values over, in messages of CHUNK_NBYTES at most, each with its size before it."""
 
     def __init__(self, send: Send, key: bytes = b"", identity: str = "") -> None:
-        """`key`: a secret of both ends, of 64 bytes at most; empty: errors are found, and no strangers. `identity`: of
-        this hand-over alone."""
+        """`key`: a secret of both ends, of 64 bytes at most; empty: errors are found, but peers are not authenticated.
+        `identity`: of this hand-over alone."""
         self._send, self._digest = send, _Digest(key, identity)
         self._chunk, self._filled = torch.empty(CHUNK_NBYTES, dtype=torch.uint8), 0
 

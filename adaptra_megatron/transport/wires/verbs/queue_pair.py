@@ -33,7 +33,7 @@ _RECEIVER_NOT_READY_RETRIES, _RECEIVER_NOT_READY_TIMER = 6, 12
 _HOPS = 64
 _POLLED_AT_ONCE = 64
 _ENDING = ("CQ_ERR", "QP_FATAL", "QP_REQ_ERR", "QP_ACCESS_ERR", "PORT_ERR", "DEVICE_FATAL")
-"""Events after which a rail is of no use."""
+"""Events after which a rail is unusable."""
 
 logger = logger_of(__name__)
 

@@ -62,7 +62,7 @@ class RingWatch(Generic[Item]):
         """Returns when the thread has ended. The ring is closed already, or the thread would go on waiting."""
         self._orders.put(False)
         await asyncio.wait([self._ended])  # which, unlike a bare await, leaves the future alone when it is cancelled
-        self._thread.join(_JOIN_S)  # it has said its last word, and has only to return
+        self._thread.join(_JOIN_S)  # it has reported its end, and has only to return
 
     def _arrived(self, item: Item | None, error: RingError | FrameError | None) -> None:
         self._waiting, self._error = False, error
