@@ -86,13 +86,13 @@ lock:
 	scripts/write_lock.sh $${PYTHON:-python3.11} $(UPGRADE)
 
 demo: $(INSTALLED)
-	$(BIN)/python -m adaptra_megatron.emulation.demo.demo
+	$(BIN)/python -m testing.demo.demo
 
 # Two runs of pytest share the machine, since ranks mostly wait for each other: the trainings in one; in the other what has
 # one process, then what mostly waits, and last the fault campaign, which has deadlines.
 PYTEST_ALL := $(BIN)/python -m pytest -q -m 'not slow and not megatron_lm' --durations=30
-BESIDE_TRAININGS := $(addprefix tests/,authentication benchmarks cli detector fuzz gpu patches schedule) $(wildcard tests/test_*.py) \
-	$(addprefix tests/,job launch telemetry transport campaigns)
+BESIDE_TRAININGS := $(addprefix tests/,benchmarks common control/detector gradsync fuzz gpu patches schedule tools) $(wildcard tests/test_*.py) \
+	$(addprefix tests/,elastic/launch telemetry transport campaigns)
 test: $(INSTALLED)
 	@mkdir -p build
 	nice -n 5 $(PYTEST_ALL) -p no:cacheprovider $(BESIDE_TRAININGS) >build/beside_trainings.txt 2>&1 & beside=$$!; \

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from glob import glob
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from setuptools import Command, find_packages, setup
 from setuptools.command.build import build
 
 PATCHES = "adaptra_megatron.patches"
+PACKAGES = ["adaptra_megatron", "adaptra_megatron.*"]
+# Megatron on CPUs, faults and jobs of tests and the demo: of a clone that is installed in place, of no wheel.
+TESTING = ["testing", "testing.*"] if "editable_wheel" in sys.argv else []
 # Overflows of buffers on the stack end the process, tables of functions are read-only, and no names are shipped that
 # only a debugger reads. A level of _FORTIFY_SOURCE that a distribution's compiler has set goes first.
 COMPILED = ["-O3", "-g0", "-Wall", "-Wextra", "-fstack-protector-strong", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3"]
@@ -95,7 +99,7 @@ setup(
     project_urls={"Source": REPOSITORY, **{name: f"{REPOSITORY}/blob/HEAD/{path}" for name, path in PAGES.items()}}
     if REPOSITORY
     else {},
-    packages=[*find_packages(include=["adaptra_megatron", "adaptra_megatron.*"]), PATCHES],
+    packages=[*find_packages(include=[*PACKAGES, *TESTING]), PATCHES],
     package_dir={PATCHES: "patches"},
     ext_modules=[
         extension("schedule._native", "schedule", "-ffp-contract=off"),

@@ -10,10 +10,10 @@ from importlib import import_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing itself would take longer to import than all of this
-    from adaptra_megatron.api import analyze, plan, read_costs, simulate, sweep
     from adaptra_megatron.config import AdaptraConfig
     from adaptra_megatron.patches import enable
-    from adaptra_megatron.telemetry.run_record import read_run
+    from adaptra_megatron.tools.api import analyze, plan, read_costs, simulate, sweep
+    from adaptra_megatron.tools.recordings.run_record import read_run
 
 __version__ = "0.1.0"
 

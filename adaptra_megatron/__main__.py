@@ -8,7 +8,7 @@ import os
 import runpy
 import sys
 
-from adaptra_megatron.bootstrap import on_request
+from adaptra_megatron.engine.bootstrap import on_request
 
 USAGE = """usage: python -m adaptra_megatron SCRIPT ARGUMENTS...
        python -m adaptra_megatron -m MODULE ARGUMENTS...

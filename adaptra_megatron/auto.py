@@ -4,6 +4,6 @@
 This is the one module of the package whose import has an effect: having it is what it is for.
 """
 
-from adaptra_megatron.bootstrap import on_request
+from adaptra_megatron.engine.bootstrap import on_request
 
 on_request()

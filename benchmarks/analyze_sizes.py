@@ -25,7 +25,7 @@ _OPERATOR = (
     '"Ev Idx": {0}}}}},\n'
 )
 _ANALYSE = (
-    "import resource, sys\nfrom adaptra_megatron.cli.main import main\n"
+    "import resource, sys\nfrom adaptra_megatron.tools.cli.main import main\n"
     "status = main(['analyze', *sys.argv[1:], '--json', '--no-progress'])\n"
     "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), file=sys.stderr)\n"
     "used = resource.getrusage(resource.RUSAGE_SELF)\n"

@@ -24,15 +24,15 @@ from pathlib import Path
 from statistics import median
 
 from adaptra_megatron.control.control_loop import DELAY
-from adaptra_megatron.emulation.faults.network.link_faults import LinkFault
-from adaptra_megatron.emulation.faults.network.link_story import LinkFaultScenario
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, run_variants
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.classic import stock_order
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
-from adaptra_megatron.transport.paths import Path as LinkPath
+from adaptra_megatron.transport.link_paths import Path as LinkPath
+from testing.faults.network.link_faults import LinkFault
+from testing.faults.network.link_story import LinkFaultScenario
+from testing.jobs.fork_server import ForkServer
+from testing.jobs.variants import Variant, VariantReport, run_variants
 
 TIMEOUT_S = 280.0
 SETTLED = 3

@@ -18,20 +18,19 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.layout import Introduction, JobLayout, layout_of
 from adaptra_megatron.control.control_loop import PlanExchange, exchange_place
-from adaptra_megatron.control.decision_reader import decision_key
-from adaptra_megatron.control.decision_writer import DELAY
+from adaptra_megatron.control.decision_reader import DELAY, decision_key
 from adaptra_megatron.control.decisions import TelemetrySection
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
-from adaptra_megatron.control.order.plans import Layout
-from adaptra_megatron.control.planner_process.keeper import PlannerClient
-from adaptra_megatron.control.planner_process.messages import Begin
-from adaptra_megatron.job.control_store import ControlStore
-from adaptra_megatron.job.layout import Introduction, JobLayout, layout_of
-from adaptra_megatron.telemetry.records import ActionRecord
-from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
-from adaptra_megatron.transport.paths import Path as LinkPath
-from adaptra_megatron.transport.setup.placement import listen_tcp
+from adaptra_megatron.control.order.plan_book import Layout
+from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
+from adaptra_megatron.control.planner_process.planner_messages import Begin
+from adaptra_megatron.telemetry.action_records import ActionRecord
+from adaptra_megatron.transport.link_paths import Path as LinkPath
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, MessageTimes
+from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 SECRET = b"s" * 32
 ITERATION_S, MICRO_BATCHES, ACTION_S = 10.0, 32, 0.1

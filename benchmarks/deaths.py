@@ -23,13 +23,14 @@ from statistics import fmean, median
 
 import torch
 
-from adaptra_megatron.emulation.jobs.outlived import run_with_failures
+from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, uniform_costs
-from adaptra_megatron.schedule.routing.costs import Cell, RoutedCosts
-from adaptra_megatron.schedule.routing.planner import RoutedPlan, plan_routed
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
+from adaptra_megatron.schedule.routing.routed_planner import RoutedPlan, plan_routed
 from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.telemetry.tracing.trace import read_trace, trace_path
+from testing.jobs.outlived import run_with_failures
 
 RESULTS = Path(__file__).resolve().parent / "results"
 REAL = "## In real processes"

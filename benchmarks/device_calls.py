@@ -30,7 +30,7 @@ from adaptra_megatron.transport.device_session.link_watch import LinkWatch  # no
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig  # noqa: E402
 from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide  # noqa: E402
 from adaptra_megatron.transport.device_session.pair_group import PairEnds  # noqa: E402
-from adaptra_megatron.transport.messages import Direction, MessageKey, TensorSpecification  # noqa: E402
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, TensorSpecification  # noqa: E402
 from adaptra_megatron.transport.single_path.nccl_transport import StreamTransport  # noqa: E402
 
 MESSAGES, ROUNDS, NBYTES = 2000, 5, 64

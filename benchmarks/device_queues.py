@@ -26,12 +26,12 @@ from support.device_model.from_runtime import Iteration, Job  # noqa: E402
 from support.device_model.threads import record_by_host  # noqa: E402
 
 from adaptra_megatron.control.decisions import LinkName  # noqa: E402
-from adaptra_megatron.control.paths.path_choice import Setting, choose  # noqa: E402
-from adaptra_megatron.detector.findings import LinkEstimate, State  # noqa: E402
+from adaptra_megatron.control.detector.link_findings import LinkEstimate, State  # noqa: E402
+from adaptra_megatron.control.path_decider import Setting, choose  # noqa: E402
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs  # noqa: E402
 from adaptra_megatron.schedule.planner import plan  # noqa: E402
 from adaptra_megatron.transport.gpu.hardware_queues import ENOUGH_QUEUES  # noqa: E402
-from adaptra_megatron.transport.paths import Path  # noqa: E402
+from adaptra_megatron.transport.link_paths import Path  # noqa: E402
 
 ACTION_S, DEVICE, HOST = 10e-3, LinkCost(0.0, 0.5e-3), LinkCost(1.5e-3, 1e-3)
 SLOW_S, SLOW_LINK = 30e-3, (1, 2)

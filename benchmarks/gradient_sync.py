@@ -19,9 +19,9 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from adaptra_megatron.data_parallel.lateness import PERSISTENT
-from adaptra_megatron.emulation.jobs.launch import run_ranks
-from adaptra_megatron.schedule.all_reduce.costs import Wire, hidden_s, ring_s, stock_s, stragglar_s
+from adaptra_megatron.gradsync.all_reduce.algorithms import Wire, hidden_s, ring_s, stock_s, stragglar_s
+from adaptra_megatron.gradsync.replica_lateness import PERSISTENT
+from adaptra_megatron.tools.local_ranks.launch_ranks import run_ranks
 
 NBYTES = 4 * 8 * 7 * 60
 """Divisible into the chunks of all algorithms."""

@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.data_parallel import peers
-from adaptra_megatron.data_parallel.straggler_all_reduce import StragglerAllReduce
-from adaptra_megatron.emulation.replacing import Replaced, Replacement
-from adaptra_megatron.job.control_store import ControlStore
-from adaptra_megatron.schedule.all_reduce.costs import Wire, chain_chunks, stock_s
-from adaptra_megatron.schedule.all_reduce.rings import hidden, ring
-from adaptra_megatron.schedule.all_reduce.rounds import AllReduce
-from adaptra_megatron.schedule.all_reduce.stragglar import stragglar
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.gradsync import peer_messages as peers
+from adaptra_megatron.gradsync.all_reduce.algorithms import Wire, chain_chunks, stock_s
+from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, hidden, ring
+from adaptra_megatron.gradsync.all_reduce.stragglar import stragglar
+from adaptra_megatron.gradsync.straggler_all_reduce import StragglerAllReduce
+from testing.replacing import Replaced, Replacement
 
 TIMEOUT_S = 60.0
 
@@ -113,12 +112,12 @@ def all_reduces(cases: Path, output: Path) -> None:
 
 def train(given: Path, output: Path, argv: Sequence[str]) -> None:
     """Train, and write what each iteration has taken and which algorithms have summed gradients up."""
-    from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
+    from testing.megatron.megatron_on_cpu import install
 
     install()
-    from adaptra_megatron.emulation.training import training
-    from adaptra_megatron.emulation.training.arguments import parse_arguments
-    from adaptra_megatron.emulation.training.process_groups import leave_job
+    from testing.training import train as training
+    from testing.training.process_groups import leave_job
+    from testing.training.training_arguments import parse_arguments
 
     torch.set_num_threads(1)
     nbytes, wire = (lambda found: (found["nbytes"], Wire(*found["wire"])))(json.loads(given.read_text()))

@@ -18,10 +18,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, check_equal, run_variants
 from adaptra_megatron.schedule.classic import zb_h1
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from testing.jobs.fork_server import ForkServer
+from testing.jobs.variants import Variant, VariantReport, check_equal, run_variants
 
 STAGES, MICRO_BATCHES = 8, 24
 COMPUTE_MS = (40.0, 40.0, 40.0)

@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, check_equal, run_variants
-from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.planner import plan
+from testing.jobs.fork_server import ForkServer
+from testing.jobs.variants import Variant, VariantReport, check_equal, run_variants
 
 STAGES, MICRO_BATCHES = 8, 24
 ACTION_MS = 20.0

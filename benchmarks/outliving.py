@@ -21,9 +21,9 @@ from statistics import median
 
 import torch
 
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.launch import BRIEF_LOOKUPS, run_ranks
-from adaptra_megatron.emulation.jobs.outlived import Host, run_with_failures
+from adaptra_megatron.tools.local_ranks.launch_ranks import BRIEF_LOOKUPS, run_ranks
+from testing.jobs.fork_server import ForkServer
+from testing.jobs.outlived import Host, run_with_failures
 
 ROOT = Path(__file__).resolve().parents[1]
 REPLICAS, STAGES, MICRO_BATCHES, ITERATIONS, FIRST = 2, 2, 8, 24, 6

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
+from testing.megatron.megatron_on_cpu import install
 
 ITERATIONS, WARM = 60, 10
 
@@ -39,7 +39,7 @@ def iterate(model: Any, conservation: Any, call: Any) -> tuple[float, float]:
 
 
 def main(width: int, micro_batches: int, *, sharded: bool) -> None:
-    from adaptra_megatron.epochs.live_groups import FaultTolerantGroups
+    from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
 
     FaultTolerantGroups().install()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -48,7 +48,7 @@ def main(width: int, micro_batches: int, *, sharded: bool) -> None:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 
-    from adaptra_megatron.runtime.megatron.state.conservation import Conservation
+    from adaptra_megatron.megatron.state.conservation import Conservation
 
     parallel_state.initialize_model_parallel()
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)

@@ -22,21 +22,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from adaptra_megatron.control.joining import iteration_sample
+from adaptra_megatron.control.detector.detector import Detector
+from adaptra_megatron.control.leader import iteration_sample
 from adaptra_megatron.control.measurements import measurement_of, stage_measurement
-from adaptra_megatron.control.stragglers.host import HostSampler
+from adaptra_megatron.control.stragglers.straggler_host import HostSampler
 from adaptra_megatron.control.wire_format import encoded
-from adaptra_megatron.detector.detector import Detector
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.launch import run_ranks
-from adaptra_megatron.runtime.execution.timers import ClockTimer
-from adaptra_megatron.runtime.measurement.reporting import arrival_records
-from adaptra_megatron.runtime.measurement.sync_waits import ClockMoments, SyncWaits
+from adaptra_megatron.engine.execution.executor import ClockTimer
+from adaptra_megatron.engine.measurement.reporting import arrival_records
+from adaptra_megatron.engine.measurement.sync_waits import ClockMoments, SyncWaits
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
-from adaptra_megatron.telemetry.records import ActionRecord
-from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
-from adaptra_megatron.transport.paths import Path as LinkPath
+from adaptra_megatron.telemetry.action_records import ActionRecord
+from adaptra_megatron.tools.local_ranks.launch_ranks import run_ranks
+from adaptra_megatron.transport.link_paths import Path as LinkPath
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, MessageTimes
+from testing.jobs.fork_server import ForkServer
 
 STAGES = 4
 RANK = str(Path(__file__).with_name("overhead_rank.py"))

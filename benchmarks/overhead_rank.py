@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
+from testing.megatron.megatron_on_cpu import install
 
 install(with_fused_weight_gradient=True)
 
@@ -26,16 +26,17 @@ import torch.distributed as dist  # noqa: E402  (Megatron on the CPU must be ins
 
 from adaptra_megatron.control import control_loop  # noqa: E402
 from adaptra_megatron.control.decisions import Decision  # noqa: E402
-from adaptra_megatron.control.planner_process import keeper  # noqa: E402
-from adaptra_megatron.emulation.replacing import Replaced, Replacement  # noqa: E402
-from adaptra_megatron.emulation.training.arguments import parse_arguments  # noqa: E402
-from adaptra_megatron.emulation.training.process_groups import leave_job  # noqa: E402
-from adaptra_megatron.emulation.training.training import train  # noqa: E402
-from adaptra_megatron.runtime import pipeline  # noqa: E402
-from adaptra_megatron.runtime.dispatch import dispatch  # noqa: E402
-from adaptra_megatron.runtime.execution import executor, timers  # noqa: E402
-from adaptra_megatron.runtime.measurement import measuring  # noqa: E402
+from adaptra_megatron.control.planner_process import planner_keeper as keeper  # noqa: E402
+from adaptra_megatron.engine import pipeline  # noqa: E402
+from adaptra_megatron.engine.dispatch import dispatch  # noqa: E402
+from adaptra_megatron.engine.execution import executor  # noqa: E402
+from adaptra_megatron.engine.execution import executor as timers  # noqa: E402
+from adaptra_megatron.engine.measurement import measuring  # noqa: E402
 from adaptra_megatron.transport.single_path import gloo_transport  # noqa: E402
+from testing.replacing import Replaced, Replacement  # noqa: E402
+from testing.training.process_groups import leave_job  # noqa: E402
+from testing.training.train import train  # noqa: E402
+from testing.training.training_arguments import parse_arguments  # noqa: E402
 
 MODES = ("nothing", "everything")
 SKIPPED = 3

@@ -22,15 +22,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, check_equal, run_variants
-from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.classic import interleaved_split, stock_order, zb_h1
-from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
-from adaptra_megatron.schedule.costs_json import costs_from_json
+from adaptra_megatron.schedule.costs import Costs, LinkCost, costs_from_json, uniform_costs
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
+from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.simulator import peak_in_flight, simulate
+from testing.jobs.fork_server import ForkServer
+from testing.jobs.variants import Variant, VariantReport, check_equal, run_variants
 
 TIMED_ITERATIONS = 4
 STOCK_ITERATIONS = 1 + TIMED_ITERATIONS

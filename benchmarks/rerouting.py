@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from adaptra_megatron.emulation.jobs.variants import Variant, run_variants
 from adaptra_megatron.schedule.costs import uniform_costs
-from adaptra_megatron.schedule.routing.costs import RoutedCosts
-from adaptra_megatron.schedule.routing.planner import routed_bound
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
+from adaptra_megatron.schedule.routing.routed_planner import routed_bound
+from testing.jobs.variants import Variant, run_variants
 
 ITERATIONS, ONSET = 18, 7
 SPEED = 0.42

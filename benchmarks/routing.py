@@ -23,9 +23,9 @@ from routing_cases import check_plan, closed_form_s, equal_cells, random_dead, s
 
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
-from adaptra_megatron.schedule.jobs.costs import Override, job_costs
-from adaptra_megatron.schedule.routing.costs import routed_costs
-from adaptra_megatron.schedule.routing.planner import plan_routed
+from adaptra_megatron.schedule.jobs.job_costs import Override, job_costs
+from adaptra_megatron.schedule.routing.routed_costs import routed_costs
+from adaptra_megatron.schedule.routing.routed_planner import plan_routed
 from adaptra_megatron.schedule.simulator import simulate
 
 RESULT = Path(__file__).resolve().parent / "results" / "routing.md"

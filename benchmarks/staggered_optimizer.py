@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.launch import BRIEF_LOOKUPS
-from adaptra_megatron.emulation.jobs.variants import Variant, check_equal, run_variants
-from adaptra_megatron.runtime.megatron.staggered_optimizer import CALM_ITERATIONS
+from adaptra_megatron.megatron.staggered_optimizer import CALM_ITERATIONS
 from adaptra_megatron.schedule.costs import uniform_costs
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.schedule.order_registry import make_schedule
 from adaptra_megatron.schedule.periods import period_s, plan_for_period
 from adaptra_megatron.schedule.planner import plan
-from adaptra_megatron.schedule.registry import make_schedule
 from adaptra_megatron.schedule.simulator import simulate
+from adaptra_megatron.tools.local_ranks.launch_ranks import BRIEF_LOOKUPS
+from testing.jobs.fork_server import ForkServer
+from testing.jobs.variants import Variant, check_equal, run_variants
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST, COUNTED = CALM_ITERATIONS + 2, 10

@@ -22,18 +22,17 @@ import psutil
 import torch.distributed as dist
 from planner_connections import connected, raise_limit
 
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.layout import Cell, JobLayout, Worker
+from adaptra_megatron.control.detector.straggler_arrivals import Row
+from adaptra_megatron.control.detector.straggler_causes import HostFigures
 from adaptra_megatron.control.rounds import address_of, framed
-from adaptra_megatron.control.stragglers import watch as watches
-from adaptra_megatron.control.stragglers.reports import ADDRESS_KEY, PLACE, CellReport, Pace
+from adaptra_megatron.control.stragglers import straggler_watch as watches
+from adaptra_megatron.control.stragglers.straggler_reports import ADDRESS_KEY, PLACE, CellReport, Pace
 from adaptra_megatron.control.wire_format import encoded
-from adaptra_megatron.detector.straggler_causes import HostFigures
-from adaptra_megatron.detector.stragglers import Row
-from adaptra_megatron.job.control_store import ControlStore
-from adaptra_megatron.job.layout import JobLayout, Worker
-from adaptra_megatron.schedule.routing.costs import Cell
 from adaptra_megatron.telemetry.events.events import Event
 from adaptra_megatron.telemetry.figures.scalars import ArrivalFigures
-from adaptra_megatron.transport.setup.placement import listen_tcp
+from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 ITERATION_S, LOOK_S, LATE = 10.0, 1.0, 0.1
 SAID_S, COUNT = 0.1, 4

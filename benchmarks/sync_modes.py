@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.launch import BRIEF_LOOKUPS, run_ranks
-from adaptra_megatron.schedule.sync_modes.modes import Kind, Mode, choose
-from adaptra_megatron.schedule.sync_modes.simulation import updates_of
-from adaptra_megatron.schedule.sync_modes.updates import Update
+from adaptra_megatron.gradsync.sync_modes.mode_decider import updates_of
+from adaptra_megatron.gradsync.sync_modes.modes import Kind, Mode, choose
+from adaptra_megatron.gradsync.sync_modes.updates import Update
+from adaptra_megatron.tools.local_ranks.launch_ranks import BRIEF_LOOKUPS, run_ranks
+from testing.jobs.fork_server import ForkServer
 
 REPLICAS, STRAGGLER, SLOWDOWN, STALENESS = 8, 7, 3, 4
 LIMIT_S = 1500.0
@@ -92,7 +92,7 @@ def stopped_by_turns(seconds: float) -> Iterator[None]:
 
 def rank(output: Path, stopped_s: float, argv: list[str]) -> None:
     """One rank of a training; the first writes times and validation losses."""
-    from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
+    from testing.megatron.megatron_on_cpu import install
 
     install()
     import torch
@@ -100,10 +100,10 @@ def rank(output: Path, stopped_s: float, argv: list[str]) -> None:
     from adaptra_megatron.patches import enable
 
     from adaptra_megatron.config import config_from_arguments
-    from adaptra_megatron.emulation.training.arguments import check_arguments, parse_arguments
-    from adaptra_megatron.emulation.training.conditions import emulate_conditions
-    from adaptra_megatron.emulation.training.process_groups import join_job, leave_job, set_up_groups
-    from adaptra_megatron.emulation.training.training import Trainer
+    from testing.training.conditions import emulate_conditions
+    from testing.training.process_groups import join_job, leave_job, set_up_groups
+    from testing.training.train import Trainer
+    from testing.training.training_arguments import check_arguments, parse_arguments
 
     torch.set_num_threads(1)
     args = parse_arguments(argv)
@@ -265,10 +265,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="straggler/mode pairs with this in their name")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
-    from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
+    from testing.megatron.megatron_on_cpu import install
 
     install()
-    from adaptra_megatron.emulation.training.corpus import write_corpus
+    from testing.training.corpus import write_corpus
 
     with tempfile.TemporaryDirectory() as directory, ForkServer() as server:
         corpus = Path(directory) / "corpus"

@@ -21,19 +21,19 @@ from statistics import fmean
 
 from sync_modes import EVALUATED, REPLICAS, SLOWDOWN, STALENESS, STRAGGLER, arguments, iterations_of, seconds_to
 
-from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
-from adaptra_megatron.schedule.sync_modes.decider import Gradient, ModeDecider
-from adaptra_megatron.schedule.sync_modes.updates import CatchUp, Updates
+from adaptra_megatron.gradsync.sync_modes.mode_decider import Gradient, ModeDecider
+from adaptra_megatron.gradsync.sync_modes.updates import CatchUp, Updates
+from testing.megatron.megatron_on_cpu import install
 
 install()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from adaptra_megatron.emulation.training.arguments import check_arguments, parse_arguments  # noqa: E402
-from adaptra_megatron.emulation.training.data import build_datasets, micro_batches  # noqa: E402
-from adaptra_megatron.emulation.training.process_groups import set_up_groups  # noqa: E402
-from adaptra_megatron.emulation.training.training import Trainer  # noqa: E402
-from adaptra_megatron.runtime.megatron.replica_updates import KINDS  # noqa: E402
+from adaptra_megatron.megatron.replica_updates import KINDS  # noqa: E402
+from testing.training.data import build_datasets, micro_batches  # noqa: E402
+from testing.training.process_groups import set_up_groups  # noqa: E402
+from testing.training.train import Trainer  # noqa: E402
+from testing.training.training_arguments import check_arguments, parse_arguments  # noqa: E402
 
 RESULT = Path(__file__).with_name("results") / "sync_modes_virtual.md"
 STOPPED, PERIOD_S, COPY_EVERY = 0.8, float(SLOWDOWN), 2
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    from adaptra_megatron.emulation.training.corpus import write_corpus
+    from testing.training.corpus import write_corpus
 
     with tempfile.TemporaryDirectory() as directory:
         corpus = Path(directory) / "corpus"

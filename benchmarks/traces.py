@@ -22,8 +22,8 @@ import pyarrow.parquet
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, LinkCost, PerMicroBatch
 from adaptra_megatron.schedule.routing.balance import balanced_replicas
-from adaptra_megatron.schedule.routing.costs import RoutedCosts
-from adaptra_megatron.schedule.routing.planner import plan_routed
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
+from adaptra_megatron.schedule.routing.routed_planner import plan_routed
 from adaptra_megatron.schedule.simulator import simulate
 
 RESULT = Path(__file__).resolve().parent / "results" / "traces.md"

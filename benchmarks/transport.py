@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from adaptra_megatron.cli.main import main
+from adaptra_megatron.tools.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main(["bench", "transport", *sys.argv[1:]]))

@@ -34,11 +34,11 @@ from typing import Any
 import numpy
 
 from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event, Inbox, Ring, RingClosedError
-from adaptra_megatron.transport.delegate.control import Open, Start
+from adaptra_megatron.transport.delegate.delegate_control import Open, Start
 from adaptra_megatron.transport.delegate.supervisor import Link, Supervisor
-from adaptra_megatron.transport.host_link.state import GiveUp
+from adaptra_megatron.transport.host_link.host_link_state import GiveUp
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.wires.verbs.wire import SLOT_NBYTES
+from adaptra_megatron.transport.wires.verbs.verbs_wire import SLOT_NBYTES
 
 MEBIBYTE = 1 << 20
 SIZES_MIB = (1, 16, 64)

@@ -67,7 +67,7 @@ def timed(document: dict[str, Any], command: Sequence[str], repeats: int) -> tup
         costs = Path(directory) / "costs.json"
         costs.write_text(json.dumps(document))
         name, *options = command
-        line = [sys.executable, "-m", "adaptra_megatron.cli", name, str(costs), *options, "--json"]
+        line = [sys.executable, "-m", "adaptra_megatron.tools.cli", name, str(costs), *options, "--json"]
         wall_s = []
         for _ in range(repeats):
             start = time.perf_counter()

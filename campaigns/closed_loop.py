@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from adaptra_megatron.emulation.faults.network.link_story import LinkFaultScenario, random_story
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer, ForkServerError
-from adaptra_megatron.emulation.jobs.launch import Echo, LaunchError
-from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, run_variants
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import LinkDetection, PlanSwitched, StampedEvent
+from adaptra_megatron.tools.local_ranks.launch_ranks import Echo, LaunchError
 from campaigns.story_check import check_agreement, check_story
+from testing.faults.network.link_story import LinkFaultScenario, random_story
+from testing.jobs.fork_server import ForkServer, ForkServerError
+from testing.jobs.variants import Variant, VariantReport, run_variants
 
 BUSY_ACTIONS = 0.25
 """An operation that ended so much of its time too late says that the machine was too busy."""

@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from adaptra_megatron.emulation.faults.deaths import POINTS
 from campaigns.dying_trainings import SHARDED, Layout
+from testing.faults.deaths import POINTS
 
 FIRST_DEATH, LAST_DEATH = 1, 3
 """Iterations. While links are set up, in the first, no rank is outlived."""

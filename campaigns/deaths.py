@@ -32,12 +32,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from adaptra_megatron.emulation.faults.operation_board import LATE, UNDER_WAY, read_deaths, read_lateness
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.launch import LaunchError, RankResult
-from adaptra_megatron.emulation.jobs.outlived import Host
+from adaptra_megatron.tools.local_ranks.launch_ranks import LaunchError, RankResult
 from campaigns.death_stories import Story, story
 from campaigns.dying_trainings import KILLED, LAYOUTS, LOST, SHARDED, Layout, left_behind, pauses_s, problems, train
+from testing.faults.operation_board import LATE, UNDER_WAY, read_deaths, read_lateness
+from testing.jobs.fork_server import ForkServer
+from testing.jobs.outlived import Host
 
 RESTARTS = 8
 """How often each rank is started again: one that is not admitted as another dies, too, and all lanes of a cell."""

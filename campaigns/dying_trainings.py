@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small trainings whose ranks die, and what is wrong with what the others come to, beside the training without deaths.
 
-Sums are exact in any order (adaptra_megatron.emulation.training.exact_sums), so parameters and losses are compared by
+Sums are exact in any order (testing.training.exact_sums), so parameters and losses are compared by
 equality, whatever the size of the model.
 """
 
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.launch import RankResult
-from adaptra_megatron.emulation.jobs.outlived import Host, run_with_failures
-from adaptra_megatron.emulation.results import ResultsDifferError, fingerprint, relative_distances
+from adaptra_megatron.tools.local_ranks.launch_ranks import RankResult
+from testing.jobs.fork_server import ForkServer
+from testing.jobs.outlived import Host, run_with_failures
+from testing.results import ResultsDifferError, fingerprint, relative_distances
 
 TRAIN_GPT = str(Path(__file__).parents[1] / "scripts/train_gpt.py")
 ITERATIONS, MICRO_BATCHES = 8, 4

@@ -23,11 +23,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer, ForkServerError
-from adaptra_megatron.emulation.jobs.job_store import JobStore
-from adaptra_megatron.emulation.jobs.launch import LaunchError
-from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, run_variants
-from adaptra_megatron.emulation.soak.soak_plan import (
+from adaptra_megatron.schedule.classic import one_f_one_b
+from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.tools.local_ranks.launch_ranks import LaunchError
+from campaigns.soak_driver import SoakDriver
+from campaigns.soak_processes import leftovers
+from campaigns.soak_report import TrainingRecord, percentile, read_ranks, table
+from testing.jobs.fork_server import ForkServer, ForkServerError
+from testing.jobs.job_store import JobStore
+from testing.jobs.variants import Variant, VariantReport, run_variants
+from testing.soak.soak_plan import (
     PLAN_FILE,
     Campaign,
     Fault,
@@ -36,11 +41,6 @@ from adaptra_megatron.emulation.soak.soak_plan import (
     make_plan,
     write_plan,
 )
-from adaptra_megatron.schedule.classic import one_f_one_b
-from adaptra_megatron.schedule.csv_format import schedule_to_csv
-from campaigns.soak_driver import SoakDriver
-from campaigns.soak_processes import leftovers
-from campaigns.soak_report import TrainingRecord, percentile, read_ranks, table
 
 STAGES = 4
 MICRO_BATCHES = 6

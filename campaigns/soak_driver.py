@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from adaptra_megatron.emulation.faults.network.spoilt_rings import WAYS, WORDS, in_use, rings_of, spoil_one_of
-from adaptra_megatron.emulation.faults.network.strangers import flood
-from adaptra_megatron.emulation.soak.soak_plan import Fault, Kind
-from adaptra_megatron.emulation.soak.soak_progress import Progress
 from campaigns.soak_processes import Process, delegate_of, pending, sockets, wait_until
+from testing.faults.network.spoilt_rings import WAYS, WORDS, in_use, rings_of, spoil_one_of
+from testing.faults.network.strangers import flood
+from testing.soak.soak_plan import Fault, Kind
+from testing.soak.soak_progress import Progress
 
 _POLL_S = 0.002
 _TYPICAL_ITERATION_S = 0.05

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adaptra_megatron.emulation.soak.soak_plan import HASTY_PATHS, LONGEST_RECOVERY_S, Fault, Kind
 from campaigns.soak_driver import Done
+from testing.soak.soak_plan import HASTY_PATHS, LONGEST_RECOVERY_S, Fault, Kind
 
 _HELD_UP = frozenset({Kind.STOP_RANK, Kind.STOP_RANK_LONG, Kind.STOP_STORE})
 """Faults that stop what the training waits for, or what decides: no link can help standing meanwhile."""

@@ -8,13 +8,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from adaptra_megatron.emulation.faults.network.link_story import (
-    FIRST_TURN,
-    Direction,
-    LinkFaultScenario,
-    Turn,
-    direction_of,
-)
 from adaptra_megatron.telemetry.events.events import (
     LinkDetection,
     PathChosen,
@@ -22,6 +15,13 @@ from adaptra_megatron.telemetry.events.events import (
     PlanSwitched,
     StageDetection,
     StampedEvent,
+)
+from testing.faults.network.link_story import (
+    FIRST_TURN,
+    Direction,
+    LinkFaultScenario,
+    Turn,
+    direction_of,
 )
 
 FOUND_WITHIN = 3

@@ -23,13 +23,13 @@ from adaptra_megatron.patches.tensor_parallel_layers import PATCHES as LINEAR_PA
 from adaptra_megatron.patches.timers import PATCHES as TIMER_PATCHES
 
 from adaptra_megatron import __version__
+from adaptra_megatron.common.log import is_first_rank, logger_of
+from adaptra_megatron.common.torch_release import what_is_too_old
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.log import is_first_rank, logger_of
-from adaptra_megatron.torch_release import what_is_too_old
 
 if TYPE_CHECKING:
-    from adaptra_megatron.epochs.live_groups import FaultTolerantGroups
-    from adaptra_megatron.runtime.runtime import AdaptraRuntime, Decorate
+    from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
+    from adaptra_megatron.engine.runtime import AdaptraRuntime, Decorate
 
 logger = logger_of(__name__)
 
@@ -129,9 +129,9 @@ def enable(
 
     from megatron.core.tensor_parallel import layers
 
-    from adaptra_megatron.epochs.live_groups import live_groups
-    from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
-    from adaptra_megatron.runtime.runtime import AdaptraRuntime
+    from adaptra_megatron.elastic.live_groups import live_groups
+    from adaptra_megatron.engine.runtime import AdaptraRuntime
+    from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
 
     groups = live_groups(config) if groups is None else groups
     applied = AppliedPatches(

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 from adaptra_megatron.patches.table import SUPPORTED, Patch
 
 if TYPE_CHECKING:
-    from adaptra_megatron.runtime.runtime import AdaptraRuntime
+    from adaptra_megatron.engine.runtime import AdaptraRuntime
 
 
 def _with_copies(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
-    from adaptra_megatron.runtime.megatron.state.shard_copies import with_copies
+    from adaptra_megatron.megatron.state.shard_copies import with_copies
 
     replacement: Callable[..., Any] = with_copies(stock, runtime.sharded_optimizers)
     return replacement
 
 
 def _refusing_layer_wise(stock: Callable[..., Any], _: AdaptraRuntime) -> Callable[..., Any]:
-    from adaptra_megatron.runtime.megatron.refusals import refuse_layer_wise
+    from adaptra_megatron.megatron.refusals import refuse_layer_wise
 
     @functools.wraps(stock)
     def __init__(optimizer: Any, *given: Any, **keywords: Any) -> None:  # noqa: N807

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from adaptra_megatron.patches.table import SUPPORTED, Patch
 
 if TYPE_CHECKING:
-    from adaptra_megatron.runtime.runtime import AdaptraRuntime
+    from adaptra_megatron.engine.runtime import AdaptraRuntime
 
 
 def _with_counts(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
-    from adaptra_megatron.epochs.live_group import counts_of
+    from adaptra_megatron.elastic.live_group import counts_of
 
     @functools.wraps(stock)
     def reset(buffer: Any) -> None:

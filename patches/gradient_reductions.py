@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from adaptra_megatron.patches.table import Patch
 
 if TYPE_CHECKING:
-    from adaptra_megatron.runtime.runtime import AdaptraRuntime
+    from adaptra_megatron.engine.runtime import AdaptraRuntime
 
 
 def _around_straggler(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:

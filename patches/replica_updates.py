@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from adaptra_megatron.patches.table import Patch
 
 if TYPE_CHECKING:
-    from adaptra_megatron.runtime.megatron.replica_updates import ReplicaUpdates
-    from adaptra_megatron.runtime.runtime import AdaptraRuntime
+    from adaptra_megatron.engine.runtime import AdaptraRuntime
+    from adaptra_megatron.megatron.replica_updates import ReplicaUpdates
 
 _VERSIONS = ">=0.16,<0.18"
 """The releases whose steps and reductions these have been held against. From 0.18 on replicas also meet for statistics

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from adaptra_megatron.patches.table import Patch
 
 if TYPE_CHECKING:
-    from adaptra_megatron.runtime.runtime import AdaptraRuntime
+    from adaptra_megatron.engine.runtime import AdaptraRuntime
 
 _VERSIONS = ">=0.14,<0.17"
 """Releases whose ChainedOptimizer.step and clipping have the steps that are taken apart here; later ones differ."""
@@ -28,7 +28,7 @@ def _step(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., A
 
 
 def _reduce_unless_norm(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
-    from adaptra_megatron.runtime.megatron.gradients.gradient_norm import KnownNorm, PendingNorm
+    from adaptra_megatron.megatron.gradients.gradient_norm import KnownNorm, PendingNorm
 
     @functools.wraps(stock)
     def reduce_max_stat(stat: Any, *given: Any, **keywords: Any) -> Any:

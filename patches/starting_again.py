@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from adaptra_megatron.patches.table import SUPPORTED, Patch
 
 if TYPE_CHECKING:
-    from adaptra_megatron.runtime.runtime import AdaptraRuntime
+    from adaptra_megatron.engine.runtime import AdaptraRuntime
 
 _COUNTERS = (
     *("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"),
@@ -37,7 +37,7 @@ def _made(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., A
     def setup_model_and_optimizer(*given: Any, **keywords: Any) -> Any:
         from megatron.training import get_args
 
-        from adaptra_megatron.runtime.rejoining import Training, settings_of
+        from adaptra_megatron.engine.rejoining import Training, settings_of
 
         settings = settings_of(get_args())
         made = stock(*given, **keywords)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from adaptra_megatron.patches.table import SUPPORTED, Patch
 
 if TYPE_CHECKING:
-    from adaptra_megatron.runtime.runtime import AdaptraRuntime
+    from adaptra_megatron.engine.runtime import AdaptraRuntime
 
 
 def _wait_for_computation_alone(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[..., Any]:
-    from adaptra_megatron.runtime.measurement.megatron_timers import waiting_for_computation_alone
+    from adaptra_megatron.engine.measurement.measuring import waiting_for_computation_alone
 
     @functools.wraps(stock)
     def start_or_stop(timer: Any, barrier: bool = False) -> None:

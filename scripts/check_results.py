@@ -30,91 +30,123 @@ def _in(folder: str, *names: str) -> tuple[str, ...]:
 
 _SEARCH = ("search.cpp", "local_search.cpp", "timing.cpp", "dispatch.cpp", "bounds.cpp", "split_choice.cpp")
 _PLANS = (f"{_PACKAGE}/schedule/planner.py", *_in("csrc/schedule", *_SEARCH))
-_ROUTED_PLANS = (*_in(f"{_PACKAGE}/schedule/routing", "planner.py", "native.py", "costs.py"), "csrc/schedule/routing")
-_RUNTIME = (f"{_PACKAGE}/runtime/execution/executor.py", f"{_PACKAGE}/runtime/dispatch/dispatch.py")
+_ROUTED_PLANS = (
+    *(
+        f"{_PACKAGE}/schedule/routing/routed_planner.py",
+        f"{_PACKAGE}/schedule/routing/routed_simulator.py",
+        f"{_PACKAGE}/schedule/routing/routed_costs.py",
+    ),
+    "csrc/schedule/routing",
+)
+_RUNTIME = (f"{_PACKAGE}/engine/execution/executor.py", f"{_PACKAGE}/engine/dispatch/dispatch.py")
 _HOST_PATH = (
-    *_in(f"{_PACKAGE}/transport/host_link", "link_thread.py", "reader.py", "writer.py"),
-    *_in(f"{_PACKAGE}/transport/wires", "shm.py", "tcp.py"),
+    *(
+        f"{_PACKAGE}/transport/host_link/link_thread.py",
+        f"{_PACKAGE}/transport/host_link/host_link_reader.py",
+        f"{_PACKAGE}/transport/host_link/host_link_writer.py",
+    ),
+    *(f"{_PACKAGE}/transport/wires/shm_wire.py", f"{_PACKAGE}/transport/wires/tcp_wire.py"),
     *_in("csrc/ring", "ring.cpp", "tcp_pump.cpp", "slot_access.cpp", "spin.hpp"),
 )
-_OUTLIVING = _in(
-    f"{_PACKAGE}/epochs",
-    "survival.py",
-    "commit.py",
-    "protocol.py",
-    "fence.py",
-    "live_group.py",
-    "live_groups.py",
-    "handles.py",
+_OUTLIVING = (
+    f"{_PACKAGE}/elastic/survival.py",
+    f"{_PACKAGE}/elastic/commit.py",
+    f"{_PACKAGE}/elastic/protocol.py",
+    f"{_PACKAGE}/elastic/fence.py",
+    f"{_PACKAGE}/elastic/live_group.py",
+    f"{_PACKAGE}/elastic/live_groups.py",
+    f"{_PACKAGE}/elastic/live_group.py",
 )
 
 SOURCES: Mapping[str, Sequence[str]] = {
     "analyze.md": (
         "benchmarks/analyze.py",
-        f"{_PACKAGE}/schedule/replay",
-        *_in(f"{_PACKAGE}/telemetry/analysis", "analysis.py", "wording.py"),
+        f"{_PACKAGE}/tools/replay",
+        *(f"{_PACKAGE}/tools/analysis/analysis.py", f"{_PACKAGE}/tools/analysis/analysis_wording.py"),
     ),
     "closed_loop.md": (
         "benchmarks/closed_loop.py",
-        *_in(f"{_PACKAGE}/control/order", "cost_estimates.py", "replanner.py"),
-        *_in(f"{_PACKAGE}/detector", "detector.py", "links.py", "levels.py", "damping.py"),
+        *(f"{_PACKAGE}/control/order/cost_estimates.py", f"{_PACKAGE}/control/order/replanner.py"),
+        *(
+            f"{_PACKAGE}/control/detector/detector.py",
+            f"{_PACKAGE}/control/detector/link_series.py",
+            f"{_PACKAGE}/control/detector/levels.py",
+            f"{_PACKAGE}/control/detector/series.py",
+        ),
     ),
     "control_plane.md": (
         *_in("benchmarks", "control_plane.py", "control_plane_rank.py"),
-        *_in(f"{_PACKAGE}/control", "control_loop.py", "decision_reader.py", "decision_writer.py", "wire_format.py"),
-        *_in(f"{_PACKAGE}/control", "planner_process/planner.py", "beside/report_server.py"),
+        *(
+            f"{_PACKAGE}/control/control_loop.py",
+            f"{_PACKAGE}/control/decision_reader.py",
+            f"{_PACKAGE}/control/decision_reader.py",
+            f"{_PACKAGE}/control/wire_format.py",
+        ),
+        *(f"{_PACKAGE}/control/planner_process/plan_server.py", f"{_PACKAGE}/control/beside/report_server.py"),
     ),
     "deaths.md": ("benchmarks/deaths.py", *_ROUTED_PLANS, *_OUTLIVING),
-    "deaths_campaign.md": ("campaigns/deaths.py", "campaigns/death_stories.py", f"{_PACKAGE}/epochs"),
+    "deaths_campaign.md": ("campaigns/deaths.py", "campaigns/death_stories.py", f"{_PACKAGE}/elastic"),
     "device_queues.md": (
         "benchmarks/device_queues.py",
         "tests/support/device_model",
         *_PLANS,
         *_in("csrc/schedule", "device.cpp", "launch.cpp"),
-        f"{_PACKAGE}/runtime/execution/inbox.py",
+        f"{_PACKAGE}/engine/execution/inbox.py",
     ),
     "gradient_sync.md": (
         *_in("benchmarks", "gradient_sync.py", "gradient_sync_rank.py"),
-        *_in(f"{_PACKAGE}/data_parallel", "straggler_all_reduce.py", "peers.py"),
-        *_in(f"{_PACKAGE}/schedule/all_reduce", "rings.py", "stragglar.py", "costs.py"),
+        *(f"{_PACKAGE}/gradsync/straggler_all_reduce.py", f"{_PACKAGE}/gradsync/peer_messages.py"),
+        *(
+            f"{_PACKAGE}/gradsync/all_reduce/all_reduce_rounds.py",
+            f"{_PACKAGE}/gradsync/all_reduce/stragglar.py",
+            f"{_PACKAGE}/gradsync/all_reduce/algorithms.py",
+        ),
     ),
     "host_path.md": ("benchmarks/host_path.py", f"{_PACKAGE}/transport/dual_path", *_HOST_PATH),
     "online.md": (
         "benchmarks/online.py",
-        *_in(f"{_PACKAGE}/runtime/dispatch", "dispatch.py", "online_order.py", "arrival_jitter.py"),
+        *(
+            f"{_PACKAGE}/engine/dispatch/dispatch.py",
+            f"{_PACKAGE}/engine/dispatch/online_order.py",
+            f"{_PACKAGE}/engine/dispatch/dispatch.py",
+        ),
     ),
     "outliving.md": ("benchmarks/outliving.py", *_OUTLIVING),
     "overhead.md": (
         *_in("benchmarks", "overhead.py", "overhead_rank.py"),
-        *_in(f"{_PACKAGE}/runtime", "execution/executor.py", "execution/timers.py"),
-        *_in(f"{_PACKAGE}/control", "measurements.py", "joining.py", "wire_format.py"),
-        f"{_PACKAGE}/detector/detector.py",
+        *(f"{_PACKAGE}/engine/execution/executor.py", f"{_PACKAGE}/engine/execution/executor.py"),
+        *(f"{_PACKAGE}/control/measurements.py", f"{_PACKAGE}/control/leader.py", f"{_PACKAGE}/control/wire_format.py"),
+        f"{_PACKAGE}/control/detector/detector.py",
     ),
     "pipeline.md": ("benchmarks/pipeline.py", *_PLANS, *_RUNTIME),
     "planner.md": ("benchmarks/planner.py", "tests/schedule/planner_cases.py", *_PLANS),
     "published.md": (*_in("campaigns/published", "cases.py", "simulated.py", "stream_order.py", "real.py"), *_PLANS),
     "replicas.md": ("benchmarks/replicas.py", *_PLANS, *_RUNTIME),
-    "rerouting.md": ("benchmarks/rerouting.py", f"{_PACKAGE}/runtime/rerouting", *_ROUTED_PLANS),
+    "rerouting.md": ("benchmarks/rerouting.py", f"{_PACKAGE}/engine/rerouting", *_ROUTED_PLANS),
     "routing.md": ("benchmarks/routing.py", *_ROUTED_PLANS),
     "soak.md": (
         "campaigns/soak.py",
-        *_in(f"{_PACKAGE}/transport", "delegate", "dual_path", "failover"),
+        *(f"{_PACKAGE}/transport/delegate", f"{_PACKAGE}/transport/dual_path", f"{_PACKAGE}/transport/failover"),
         *_HOST_PATH,
     ),
     "staggered_optimizer.md": (
         "benchmarks/staggered_optimizer.py",
-        f"{_PACKAGE}/runtime/megatron/staggered_optimizer.py",
+        f"{_PACKAGE}/megatron/staggered_optimizer.py",
         f"{_PACKAGE}/schedule/periods.py",
     ),
-    "sync_modes_virtual.md": ("benchmarks/sync_modes_virtual.py", f"{_PACKAGE}/schedule/sync_modes"),
+    "sync_modes_virtual.md": ("benchmarks/sync_modes_virtual.py", f"{_PACKAGE}/gradsync/sync_modes"),
     "sync_modes.md": (
         "benchmarks/sync_modes.py",
-        f"{_PACKAGE}/schedule/sync_modes",
-        *_in(f"{_PACKAGE}/data_parallel", "replica_sums.py", "partial_sums.py", "update_log.py"),
+        f"{_PACKAGE}/gradsync/sync_modes",
+        *(
+            f"{_PACKAGE}/gradsync/replica_sums.py",
+            f"{_PACKAGE}/gradsync/straggler_all_reduce.py",
+            f"{_PACKAGE}/gradsync/update_log.py",
+        ),
     ),
-    "sync_predictors.md": ("benchmarks/sync_predictors.py", f"{_PACKAGE}/schedule/sync_modes/decider.py"),
+    "sync_predictors.md": ("benchmarks/sync_predictors.py", f"{_PACKAGE}/gradsync/sync_modes/mode_decider.py"),
     "traces.md": ("benchmarks/traces.py", f"{_PACKAGE}/schedule/routing/balance.py", *_ROUTED_PLANS),
-    "transport.md": (f"{_PACKAGE}/cli/bench_transport.py", *_HOST_PATH),
+    "transport.md": (f"{_PACKAGE}/tools/cli/bench_transport.py", *_HOST_PATH),
     "verbs.md": ("benchmarks/verbs.py", f"{_PACKAGE}/transport/wires/verbs"),
 }
 """By page: the files and folders whose work it measures."""

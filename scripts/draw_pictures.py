@@ -21,15 +21,15 @@ import picture_diagrams
 import simulated_tables
 from markdown_table import markdown_table
 
-from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.classic import one_f_one_b, zb_h1
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
+from adaptra_megatron.schedule.ir import Kind
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import Simulation, simulate, simulate_online
-from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
-from adaptra_megatron.telemetry.report.timelines import WIDTH, Timeline
-from adaptra_megatron.telemetry.run_record import RunIteration
+from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
+from adaptra_megatron.tools.recordings.run_record import RunIteration
+from adaptra_megatron.tools.report.timelines import WIDTH, Timeline
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -159,7 +159,7 @@ def _page(height: float, content: str) -> str:
 
 def _report_style() -> str:
     """The light colours of `adaptra report`, so that its pages and these pictures look alike."""
-    style = files("adaptra_megatron.telemetry.report").joinpath("templates", "report.css").read_text(encoding="utf-8")
+    style = files("adaptra_megatron.tools.report").joinpath("templates", "report.css").read_text(encoding="utf-8")
     return style.partition("@media")[0]
 
 

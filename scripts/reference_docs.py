@@ -10,9 +10,9 @@ from pathlib import Path
 
 from markdown_table import markdown_table
 
-from adaptra_megatron.cli.main import command_parser
-from adaptra_megatron.launch.arguments import launch_parser
-from adaptra_megatron.runtime.megatron.refusals import REFUSALS, SEEN_IN_ARGUMENTS, STAGGERING, SYNC_MODES
+from adaptra_megatron.elastic.launch.launch_arguments import launch_parser
+from adaptra_megatron.megatron.refusals import REFUSALS, SEEN_IN_ARGUMENTS, STAGGERING, SYNC_MODES
+from adaptra_megatron.tools.cli.main import command_parser
 
 TABLES = Path(__file__).resolve().parent / "reference"
 
@@ -115,7 +115,7 @@ def refusals_page() -> str:
     return f"""# Refused features
 
 Refused at start, with exit status 2 where Megatron's arguments show it; made from
-`adaptra_megatron.runtime.megatron.refusals` by `scripts/write_docs.py`, which `adaptra check` applies, too. What
+`adaptra_megatron.megatron.refusals` by `scripts/write_docs.py`, which `adaptra check` applies, too. What
 is not here, and was tried: [versions.md](versions.md#features).
 
 ## With `--adaptra`

@@ -12,7 +12,7 @@ import logging
 import sys
 import warnings
 
-from adaptra_megatron.emulation.training.arguments import parse_arguments
+from testing.training.training_arguments import parse_arguments
 
 
 def main() -> None:
@@ -20,15 +20,15 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
     logging.getLogger("adaptra_megatron").setLevel(logging.INFO)
     if args.emulate_cpu:
-        from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
+        from testing.megatron.megatron_on_cpu import install
 
         # Of apex and Transformer Engine, which there are not for CPUs.
         warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
         warnings.filterwarnings("ignore", category=FutureWarning)  # Megatron calls what newer torch renamed
         args.distributed_backend = "gloo"
         install(with_fused_weight_gradient=args.emulate_fused_weight_gradient)
-    from adaptra_megatron.emulation.training.process_groups import leave_job
-    from adaptra_megatron.emulation.training.training import train
+    from testing.training.process_groups import leave_job
+    from testing.training.train import train
 
     train(args)
     leave_job()

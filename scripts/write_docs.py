@@ -17,9 +17,9 @@ from event_docs import events_page, events_schema
 from markdown_table import markdown_table
 from reference_docs import cli_page, environment_page, messages_page, refusals_page
 
-from adaptra_megatron.bootstrap import HOOKS
 from adaptra_megatron.config import add_adaptra_arguments
-from adaptra_megatron.schedule.registry import SCHEDULES
+from adaptra_megatron.engine.bootstrap import HOOKS
+from adaptra_megatron.schedule.order_registry import SCHEDULES
 from adaptra_megatron.telemetry.figures.exported import METRICS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -43,7 +43,7 @@ def patches_page() -> str:
         WATCHING_PATCHES,
     )
 
-    from adaptra_megatron.runtime.megatron.compat import DIFFERENCES
+    from adaptra_megatron.megatron.compat import DIFFERENCES
 
     hooks = markdown_table(("replaced", "why"), [(f"`{target}`", why) for target, why in HOOKS.items()])
     patches = markdown_table(
@@ -77,7 +77,7 @@ its replacement relies on:
 {patches}
 
 ## Differences between releases
-Told apart by what is there, in one module (`adaptra_megatron/runtime/megatron/compat.py`), never by the version:
+Told apart by what is there, in one module (`adaptra_megatron/megatron/compat.py`), never by the version:
 
 {differences}
 """
@@ -140,8 +140,8 @@ def schedules_page() -> str:
     return f"""# Schedules
 
 Orders of actions that have names, for `adaptra simulate COSTS.json --schedule NAME`. Made by `scripts/write_docs.py`
-from `adaptra_megatron.schedule.registry.SCHEDULES`, [where to add one](extending.md#an-order-of-actions). The names
-`planned` and `online` stand for what the [planner](planner.md) finds and for [online
+from `adaptra_megatron.schedule.order_registry.SCHEDULES`, [where to add one](extending.md#an-order-of-actions). The
+names `planned` and `online` stand for what the [planner](planner.md) finds and for [online
 dispatch](planner.md#online-dispatch).
 
 {markdown_table(("name", "per stage", "what it is", "made by"), rows)}

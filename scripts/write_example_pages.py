@@ -16,8 +16,7 @@ from pathlib import Path
 from support.made_up.runs import Iteration, write_events, write_replicas, write_run
 from support.processes import REPOSITORY
 
-from adaptra_megatron.cli.main import main as adaptra
-from adaptra_megatron.reasons import reason_fields
+from adaptra_megatron.common.reasons import reason_fields
 from adaptra_megatron.telemetry.events.events import (
     ArrivalsSeen,
     Event,
@@ -32,6 +31,7 @@ from adaptra_megatron.telemetry.events.events import (
     StragglerDetection,
     SwitchMeasured,
 )
+from adaptra_megatron.tools.cli.main import main as adaptra
 
 REASON = "a message of 4 MiB takes 2000 ms, before 0.5 ms", ("; seen in nearly all messages of the iteration alike",)
 LOST = RanksLost(

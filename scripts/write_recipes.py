@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", type=Path)
     recipes = parser.parse_args().recipes
-    command = [sys.executable, "-m", "adaptra_megatron.cli", "check", "--settings", str(recipes), "--json"]
+    command = [sys.executable, "-m", "adaptra_megatron.tools.cli", "check", "--settings", str(recipes), "--json"]
     found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout)
     sources = [str(entry["source"]) for entry in json.loads(recipes.read_text())]
     rows = list(zip(sources, found, strict=True))

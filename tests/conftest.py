@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from support.processes import RankResult, run_ranks
 
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.launch import BRIEF_LOOKUPS
+from adaptra_megatron.tools.local_ranks.launch_ranks import BRIEF_LOOKUPS
+from testing.jobs.fork_server import ForkServer
 
 # Test machines are shared: a slow example says nothing about the code, so time limits are pytest-timeout's alone.
 # "fixed": the same examples in every run, so that none fails by chance, and no shrinking, which takes minutes. "random"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from adaptra_megatron.backoff import Backoff
+from adaptra_megatron.common.backoff import Backoff
 
 
 def test_pauses_grow_to_a_limit_until_an_attempt_succeeds() -> None:

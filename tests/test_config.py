@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from adaptra_megatron.common.ports import PortRange
 from adaptra_megatron.config import (
     HOST_TRANSPORTS,
     OPTIONS,
@@ -23,7 +24,6 @@ from adaptra_megatron.config import (
     config_from_arguments,
 )
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
-from adaptra_megatron.transport.ports import PortRange
 
 PLAN = "0F0,0B0\n1F0,1B0\n"
 COSTS = '{"stages": 2, "micro_batches": 1, "forward_s": 1, "backward_input_s": 1, "backward_weight_s": 1}'

@@ -88,11 +88,11 @@ def test_modules_and_names_in_them_are_there(page: Path) -> None:
 
 
 def test_names_that_are_not_there_are_told() -> None:
-    assert is_there("adaptra_megatron.schedule.actions.Action.kind")
+    assert is_there("adaptra_megatron.schedule.ir.Action.kind")
     assert is_there("adaptra_megatron.transport._ring.Ring.claim_slot")
     assert is_there("adaptra_megatron.patches.enable")
-    assert not is_there("adaptra_megatron.schedule.actions.Reaction")
-    assert not is_there("adaptra_megatron.schedule.actions.Action.colour")
+    assert not is_there("adaptra_megatron.schedule.ir.Reaction")
+    assert not is_there("adaptra_megatron.schedule.ir.Action.colour")
     assert not is_there("adaptra_megatron.nothing")
 
 

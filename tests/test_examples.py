@@ -16,9 +16,9 @@ import pytest
 import yaml
 from support.processes import REPOSITORY
 
+from adaptra_megatron.common.ports import PortRange
 from adaptra_megatron.config import AdaptraConfig, add_adaptra_arguments, config_from_arguments
-from adaptra_megatron.launch.arguments import launch_parser
-from adaptra_megatron.transport.ports import PortRange
+from adaptra_megatron.elastic.launch.launch_arguments import launch_parser
 
 EXAMPLES = REPOSITORY / "examples"
 PORTS = PortRange(20000, 20127)

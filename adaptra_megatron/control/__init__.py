@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control loop: measurements of all ranks become one decision per iteration."""
+"""What is measured is judged here, and plans, paths and routes are decided."""

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import threading
 
-from adaptra_megatron.control.decision_reader import DecisionReader
-from adaptra_megatron.control.decision_writer import DELAY, DecisionWriter
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.control.decision_reader import DELAY, DecisionReader, DecisionWriter
 from adaptra_megatron.control.decisions import Decision
 from adaptra_megatron.control.leading import DecisionPublisher, Planner
 from adaptra_megatron.control.measurements import StageMeasurement
-from adaptra_megatron.job.control_store import ControlStore
-from adaptra_megatron.job.layout import JobLayout
-from adaptra_megatron.log import logger_of
 
 
 def exchange_place(layout: JobLayout) -> str:

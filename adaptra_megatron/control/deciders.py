@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Protocol
 
+from adaptra_megatron.common.reasons import Reason
 from adaptra_megatron.control.decisions import Forecast, Section
+from adaptra_megatron.control.detector.link_findings import Estimates, Finding
+from adaptra_megatron.control.detector.samples import IterationSample
 from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.order.cost_estimates import InUse
-from adaptra_megatron.detector.findings import Estimates, Finding
-from adaptra_megatron.detector.samples import IterationSample
-from adaptra_megatron.reasons import Reason
 from adaptra_megatron.schedule.costs import Costs
 from adaptra_megatron.telemetry.events.events import Event
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations

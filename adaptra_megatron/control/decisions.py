@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from adaptra_megatron.authentication.tagged_json import packed, unpacked
+from adaptra_megatron.common.authentication.tagged_json import packed, unpacked
 from adaptra_megatron.control.wire_format import Decoder
 from adaptra_megatron.telemetry.figures.scalars import JobFigures
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from adaptra_megatron.control.memory import DeviceBytes, MemorySource
-from adaptra_megatron.log import is_first_rank, logger_of
+from adaptra_megatron.common.log import is_first_rank, logger_of
+from adaptra_megatron.control.stage_memory import DeviceBytes, MemorySource
 
 logger = logger_of(__name__)
 

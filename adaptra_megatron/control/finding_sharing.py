@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from adaptra_megatron.job.layout import JobLayout
+from adaptra_megatron.common.authentication.tagged_json import packed, unpacked
+from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.control.decisions import MOST_NBYTES, TelemetrySection
 from adaptra_megatron.telemetry.events.events import (
     Event,
     LinkDetection,
@@ -21,6 +23,29 @@ from adaptra_megatron.telemetry.events.events import (
     decode,
     encode,
 )
+
+# Requests for traces, and for another policy, come to one replica's leader, where a user puts them, and go to the
+# leaders of all others.
+
+
+class SharedRequests:
+    """One leader's end, for one thread."""
+
+    def __init__(self, store: Any, take: Callable[[], TelemetrySection] | None) -> None:
+        """`store`: a SealedStore that all leaders share. `take`: of the leader that requests come to."""
+        self._store, self._take, self._number = store, take, 0
+
+    def new(self) -> TelemetrySection:
+        """Those since the last call; none where the store cannot be reached."""
+        key, found = f"requests/{self._number}", TelemetrySection() if self._take is None else self._take()
+        with contextlib.suppress(RuntimeError):  # at the end of a job the store goes with its process
+            if found != TelemetrySection():
+                self._store.set(key, packed(found))
+            elif self._take is None and (entry := self._store.peek(key)) is not None:
+                found = unpacked(entry, TelemetrySection, MOST_NBYTES)
+        self._number += found != TelemetrySection()
+        return found
+
 
 MOST_AT_ONCE = 64
 """Events that one look takes in."""

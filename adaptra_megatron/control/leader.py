@@ -3,29 +3,196 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.reasons import reason_fields
 from adaptra_megatron.control.deciders import Context, Decider, Telemetry
-from adaptra_megatron.control.decisions import Decision, PackedFigures, Paths, TelemetrySection
-from adaptra_megatron.control.joining import iteration_sample
-from adaptra_megatron.control.measurements import StageMeasurement, mean_idle_share
+from adaptra_megatron.control.decisions import Decision, Forecast, Order, PackedFigures, Paths, TelemetrySection
+from adaptra_megatron.control.detector.detector import Detector
+from adaptra_megatron.control.detector.link_findings import Estimates, Finding
+from adaptra_megatron.control.detector.samples import (
+    Array,
+    IterationSample,
+    LinkId,
+    LinkSample,
+    MessageColumns,
+    StageId,
+    StageSample,
+)
+from adaptra_megatron.control.measurements import Messages, StageMeasurement, mean_idle_share, message_order
 from adaptra_megatron.control.order.cost_estimates import InUse, estimate_costs, link_figures, paths_in_use
 from adaptra_megatron.control.order.memory_caps import MeasuredCaps
-from adaptra_megatron.control.order.plans import Caps, PlanState
-from adaptra_megatron.control.order.replanner import describe
-from adaptra_megatron.control.order_decider import OrderDecider
+from adaptra_megatron.control.order.plan_book import Caps, PlanState
+from adaptra_megatron.control.order.replanner import Replanner, describe
 from adaptra_megatron.control.path_decider import PathDecider, PathPolicy
-from adaptra_megatron.control.routes.live_cells import LiveCellDecider
-from adaptra_megatron.control.routes.route_decider import RouteDecider, RoutePolicy
-from adaptra_megatron.detector.detector import Detector
-from adaptra_megatron.detector.findings import Estimates, Finding
-from adaptra_megatron.detector.samples import LinkId
-from adaptra_megatron.log import logger_of
-from adaptra_megatron.reasons import reason_fields
-from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.control.routes.route_decider import LiveCellDecider, RouteDecider, RoutePolicy
+from adaptra_megatron.schedule.costs import Costs, costs_to_json
+from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
+from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.telemetry.events.events import LinkDetection, PolicyChanged, StageDetection
 from adaptra_megatron.telemetry.figures.scalars import JobFigures
+from adaptra_megatron.transport.link_paths import Path
+
+# What all ranks measured in an iteration, put together for the detector: the two ends of each message joined.
+
+BUFFERED_NBYTES = 16 << 20
+"""More than NCCL may have sent of a message that is not awaited: twice its buffers (NCCL_BUFFSIZE, 4 MiB) of 2 CTAs."""
+
+
+def iteration_sample(measurements: Sequence[StageMeasurement], *, rendezvous: bool = False) -> IterationSample:
+    """One iteration of all ranks as the detector takes it in.
+
+    A message that was sent on a path and did not arrive by it counts as lost there, if its receiver was heard.
+    `rendezvous`: whether messages of the device path leave when their receives have been posted, as over NCCL.
+    """
+    received: dict[LinkId, _End] = {}
+    for measurement in measurements:
+        for source, path, end in _ends(measurement.received, measurement.span_s[0]):
+            received[LinkId(measurement.pipeline, source, measurement.stage, path.value)] = end
+    heard = {(measurement.pipeline, measurement.stage) for measurement in measurements}
+    links = {}
+    for measurement in measurements:
+        for target, path, end in _ends(measurement.sent, measurement.span_s[0]):
+            if (measurement.pipeline, target) in heard:
+                link = LinkId(measurement.pipeline, measurement.stage, target, path.value)
+                links[link] = LinkSample(_joined(end, received.get(link), path, rendezvous))
+    _add_probes(links, measurements)
+    stages = {
+        StageId(measurement.pipeline, measurement.stage): StageSample(
+            measurement.durations_s, sizes=measurement.sizes, work=measurement.work
+        )
+        for measurement in measurements
+    }
+    disturbances = (measurement.disturbance for measurement in measurements)
+    disturbance = next((what for what in disturbances if what is not None), None)
+    return IterationSample(measurements[0].iteration, links, stages, disturbance)
+
+
+class _End(NamedTuple):
+    """The messages of one path of one link at one of its ends, in order of their keys; moments on the common clock."""
+
+    codes: npt.NDArray[np.int64]
+    """Keys as numbers."""
+    nbytes: Array
+    posted_s: Array
+    done_s: Array
+
+
+def _ends(messages: Messages, start_s: float) -> Iterator[tuple[int, Path, _End]]:
+    """By peer and path."""
+    if not len(messages):
+        return
+    groups, codes = message_order(messages)
+    begins = np.concatenate([[0], np.flatnonzero(groups[1:] != groups[:-1]) + 1, [len(groups)]])
+    nbytes = messages["nbytes"].astype(np.float64)
+    posted_s = messages["posted_s"] + np.float64(start_s)
+    done_s = messages["done_s"] + np.float64(start_s)
+    for begin, until in pairwise(begins.tolist()):
+        group = int(groups[begin])
+        path = Path.HOST if group & 1 else Path.DEVICE
+        part = slice(begin, until)
+        yield group >> 1, path, _End(codes[part], nbytes[part], posted_s[part], done_s[part])
+
+
+def _joined(sent: _End, received: _End | None, path: Path, rendezvous: bool) -> MessageColumns:
+    """The messages that were sent, each with its arrival."""
+    nothing = np.full(len(sent.codes), np.nan)
+    if received is None:
+        return MessageColumns(sent.nbytes, sent.done_s, nothing, nothing)
+    arrived_s, posted_s = received.done_s, received.posted_s
+    if not np.array_equal(sent.codes, received.codes):
+        places = np.searchsorted(received.codes, sent.codes)
+        places[places == len(received.codes)] = 0
+        here = received.codes[places] == sent.codes
+        arrived_s, posted_s = (np.where(here, column[places], np.nan) for column in (arrived_s, posted_s))
+    if path is Path.HOST:  # its arrivals are seen whether or not they are asked for
+        return MessageColumns(sent.nbytes, sent.done_s, arrived_s, nothing)
+    if not rendezvous:
+        return MessageColumns(sent.nbytes, sent.done_s, arrived_s, posted_s)
+    leaves = sent.nbytes > BUFFERED_NBYTES
+    left_s = np.where(leaves, np.fmax(sent.done_s, posted_s), sent.done_s)
+    return MessageColumns(sent.nbytes, left_s, arrived_s, np.where(leaves, np.nan, posted_s))
+
+
+def _add_probes(links: dict[LinkId, LinkSample], measurements: Sequence[StageMeasurement]) -> None:
+    """What is known of paths by other means than their messages."""
+    offset_s = {(measurement.pipeline, measurement.stage): measurement.clock_offset_s for measurement in measurements}
+    for measurement in measurements:
+        pipeline, stage, own_offset_s = measurement.pipeline, measurement.stage, measurement.clock_offset_s
+        for probe in measurement.probes:
+            if (pipeline, probe.peer) in offset_s:
+                link = LinkId(pipeline, stage, probe.peer, probe.path.value)
+                arrived_s = probe.arrived_s + offset_s[pipeline, probe.peer]
+                columns = probe.nbytes, probe.sent_s + own_offset_s, arrived_s, np.nan
+                before = links.get(link, LinkSample())
+                message = MessageColumns(*(np.array([value], dtype=np.float64) for value in columns))
+                links[link] = replace(before, messages=before.messages.and_also(message))
+        for peer, path, cause in measurement.broken:
+            link = LinkId(pipeline, stage, peer, path.value)
+            links[link] = replace(links.get(link, LinkSample()), broken=cause)
+
+
+# The leading rank's decisions on the order of actions.
+
+
+class OrderDecider:
+    """Plans for the costs that the deciders before it have left; comes after all that change them."""
+
+    def __init__(self, book: PlanState, telemetry: Telemetry, running: Order | None = None) -> None:
+        """`book`: read for what runs before the first plan. `running`: what was decided before; None: nothing."""
+        self._book, self._telemetry = book, telemetry
+        self._replanner = Replanner(book.layout)
+        self._running: dict[int, Schedule] = {}
+        """By number of micro-batches."""
+        if running is not None:
+            schedule = schedule_from_csv(running.csv, chunks=book.layout.chunks)
+            self._running[schedule.micro_batches] = schedule
+
+    def observe(self, measurements: Sequence[StageMeasurement], sample: IterationSample) -> None:
+        """Costs tell all that counts."""
+
+    def decide(self, context: Context) -> Order | None:
+        """A new order, where it is worth a switch; the forecast, too, where any other decider changes the plan."""
+        costs, micro_batches = context.costs, context.micro_batches
+        if costs is None or context.routed:
+            return None
+        if micro_batches not in self._running:
+            self._running[micro_batches] = self._book.calibration_schedule(micro_batches)
+        current = self._running[micro_batches]
+        relevant = {*context.in_use.values(), *context.carried.values()}
+        why = [
+            found.describe()
+            for found in context.findings
+            if not isinstance(found.subject, LinkId) or found.subject in relevant
+        ]
+        chosen, made = self._replanner.decide(costs, current, why, context.reasons)
+        if made is None:
+            if (wanted := self._replanner.worth_of_memory()) is not None:
+                self._telemetry.log(wanted)
+            return None
+        self._telemetry.log(dataclasses.replace(made, number=context.number + (chosen is not None)))
+        if chosen is None and not context.reasons:
+            return None
+        before_s = made.current_predicted_s
+        if context.before is not None and current.micro_batches == micro_batches:
+            before_s = self._book.layout.iteration_s(current, context.before)
+        context.forecast = Forecast(made.predicted_s, before_s)
+        if chosen is None:
+            return None
+        context.change([made.reason])
+        self._running[micro_batches] = chosen
+        costs_json = json.dumps(costs_to_json(costs))
+        return Order(schedule_to_csv(chosen), costs_json, costs.max_in_flight, costs.released_at_backward_input)
+
 
 logger = logger_of(__name__)
 

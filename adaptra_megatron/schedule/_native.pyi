@@ -2,7 +2,7 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
-from adaptra_megatron.schedule.actions import Action, Kind
+from adaptra_megatron.schedule.ir import Action, Kind
 
 class Problem:
     def __init__(

@@ -16,9 +16,7 @@ import csv
 import re
 from typing import NamedTuple
 
-from adaptra_megatron.schedule.actions import Action, Kind, Schedule
-from adaptra_megatron.schedule.errors import ScheduleError
-from adaptra_megatron.schedule.placement import Placement
+from adaptra_megatron.schedule.ir import Action, Kind, Placement, Schedule, ScheduleError
 
 _KINDS = {kind.value: kind for kind in Kind}
 _CELL = re.compile(r"(\d{1,9})(F|BW|B|I|W)(\d{1,9})", re.ASCII)

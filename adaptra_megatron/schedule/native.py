@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 
 from adaptra_megatron.schedule import _native
-from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule
 from adaptra_megatron.schedule.costs import Costs, PerChunk
+from adaptra_megatron.schedule.ir import Action, Kind, Order, Schedule
 
 # An action of a known stage is one number: (micro_batch * chunks + chunk) * 4 + index of its kind here.
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)

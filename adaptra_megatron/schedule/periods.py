@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import LowerBound
 from adaptra_megatron.schedule.classic import zb_h2
 from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.planner import Plan, plan
 from adaptra_megatron.schedule.simulator import peak_in_flight, simulate, simulate_online
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from random import Random
 
 from adaptra_megatron.schedule import _native
-from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import LowerBound, bound_from_native
 from adaptra_megatron.schedule.costs import CostError, Costs, PerChunk
+from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.native import decode_orders, encode_schedule, problem_from_costs
 from adaptra_megatron.schedule.simulator import peak_in_flight, require_room_for_chunks, simulate
 from adaptra_megatron.schedule.v_shaped import v_orders

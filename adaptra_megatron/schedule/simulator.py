@@ -22,9 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adaptra_megatron.schedule import _native
-from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.costs import CostError, Costs, Released, released_per_stage
-from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.ir import Action, Kind, Schedule, ScheduleError
 from adaptra_megatron.schedule.native import decode_orders, encode_schedule, problem_from_costs
 from adaptra_megatron.schedule.transfers.blocking import encoded_programs
 

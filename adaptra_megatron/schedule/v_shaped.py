@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import product
 
-from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule
-from adaptra_megatron.schedule.errors import require_counts
-from adaptra_megatron.schedule.placement import Placement, v_shape
+from adaptra_megatron.schedule.ir import Action, Kind, Order, Placement, Schedule, require_counts, v_shape
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 _PERIOD = 6

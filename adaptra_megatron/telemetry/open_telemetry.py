@@ -19,6 +19,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from adaptra_megatron import __version__
+from adaptra_megatron.telemetry.events.event_wording import event_text
 from adaptra_megatron.telemetry.events.events import (
     Event,
     Fault,
@@ -32,7 +33,6 @@ from adaptra_megatron.telemetry.events.events import (
     encode,
 )
 from adaptra_megatron.telemetry.figures.exported import METRICS, ExportedFigures
-from adaptra_megatron.telemetry.report.event_wording import event_text
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, Observation

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from adaptra_megatron.child_process import OwningProcess
+from adaptra_megatron.common.child_process import OwningProcess
+from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
 from adaptra_megatron.telemetry.events.changes import (
     IterationTimes,
     LeaderWatch,
@@ -33,8 +34,7 @@ from adaptra_megatron.telemetry.events.events import (
     StragglerDetection,
 )
 from adaptra_megatron.telemetry.events.log_lines import RunLog
-from adaptra_megatron.telemetry.figures.exported import ExportedFigures
-from adaptra_megatron.telemetry.figures.prometheus import LOOPBACK, PrometheusEndpoint
+from adaptra_megatron.telemetry.figures.exported import LOOPBACK, ExportedFigures, PrometheusEndpoint
 from adaptra_megatron.telemetry.figures.scalars import (
     ArrivalFigures,
     JobFigures,
@@ -44,10 +44,8 @@ from adaptra_megatron.telemetry.figures.scalars import (
     megatron_writers,
     scalars,
 )
-from adaptra_megatron.telemetry.policy_requests import take_policy
-from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
 from adaptra_megatron.telemetry.tracing.trace import TraceWriter
-from adaptra_megatron.telemetry.tracing.trace_requests import Iterations, RequestBox, RequestedTraces
+from adaptra_megatron.telemetry.tracing.trace_requests import Iterations, RequestBox, RequestedTraces, take_policy
 
 if TYPE_CHECKING:
     from adaptra_megatron.telemetry.open_telemetry import OpenTelemetryExport

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-from adaptra_megatron.transport.messages import MessageKey
+from adaptra_megatron.transport.message_keys import MessageKey
 
 _LOOK_AGAIN_S = 0.25
 """Poll interval for conditions that raise no signal, such as a broken link."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from adaptra_megatron.transport.ports import PortRange
+from adaptra_megatron.common.ports import PortRange
 
 MEBIBYTE = 1 << 20
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.message_keys import TransportError
 
 _DIMENSIONS = 8
 HEADER_NUMBERS = 1 + _DIMENSIONS

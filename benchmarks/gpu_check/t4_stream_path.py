@@ -9,11 +9,10 @@ from collections.abc import Iterator
 
 import torch
 
-from adaptra_megatron.runtime.execution.addresses import Addresses
-from adaptra_megatron.runtime.execution.inbox import Inbox
-from adaptra_megatron.runtime.execution.program import compile_program
-from adaptra_megatron.schedule.actions import Action, Kind, Schedule
-from adaptra_megatron.transport.messages import Direction, MessageKey, TensorSpecification
+from adaptra_megatron.engine.execution.inbox import Addresses, Inbox
+from adaptra_megatron.engine.execution.stage_program import compile_program
+from adaptra_megatron.schedule.ir import Action, Kind, Schedule
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, TensorSpecification
 from adaptra_megatron.transport.single_path.nccl_transport import StreamTransport
 from gpu_check.findings import Report
 from gpu_check.stages import Stage

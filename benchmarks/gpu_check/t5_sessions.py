@@ -14,8 +14,8 @@ import torch
 
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.messages import Direction, MessageKey, TensorSpecification
-from adaptra_megatron.transport.paths import Path, PathSettings
+from adaptra_megatron.transport.link_paths import Path, PathSettings
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, TensorSpecification
 from adaptra_megatron.transport.setup.link_setup import LinkMaker
 from gpu_check.findings import Report
 from gpu_check.stages import Stage

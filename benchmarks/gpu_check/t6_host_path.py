@@ -14,7 +14,7 @@ import torch
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.messages import Direction, MessageKey
+from adaptra_megatron.transport.message_keys import Direction, MessageKey
 from gpu_check.findings import Report
 from gpu_check.stages import Stage
 

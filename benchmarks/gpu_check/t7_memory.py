@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from adaptra_megatron.schedule.actions import Kind
+from adaptra_megatron.schedule.ir import Kind
 
 Bytes = Mapping[str, float]
 """By how they are counted: "allocated", in live tensors; "active", with freed ones that a stream may still use."""

@@ -67,7 +67,7 @@ def run(trainer: Trainer, report: Report, paths: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from adaptra_megatron.emulation.training.process_groups import leave_job
+    from testing.training.process_groups import leave_job
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     with trainer.ready():
@@ -89,9 +89,9 @@ def _train(
     """Returns the tensors to compare with: those of the first training."""
     import torch.distributed as dist
 
-    from adaptra_megatron.emulation.results import differences
-    from adaptra_megatron.emulation.training.arguments import parse_arguments
-    from adaptra_megatron.emulation.training.training import train
+    from testing.results import differences
+    from testing.training.train import train
+    from testing.training.training_arguments import parse_arguments
 
     result = train(parse_arguments(arguments))
     tensors, links = result.tensors(), result.adaptra.get("links", {})
@@ -192,8 +192,8 @@ class SharedGpu:
 @contextlib.contextmanager
 def noted_meters(meters: list[NotedMeter], in_use: Callable[[], Bytes]) -> Iterator[None]:
     """Have all meters of this process note what actions change, and put them on a list."""
-    from adaptra_megatron.emulation.replacing import Replaced, Replacement
-    from adaptra_megatron.runtime import pipeline
+    from adaptra_megatron.engine import pipeline
+    from testing.replacing import Replaced, Replacement
 
     make_meter = pipeline.make_meter
 
@@ -264,8 +264,8 @@ def one_gpu() -> Iterator[None]:
     import torch.distributed.distributed_c10d as c10d
     from megatron.core.distributed import param_and_grad_buffer
 
-    from adaptra_megatron.emulation.replacing import Replaced, Replacement
-    from adaptra_megatron.runtime import transports
+    from adaptra_megatron.engine import rank_transports as transports
+    from testing.replacing import Replaced, Replacement
 
     @contextlib.contextmanager
     def each_alone(*_: Any, **__: Any) -> Iterator[Uncoalesced]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from adaptra_megatron.emulation.jobs.launch import LaunchError, RankResult, run_ranks
+from adaptra_megatron.tools.local_ranks.launch_ranks import LaunchError, RankResult, run_ranks
 from gpu_check.findings import NOT_OK, NOT_RUN, OK, Finding, Report
 
 BENCHMARKS = Path(__file__).parents[1]

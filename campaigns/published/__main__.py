@@ -17,11 +17,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from campaigns.published import plots, real_report, report
 from campaigns.published.cases import Case, UnknownCaseError, load_cases, select_cases
 from campaigns.published.real import RealCase, run_case
 from campaigns.published.simulated import simulate_case
+from testing.jobs.fork_server import ForkServer
 
 REAL_CASES = ("single/7B/*", "single/14B/*")
 EIGHT_STAGES = "single-8-stages"

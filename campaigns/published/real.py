@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, check_equal, run_variants
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.classic import zb_h1, zb_h2
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 from campaigns.published.cases import Case
 from campaigns.published.simulated import CAP_PER_STAGE, LARGER_CAP_PER_STAGE
+from testing.jobs.fork_server import ForkServer
+from testing.jobs.variants import Variant, VariantReport, check_equal, run_variants
 
 STRETCH_PER_STAGE = 0.5
 """All times are longer than the published ones by this factor for each stage, and divided by it afterwards: the ranks

@@ -13,9 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import lower_bound
 from adaptra_megatron.schedule.classic import interleaved, one_f_one_b, zb_h1, zb_h2
+from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.planner import plan
 from adaptra_megatron.schedule.simulator import Simulation, simulate, simulate_online
 from campaigns.published.cases import Case

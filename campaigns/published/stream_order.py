@@ -14,8 +14,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.ir import Action, Kind, Schedule
 from adaptra_megatron.schedule.simulator import Simulation, peak_in_flight, simulate
 
 _Result = tuple[bool, int, int]

@@ -33,9 +33,9 @@ from support.gpu.gpu_stand_in import ModelledGpu, StageOnSimulation
 from support.gpu.simulated_pipeline import ProcessEndedError, SimulatedStage, play
 from support.made_up.memory import MadeUpMemory, MadeUpStage
 
-from adaptra_megatron.control.memory import MemoryMeter
-from adaptra_megatron.schedule.actions import Kind
-from adaptra_megatron.schedule.checks import check_schedule
+from adaptra_megatron.control.stage_memory import MemoryMeter
+from adaptra_megatron.schedule.ir import Kind
+from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 from adaptra_megatron.transport.single_path import nccl_transport
 

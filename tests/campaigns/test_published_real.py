@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer
 from campaigns.published.cases import Case, Model, Published, StageTime
 from campaigns.published.real import RealSystem, run_case
+from testing.jobs.fork_server import ForkServer
 
 NOTHING = Published(one_f_one_b_ms=None, zero_bubble_ms=None, host_path_ms=None, full_ms=None)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.soak.soak_plan import Campaign, Kind
 from campaigns.soak import STAGES, run_round
 from campaigns.soak_report import percentile, table
+from testing.jobs.fork_server import ForkServer
+from testing.soak.soak_plan import Campaign, Kind
 
 # How fast links recover says `make soak`; here it is that they do, on a machine that may be busy with other things.
 CAMPAIGN = Campaign(

@@ -19,10 +19,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.authentication.handshake import CHALLENGE_NBYTES
-from adaptra_megatron.emulation.faults.network.spoilt_rings import rings_of, spoil_one_of
-from adaptra_megatron.emulation.faults.network.strangers import flood
-from adaptra_megatron.emulation.soak.soak_plan import (
+from adaptra_megatron.common.authentication.handshake import CHALLENGE_NBYTES
+from adaptra_megatron.transport._ring import Ring
+from campaigns.soak_driver import Done
+from campaigns.soak_processes import Process, delegate_of, leftovers, pending, sockets, state
+from campaigns.soak_report import TrainingRecord, longest_pause_s, percentile
+from testing.faults.network.spoilt_rings import rings_of, spoil_one_of
+from testing.faults.network.strangers import flood
+from testing.soak.soak_plan import (
     HASTY_PATHS,
     Campaign,
     Kind,
@@ -31,11 +35,7 @@ from adaptra_megatron.emulation.soak.soak_plan import (
     read_plan,
     write_plan,
 )
-from adaptra_megatron.emulation.soak.soak_progress import Progress
-from adaptra_megatron.transport._ring import Ring
-from campaigns.soak_driver import Done
-from campaigns.soak_processes import Process, delegate_of, leftovers, pending, sockets, state
-from campaigns.soak_report import TrainingRecord, longest_pause_s, percentile
+from testing.soak.soak_progress import Progress
 
 AT_ONCE = {Kind.KILL_DELEGATE, Kind.KILL_STORE, Kind.SPOIL_RING, Kind.SIGNAL_DELEGATE}
 COUNTS = st.dictionaries(st.sampled_from(Kind), st.integers(0, 5))

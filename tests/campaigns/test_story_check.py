@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from adaptra_megatron.emulation.faults.network.link_faults import LinkFault
-from adaptra_megatron.emulation.faults.network.link_story import LinkFaultScenario
 from adaptra_megatron.telemetry.events.events import (
     Event,
     LinkDetection,
@@ -17,8 +15,10 @@ from adaptra_megatron.telemetry.events.events import (
     Stamp,
     StampedEvent,
 )
-from adaptra_megatron.transport.paths import Path
+from adaptra_megatron.transport.link_paths import Path
 from campaigns.story_check import check_agreement, check_story
+from testing.faults.network.link_faults import LinkFault
+from testing.faults.network.link_story import LinkFaultScenario
 
 STORY = LinkFaultScenario(
     iterations=60, spells=(LinkFault(source=1, target=2, latency_s=0.06, from_iteration=10, until_iteration=20),)

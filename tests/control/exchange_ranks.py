@@ -17,6 +17,9 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.gathering import gather_layout
+from adaptra_megatron.common.job.layout import Introduction, JobLayout, layout_of
 from adaptra_megatron.control.beside.report_server import ReportServer
 from adaptra_megatron.control.clocks import clocks
 from adaptra_megatron.control.clocks.clock_service import RelatedClock
@@ -24,11 +27,8 @@ from adaptra_megatron.control.control_loop import DELAY, ExchangeError, PlanExch
 from adaptra_megatron.control.decisions import Decision, LinkName, Order, Paths
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
 from adaptra_megatron.control.rounds import Address, Gathering, Round, round_of
-from adaptra_megatron.job.control_store import ControlStore
-from adaptra_megatron.job.gathering import gather_layout
-from adaptra_megatron.job.layout import Introduction, JobLayout, layout_of
-from adaptra_megatron.telemetry.records import ActionRecord
-from adaptra_megatron.transport.setup.placement import listen_tcp
+from adaptra_megatron.telemetry.action_records import ActionRecord
+from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 SKEWS_S = (10.0, -2000.0, 555.5)
 TIMEOUT_S = 5.0

@@ -14,13 +14,12 @@ from support.made_up.job import SECRET, ControlOver, layout
 from support.made_up.measured_job import MeasuredJob
 from torch.distributed import HashStore
 
-from adaptra_megatron.authentication.handshake import accept
-from adaptra_megatron.control.decision_reader import DecisionReader, decision_key
-from adaptra_megatron.control.decision_writer import DELAY
+from adaptra_megatron.common.authentication.handshake import accept
+from adaptra_megatron.control.decision_reader import DELAY, DecisionReader, decision_key
 from adaptra_megatron.control.decisions import Decision
 from adaptra_megatron.control.rounds import HEAD, PLANNER_KEY, Address, framed
 from adaptra_megatron.control.wire_format import encoded
-from adaptra_megatron.transport.setup.placement import listen_tcp
+from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 MEASURED = MeasuredJob().measure(1.0)[1]
 

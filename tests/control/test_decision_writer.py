@@ -9,7 +9,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.control.decision_writer import DELAY, DecisionWriter
+from adaptra_megatron.control.decision_reader import DELAY, DecisionWriter
 from adaptra_megatron.control.decisions import (
     Decision,
     Forecast,

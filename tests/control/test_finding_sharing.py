@@ -6,10 +6,9 @@ from __future__ import annotations
 from support.made_up.job import SECRET
 from torch.distributed import HashStore
 
-from adaptra_megatron.authentication.sealed_store import SealedStore
+from adaptra_megatron.common.authentication.sealed_store import SealedStore
+from adaptra_megatron.common.job.layout import Cell, JobLayout, Worker
 from adaptra_megatron.control.finding_sharing import NamedFindings, SharedFindings
-from adaptra_megatron.job.layout import JobLayout, Worker
-from adaptra_megatron.schedule.routing.costs import Cell
 from adaptra_megatron.telemetry.events.events import Event, Fault, LinkDetection, PlanSwitched, StageDetection
 
 WORKERS = {

@@ -15,17 +15,17 @@ from support.made_up.measured_job import MeasuredJob
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.decisions import Forecast, Paths
 from adaptra_megatron.control.leader import DecisionEngine
-from adaptra_megatron.control.order.plans import Layout, PlanState
+from adaptra_megatron.control.order.plan_book import Layout, PlanState
 from adaptra_megatron.control.path_decider import PathPolicy
-from adaptra_megatron.schedule.checks import check_schedule
-from adaptra_megatron.schedule.costs_json import costs_from_json
+from adaptra_megatron.schedule.costs import costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
+from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import simulate
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import LinkDetection, PlanMade, PolicyChanged, RunStarted, StageDetection
 from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations, request_directory
-from adaptra_megatron.transport.paths import Path as TransportPath
+from adaptra_megatron.transport.link_paths import Path as TransportPath
 
 FOUR = Layout(stages=4, chunks=1, group_size=None)
 

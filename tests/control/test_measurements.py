@@ -10,7 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaptra_megatron.control.joining import BUFFERED_NBYTES, iteration_sample
+from adaptra_megatron.control.detector.detector import Detector
+from adaptra_megatron.control.detector.detector_settings import DetectorSettings
+from adaptra_megatron.control.detector.link_findings import Estimates
+from adaptra_megatron.control.detector.samples import LinkId, StageId
+from adaptra_megatron.control.leader import BUFFERED_NBYTES, iteration_sample
 from adaptra_megatron.control.measurements import (
     BrokenPath,
     StageMeasurement,
@@ -19,24 +23,19 @@ from adaptra_megatron.control.measurements import (
     measurement_of,
     stage_measurement,
 )
-from adaptra_megatron.control.memory import StageMemory
 from adaptra_megatron.control.order.cost_estimates import InUse, estimate_costs, link_figures, paths_in_use
-from adaptra_megatron.control.order.plans import Layout
+from adaptra_megatron.control.order.plan_book import Layout
+from adaptra_megatron.control.stage_memory import StageMemory
 from adaptra_megatron.control.wire_format import encoded
-from adaptra_megatron.detector.detector import Detector
-from adaptra_megatron.detector.findings import Estimates
-from adaptra_megatron.detector.samples import LinkId, StageId
-from adaptra_megatron.detector.settings import DetectorSettings
-from adaptra_megatron.runtime.execution.addresses import Addresses
-from adaptra_megatron.schedule.actions import Kind
-from adaptra_megatron.schedule.classic import one_f_one_b, stock_order
+from adaptra_megatron.engine.execution.inbox import Addresses
+from adaptra_megatron.schedule.classic import one_f_one_b, split_backward, stock_order
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
+from adaptra_megatron.schedule.ir import Kind
 from adaptra_megatron.schedule.simulator import simulate
-from adaptra_megatron.schedule.transfers.messages import needed, produced
-from adaptra_megatron.schedule.weight_delays import split_backward
-from adaptra_megatron.telemetry.records import ActionRecord
-from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
-from adaptra_megatron.transport.paths import Path, ProbeTimes
+from adaptra_megatron.schedule.transfers.launch_order import needed, produced
+from adaptra_megatron.telemetry.action_records import ActionRecord
+from adaptra_megatron.transport.link_paths import Path, ProbeTimes
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, MessageTimes
 
 STAGES, MICRO_BATCHES = 4, 8
 LAYOUT = Layout(stages=STAGES, chunks=1, group_size=None)

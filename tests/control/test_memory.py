@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from support.made_up.memory import MadeUpMemory, MadeUpStage
 
 from adaptra_megatron.control.device_memory import CudaMemory, memory_of
-from adaptra_megatron.control.memory import (
+from adaptra_megatron.control.order.memory_caps import RISE_AFTER, MeasuredCaps
+from adaptra_megatron.control.stage_memory import (
     SAMPLED_EVERY,
     SAMPLED_ITERATIONS,
     SETTLED_ITERATIONS,
@@ -23,11 +24,9 @@ from adaptra_megatron.control.memory import (
     StageMemory,
     make_meter,
 )
-from adaptra_megatron.control.order.memory_caps import RISE_AFTER, MeasuredCaps
-from adaptra_megatron.runtime.execution.activations import ActivationAccount, ActivationCapError
-from adaptra_megatron.schedule.actions import Kind, Order
-from adaptra_megatron.schedule.classic import interleaved_split, one_f_one_b
-from adaptra_megatron.schedule.weight_delays import split_backward
+from adaptra_megatron.engine.execution.executor import ActivationAccount, ActivationCapError
+from adaptra_megatron.schedule.classic import interleaved_split, one_f_one_b, split_backward
+from adaptra_megatron.schedule.ir import Kind, Order
 
 MB = 1_000_000
 STATIC, ACTIVATION, MESSAGE, SCRATCH = 1000 * MB, 100 * MB, 4 * MB, 30 * MB

@@ -16,17 +16,17 @@ from adaptra_megatron.control.control_loop import DELAY
 from adaptra_megatron.control.decisions import Decision, LinkName, Paths
 from adaptra_megatron.control.leader import DecisionEngine
 from adaptra_megatron.control.measurements import BrokenPath, StageMeasurement, stage_measurement
-from adaptra_megatron.control.order.plans import Layout, PlanState
+from adaptra_megatron.control.order.plan_book import Layout, PlanState
 from adaptra_megatron.control.path_decider import PathPolicy
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.events.events import PathChosen, PlanMade, RunStarted
-from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
-from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
-from adaptra_megatron.transport.paths import Path as LinkPath
-from adaptra_megatron.transport.paths import ProbeTimes
+from adaptra_megatron.transport.link_paths import Path as LinkPath
+from adaptra_megatron.transport.link_paths import ProbeTimes
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, MessageTimes
 
 MICRO_BATCHES, PERIOD_S, NBYTES = 12, 0.05, 1 << 20
 REPLICAS = (0, 2)

@@ -18,17 +18,17 @@ from torch.distributed import HashStore
 
 from adaptra_megatron.control.beside import report_link
 from adaptra_megatron.control.control_loop import PlanExchange, exchange_place
-from adaptra_megatron.control.decision_writer import DELAY
+from adaptra_megatron.control.decision_reader import DELAY
 from adaptra_megatron.control.decisions import Decision, TelemetrySection
 from adaptra_megatron.control.leading import DecisionPublisher
-from adaptra_megatron.control.order.plans import Layout
-from adaptra_megatron.control.planner_process import keeper
-from adaptra_megatron.control.planner_process.keeper import PlannerClient
-from adaptra_megatron.control.planner_process.messages import Begin
+from adaptra_megatron.control.order.plan_book import Layout
+from adaptra_megatron.control.planner_process import planner_keeper as keeper
+from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
+from adaptra_megatron.control.planner_process.planner_messages import Begin
 from adaptra_megatron.control.rounds import MOST_AWAITED, PLANNER_KEY, Address
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.telemetry.events.events import Event
-from adaptra_megatron.transport.setup.placement import listen_tcp
+from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 STAGES = 4
 PATIENCE_S = 60.0

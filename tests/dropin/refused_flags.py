@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gives Megatron-LM's own parser one command line after the other; tells, as JSON, how it ended each.
 
-python -m adaptra_megatron.emulation.megatron.megatron_lm refused_flags.py LINES.json RESULT.json --adaptra
+python -m testing.megatron.megatron_lm refused_flags.py LINES.json RESULT.json --adaptra
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a script and counts the linear layers whose weight gradients an action of its own computes.
 
-python -m adaptra_megatron.emulation.megatron.megatron_lm split_counting.py DIRECTORY SCRIPT ARGUMENTS...
+python -m testing.megatron.megatron_lm split_counting.py DIRECTORY SCRIPT ARGUMENTS...
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def main() -> None:
     directory, script = Path(sys.argv[1]), sys.argv[2]
     sys.argv = sys.argv[2:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
-    from adaptra_megatron.runtime.megatron.gradients.linear_wgrad import WeightGradientQueue
+    from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
 
     stock, owners = WeightGradientQueue.add, {}
 

@@ -11,9 +11,9 @@ import pytest
 from support.pretrain import CHECKOUT, LAUNCHER, MOCK_DATA, MODEL, NO_DROPOUT, TRAINING, needs_megatron_lm
 from support.processes import LaunchError, run_ranks
 
-from adaptra_megatron.emulation.megatron.megatron_lm import CPU_ARGUMENTS
-from adaptra_megatron.job_settings import settings_of_command_line
-from adaptra_megatron.runtime.megatron.prospects import prospects_of
+from adaptra_megatron.megatron.job_settings import settings_of_command_line
+from adaptra_megatron.megatron.prospects import prospects_of
+from testing.megatron.megatron_lm import CPU_ARGUMENTS
 
 pytestmark = needs_megatron_lm
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from adaptra_megatron.patches import PATCHES, PatchError, application, enable, in_force
 
-from adaptra_megatron.bootstrap import BRIDGE, MegatronHooks
 from adaptra_megatron.config import AdaptraConfig
-from adaptra_megatron.enabling import Enabling, refuse
+from adaptra_megatron.engine.bootstrap import BRIDGE, MegatronHooks
+from adaptra_megatron.engine.enabling import Enabling, refuse
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.csv_format import schedule_to_csv
 

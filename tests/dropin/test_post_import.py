@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from adaptra_megatron.post_import import PostImportFinder
+from adaptra_megatron.engine.bootstrap import PostImportFinder
 
 Install = Callable[[Mapping[str, Any]], PostImportFinder]
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.pretrain import MOCK_DATA, NO_DROPOUT, needs_megatron_lm, pretrain
 
-from adaptra_megatron.emulation.jobs.outlived import run_with_failures
-from adaptra_megatron.emulation.results import relative_distances
 from campaigns.dying_trainings import BACK, KILLED, dumped, last
+from testing.jobs.outlived import run_with_failures
+from testing.results import relative_distances
 
 pytestmark = needs_megatron_lm
 

@@ -23,8 +23,8 @@ from support.pretrain import (
 )
 from support.processes import REPOSITORY, compare_dumps, run_ranks
 
-from adaptra_megatron.emulation.jobs.launch import free_port
-from adaptra_megatron.emulation.training.corpus import write_corpus
+from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
+from testing.training.corpus import write_corpus
 
 pytestmark = needs_megatron_lm
 
@@ -66,7 +66,7 @@ def test_the_three_ways_in_are_one(tmp_path: Path) -> None:
     pretrain(2, tmp_path / "flag", *PP2, *MOCK_DATA, "--adaptra")
 
     launcher, *rest = command(tmp_path / "module", *PP2, *MOCK_DATA)[1:]
-    script = str(REPOSITORY / "adaptra_megatron" / "emulation" / "megatron_lm.py")
+    script = str(REPOSITORY / "testing" / "megatron" / "megatron_lm.py")
     run_ranks(2, ["-m", "adaptra_megatron", script, *rest], timeout_s=150, log_directory=tmp_path / "module-logs")
 
     importing = tmp_path / "script.py"
@@ -104,9 +104,7 @@ def test_off_means_off(tmp_path: Path) -> None:
         logs.append(_torchrun(environment / "bin" / "python", tmp_path / "run", tmp_path))
         for rank in range(2):
             modules = what_ran(tmp_path / "run", rank)["modules"]
-            assert [name for name in modules if not name.startswith("adaptra_megatron.emulation")] == [
-                "adaptra_megatron"
-            ]
+            assert [name for name in modules if not name.startswith("testing")] == ["adaptra_megatron"]
     assert any("iteration        4/       4" in line for line in logs[0])
     different = [(before, after) for before, after in itertools.zip_longest(*logs) if before != after]
     assert not different

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.pretrain import MOCK_DATA, NO_DROPOUT, needs_megatron_lm, pretrain, what_ran
 
-from adaptra_megatron.emulation.results import fingerprint, relative_distances
+from testing.results import fingerprint, relative_distances
 
 pytestmark = needs_megatron_lm
 

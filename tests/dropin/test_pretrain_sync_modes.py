@@ -60,7 +60,7 @@ def test_a_slow_replica_is_not_waited_for_and_without_one_the_numbers_are_those_
 
 def fingerprint(directory: Path, rank: int) -> str:
     """Fingerprint of all parameters that a rank came to."""
-    from adaptra_megatron.emulation.results import fingerprint
+    from testing.results import fingerprint
 
     found: dict[str, Any] = torch.load(directory / f"rank{rank}.pt", weights_only=True)["tensors"]
     return fingerprint({name: tensor for name, tensor in found.items() if name.startswith("parameter ")})

@@ -174,7 +174,7 @@ def test_auto_after_the_flag_is_no_second_time() -> None:
 @pytest.mark.parametrize("command", [["spawn.py", "--adaptra"], ["-m", "adaptra_megatron", "spawn.py"]])
 def test_processes_of_the_script_start_as_ever(command: list[str]) -> None:
     found = json.loads(start(*command).stdout)
-    assert "adaptra_megatron.bootstrap" in found["own"]
+    assert "adaptra_megatron.engine.bootstrap" in found["own"]
     assert found["spawn"] == [], "a spawned process has its own command line"
     assert found["fork"] == found["own"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.processes import compare_dumps
 
-from adaptra_megatron.emulation.results import ResultsDifferError, TrainingResult, differences, save_result
+from testing.results import ResultsDifferError, TrainingResult, differences, save_result
 
 
 def result(weight: torch.Tensor) -> TrainingResult:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from adaptra_megatron.authentication import tagged_json
+from adaptra_megatron.common.authentication import tagged_json
 from adaptra_megatron.control.decisions import (
     Decision,
     Forecast,
@@ -33,15 +33,15 @@ from adaptra_megatron.control.measurements import (
     StageMeasurement,
     measurement_of,
 )
-from adaptra_megatron.control.memory import StageMemory
+from adaptra_megatron.control.stage_memory import StageMemory
 from adaptra_megatron.control.wire_format import encoded
+from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.figures.scalars import JobFigures, LinkFigures, MemoryFigures
-from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
-from adaptra_megatron.transport.delegate import control
+from adaptra_megatron.transport.delegate import delegate_control as control
 from adaptra_megatron.transport.failover import control_messages
-from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
-from adaptra_megatron.transport.paths import Path, ProbeTimes
+from adaptra_megatron.transport.link_paths import Path, ProbeTimes
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, MessageTimes
 from fuzz.mutations import spoil_stream
 from fuzz.verbs_talk import anything
 

@@ -21,7 +21,7 @@ from typing import Any
 from support.made_up.foreign import blocking, in_step, kineto, named, overlapped, with_args
 from support.made_up.runs import Iteration, write_run
 
-from adaptra_megatron.cli.main import main as adaptra
+from adaptra_megatron.tools.cli.main import main as adaptra
 from fuzz.mutations import spoil_stream
 
 _VALUES: tuple[Any, ...] = (

@@ -8,7 +8,7 @@ import struct
 from random import Random
 from typing import Any, get_args
 
-from adaptra_megatron.transport.wires.verbs.messages import (
+from adaptra_megatron.transport.wires.verbs.verbs_messages import (
     LARGEST_NBYTES,
     Decoder,
     Endpoint,

@@ -14,7 +14,7 @@ from adaptra_megatron.transport.dual_path.dual_link import DualLink
 from adaptra_megatron.transport.gpu.cuda_device import CudaDevice
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_ends import LinkEnds
-from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, TransportError
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adaptra_megatron.control.device_memory import CudaMemory
-from adaptra_megatron.runtime.execution.timers import make_timer
+from adaptra_megatron.engine.execution.executor import make_timer
 from adaptra_megatron.transport.gpu.device_clock import EXACT_S, CudaEvents, DeviceClock
 
 pytestmark = pytest.mark.gpu

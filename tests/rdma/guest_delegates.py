@@ -22,9 +22,9 @@ import pytest
 from rails import SLOT_NBYTES, SLOTS, link_down, random_bytes, wait_until, write_message
 
 from adaptra_megatron.transport._ring import Event, Inbox, Ring, RingClosedError
-from adaptra_megatron.transport.delegate.control import Open, Start
+from adaptra_megatron.transport.delegate.delegate_control import Open, Start
 from adaptra_megatron.transport.delegate.supervisor import Link, Supervisor
-from adaptra_megatron.transport.host_link.state import GiveUp
+from adaptra_megatron.transport.host_link.host_link_state import GiveUp
 
 LIMIT_S = 90.0
 JOB, SECRET = secrets.token_hex(16), secrets.token_hex(32)

@@ -15,10 +15,10 @@ import pytest
 from rails import SLOT_NBYTES, SLOTS, link_down, packets_lost, random_bytes, wait_until, write_message
 
 from adaptra_megatron.transport._ring import Ring
-from adaptra_megatron.transport.wires.verbs.device import Port, load_verbs
-from adaptra_megatron.transport.wires.verbs.messages import Endpoint
 from adaptra_megatron.transport.wires.verbs.queue_pair import VerbsQueuePair
 from adaptra_megatron.transport.wires.verbs.rail import Completion, Did
+from adaptra_megatron.transport.wires.verbs.verbs_device import Port, load_verbs
+from adaptra_megatron.transport.wires.verbs.verbs_messages import Endpoint
 
 NBYTES = 10000
 FAILS_S = 10.0

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 import numpy
 
 from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event, Inbox, Ring
-from adaptra_megatron.transport.wires.verbs.session import VerbsSession
-from adaptra_megatron.transport.wires.verbs.wire import VerbsWire
+from adaptra_megatron.transport.wires.verbs.verbs_session import VerbsSession
+from adaptra_megatron.transport.wires.verbs.verbs_wire import VerbsWire
 
 SLOTS, SLOT_NBYTES = 16, 1 << 18
 UP_S = 30.0

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from ortools.sat.python import cp_model
 
-from adaptra_megatron.schedule.actions import Kind, Schedule
 from adaptra_megatron.schedule.costs import Costs, LinkCost
+from adaptra_megatron.schedule.ir import Kind, Schedule
 from adaptra_megatron.schedule.simulator import Simulation
 
 TICKS_PER_SECOND = 1000

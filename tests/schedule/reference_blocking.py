@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.ir import Action, Kind, Schedule
 from adaptra_megatron.schedule.transfers.blocking import Call, Step, stock_programs
 
 Times = list[list[float]]

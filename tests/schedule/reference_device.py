@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 
 from reference_simulator import Links, Result, Times, duration, needed, produced
 
-from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.costs import Costs
-from adaptra_megatron.schedule.transfers.launch_order import LaunchRanks, receives_before
-from adaptra_megatron.schedule.transfers.messages import Message
-from adaptra_megatron.schedule.transfers.messages import needed as message_for
-from adaptra_megatron.schedule.transfers.messages import produced as message_of
+from adaptra_megatron.schedule.ir import Action, Kind, Schedule
+from adaptra_megatron.schedule.transfers.launch_order import LaunchRanks, Message, receives_before
+from adaptra_megatron.schedule.transfers.launch_order import needed as message_for
+from adaptra_megatron.schedule.transfers.launch_order import produced as message_of
 
 
 @dataclass(eq=False)

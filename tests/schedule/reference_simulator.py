@@ -10,9 +10,8 @@ from collections import defaultdict
 from hypothesis import strategies as st
 from support.schedules import random_placements
 
-from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.costs import Costs, LinkCost
-from adaptra_megatron.schedule.placement import Placement
+from adaptra_megatron.schedule.ir import Action, Kind, Placement, Schedule
 
 Times = list[list[float]]
 # A message or result: the kind that needs it, and its virtual stage and micro-batch.

@@ -11,9 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from adaptra_megatron.schedule import classic
-from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule
-from adaptra_megatron.schedule.checks import ScheduleError, check_schedule
-from adaptra_megatron.schedule.weight_delays import delay_weights, split_backward
+from adaptra_megatron.schedule.classic import delay_weights, split_backward
+from adaptra_megatron.schedule.ir import Action, Kind, Order, Schedule
+from adaptra_megatron.schedule.schedule_checks import ScheduleError, check_schedule
 
 BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 

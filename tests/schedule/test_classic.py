@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from adaptra_megatron.schedule import classic
-from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule
-from adaptra_megatron.schedule.checks import check_schedule
-from adaptra_megatron.schedule.errors import ScheduleError
-from adaptra_megatron.schedule.weight_delays import delay_weights, split_backward
+from adaptra_megatron.schedule.classic import delay_weights, split_backward
+from adaptra_megatron.schedule.ir import Action, Kind, Order, Schedule, ScheduleError
+from adaptra_megatron.schedule.schedule_checks import check_schedule
 
 STAGES = range(2, 17)
 

@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.schedule.costs import LEAST_RELEASED, CostError, Costs, LinkCost, uniform_costs
-from adaptra_megatron.schedule.costs_json import costs_from_json, costs_to_json
-from adaptra_megatron.schedule.jobs.costs import Override
+from adaptra_megatron.schedule.costs import (
+    LEAST_RELEASED,
+    CostError,
+    Costs,
+    LinkCost,
+    costs_from_json,
+    costs_to_json,
+    uniform_costs,
+)
+from adaptra_megatron.schedule.jobs.job_costs import Override
 
 SECONDS = st.floats(0.0, 10.0)
 GOOD: dict[str, Any] = {

@@ -12,13 +12,11 @@ from support.torch_stages import torch_stages
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from adaptra_megatron.schedule import classic
-from adaptra_megatron.schedule.actions import Schedule
-from adaptra_megatron.schedule.checks import check_schedule
+from adaptra_megatron.schedule.classic import split_backward
 from adaptra_megatron.schedule.csv_format import overlaps, schedule_from_csv, schedule_to_csv
-from adaptra_megatron.schedule.errors import ScheduleError
-from adaptra_megatron.schedule.placement import interleaved
-from adaptra_megatron.schedule.registry import SCHEDULES, make_schedule
-from adaptra_megatron.schedule.weight_delays import split_backward
+from adaptra_megatron.schedule.ir import Schedule, ScheduleError, interleaved
+from adaptra_megatron.schedule.order_registry import SCHEDULES, make_schedule
+from adaptra_megatron.schedule.schedule_checks import check_schedule
 
 NAMED = {name: make_schedule(name, 4, 8, named.chunks[0]) for name, named in SCHEDULES.items()}
 CASES = {name: schedule for name, schedule in NAMED.items() if schedule.custom_placement is None} | {

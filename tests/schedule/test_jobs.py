@@ -10,13 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_simulator import random_costs
 
-from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import gpipe, one_f_one_b, zb_h1
 from adaptra_megatron.schedule.costs import CostError, LinkCost, uniform_costs
-from adaptra_megatron.schedule.jobs.costs import JobCosts, LinkChange, Override, job_costs, ranges, worst_costs
-from adaptra_megatron.schedule.jobs.json_format import job_costs_from_json
-from adaptra_megatron.schedule.jobs.planner import plan_job
-from adaptra_megatron.schedule.jobs.simulation import (
+from adaptra_megatron.schedule.jobs.job_costs import (
+    JobCosts,
+    LinkChange,
+    Override,
+    job_costs,
+    job_costs_from_json,
+    ranges,
+    worst_costs,
+)
+from adaptra_megatron.schedule.jobs.job_planner import plan_job
+from adaptra_megatron.schedule.jobs.job_simulation import (
     find_cause,
     fixed_order,
     iteration_s,
@@ -26,6 +32,7 @@ from adaptra_megatron.schedule.jobs.simulation import (
     simulate_job_online,
 )
 from adaptra_megatron.schedule.planner import plan
+from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import SimulationError, simulate, simulate_online
 
 BASE = uniform_costs(

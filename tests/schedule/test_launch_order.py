@@ -9,11 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.schedules import named_schedules, random_schedules
 
-from adaptra_megatron.schedule.actions import Order, Schedule
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
-from adaptra_megatron.schedule.transfers.launch_order import Posting, launch_ranks, receives_at_ends, receives_before
-from adaptra_megatron.schedule.transfers.messages import Message, needed, produced, sent_to
+from adaptra_megatron.schedule.ir import Order, Schedule
+from adaptra_megatron.schedule.transfers.launch_order import (
+    Message,
+    Posting,
+    launch_ranks,
+    needed,
+    produced,
+    receives_at_ends,
+    receives_before,
+    sent_to,
+)
 
 schedules = st.one_of(named_schedules(), random_schedules(), random_schedules(placed=True))
 

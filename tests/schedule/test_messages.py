@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.schedules import named_schedules, random_schedules
 
-from adaptra_megatron.schedule.actions import Action, Kind, Schedule
-from adaptra_megatron.schedule.placement import interleaved
-from adaptra_megatron.schedule.transfers.messages import Message, needed, produced, sent_to
+from adaptra_megatron.schedule.ir import Action, Kind, Schedule, interleaved
+from adaptra_megatron.schedule.transfers.launch_order import Message, needed, produced, sent_to
 
 schedules = st.one_of(named_schedules(), random_schedules(), random_schedules(placed=True))
 

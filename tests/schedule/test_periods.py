@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.schedules import named_schedules
 
-from adaptra_megatron.schedule.actions import Schedule
-from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs, uniform_costs_for
+from adaptra_megatron.schedule.ir import Schedule
+from adaptra_megatron.schedule.order_registry import make_schedule
 from adaptra_megatron.schedule.periods import period_bound, period_s, plan_for_period, repeated
 from adaptra_megatron.schedule.planner import plan
-from adaptra_megatron.schedule.registry import make_schedule
+from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import simulate
 
 

@@ -13,18 +13,23 @@ from hypothesis import strategies as st
 from reference_simulator import random_costs, reference_replay
 from support.schedules import random_placements, random_schedules
 
-from adaptra_megatron.schedule.actions import Schedule
 from adaptra_megatron.schedule.bounds import lower_bound
-from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import interleaved as interleaved_1f1b
-from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, uniform_costs, uniform_costs_for
-from adaptra_megatron.schedule.costs_json import costs_from_json, costs_to_json
+from adaptra_megatron.schedule.costs import (
+    CostError,
+    Costs,
+    LinkCost,
+    costs_from_json,
+    costs_to_json,
+    uniform_costs,
+    uniform_costs_for,
+)
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
-from adaptra_megatron.schedule.errors import ScheduleError
-from adaptra_megatron.schedule.jobs.costs import job_costs
-from adaptra_megatron.schedule.jobs.simulation import job_bound, simulate_job
-from adaptra_megatron.schedule.placement import Place, Placement, interleaved, v_shape
+from adaptra_megatron.schedule.ir import Place, Placement, Schedule, ScheduleError, interleaved, v_shape
+from adaptra_megatron.schedule.jobs.job_costs import job_costs
+from adaptra_megatron.schedule.jobs.job_simulation import job_bound, simulate_job
 from adaptra_megatron.schedule.planner import plan
+from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import SimulationError, simulate, simulate_online
 from adaptra_megatron.schedule.v_shaped import zb_v
 

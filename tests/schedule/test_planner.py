@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from planner_cases import emulated_case, roomy_case, tight_case
 from reference_simulator import random_costs
 
-from adaptra_megatron.schedule.actions import Kind
-from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import interleaved, one_f_one_b, zb_h1
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
+from adaptra_megatron.schedule.ir import Kind
 from adaptra_megatron.schedule.planner import Plan, PlanError, plan
+from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import simulate
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from adaptra_megatron.schedule.checks import check_schedule
-from adaptra_megatron.schedule.errors import ScheduleError
-from adaptra_megatron.schedule.registry import SCHEDULES, make_schedule
+from adaptra_megatron.schedule.ir import ScheduleError
+from adaptra_megatron.schedule.order_registry import SCHEDULES, make_schedule
+from adaptra_megatron.schedule.schedule_checks import check_schedule
 
 each_name = pytest.mark.parametrize("name", SCHEDULES)
 

@@ -12,11 +12,10 @@ from reference_blocking import replay_blocking
 from reference_device import DeviceReference
 from reference_simulator import OnlineReference, random_costs, reference_replay
 
-from adaptra_megatron.schedule.actions import Action, Kind, Schedule
-from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import gpipe, interleaved, one_f_one_b
 from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, uniform_costs
-from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.ir import Action, Kind, Schedule, ScheduleError
+from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import Simulation, SimulationError, peak_in_flight, simulate, simulate_online
 from adaptra_megatron.schedule.transfers.launch_order import launch_ranks
 

@@ -13,15 +13,13 @@ from reference_simulator import random_costs
 from support.torch_stages import torch_stages
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from adaptra_megatron.schedule.actions import Kind, Schedule
 from adaptra_megatron.schedule.bounds import lower_bound
-from adaptra_megatron.schedule.checks import check_schedule
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, uniform_costs
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
-from adaptra_megatron.schedule.errors import ScheduleError
-from adaptra_megatron.schedule.placement import v_shape
+from adaptra_megatron.schedule.ir import Kind, Schedule, ScheduleError, v_shape
 from adaptra_megatron.schedule.planner import plan
+from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import Simulation, simulate
 from adaptra_megatron.schedule.v_shaped import dualpipe_v, v_half, v_min, v_orders, zb_v
 

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.costs import Costs
-from adaptra_megatron.telemetry.records import ActionRecord
+from adaptra_megatron.schedule.ir import Action, Kind, Schedule
+from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.tracing.trace import RankTrace
 
 

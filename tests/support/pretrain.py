@@ -14,10 +14,10 @@ import pytest
 from support.processes import REPOSITORY, RankResult, compare_dumps, run_ranks
 from support.start_up import check_start_up_line
 
-from adaptra_megatron.emulation.megatron.megatron_lm import CPU_ARGUMENTS
+from testing.megatron.megatron_lm import CPU_ARGUMENTS
 
 CHECKOUT = Path(os.environ.get("MEGATRON_LM", REPOSITORY / "build" / "megatron-lm"))
-LAUNCHER = ("-m", "adaptra_megatron.emulation.megatron.megatron_lm")
+LAUNCHER = ("-m", "testing.megatron.megatron_lm")
 
 needs_megatron_lm = [
     pytest.mark.megatron_lm,

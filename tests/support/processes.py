@@ -6,14 +6,14 @@
         start_ranks(4, [TRAIN_GPT, "--emulate-cpu", ..., "--adaptra", "--dump-state", f"{tmp_path}/ours"], timeout_s=60)
         compare_dumps(tmp_path / "stock", tmp_path / "ours")
 
-Several trainings in one set of processes: `adaptra_megatron.emulation.jobs.variants`.
+Several trainings in one set of processes: `testing.jobs.variants`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from adaptra_megatron.emulation.jobs.launch import LaunchError, RankResult, run_ranks
+from adaptra_megatron.tools.local_ranks.launch_ranks import LaunchError, RankResult, run_ranks
 
 __all__ = ["REPOSITORY", "TRAIN_GPT", "LaunchError", "RankResult", "compare_dumps", "run_ranks"]
 
@@ -27,6 +27,6 @@ def compare_dumps(expected: Path, actual: Path) -> int:
     Fails on missing dumps, empty content and any difference: the first differing tensor, its number of differing
     elements and the largest difference are named.
     """
-    from adaptra_megatron.emulation.results import compare_directories
+    from testing.results import compare_directories
 
     return compare_directories(expected, actual)

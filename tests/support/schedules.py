@@ -7,11 +7,10 @@ import random
 
 from hypothesis import strategies as st
 
-from adaptra_megatron.schedule.actions import Action, Kind, Order, Schedule
-from adaptra_megatron.schedule.checks import check_schedule
-from adaptra_megatron.schedule.placement import Placement, interleaved, v_shape
-from adaptra_megatron.schedule.registry import SCHEDULES, make_schedule, names_for
-from adaptra_megatron.schedule.weight_delays import split_backward
+from adaptra_megatron.schedule.classic import split_backward
+from adaptra_megatron.schedule.ir import Action, Kind, Order, Placement, Schedule, interleaved, v_shape
+from adaptra_megatron.schedule.order_registry import SCHEDULES, make_schedule, names_for
+from adaptra_megatron.schedule.schedule_checks import check_schedule
 
 PLACED_AS_MEGATRON = {
     name for name, named in SCHEDULES.items() if make_schedule(name, 2, 2, named.chunks[0]).custom_placement is None

@@ -10,8 +10,8 @@ from __future__ import annotations
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from adaptra_megatron.emulation.training.context_parallel import GatheringAttention
-from adaptra_megatron.emulation.training.model import TorchNorm
+from testing.training.context_parallel import GatheringAttention
+from testing.training.model import TorchNorm
 
 _layer = get_gpt_layer_local_spec()
 _layer.submodules.input_layernorm = _layer.submodules.pre_mlp_layernorm = TorchNorm

@@ -6,10 +6,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from adaptra_megatron.authentication.handshake import JOB_NBYTES, SECRET_NBYTES
-from adaptra_megatron.transport.delegate.control import Open, Start
+from adaptra_megatron.common.authentication.handshake import JOB_NBYTES, SECRET_NBYTES
+from adaptra_megatron.transport.delegate.delegate_control import Open, Start
 from adaptra_megatron.transport.delegate.supervisor import Link, LinkEnd, Supervisor
-from adaptra_megatron.transport.setup.placement import listen_shm, listen_tcp
+from adaptra_megatron.transport.setup.host_placement import listen_shm, listen_tcp
 
 
 def supervised(

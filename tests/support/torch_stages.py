@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from adaptra_megatron.schedule.placement import Placement
+from adaptra_megatron.schedule.ir import Placement
 
 
 def torch_stages(placement: Placement) -> list[SimpleNamespace]:

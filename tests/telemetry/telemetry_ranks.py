@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
+from testing.megatron.megatron_on_cpu import install
 
 
 class SummaryWriter:
@@ -52,9 +52,9 @@ def main(output: Path, argv: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
-    from adaptra_megatron.emulation.training import training
-    from adaptra_megatron.emulation.training.arguments import parse_arguments
-    from adaptra_megatron.emulation.training.process_groups import join_job, leave_job
+    from testing.training import train as training
+    from testing.training.process_groups import join_job, leave_job
+    from testing.training.training_arguments import parse_arguments
 
     args = parse_arguments(["--emulate-cpu", "--distributed-backend", "gloo", *argv])
     last = join_job(args) - 1

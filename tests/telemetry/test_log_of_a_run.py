@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.processes import REPOSITORY
 
-from adaptra_megatron.emulation.jobs.launch import RankResult
+from adaptra_megatron.tools.local_ranks.launch_ranks import RankResult
 
 STAGES = 3
 HEALTHY_ITERATIONS = int(os.environ.get("HEALTHY_ITERATIONS", "250"))

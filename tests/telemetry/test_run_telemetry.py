@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from adaptra_megatron.control.decisions import PackedFigures
+from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.events.changes import (
     MEASURED_OVER,
     TOLD_AFTER_S,
@@ -30,7 +31,6 @@ from adaptra_megatron.telemetry.events.events import (
     SwitchMeasured,
 )
 from adaptra_megatron.telemetry.figures.scalars import MEGATRON_VARIABLES, JobFigures, RankFigures
-from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
 from adaptra_megatron.telemetry.tracing.trace import read_traces
 from adaptra_megatron.telemetry.tracing.trace_requests import request_directory

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from adaptra_megatron.cli.main import main as adaptra
-from adaptra_megatron.emulation.faults.holds import HELD_S
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer
-from adaptra_megatron.emulation.jobs.launch import free_port, run_ranks
 from adaptra_megatron.telemetry.events.event_log import read_events
 from adaptra_megatron.telemetry.tracing.trace import read_trace, trace_path
+from adaptra_megatron.tools.cli.main import main as adaptra
+from adaptra_megatron.tools.local_ranks.launch_ranks import free_port, run_ranks
+from testing.faults.holds import HELD_S
+from testing.jobs.fork_server import ForkServer
 
 STAGES, MICRO_BATCHES, ITERATIONS, ONSET, HELD, LATENCY_S = 3, 6, 60, 12, 40, 0.04
 MESSAGE_NBYTES = 4 * 16 * 32

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from support.made_up.job import SECRET, layout
 from support.namespaces import ADDRESSES, Host, joined_hosts
 
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.ports import PortRange, bound_within
 from adaptra_megatron.control.clocks.clocks import ClockSettings, _Relating
-from adaptra_megatron.emulation.jobs.launch import free_port
-from adaptra_megatron.job.control_store import ControlStore
+from adaptra_megatron.tools.local_ranks.launch_ranks import free_port
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.messages import TransportError
-from adaptra_megatron.transport.ports import PortRange, bound_within
+from adaptra_megatron.transport.message_keys import TransportError
+from adaptra_megatron.transport.setup.host_placement import listen_tcp
 from adaptra_megatron.transport.setup.host_setup import HostSetup
-from adaptra_megatron.transport.setup.placement import listen_tcp
 
 HERE = "127.0.0.1"
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.message_keys import TransportError
 from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
 
 CPU = torch.device("cpu")

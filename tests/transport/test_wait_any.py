@@ -13,7 +13,7 @@ import pytest
 from support.processes import RankResult
 
 from adaptra_megatron.transport.arrival_signal import ArrivalSignal
-from adaptra_megatron.transport.messages import Direction, MessageKey
+from adaptra_megatron.transport.message_keys import Direction, MessageKey
 
 RANKS = str(Path(__file__).with_name("ranks") / "wait_any_ranks.py")
 KEYS = [MessageKey(0, Direction.ACTIVATION, 0, number) for number in range(3)]

@@ -12,12 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from adaptra_megatron.authentication.handshake import HandshakeError, Purpose, connect
-from adaptra_megatron.authentication.socket_io import tune_connection
-from adaptra_megatron.backoff import Backoff
+from adaptra_megatron.common.authentication.handshake import HandshakeError, Purpose, connect, tune_connection
+from adaptra_megatron.common.backoff import Backoff
+from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.control.decisions import MOST_NBYTES
 from adaptra_megatron.control.rounds import HEAD, Address, framed
-from adaptra_megatron.log import logger_of
 
 logger = logger_of(__name__)
 

@@ -12,15 +12,15 @@ import hashlib
 import socket
 from collections.abc import Callable, Collection
 
-from adaptra_megatron.authentication.acceptor import MOST_UNPROVEN, Acceptor
-from adaptra_megatron.authentication.handshake import (
+from adaptra_megatron.common.authentication.acceptor import MOST_UNPROVEN, Acceptor
+from adaptra_megatron.common.authentication.handshake import (
     JOB_NBYTES,
     SESSION_NBYTES,
     HandshakeError,
     Purpose,
     Refusal,
+    tune_connection,
 )
-from adaptra_megatron.authentication.socket_io import tune_connection
 from adaptra_megatron.control.measurements import MOST_NBYTES
 from adaptra_megatron.control.rounds import HEAD, framed
 

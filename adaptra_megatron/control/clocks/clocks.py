@@ -15,16 +15,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from adaptra_megatron.authentication.tagged_json import packed, unpacked
-from adaptra_megatron.control.clocks.clock_fit import MAX_DRIFT, ClockLine
-from adaptra_megatron.control.clocks.clock_service import INTERVAL_S, Address, ClockFollower, ClockServer, RelatedClock
-from adaptra_megatron.job.control_store import ControlStore
-from adaptra_megatron.job.layout import JobLayout
-from adaptra_megatron.job.process_groups import epoch_group
-from adaptra_megatron.log import logger_of
-from adaptra_megatron.transport.messages import TransportError
-from adaptra_megatron.transport.ports import PortRange
-from adaptra_megatron.transport.setup.placement import listen_tcp, listening_host
+from adaptra_megatron.common.authentication.tagged_json import packed, unpacked
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.gathering import epoch_group
+from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.ports import PortRange
+from adaptra_megatron.control.clocks.clock_service import (
+    INTERVAL_S,
+    MAX_DRIFT,
+    Address,
+    ClockFollower,
+    ClockLine,
+    ClockServer,
+    RelatedClock,
+)
+from adaptra_megatron.transport.message_keys import TransportError
+from adaptra_megatron.transport.setup.host_placement import listen_tcp, listening_host
 
 logger = logger_of(__name__)
 

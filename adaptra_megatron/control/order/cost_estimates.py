@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from adaptra_megatron.control.order.plans import Layout
-from adaptra_megatron.detector.findings import Estimates, LinkEstimate, State
-from adaptra_megatron.detector.samples import IterationSample, LinkId
-from adaptra_megatron.schedule.actions import Kind
+from adaptra_megatron.control.detector.link_findings import Estimates, LinkEstimate, State
+from adaptra_megatron.control.detector.samples import IterationSample, LinkId
+from adaptra_megatron.control.order.plan_book import Layout
 from adaptra_megatron.schedule.costs import Costs, LinkCost, PerChunk
+from adaptra_megatron.schedule.ir import Kind
 from adaptra_megatron.telemetry.figures.scalars import LinkFigures
-from adaptra_megatron.transport.paths import Path
+from adaptra_megatron.transport.link_paths import Path
 
 DirectedLink = tuple[int, int]
 """Source and target stage."""

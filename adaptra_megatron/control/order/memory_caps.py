@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from adaptra_megatron.control.memory import StageMemory
+from adaptra_megatron.control.stage_memory import StageMemory
 from adaptra_megatron.telemetry.figures.scalars import MemoryFigures
 
 RISE_AFTER = 8

@@ -6,12 +6,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from adaptra_megatron.control.order.plans import PLANNING_S, Layout
-from adaptra_megatron.log import logger_of
-from adaptra_megatron.reasons import Reason, joined, reason_fields
-from adaptra_megatron.schedule.actions import Schedule
-from adaptra_megatron.schedule.costs import NO_COST, Costs
-from adaptra_megatron.schedule.costs_json import costs_to_json
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.reasons import Reason, joined, reason_fields
+from adaptra_megatron.control.order.plan_book import PLANNING_S, Layout
+from adaptra_megatron.schedule.costs import NO_COST, Costs, costs_to_json
+from adaptra_megatron.schedule.ir import Schedule
 from adaptra_megatron.schedule.more_memory import Bought, more_memory
 from adaptra_megatron.schedule.planner import Plan
 from adaptra_megatron.schedule.simulator import peak_in_flight

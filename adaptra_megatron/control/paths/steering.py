@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from adaptra_megatron.control.decisions import Paths
 from adaptra_megatron.control.measurements import BrokenPath
-from adaptra_megatron.transport.messages import TwoPathTransport
-from adaptra_megatron.transport.paths import Path, ProbeTimes
+from adaptra_megatron.transport.link_paths import Path, ProbeTimes
+from adaptra_megatron.transport.message_keys import TwoPathTransport
 
 
 class LinkSteering:

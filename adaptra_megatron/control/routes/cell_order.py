@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from adaptra_megatron.authentication.tagged_json import packed, unpacked
+from adaptra_megatron.common.authentication.tagged_json import packed, unpacked
+from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.control.decisions import Moved
-from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.schedule.costs import Costs
-from adaptra_megatron.schedule.routing.costs import Cell
-from adaptra_megatron.schedule.routing.plans import RoutedAction, RoutedMessage, RoutedSchedule, Routing
-from adaptra_megatron.schedule.routing.simulator import RoutedSimulation
+from adaptra_megatron.schedule.ir import Kind
+from adaptra_megatron.schedule.routing.routed_plans import RoutedAction, RoutedMessage, RoutedSchedule, Routing
+from adaptra_megatron.schedule.routing.routed_simulator import RoutedSimulation
 
 MOST_NBYTES = 1 << 24
 

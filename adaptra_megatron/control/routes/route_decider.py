@@ -5,31 +5,108 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.common.reasons import Reason, joined, reason_fields, reason_text
 from adaptra_megatron.control.deciders import Context, Telemetry
 from adaptra_megatron.control.decisions import Forecast, Moved, Routing
+from adaptra_megatron.control.detector.link_findings import Estimates
+from adaptra_megatron.control.detector.samples import IterationSample, LinkId, StageId
 from adaptra_megatron.control.measurements import StageMeasurement
+from adaptra_megatron.control.order.replanner import material_change
 from adaptra_megatron.control.routes.cell_order import cell_orders, moved_by, schedule_of
-from adaptra_megatron.control.routes.cell_speeds import (
-    Tables,
-    cell_figures,
-    cell_speeds,
-    cell_tables,
-    seconds_of,
-    slowness,
-    stragglers,
-)
-from adaptra_megatron.detector.samples import IterationSample
-from adaptra_megatron.log import logger_of
-from adaptra_megatron.reasons import Reason, reason_fields, reason_text
 from adaptra_megatron.schedule.costs import Costs
-from adaptra_megatron.schedule.routing import plans
-from adaptra_megatron.schedule.routing.costs import Cell, RoutedCosts, RoutingError
-from adaptra_megatron.schedule.routing.planner import RoutedPlan, plan_routed
+from adaptra_megatron.schedule.routing import routed_plans as plans
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts, RoutingError
+from adaptra_megatron.schedule.routing.routed_planner import RoutedPlan, plan_routed
+from adaptra_megatron.schedule.routing.routed_plans import Move, RoutedSchedule
+from adaptra_megatron.schedule.routing.routed_simulator import RoutedSimulation, simulate_routed
 from adaptra_megatron.telemetry.events.events import RoutesChosen
-from adaptra_megatron.telemetry.figures.scalars import RouteFigures
+from adaptra_megatron.telemetry.figures.scalars import CellFigures, RouteFigures
+
+# How fast cells compute beside the others of their stage, and which straggle.
+
+STRAGGLES = 1.15
+"""A cell that takes so many times as long as the fastest of its stage gives micro-batches away."""
+MOST_SHOWN = 256
+"""Figures of all cells are for jobs with no more than so many: all ranks get them in every iteration."""
+
+Tables = dict[str, tuple[tuple[float, ...], ...]]
+"""Seconds by table of `Costs`, [stage][chunk]."""
+
+
+def cell_tables(costs: Costs, estimates: Estimates, pipelines: Iterable[int]) -> Tables:
+    """Seconds of one replica's cells, each those of its slowest lane, as the tables of `costs`; what has not been
+    measured takes what it does there. `pipelines`: the replica's, by their first ranks."""
+    lanes, found = tuple(pipelines), Tables()
+    split = any(map(any, costs.backward_weight_s))
+    kinds = {"forward_s": "F", "backward_input_s": "I" if split else "B", "backward_weight_s": "W"}
+    for name, kind in kinds.items():
+        found[name] = tuple(
+            tuple(
+                max(_of_lanes(estimates, lanes, stage, kind, chunk), default=usual_s)
+                for chunk, usual_s in enumerate(row)
+            )
+            for stage, row in enumerate(getattr(costs, name))
+        )
+    return found
+
+
+def _of_lanes(estimates: Estimates, lanes: Iterable[int], stage: int, kind: str, chunk: int) -> list[float]:
+    known = (estimates.stages.get(StageId(first, stage)) for first in lanes)
+    durations = (lane.durations_s.get((kind, chunk)) for lane in known if lane is not None)
+    return [seconds for seconds in durations if seconds is not None]
+
+
+def seconds_of(tables: Sequence[Tables], without: Collection[Cell] = ()) -> dict[Cell, float]:
+    """Seconds of a micro-batch at each cell. `tables`: by replica."""
+    return {
+        Cell(replica, stage): sum(sum(table[stage]) for table in found.values())
+        for replica, found in enumerate(tables)
+        for stage in range(len(found["forward_s"]))
+        if Cell(replica, stage) not in without
+    }
+
+
+def cell_speeds(seconds: Mapping[Cell, float]) -> dict[Cell, float]:
+    """Speed of each cell as a share of that of the fastest of its stage, 0..1. `seconds`: of a micro-batch."""
+    fastest: dict[int, float] = {}
+    for cell, each_s in seconds.items():
+        fastest[cell.stage] = min(each_s, fastest.get(cell.stage, each_s))
+    return {cell: fastest[cell.stage] / each_s for cell, each_s in seconds.items() if fastest[cell.stage] > 0}
+
+
+def stragglers(speeds: Mapping[Cell, float], pinned: Iterable[int] = ()) -> dict[Cell, float]:
+    """Cells that take much longer than the fastest of their stage, and how many times as long."""
+    kept = set(pinned)
+    return {cell: 1 / speed for cell, speed in speeds.items() if 1 / speed >= STRAGGLES and cell.stage not in kept}
+
+
+def slowness(seconds: Mapping[Cell, float]) -> tuple[float, ...]:
+    """How many times as long as the fastest replica each takes, by its slowest cell; 1 where it does not straggle."""
+    longest: dict[int, float] = {}
+    for cell, each_s in sorted(seconds.items()):
+        longest[cell.replica] = max(each_s, longest.get(cell.replica, 0.0))
+    factors = [each_s / min(longest.values()) for each_s in longest.values()]
+    return tuple(factor if factor >= STRAGGLES else 1.0 for factor in factors)
+
+
+def cell_figures(speeds: Mapping[Cell, float], moves: Iterable[Move]) -> dict[tuple[int, int], CellFigures]:
+    """Figures by replica and stage: of all cells, or in a large job of those that straggle, give or take."""
+    given: Counter[Cell] = Counter()
+    taken: Counter[Cell] = Counter()
+    for move in moves:
+        given[move.source] += len(move.micro_batches)
+        taken[move.target] += len(move.micro_batches)
+    shown = set(speeds) if len(speeds) <= MOST_SHOWN else {*stragglers(speeds), *given, *taken}
+    return {
+        (cell.replica, cell.stage): CellFigures(speed=speeds[cell], given=given[cell], taken=taken[cell])
+        for cell in sorted(shown & set(speeds))
+    }
+
 
 logger = logger_of(__name__)
 
@@ -209,3 +286,100 @@ def in_words(slow: Mapping[Cell, float], moved: Iterable[Moved], micro_batches: 
             f"replica{'s' if ',' in names else ''} {names}"
         )
     return "; ".join(parts)
+
+
+# The leading rank's decisions on routes while cells are dead: all micro-batches pass live ones, as costs change.
+
+
+class LiveCellDecider:
+    """Plans what all live cells run, in place of what is decided on the order of a pipeline by itself.
+
+    Costs are those of the slowest pipeline, stage by stage and link by link, as for such orders; where routes are to
+    lead round slow cells as well, each cell has its own seconds. Where stages have several chunks, what was planned as
+    the set of live cells began stays.
+    """
+
+    def __init__(self, policy: RoutePolicy, stages: int, telemetry: Telemetry, running: Routing | None) -> None:
+        """`running`: what was decided before, or planned when the set of live cells began; None: it is not known."""
+        self._policy, self._telemetry = policy, telemetry
+        self._count = 0 if running is None else running.number
+        self._present: RoutedSchedule | None = None
+        """What runs."""
+        if running is not None and running.number:
+            replicas = len(policy.pipelines)
+            self._present = schedule_of(running.orders, replicas, stages, running.micro_batches)
+        self._planned: RoutedCosts | None = None
+        """Costs of the latest planning."""
+        self._speeds: Mapping[Cell, float] = {}
+        """Latest ones of all live cells; empty until each stage has been measured."""
+        self._gain_s: float | None = None
+
+    def observe(self, measurements: Sequence[StageMeasurement], sample: IterationSample) -> None:
+        """Estimates tell all that counts."""
+
+    def decide(self, context: Context) -> Routing | None:
+        """New routes and orders, where they are worth a switch."""
+        context.routed = True
+        if context.costs is None or context.costs.chunks > 1:
+            return None
+        known = dataclasses.replace(context.costs, backward_s=None)
+        tables = [cell_tables(known, context.estimates, lanes) for lanes in self._policy.pipelines]
+        self._speeds = cell_speeds(seconds_of(tables, without=self._policy.dead))
+        costs = (known,) * len(tables)
+        if self._policy.avoids_slow:
+            costs = tuple(known.with_tables(table) for table in tables)
+        routed = RoutedCosts(replicas=costs, dead=frozenset(self._policy.dead))
+        reason = self._reason(context, routed)
+        if not reason:
+            return None
+        self._planned = routed
+        return self._plan(context, routed, reason)
+
+    def figures(self) -> RouteFigures | None:
+        """Figures of the cells and of what runs; None until each stage has been measured."""
+        if not self._speeds:
+            return None
+        moves = () if self._present is None else self._present.routing.moves()
+        return RouteFigures(cells=cell_figures(self._speeds, moves), predicted_gain_s=self._gain_s)
+
+    def _reason(self, context: Context, costs: RoutedCosts) -> Reason:
+        """Why planning is due, in words; empty where it is not."""
+        relevant = {*context.in_use.values(), *context.carried.values()}
+        found: list[Reason] = [
+            finding.describe()
+            for finding in context.findings
+            if not isinstance(finding.subject, LinkId) or finding.subject in relevant
+        ]
+        if self._planned is None:
+            found.append("first costs of the live cells")
+        elif not found:
+            changes = map(material_change, self._planned.replicas, costs.replicas)
+            found += [change for change in changes if change is not None][:1]
+        return joined([*found, *context.reasons])
+
+    def _plan(self, context: Context, costs: RoutedCosts, reason: Reason) -> Routing | None:
+        runs = None
+        if self._present is not None and self._present.routing.micro_batches == context.micro_batches:
+            runs = simulate_routed(self._present, costs)
+        split = any(any(map(any, each.backward_weight_s)) for each in costs.replicas)
+        routing = None if runs is None else runs.schedule.routing
+        plan = plan_routed(costs, present=routing, least_gain=LEAST_GAIN, split=split)
+        if runs is not None and not _pays(plan, runs, costs):
+            return None
+        self._count += 1
+        self._present = plan.schedule
+        present_s = None if runs is None else runs.period_s
+        self._gain_s = None if present_s is None else present_s - plan.simulation.period_s
+        slow = stragglers(self._speeds) if self._policy.avoids_slow else {}
+        announce(self._telemetry, context, plan, present_s, reason, slow, self._speeds)
+        orders = cell_orders(plan.simulation, costs.replicas[0])
+        return Routing(self._count, context.micro_batches, moved_by(plan.routing), orders)
+
+
+def _pays(plan: RoutedPlan, runs: RoutedSimulation, costs: RoutedCosts) -> bool:
+    """Return whether `plan` saves enough, or what runs would hold more activations than there is memory for."""
+    if plan.simulation.period_s <= (1.0 - LEAST_GAIN) * runs.period_s:
+        return True
+    stages, peaks = costs.stages, runs.peak_in_flight
+    replicas = range(len(costs.replicas))
+    return any(costs.replicas[each].stages_over_cap(peaks[each * stages : (each + 1) * stages]) for each in replicas)

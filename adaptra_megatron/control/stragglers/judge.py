@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from adaptra_megatron.control.stragglers.reports import MOST_ROWS, LateCell, Reports, Verdict
-from adaptra_megatron.detector.straggler_causes import Cause, HostFigures, explain
-from adaptra_megatron.detector.stragglers import WINDOW, Late, Row, Stragglers
-from adaptra_megatron.log import logger_of
-from adaptra_megatron.schedule.routing.costs import Cell
+from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.control.detector.straggler_arrivals import WINDOW, Late, Row, Stragglers
+from adaptra_megatron.control.detector.straggler_causes import Cause, HostFigures, explain
+from adaptra_megatron.control.stragglers.straggler_reports import MOST_ROWS, LateCell, Reports, Verdict
 from adaptra_megatron.telemetry.events.events import ArrivalsSeen, Event, StragglerDetection
 
 logger = logger_of(__name__)

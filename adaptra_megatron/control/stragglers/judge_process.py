@@ -10,11 +10,12 @@ import contextlib
 import socket
 import time
 
-from adaptra_megatron.control.beside.channel import packed
-from adaptra_megatron.control.beside.process import Notes, allow_connections, serve
+from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.control.beside.beside_process import Notes, allow_connections, packed, serve
 from adaptra_megatron.control.beside.report_server import ReportServer
 from adaptra_megatron.control.stragglers.judge import StragglerDetector
-from adaptra_megatron.control.stragglers.reports import (
+from adaptra_megatron.control.stragglers.straggler_reports import (
     TO_JUDGE,
     CellReport,
     Finish,
@@ -23,8 +24,6 @@ from adaptra_megatron.control.stragglers.reports import (
     Verdict,
     report_of,
 )
-from adaptra_megatron.log import logger_of
-from adaptra_megatron.schedule.routing.costs import Cell
 
 logger = logger_of(__name__)
 

@@ -13,11 +13,12 @@ import heapq
 from collections import defaultdict
 from collections.abc import Collection
 
-from adaptra_megatron.schedule.actions import Kind
+from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.schedule.costs import Costs
-from adaptra_megatron.schedule.routing.costs import Cell, RoutingError
-from adaptra_megatron.schedule.routing.plans import RoutedAction, RoutedSchedule, Routing
-from adaptra_megatron.schedule.routing.simulator import RoutedSimulation, peak_of
+from adaptra_megatron.schedule.ir import Kind
+from adaptra_megatron.schedule.routing.routed_costs import RoutingError
+from adaptra_megatron.schedule.routing.routed_plans import RoutedAction, RoutedSchedule, Routing
+from adaptra_megatron.schedule.routing.routed_simulator import RoutedSimulation, peak_of
 
 
 def routing_around(dead: Collection[Cell], replicas: int, stages: int, micro_batches: int) -> Routing:

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from adaptra_megatron.schedule import _native
-from adaptra_megatron.schedule.actions import Action, Kind, Schedule
 from adaptra_megatron.schedule.classic import interleaved, one_f_one_b
-from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.ir import Action, Kind, Schedule, ScheduleError
 from adaptra_megatron.schedule.native import encode_action
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from adaptra_megatron.telemetry.background import BackgroundWriter
+from adaptra_megatron.telemetry.background_writer import BackgroundWriter
 from adaptra_megatron.telemetry.events.events import Event, EventError, RunStarted, Stamp, StampedEvent, decode, encode
 from adaptra_megatron.telemetry.regular_files import is_no_file
 

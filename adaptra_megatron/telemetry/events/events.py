@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
-from adaptra_megatron.reasons import Reason, is_reason, reason_text
+from adaptra_megatron.common.reasons import Reason, is_reason, reason_text
 
 FORMAT_VERSION = 1
 

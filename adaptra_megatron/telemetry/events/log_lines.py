@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
-from adaptra_megatron.log import logger_of
-from adaptra_megatron.sparing_log import RateLimitedLog
+from adaptra_megatron.common.log import RateLimitedLog, logger_of
 from adaptra_megatron.telemetry.events.cables import (
     MEASURABLE,
     cable_of,

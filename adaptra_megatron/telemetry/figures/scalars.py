@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.common.log import logger_of
 
 logger = logger_of(__name__)
 

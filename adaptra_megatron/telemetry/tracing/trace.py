@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from adaptra_megatron.telemetry.background import BackgroundWriter
-from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
+from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
+from adaptra_megatron.telemetry.background_writer import BackgroundWriter
 from adaptra_megatron.telemetry.regular_files import is_no_file
 
 FILE_VERSION = 1

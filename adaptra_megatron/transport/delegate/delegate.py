@@ -16,13 +16,12 @@ import os
 import socket
 from collections.abc import Coroutine
 
-from adaptra_megatron.authentication.acceptor import Acceptor
-from adaptra_megatron.authentication.handshake import HandshakeError, Purpose, Refusal
-from adaptra_megatron.authentication.socket_io import wait_readable
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.common.authentication.acceptor import Acceptor
+from adaptra_megatron.common.authentication.handshake import HandshakeError, Purpose, Refusal, wait_readable
+from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport._ring import Ring, die_with_parent
-from adaptra_megatron.transport.delegate import control
-from adaptra_megatron.transport.delegate.control import (
+from adaptra_megatron.transport.delegate import delegate_control as control
+from adaptra_megatron.transport.delegate.delegate_control import (
     Close,
     ControlEndedError,
     Counters,

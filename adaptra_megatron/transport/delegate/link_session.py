@@ -9,14 +9,13 @@ import secrets
 import socket
 from collections.abc import Callable
 
-from adaptra_megatron.authentication import handshake
-from adaptra_megatron.authentication.handshake import HandshakeError, Purpose, Refusal
-from adaptra_megatron.log import logger_of
-from adaptra_megatron.sparing_log import RateLimitedLog
+from adaptra_megatron.common.authentication import handshake
+from adaptra_megatron.common.authentication.handshake import HandshakeError, Purpose, Refusal
+from adaptra_megatron.common.log import RateLimitedLog, logger_of
 from adaptra_megatron.transport._ring import Ring
-from adaptra_megatron.transport.delegate.control import Down, Message, Open, Start, Up
-from adaptra_megatron.transport.wires.registry import WIRES, WireRequest
+from adaptra_megatron.transport.delegate.delegate_control import Down, Message, Open, Start, Up
 from adaptra_megatron.transport.wires.wire import Traffic, Wire
+from adaptra_megatron.transport.wires.wire_registry import WIRES, WireRequest
 
 MOST_LANES = 64
 ATTEMPTS = 3

@@ -23,12 +23,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from adaptra_megatron.backoff import Backoff
-from adaptra_megatron.log import logger_of
-from adaptra_megatron.sparing_log import RateLimitedLog
+from adaptra_megatron.common.backoff import Backoff
+from adaptra_megatron.common.child_process import ChildProcess
+from adaptra_megatron.common.log import RateLimitedLog, logger_of
 from adaptra_megatron.transport._ring import Ring
-from adaptra_megatron.transport.delegate import control
-from adaptra_megatron.transport.delegate.control import (
+from adaptra_megatron.transport.delegate import delegate_control as control
+from adaptra_megatron.transport.delegate.delegate_control import (
     Close,
     ControlEndedError,
     Counters,
@@ -43,10 +43,73 @@ from adaptra_megatron.transport.delegate.control import (
     Stop,
     Up,
 )
-from adaptra_megatron.transport.delegate.heartbeat import PATIENCE_S
-from adaptra_megatron.transport.delegate.process import DelegateProcess
-from adaptra_megatron.transport.host_link.state import GiveUp
-from adaptra_megatron.transport.wires.registry import WIRES
+from adaptra_megatron.transport.host_link.host_link_state import GiveUp
+from adaptra_megatron.transport.wires.wire_registry import WIRES
+
+# Watches that the delegate answers: a process that is stopped or hangs keeps its sockets open and says nothing.
+# Silence is counted only while the asking process itself ran: one that was stopped, or kept from running by a busy
+# machine or a long garbage collection, comes back late for its own tick, and that tick proves nothing about others.
+
+INTERVAL_S = 0.25
+PATIENCE_S = 0.75
+"""Silence after which a delegate is given up."""
+STARTING_S = 60.0
+"""Patience with the first answer: a new process imports, over a cold network file system too, beside many others."""
+LATE_S = 0.1
+"""A tick that is later than this was not on time."""
+
+
+class Heartbeat:
+    """Pings of one delegate. Pure bookkeeping; times are given (seconds of the monotonic clock).
+
+    Call `tick` at `next_s` or when convenient after it, and `answered` for each answer, before a tick that is due.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self.silent_s = 0.0
+        """How long the ping under way has been without answer, while this process ran."""
+        self.next_s = now_s
+        self._last_s = now_s
+        self._asked = 0
+        self._answered = 0
+
+    def exhausts(self, patience_s: float) -> bool:
+        """Return whether it has been silent for too long; there is more patience with its first answer."""
+        return self.silent_s >= (patience_s if self._answered else max(STARTING_S, patience_s))
+
+    def tick(self, now_s: float) -> int | None:
+        """The number of the ping to send now, if one is due."""
+        if now_s < self.next_s:
+            return None
+        on_time, elapsed_s = now_s - self.next_s <= LATE_S, now_s - self._last_s
+        self._last_s, self.next_s = now_s, now_s + INTERVAL_S
+        if self._asked > self._answered:
+            self.silent_s += elapsed_s if on_time else 0.0
+            return None
+        self._asked += 1
+        return self._asked
+
+    def answered(self, number: int) -> None:
+        """It has answered ping `number`."""
+        self._answered = max(self._answered, number)
+        if self._answered == self._asked:
+            self.silent_s = 0.0
+
+
+# A running delegate as its training process has it: the process, and the channel to it.
+
+
+class DelegateProcess(ChildProcess):
+    """One running delegate process."""
+
+    def __init__(self, start: Start, listeners: Sequence[socket.socket]) -> None:
+        """Starts it, as ChildProcess says."""
+        self.heartbeat = Heartbeat(time.monotonic())
+        super().__init__("adaptra_megatron.transport.delegate.delegate", socket.SOCK_SEQPACKET)
+        self.channel.settimeout(5.0)
+        with contextlib.suppress(ControlEndedError):  # seen where the channel is read
+            control.send(self.channel, start, [listener.fileno() for listener in listeners])
+
 
 logger = logger_of(__name__)
 

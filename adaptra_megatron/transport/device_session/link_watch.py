@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 
 logger = logger_of(__name__)

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 
 import torch
 
-from adaptra_megatron.job.control_store import ControlStore
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport.arrival_signal import ArrivalSignal
 from adaptra_megatron.transport.device_session.pair_group import LinkGroup
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
 from adaptra_megatron.transport.dual_path.link_opener import LinkOpener
 from adaptra_megatron.transport.dual_path.two_paths import SecondPath
-from adaptra_megatron.transport.failover.control_channel import ControlChannel
+from adaptra_megatron.transport.failover.control_messages import ControlChannel
 from adaptra_megatron.transport.gpu.cuda_device import Device
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.lines.line_messages import LinkNote
+from adaptra_megatron.transport.lines.lines import LinkNote
 from adaptra_megatron.transport.link_ends import LinkEnds
-from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
-from adaptra_megatron.transport.paths import LinkCounters, Path, PathSettings, ProbeTimes
+from adaptra_megatron.transport.link_paths import LinkCounters, Path, PathSettings, ProbeTimes
+from adaptra_megatron.transport.message_keys import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.setup.host_setup import meet
 from adaptra_megatron.transport.setup.link_setup import LinkMaker, greeting
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous, agree_on_host_path

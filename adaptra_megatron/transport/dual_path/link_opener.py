@@ -13,22 +13,59 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
-from adaptra_megatron.authentication.sealed_store import SealedStore
-from adaptra_megatron.backoff import Backoff
-from adaptra_megatron.job.control_store import ControlStore
-from adaptra_megatron.job.layout import JobLayout
-from adaptra_megatron.log import logger_of
-from adaptra_megatron.transport.delegate.control import Start
+from adaptra_megatron.common.authentication.sealed_store import SealedStore
+from adaptra_megatron.common.backoff import Backoff
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.transport.delegate.delegate_control import Start
 from adaptra_megatron.transport.delegate.supervisor import DRAIN_S, Link, Supervisor
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
 from adaptra_megatron.transport.gpu.cuda_device import DeviceThread
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.lines.lines import ControlConnections
-from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.message_keys import TransportError
 from adaptra_megatron.transport.setup.host_setup import HostSetup, Offer
-from adaptra_megatron.transport.setup.openings import LinkOpenings, Opening
-from adaptra_megatron.transport.wires.registry import WIRES
+from adaptra_megatron.transport.wires.wire_registry import WIRES
+
+# How the two ends of a link agree on which opening of it they are at, whichever of them opens it first or more often.
+# Each end says in the job's store what it is at; the greater number of two that are open counts. An end never comes
+# back to a number, so connections and device sessions of one opening get into no other.
+
+
+class Opening(NamedTuple):
+    """What one end of a link says of itself."""
+
+    number: int = 0
+    """How often the link has been opened, at the end that has done so most often as far as this one knows."""
+    open: bool = False
+
+
+class LinkOpenings:
+    """Openings of one link at one of its ends. Pure bookkeeping, not safe for threads."""
+
+    def __init__(self, number: int = 0) -> None:
+        """`number`: openings before; one, which is open, for a link that is made at the start."""
+        self.mine = Opening(number, open=number > 0)
+
+    def begin(self) -> None:
+        """This end opens the link."""
+        self.mine = Opening(self.mine.number + 1, open=True)
+
+    def end(self) -> None:
+        """This end has closed it."""
+        self.mine = self.mine._replace(open=False)
+
+    def agreed(self, theirs: Opening) -> bool:
+        """Return whether both ends are at one opening, by what the peer says; follows a peer that is ahead."""
+        if not (self.mine.open and theirs.open):
+            return False
+        if theirs.number > self.mine.number:
+            self.mine = theirs
+        return theirs.number == self.mine.number
+
 
 logger = logger_of(__name__)
 

@@ -13,17 +13,17 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.common.authentication.tagged_json import packed
+from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport.device_session.sessions import DevicePath, DeviceWork, MakeGroup
-from adaptra_megatron.transport.dual_path.device_side import DeviceSide
-from adaptra_megatron.transport.dual_path.host_side import HostSide, confirmation
-from adaptra_megatron.transport.failover.control_channel import ControlChannel
 from adaptra_megatron.transport.failover.control_messages import (
+    ControlChannel,
     FromSender,
     HostProbed,
     Note,
@@ -31,16 +31,189 @@ from adaptra_megatron.transport.failover.control_messages import (
     Received,
     decode_note,
 )
-from adaptra_megatron.transport.failover.probes import HostProber
-from adaptra_megatron.transport.failover.receiver import Receiver, ReceiverEffects
-from adaptra_megatron.transport.failover.sender import Sender, SenderEffects
+from adaptra_megatron.transport.failover.path_receiver import Receiver, ReceiverEffects
+from adaptra_megatron.transport.failover.path_sender import HostProber, Posted, Sender, SenderEffects
+from adaptra_megatron.transport.gpu.copies import Copies
 from adaptra_megatron.transport.gpu.cuda_device import Computed, is_computed
+from adaptra_megatron.transport.gpu.device_copies import HostPayload
+from adaptra_megatron.transport.host_link.host_link_state import HostLinkState
+from adaptra_megatron.transport.host_link.host_link_writer import HostLinkWriter
 from adaptra_megatron.transport.host_link.link_thread import LinkThread, Work
-from adaptra_megatron.transport.host_link.state import HostLinkState
-from adaptra_megatron.transport.messages import MessageKey, TensorSpecification
-from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings, ProbeTimes, why_down
+from adaptra_megatron.transport.host_link.message_queues import RetransmitQueue
+from adaptra_megatron.transport.link_paths import Path, PathCounters, PathSettings, ProbeTimes, why_down
+from adaptra_megatron.transport.message_keys import MessageKey, TensorSpecification, TransportError
 
 logger = logger_of(__name__)
+
+
+# What a link does on its device path: collected with the link's lock, done without it.
+# Sending and receiving are for the thread that asks for them; making and ending sessions may take time, and is for a
+# thread of its own.
+
+
+class DeviceSide:
+    """Callers hold the link's lock, unless it says otherwise."""
+
+    def __init__(
+        self, state: HostLinkState, sender: Sender[Computed], receiver: Receiver[TensorSpecification], path: DevicePath
+    ) -> None:
+        self._state, self._sender, self._receiver, self._path = state, sender, receiver, path
+        self._work = DeviceWork()
+        self._nothing = DeviceWork()
+        self._told_ended = {True: False, False: False}
+
+    @property
+    def pending(self) -> bool:
+        """Return whether there is work to take."""
+        return bool(self._work)
+
+    def add(
+        self, sender: SenderEffects[Computed], receiver: ReceiverEffects[TensorSpecification], *, header: bool
+    ) -> None:
+        """What the two ask of the device path. `header`: whether messages must say what they look like."""
+        work = self._work
+        work.sends += [(send, header) for send in sender.sends]
+        work.receives += receiver.receives
+        work.begin += [(True, session) for session in sender.begin] + [(False, session) for session in receiver.begin]
+        work.end += [(True, session) for session in sender.end] + [(False, session) for session in receiver.end]
+
+    def take_prompt(self) -> DeviceWork:
+        """What takes no time; the rest stays pending."""
+        work = self._work
+        if not work:
+            return self._nothing
+        self._work = DeviceWork(begin=work.begin, end=work.end)
+        return DeviceWork(sends=work.sends, receives=work.receives)
+
+    def take_all(self) -> DeviceWork:
+        """All that is pending."""
+        work, self._work = self._work, DeviceWork()
+        for as_sender, _session in work.end:
+            self._log_end(as_sender)
+        return work
+
+    def do(self, work: DeviceWork) -> None:
+        """Without the lock."""
+        for send, header in work.sends:
+            self._path.send(send, header=header)
+        for receive in work.receives:
+            self._path.receive(receive)
+        for as_sender, session in work.begin:
+            self._path.begin(as_sender, session)
+        for as_sender, session in work.end:
+            self._path.end(as_sender, session)
+
+    def _log_end(self, as_sender: bool) -> None:
+        half = self._sender if as_sender else self._receiver
+        level = logging.WARNING if half.was_healthy else logging.INFO
+        if self._state.finished or (self._told_ended[as_sender] and not half.was_healthy):
+            level = logging.DEBUG  # tried again and again, as between two stages on one GPU
+        self._told_ended[as_sender] = True
+        link = self._state.ends.direction(receiving=not as_sender)
+        logger.log(level, "link %s: the device path is down (%s); messages go by the host path", link, half.cause)
+
+
+# What a link sends by its host path.
+# Messages, also those that the device path did not bring; notes, confirmations of what that brought, and probes.
+
+_CONFIRMS = 1 << 63
+"""An acknowledgement with this bit is of the device path: a session, and how many of its messages have arrived."""
+_COUNT_BITS = 40
+
+
+def confirmation(sequence: int) -> tuple[int, int] | None:
+    """What an acknowledgement says of the device path: session, and messages received. None if it is of the host's."""
+    if not sequence & _CONFIRMS:
+        return None
+    return (sequence & ~_CONFIRMS) >> _COUNT_BITS, sequence & ((1 << _COUNT_BITS) - 1)
+
+
+class HostSide:
+    """Callers hold the link's lock."""
+
+    def __init__(
+        self,
+        state: HostLinkState,
+        retransmit_queue: RetransmitQueue,
+        copies: Copies,
+        writer: HostLinkWriter,
+        due: deque[int],
+        mail: ControlChannel,
+    ) -> None:
+        """`due`: the sequence numbers that `writer` is to acknowledge."""
+        self._state, self._retransmit_queue, self._copies, self._writer = state, retransmit_queue, copies, writer
+        self._due, self._mail = due, mail
+
+    def send(self, key: MessageKey, message: Computed, number: int, now_s: float) -> None:
+        """Send a message. Raises TransportError when the device failed."""
+        self._writer.enqueue(key, self._copies.stage(message), number, now_s)
+
+    def acknowledged(self, sequence: int) -> None:
+        """The peer has what was sent with this number, and needs it no more than once."""
+        message = self._retransmit_queue.acknowledge(sequence)
+        if message is not None and message.key is None and not message.probe:
+            self._mail.acknowledged(message.number)
+
+    def say(self, note: Note, now_s: float) -> None:
+        """Send a note; `mail` knows of it until the peer does."""
+        packet = packed(note)
+        number = self._mail.post(packet, now_s)
+        payload = HostPayload(torch.frombuffer(bytearray(packet), dtype=torch.uint8))
+        self._writer.enqueue(None, payload, number, now_s)
+
+    def confirm(self, session: int, received: int, now_s: float) -> None:
+        """Say that the first `received` of what a session carried are here; by note while the host path is down."""
+        if self._state.session is None:
+            self.say(Received(session, received), now_s)
+            return
+        self._due.append(_CONFIRMS | session << _COUNT_BITS | received)
+        self._writer.acknowledge()
+
+    @property
+    def can_probe(self) -> bool:
+        """Return whether a probe would leave now, and find none before it."""
+        return self._state.session is not None and not self._retransmit_queue.probing
+
+    def send_probe(self, message: Computed, number: int, now_s: float) -> None:
+        """Send what is only there to be measured."""
+        try:
+            self._writer.enqueue(None, self._copies.stage(message), number, now_s, probe=True)
+        except TransportError as cause:
+            self._state.health.fail(str(cause))
+
+    def move(self, effects: SenderEffects[Computed], now_s: float) -> None:
+        """Messages between the host path and the device path."""
+        if not effects.withdrawals and not effects.resends:
+            return
+        waiting = {message.number: message for message in self._retransmit_queue.messages(elsewhere=True)}
+        for number in effects.withdrawals:
+            self._retransmit_queue.send_elsewhere(waiting[number])
+        for message in effects.resends:
+            if message.number in waiting:
+                self._retransmit_queue.send_after_all(waiting[message.number])
+            else:
+                self._send_again(message, now_s)
+        self._state.notify_waiting()
+
+    def unacknowledged(self) -> list[Posted[Computed]]:
+        """The messages that the host path carries, for the device path; none if the device does not give them back."""
+        try:
+            return [
+                Posted(message.number, message.key, message.payload.computed())
+                for message in self._retransmit_queue.messages()
+                if message.key is not None
+            ]
+        except TransportError as cause:
+            self._state.fail(str(cause))
+            return []
+
+    def _send_again(self, message: Posted[Computed], now_s: float) -> None:
+        # Not the training thread, maybe: a device that fails raises where that waits.
+        try:
+            self.send(message.key, message.payload, message.number, now_s)
+        except TransportError as cause:
+            self._state.health.fail(str(cause))
+
 
 _TICK_S = 0.05
 _IDLE_S = 60.0

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.message_keys import TransportError
 
 _cuda: Any = torch.cuda  # most of it has no types
 _current_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # in builds for GPUs

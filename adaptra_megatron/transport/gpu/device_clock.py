@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport.gpu.cuda_device import CudaDevice
 
 logger = logger_of(__name__)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport._ring import Event as RingEvent
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.gpu.cuda_device import Device, DeviceThread, Event, bytes_of, device_error

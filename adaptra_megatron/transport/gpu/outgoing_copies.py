@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 import torch
 
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport._ring import Description, Ring
 from adaptra_megatron.transport.gpu.cuda_device import Computed, Device, DeviceThread, Event, bytes_of, device_error
 from adaptra_megatron.transport.gpu.page_locks import PageLocks, RingPages
-from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.message_keys import TransportError
 
 logger = logger_of(__name__)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport._ring import Ring
 from adaptra_megatron.transport.gpu.cuda_device import Device, Stream
 

@@ -8,7 +8,7 @@ import torch
 from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event, Inbox
 from adaptra_megatron.transport.failover.control_messages import NOTE_NBYTES
 from adaptra_megatron.transport.gpu.copies import Payload
-from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, TransportError
 
 MOST_DIMENSIONS = 8
 _DIRECTIONS = tuple(Direction)

@@ -12,12 +12,12 @@ import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from adaptra_megatron.authentication.handshake import JOB_NBYTES
-from adaptra_megatron.job.layout import JobLayout
-from adaptra_megatron.transport.delegate.control import Open
+from adaptra_megatron.common.authentication.handshake import JOB_NBYTES
+from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.transport.delegate.delegate_control import Open
 from adaptra_megatron.transport.host_settings import HostSettings, usable_cores
 from adaptra_megatron.transport.lines.lines import Place
-from adaptra_megatron.transport.setup.placement import (
+from adaptra_megatron.transport.setup.host_placement import (
     choose_transport,
     lacks_verbs,
     listen_shm,
@@ -26,8 +26,8 @@ from adaptra_megatron.transport.setup.placement import (
     verbs_or_auto,
 )
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous, agree_on_host_path
-from adaptra_megatron.transport.wires.registry import WIRES
-from adaptra_megatron.transport.wires.verbs.device import why_unavailable
+from adaptra_megatron.transport.wires.verbs.verbs_device import why_unavailable
+from adaptra_megatron.transport.wires.wire_registry import WIRES
 
 Address = list[str | int]
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from adaptra_megatron.job.process_groups import epoch_group
+from adaptra_megatron.common.job.gathering import epoch_group
 from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide
 from adaptra_megatron.transport.device_session.pair_group import LinkGroup, PairEnds, PairGroup
 from adaptra_megatron.transport.gpu.cuda_device import Stream
-from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.message_keys import TransportError
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 
 ROUND_S = 60.0

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from adaptra_megatron.authentication.sealed_store import SealedStore
-from adaptra_megatron.job.control_store import ControlStore
-from adaptra_megatron.job.gathering import gather_layout
-from adaptra_megatron.job.layout import JobLayout
-from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.common.authentication.sealed_store import SealedStore
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.gathering import gather_layout
+from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.transport.message_keys import TransportError
 
 
 class Rendezvous:

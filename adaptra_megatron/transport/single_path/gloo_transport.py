@@ -20,8 +20,14 @@ import torch
 from adaptra_megatron.transport.arrival_signal import ArrivalSignal
 from adaptra_megatron.transport.device_session.pair_group import PairGroup, Work
 from adaptra_megatron.transport.link_ends import LinkEnds
-from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes, TensorSpecification, TransportError
-from adaptra_megatron.transport.paths import Path
+from adaptra_megatron.transport.link_paths import Path
+from adaptra_megatron.transport.message_keys import (
+    Direction,
+    MessageKey,
+    MessageTimes,
+    TensorSpecification,
+    TransportError,
+)
 from adaptra_megatron.transport.setup.link_setup import Link
 from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
 

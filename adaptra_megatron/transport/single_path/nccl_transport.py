@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport.device_session.link_watch import LinkWatch, end_process
 from adaptra_megatron.transport.device_session.nccl_link import NcclLink
 from adaptra_megatron.transport.gpu.cuda_device import Device, OutOfMemory, out_of_memory
 from adaptra_megatron.transport.gpu.device_clock import DeviceClock, Mark
-from adaptra_megatron.transport.messages import MessageKey, MessageTimes, TensorSpecification, TransportError
-from adaptra_megatron.transport.paths import Path
+from adaptra_megatron.transport.link_paths import Path
+from adaptra_megatron.transport.message_keys import MessageKey, MessageTimes, TensorSpecification, TransportError
 from adaptra_megatron.transport.setup.link_setup import FREED_S, Link
 from adaptra_megatron.transport.shapes import HEADER_NUMBERS, decode_shape, encode_shape
 

@@ -12,22 +12,21 @@ import pytest
 from adaptra_megatron.config import AdaptraConfig
 from adaptra_megatron.control.leader import DecisionEngine
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
-from adaptra_megatron.control.memory import StageMemory
-from adaptra_megatron.control.order.plans import Layout, PlanState
+from adaptra_megatron.control.order.plan_book import Layout, PlanState
 from adaptra_megatron.control.order.replanner import Replanner
-from adaptra_megatron.schedule.checks import check_schedule
-from adaptra_megatron.schedule.classic import one_f_one_b
+from adaptra_megatron.control.stage_memory import StageMemory
+from adaptra_megatron.schedule.classic import one_f_one_b, split_backward
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
 from adaptra_megatron.schedule.csv_format import schedule_from_csv
-from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.ir import ScheduleError
+from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import peak_in_flight
-from adaptra_megatron.schedule.weight_delays import split_backward
+from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.events.events import RunStarted
 from adaptra_megatron.telemetry.figures.scalars import RankFigures, scalars
-from adaptra_megatron.telemetry.records import ActionRecord
 from adaptra_megatron.telemetry.run_telemetry import Place, RunTelemetry, TelemetrySettings
-from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
-from adaptra_megatron.transport.paths import Path
+from adaptra_megatron.transport.link_paths import Path
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, MessageTimes
 
 FOUR = Layout(stages=4, chunks=1, group_size=None)
 INTERLEAVED = Layout(stages=4, chunks=2, group_size=None)

@@ -14,16 +14,21 @@ from support.four_stages import FOUR, WHOLE_FIRST, costs
 
 from adaptra_megatron.config import AdaptraConfig, ConfigError
 from adaptra_megatron.control.decisions import Decision
-from adaptra_megatron.control.order.plans import Layout, PlanMismatchError, PlanState
-from adaptra_megatron.schedule.actions import Schedule
-from adaptra_megatron.schedule.checks import check_schedule
-from adaptra_megatron.schedule.classic import forward_only, gpipe, one_f_one_b, stock_order
-from adaptra_megatron.schedule.costs_json import costs_from_json
+from adaptra_megatron.control.order.plan_book import Layout, PlanMismatchError, PlanState
+from adaptra_megatron.schedule.classic import (
+    forward_only,
+    gpipe,
+    one_f_one_b,
+    split_backward,
+    split_every_other,
+    stock_order,
+)
+from adaptra_megatron.schedule.costs import costs_from_json
 from adaptra_megatron.schedule.csv_format import schedule_from_csv, schedule_to_csv
-from adaptra_megatron.schedule.errors import ScheduleError
+from adaptra_megatron.schedule.ir import Schedule, ScheduleError
 from adaptra_megatron.schedule.planner import PlanError, plan
+from adaptra_megatron.schedule.schedule_checks import check_schedule
 from adaptra_megatron.schedule.simulator import peak_in_flight
-from adaptra_megatron.schedule.weight_delays import split_backward, split_every_other
 
 INTERLEAVED = Layout(stages=4, chunks=2, group_size=None)
 COSTS: dict[str, Any] = {

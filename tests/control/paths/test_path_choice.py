@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptra_megatron.control.decisions import LinkName
-from adaptra_megatron.control.path_decider import PathDecider, PathPolicy
-from adaptra_megatron.control.paths.path_choice import GAIN_SHARE, Setting, choose, message_cost_s
-from adaptra_megatron.detector.findings import Estimates, LinkEstimate, State
-from adaptra_megatron.detector.samples import IterationSample, LinkId, LinkSample
+from adaptra_megatron.control.detector.link_findings import Estimates, LinkEstimate, State
+from adaptra_megatron.control.detector.samples import IterationSample, LinkId, LinkSample
+from adaptra_megatron.control.path_decider import GAIN_SHARE, PathDecider, PathPolicy, Setting, choose, message_cost_s
 from adaptra_megatron.schedule.costs import uniform_costs
-from adaptra_megatron.transport.paths import Path, PathSettings
+from adaptra_megatron.transport.link_paths import Path, PathSettings
 
 LINK = LinkName(0, 1, 2)
 NBYTES = 1 << 20

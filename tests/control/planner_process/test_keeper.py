@@ -17,22 +17,22 @@ import pytest
 from support.made_up.job import SECRET
 from support.made_up.measured_job import MeasuredJob
 
-from adaptra_megatron.authentication.socket_io import send_descriptor
-from adaptra_megatron.child_process import ChildProcess
-from adaptra_megatron.control.beside.channel import ChannelEndedError, send
+from adaptra_megatron.common.authentication.handshake import send_descriptor
+from adaptra_megatron.common.child_process import ChildProcess
+from adaptra_megatron.control.beside.beside_process import ChannelEndedError, send
 from adaptra_megatron.control.beside.report_link import ReportLink
 from adaptra_megatron.control.beside.report_server import purpose_of
 from adaptra_megatron.control.decisions import Decision, TelemetrySection
 from adaptra_megatron.control.measurements import StageMeasurement
-from adaptra_megatron.control.order.plans import Layout
-from adaptra_megatron.control.planner_process import keeper
-from adaptra_megatron.control.planner_process.keeper import NoDecisionError, PlannerClient
-from adaptra_megatron.control.planner_process.messages import Begin, receive
+from adaptra_megatron.control.order.plan_book import Layout
+from adaptra_megatron.control.planner_process import planner_keeper as keeper
+from adaptra_megatron.control.planner_process.planner_keeper import NoDecisionError, PlannerClient
+from adaptra_megatron.control.planner_process.planner_messages import Begin, receive
 from adaptra_megatron.control.rounds import MOST_AWAITED
 from adaptra_megatron.control.wire_format import encoded
 from adaptra_megatron.telemetry.events.events import Event, LinkDetection, PlanMade
 from adaptra_megatron.telemetry.tracing.trace_requests import Iterations
-from adaptra_megatron.transport.setup.placement import listen_tcp
+from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 PLACE = "exchange/0"
 FOUR = Layout(stages=4, chunks=1, group_size=None)
@@ -241,7 +241,7 @@ def test_a_decision_gets_to_all_that_follow_and_a_stranger_gets_nothing(replica:
 
 
 def test_it_ends_with_its_channel() -> None:
-    process = ChildProcess("adaptra_megatron.control.planner_process.planner", socket.SOCK_STREAM)
+    process = ChildProcess("adaptra_megatron.control.planner_process.plan_server", socket.SOCK_STREAM)
     process.channel.settimeout(30.0)
     with listen_tcp("127.0.0.1")[0] as listener:
         send_descriptor(process.channel, listener.fileno())

@@ -10,18 +10,18 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.control.deciders import Context
 from adaptra_megatron.control.decisions import Routing
+from adaptra_megatron.control.detector.link_findings import Estimates, StageEstimate, State
+from adaptra_megatron.control.detector.samples import StageId
 from adaptra_megatron.control.measurements import StageMeasurement
 from adaptra_megatron.control.routes.cell_order import cell_orders, moved_by, schedule_of
-from adaptra_megatron.control.routes.live_cells import LiveCellDecider
-from adaptra_megatron.control.routes.route_decider import RoutePolicy
-from adaptra_megatron.detector.findings import Estimates, StageEstimate, State
-from adaptra_megatron.detector.samples import StageId
+from adaptra_megatron.control.routes.route_decider import LiveCellDecider, RoutePolicy
 from adaptra_megatron.schedule.costs import LinkCost, uniform_costs
-from adaptra_megatron.schedule.routing.checks import check_routed
-from adaptra_megatron.schedule.routing.costs import Cell, RoutedCosts
-from adaptra_megatron.schedule.routing.planner import plan_routed
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
+from adaptra_megatron.schedule.routing.routed_planner import plan_routed
+from adaptra_megatron.schedule.routing.routed_simulator import check_routed
 from adaptra_megatron.telemetry.events.events import RoutesChosen
 
 REPLICAS, STAGES, MICRO_BATCHES = 3, 2, 6

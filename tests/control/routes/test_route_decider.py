@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
+from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.control.deciders import Context
 from adaptra_megatron.control.decisions import Moved, PackedFigures
+from adaptra_megatron.control.detector.link_findings import Estimates, StageEstimate, State
+from adaptra_megatron.control.detector.samples import StageId
 from adaptra_megatron.control.measurements import StageMeasurement
-from adaptra_megatron.control.routes.cell_speeds import MOST_SHOWN, cell_figures
-from adaptra_megatron.control.routes.route_decider import RouteDecider, RoutePolicy
-from adaptra_megatron.detector.findings import Estimates, StageEstimate, State
-from adaptra_megatron.detector.samples import StageId
+from adaptra_megatron.control.routes.route_decider import MOST_SHOWN, RouteDecider, RoutePolicy, cell_figures
 from adaptra_megatron.schedule.costs import uniform_costs
-from adaptra_megatron.schedule.routing.costs import Cell
-from adaptra_megatron.schedule.routing.plans import Move
+from adaptra_megatron.schedule.routing.routed_plans import Move
 from adaptra_megatron.telemetry.events.events import RoutesChosen
 from adaptra_megatron.telemetry.figures.scalars import CellFigures, JobFigures, RankFigures, scalars
 

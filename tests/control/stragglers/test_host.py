@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from adaptra_megatron.control.stragglers.host import HostSampler
+from adaptra_megatron.control.stragglers.straggler_host import HostSampler
 
 Times = namedtuple("Times", "user nice system idle iowait irq softirq steal")
 Used = namedtuple("Used", "user system")

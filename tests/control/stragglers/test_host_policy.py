@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from adaptra_megatron.control.stragglers import host_policy
-from adaptra_megatron.control.stragglers.host_policy import NICENESS, HostPolicy
+from adaptra_megatron.control.stragglers import straggler_host as host_policy
+from adaptra_megatron.control.stragglers.straggler_host import NICENESS, HostPolicy
 
 HELPER = """
 import threading, time

@@ -7,11 +7,11 @@ import logging
 
 import pytest
 
+from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.control.detector.straggler_arrivals import LEAST, UNUSUAL, WINDOW, Row
+from adaptra_megatron.control.detector.straggler_causes import HostFigures
 from adaptra_megatron.control.stragglers.judge import KEPT, StragglerDetector
-from adaptra_megatron.control.stragglers.reports import CellReport, Verdict
-from adaptra_megatron.detector.straggler_causes import HostFigures
-from adaptra_megatron.detector.stragglers import LEAST, UNUSUAL, WINDOW, Row
-from adaptra_megatron.schedule.routing.costs import Cell
+from adaptra_megatron.control.stragglers.straggler_reports import CellReport, Verdict
 from adaptra_megatron.telemetry.events.events import ArrivalsSeen, Event, StragglerDetection
 
 BUSY, QUIET = HostFigures(others_cpu=0.97), HostFigures(others_cpu=0.01)

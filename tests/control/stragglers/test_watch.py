@@ -11,17 +11,16 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from adaptra_megatron.control.stragglers import watch as watches
-from adaptra_megatron.control.stragglers.host import HostSampler
-from adaptra_megatron.control.stragglers.watch import JUDGED_FROM, StragglerWatch
-from adaptra_megatron.detector.straggler_causes import HostFigures
-from adaptra_megatron.detector.stragglers import Row
-from adaptra_megatron.job.control_store import ControlStore
-from adaptra_megatron.job.layout import JobLayout, Worker
-from adaptra_megatron.schedule.routing.costs import Cell
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.layout import Cell, JobLayout, Worker
+from adaptra_megatron.control.detector.straggler_arrivals import Row
+from adaptra_megatron.control.detector.straggler_causes import HostFigures
+from adaptra_megatron.control.stragglers import straggler_watch as watches
+from adaptra_megatron.control.stragglers.straggler_host import HostSampler
+from adaptra_megatron.control.stragglers.straggler_watch import JUDGED_FROM, StragglerWatch
 from adaptra_megatron.telemetry.events.events import ArrivalsSeen, Event, StragglerDetection
 from adaptra_megatron.telemetry.figures.scalars import ArrivalFigures
-from adaptra_megatron.transport.setup.placement import listen_tcp
+from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 SECRET = b"s" * 32
 WORKERS = {rank: Worker(Cell(rank // 2, 0), rank % 2, f"node{rank // 2}", f"boot{rank // 2}/net") for rank in range(6)}

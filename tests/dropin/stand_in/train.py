@@ -7,15 +7,15 @@ import sys
 
 from megatron.training.initialize import initialize_megatron
 
-from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
-from adaptra_megatron.emulation.training.arguments import parse_arguments
+from testing.megatron.megatron_on_cpu import install
+from testing.training.training_arguments import parse_arguments
 
 
 def main() -> None:
     install()
     arguments = initialize_megatron()
-    from adaptra_megatron.emulation.training.process_groups import leave_job
-    from adaptra_megatron.emulation.training.training import train
+    from testing.training.process_groups import leave_job
+    from testing.training.train import train
 
     size = ("--pipeline-model-parallel-size", str(arguments.pipeline_model_parallel_size), "--global-batch-size", "6")
     iterations = ("--train-iters", str(arguments.train_iters), "--dump-state", arguments.dump_state)

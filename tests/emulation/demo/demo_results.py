@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adaptra_megatron.emulation.demo.demo_report import DemoReport
-from adaptra_megatron.emulation.demo.demo_setup import ADAPTRA, STOCK, DemoSetup
-from adaptra_megatron.emulation.jobs.variants import VariantReport
-from adaptra_megatron.telemetry.records import ActionRecord
+from adaptra_megatron.telemetry.action_records import ActionRecord
 from adaptra_megatron.telemetry.tracing.trace import TraceWriter
+from testing.demo.demo_report import DemoReport
+from testing.demo.demo_setup import ADAPTRA, STOCK, DemoSetup
+from testing.jobs.variants import VariantReport
 
 LOSSES = [6.0, 5.5, 5.0, 4.5, 4.0, 3.5]
 

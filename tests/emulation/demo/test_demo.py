@@ -16,7 +16,7 @@ from adaptra_megatron.telemetry.tracing.trace import read_traces
 
 def start_demo(out: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "adaptra_megatron.emulation.demo.demo", "--out", str(out), *arguments],
+        [sys.executable, "-m", "testing.demo.demo", "--out", str(out), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from demo_results import demo_report
 
-from adaptra_megatron.emulation.demo import demo
-from adaptra_megatron.emulation.demo.demo_progress import ProgressReader, Step, progress
-from adaptra_megatron.emulation.demo.demo_report import DemoReport
-from adaptra_megatron.emulation.demo.demo_setup import ADAPTRA, STOCK, DemoSetup
-from adaptra_megatron.emulation.jobs.launch import LaunchError
+from adaptra_megatron.tools.local_ranks.launch_ranks import LaunchError
+from testing.demo import demo
+from testing.demo.demo_progress import ProgressReader, Step, progress
+from testing.demo.demo_report import DemoReport
+from testing.demo.demo_setup import ADAPTRA, STOCK, DemoSetup
 
 
 def changed(report: DemoReport, **fields: Any) -> DemoReport:

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from rounds import ROUNDS, together
 
-from adaptra_megatron.emulation.faults.network.link_faults import LinkFault, parse_link_fault
-from adaptra_megatron.emulation.faults.network.links import SlowLinks
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.messages import Direction, MessageKey, TensorSpecification
-from adaptra_megatron.transport.paths import Path, PathSettings
+from adaptra_megatron.transport.link_paths import Path, PathSettings
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, TensorSpecification
 from adaptra_megatron.transport.setup.link_setup import LinkMaker
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
+from testing.faults.network.link_faults import LinkFault, parse_link_fault
+from testing.faults.network.links import SlowLinks
 
 GREETINGS = 1
 """Messages of a link when it has come up."""

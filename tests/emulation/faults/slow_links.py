@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from rounds import ROUNDS, together
 
-from adaptra_megatron.emulation.faults.network.link_faults import LinkFault
-from adaptra_megatron.emulation.faults.network.links import DelayedWork, SlowLinks, SlowLinkTimeoutError
+from testing.faults.network.link_faults import LinkFault
+from testing.faults.network.links import DelayedWork, SlowLinks, SlowLinkTimeoutError
 
 LATENCY_S = 0.15
 OCCUPANCY_S = 0.05

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from adaptra_megatron.emulation.faults import compute as compute_module
-from adaptra_megatron.emulation.faults.compute import EmulatedCompute, EmulationError, parse_compute
+from testing.faults import emulated_compute as compute_module
+from testing.faults.emulated_compute import EmulatedCompute, EmulationError, parse_compute
 
 F_S, B_S, W_S = 0.02, 0.03, 0.04
 TOLERANCE_S = 0.015

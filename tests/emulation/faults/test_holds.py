@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from adaptra_megatron.emulation.faults import holds
-from adaptra_megatron.emulation.faults.compute import EmulationError
-from adaptra_megatron.emulation.faults.holds import Hold, Holds, parse_hold
+from testing.faults import holds
+from testing.faults.emulated_compute import EmulationError
+from testing.faults.holds import Hold, Holds, parse_hold
 
 
 def test_an_iteration_begins_once_its_file_is_there(tmp_path: Path) -> None:

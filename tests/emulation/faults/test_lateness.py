@@ -19,8 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.emulation.faults.compute import EmulationError
-from adaptra_megatron.emulation.faults.lateness import (
+from testing.faults.emulated_compute import EmulationError
+from testing.faults.late_operations import (
     IDLE,
     MARK,
     SUCCESSOR,
@@ -33,14 +33,14 @@ from adaptra_megatron.emulation.faults.lateness import (
     late_messages,
     parse_lateness,
 )
-from adaptra_megatron.emulation.faults.operation_board import (
+from testing.faults.operation_board import (
     LATE,
     UNDER_WAY,
     OperationBoard,
     read_deaths,
     read_lateness,
 )
-from adaptra_megatron.emulation.training.exact_sums import LARGEST, STEP, make_sums_exact
+from testing.training.exact_sums import LARGEST, STEP, make_sums_exact
 
 LATE_S, ENDS_S = 0.3, 10.0
 GROUP = "DATA_PARALLEL_GROUP#0"
@@ -206,8 +206,8 @@ def test_requests_to_the_store_are_late(tmp_path: Path) -> None:
 
 
 def test_stores_groups_and_threads_of_the_package_are_late_while_it_lasts(tmp_path: Path) -> None:
-    from adaptra_megatron.epochs.live_groups import FaultTolerantGroups
-    from adaptra_megatron.job.control_store import ControlStore
+    from adaptra_megatron.common.job.control_store import ControlStore
+    from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
 
     control = ControlStore(dist.HashStore(), bytes(32), "token")
     before = (FaultTolerantGroups._make_native, ControlStore.client, ControlStore.lent, threading.Thread.start)

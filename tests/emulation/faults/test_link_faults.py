@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.emulation.faults.network.link_faults import LinkClock, LinkFault, LinkFaultError, parse_link_fault
-from adaptra_megatron.transport.paths import Path
+from adaptra_megatron.transport.link_paths import Path
+from testing.faults.network.link_faults import LinkClock, LinkFault, LinkFaultError, parse_link_fault
 
 times = st.floats(0, 10)
 messages = st.lists(st.tuples(times, st.integers(0, 1000)), min_size=1, max_size=20).map(sorted)

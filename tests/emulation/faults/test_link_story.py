@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.emulation.faults.network.link_faults import LinkFault
-from adaptra_megatron.emulation.faults.network.link_story import (
+from testing.faults.network.link_faults import LinkFault
+from testing.faults.network.link_story import (
     FIRST_TURN,
     Direction,
     LinkFaultScenario,
@@ -16,7 +16,7 @@ from adaptra_megatron.emulation.faults.network.link_story import (
     random_story,
     read_story,
 )
-from adaptra_megatron.emulation.faults.pauses import Pause, Pauses
+from testing.faults.pauses import Pause, Pauses
 
 stories = st.builds(
     random_story,
@@ -85,7 +85,7 @@ def test_turns_of_a_spell_that_another_follows() -> None:
 
 def test_a_stage_pauses_where_its_story_says(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("adaptra_megatron.emulation.faults.pauses.time.sleep", slept.append)
+    monkeypatch.setattr("testing.faults.pauses.time.sleep", slept.append)
     pauses = Pauses(
         [
             Pause(iteration=1, stage=0, seconds=1.0),

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.emulation.faults.network.path_faults import Mode, PathFaults
-from adaptra_megatron.job.control_store import ControlStore
-from adaptra_megatron.job.process_groups import epoch_group
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.gathering import epoch_group
 from adaptra_megatron.transport.device_session.pair_group import PairEnds, PairGroup
+from testing.faults.network.path_faults import Mode, PathFaults
 
 LINK = (0, 1)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import numpy
 import pytest
 
-from adaptra_megatron.emulation.faults.network.slow_ring import SlowRing
 from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event, Inbox, Ring, RingClosedError
+from testing.faults.network.slow_ring import SlowRing
 
 SLOT = 4096
 LATENCY_S = 0.15

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from adaptra_megatron.emulation.faults import deaths
-from adaptra_megatron.emulation.faults.compute import EmulationError
-from adaptra_megatron.emulation.faults.deaths import Arrivals
-from adaptra_megatron.job.membership import Arrival, Departure, Membership, Readiness
+from adaptra_megatron.common.job.membership import Arrival, Departure, Membership, Readiness
+from testing.faults import deaths
+from testing.faults.deaths import Arrivals
+from testing.faults.emulated_compute import EmulationError
 
 LOST = Departure(1, 1, "node0", "was killed by SIGKILL", 0.0)
 BACK = Arrival(1, 2, Readiness(1, 1, "node0", "boot/net"))

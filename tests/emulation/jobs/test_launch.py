@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from support.processes import LaunchError, run_ranks
 
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer, rank_environment
+from adaptra_megatron.tools.local_ranks.launch_ranks import rank_environment
+from testing.jobs.fork_server import ForkServer
 
 PROGRAM = """
 import os, subprocess, sys, time
@@ -114,7 +115,7 @@ def test_failures_can_be_looked_at_instead(server: ForkServer | None, program: s
 def test_ranks_die_with_a_killed_launcher(program: str, tmp_path: Path, option: list[str], what: str) -> None:
     """Forked ones take along what they have started."""
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "adaptra_megatron.emulation.jobs.launch", "--nproc", "2", "--log-dir", str(tmp_path)]
+        [sys.executable, "-m", "testing.jobs.launch_command", "--nproc", "2", "--log-dir", str(tmp_path)]
         + [*option, program, what],
         env=rank_environment({}),
     )

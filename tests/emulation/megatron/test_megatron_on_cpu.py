@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from support.fresh_process import in_fresh_process
 
-from adaptra_megatron.emulation.jobs.fork_server import rank_environment
-from adaptra_megatron.emulation.megatron.cuda_names import torch_names
-from adaptra_megatron.emulation.megatron.megatron_on_cpu import MegatronOnCpuError, cpu_megatron, install, is_installed
-from adaptra_megatron.emulation.replacing import Replaced, Replacement
+from adaptra_megatron.tools.local_ranks.launch_ranks import rank_environment
+from testing.megatron.cuda_names import torch_names
+from testing.megatron.megatron_on_cpu import MegatronOnCpuError, cpu_megatron, install, is_installed
+from testing.replacing import Replaced, Replacement
 
 OWNERS: list[Any] = [torch, torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.Tensor, torch.nn.Module, dist, c10d]
 
@@ -72,7 +72,7 @@ def test_installing_twice_is_refused_but_install_returns_the_one_in_force() -> N
 def test_megatron_imported_too_early_is_refused() -> None:
     done = run_python(
         "import megatron.core.tensor_parallel\n"
-        "from adaptra_megatron.emulation.megatron.megatron_on_cpu import cpu_megatron\n"
+        "from testing.megatron.megatron_on_cpu import cpu_megatron\n"
         "cpu_megatron()"
     )
     assert done.returncode == 1
@@ -87,7 +87,7 @@ def test_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_groups_have_one_worker_thread() -> None:
     program = """
-from adaptra_megatron.emulation.megatron.megatron_on_cpu import cpu_megatron
+from testing.megatron.megatron_on_cpu import cpu_megatron
 with cpu_megatron():
     import os, tempfile, torch, torch.distributed as dist
     def threads():
@@ -108,7 +108,7 @@ with cpu_megatron():
 
 def test_fused_weight_gradient_accumulates() -> None:
     program = """
-from adaptra_megatron.emulation.megatron.megatron_on_cpu import cpu_megatron
+from testing.megatron.megatron_on_cpu import cpu_megatron
 with cpu_megatron(with_fused_weight_gradient=True):
     import torch
     from megatron.core.tensor_parallel import layers

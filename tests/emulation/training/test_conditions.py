@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import pytest
 
-from adaptra_megatron.emulation.faults.network.link_faults import LinkFault, parse_link_fault
-from adaptra_megatron.emulation.training.arguments import TrainingArgumentsError
-from adaptra_megatron.emulation.training.conditions import faults_of_pipeline
+from testing.faults.network.link_faults import LinkFault, parse_link_fault
+from testing.training.conditions import faults_of_pipeline
+from testing.training.training_arguments import TrainingArgumentsError
 
 
 def test_a_rank_delays_what_its_own_pipeline_sends() -> None:

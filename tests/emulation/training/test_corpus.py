@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from adaptra_megatron.emulation.training.corpus import (
+from testing.training.corpus import (
     END_OF_DOCUMENT,
     ByteTokenizer,
     standard_library_sources,

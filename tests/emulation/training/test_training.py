@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from support.processes import REPOSITORY, TRAIN_GPT, LaunchError, RankResult, compare_dumps
 
-from adaptra_megatron.emulation.jobs.fork_server import ForkServer, rank_environment
-from adaptra_megatron.emulation.jobs.variants import Variant, VariantReport, check_equal, run_variants
-from adaptra_megatron.emulation.training.arguments import TrainingArgumentsError, check_arguments, parse_arguments
+from adaptra_megatron.tools.local_ranks.launch_ranks import rank_environment
+from testing.jobs.fork_server import ForkServer
+from testing.jobs.variants import Variant, VariantReport, check_equal, run_variants
+from testing.training.training_arguments import TrainingArgumentsError, check_arguments, parse_arguments
 
 COMMON = "--mock-data --hidden-size 32 --seq-length 16 --global-batch-size 8 --train-iters 4"
 TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
@@ -119,7 +120,7 @@ def compare_final_state(straight: Path, resumed: Path) -> None:
 
 
 def test_corpus_is_learnt_from(start_ranks: Callable[..., list[RankResult]], tmp_path: Path) -> None:
-    from adaptra_megatron.emulation.training.corpus import write_corpus
+    from testing.training.corpus import write_corpus
 
     write_corpus(tmp_path / "corpus", limit_nbytes=500_000)
     options = COMMON.replace("--mock-data", f"--data-path {tmp_path}/corpus")

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from ortools.sat.python import cp_model
 
-from adaptra_megatron.schedule.routing.costs import Cell, RoutedCosts, seconds_of_cells
+from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts, seconds_of_cells
 
 
 class _Run(NamedTuple):

@@ -10,10 +10,11 @@ from collections import defaultdict
 
 from hypothesis import strategies as st
 
-from adaptra_megatron.schedule.actions import Kind
+from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.schedule.costs import Costs, LinkCost
-from adaptra_megatron.schedule.routing.costs import Cell, RoutedCosts
-from adaptra_megatron.schedule.routing.plans import RoutedAction, RoutedSchedule
+from adaptra_megatron.schedule.ir import Kind
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
+from adaptra_megatron.schedule.routing.routed_plans import RoutedAction, RoutedSchedule
 
 Times = list[list[float]]
 # What an action needs: its kind (B for either backward), stage, replica and micro-batch.

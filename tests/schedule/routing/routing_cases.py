@@ -7,11 +7,11 @@ import random
 
 from reference_routing import period_s, reference_replay
 
+from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.schedule.costs import Costs, uniform_costs
-from adaptra_megatron.schedule.routing.checks import check_routed
-from adaptra_megatron.schedule.routing.costs import Cell, RoutedCosts
-from adaptra_megatron.schedule.routing.planner import RoutedPlan
-from adaptra_megatron.schedule.routing.simulator import simulate_routed
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
+from adaptra_megatron.schedule.routing.routed_planner import RoutedPlan
+from adaptra_megatron.schedule.routing.routed_simulator import check_routed, simulate_routed
 
 
 def equal_cells(

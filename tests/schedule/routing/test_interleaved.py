@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.control.routes.cell_order import CellOrder, cell_orders
-from adaptra_megatron.schedule.actions import Kind
 from adaptra_megatron.schedule.costs import Costs, LinkCost
-from adaptra_megatron.schedule.placement import interleaved
-from adaptra_megatron.schedule.routing.costs import Cell, RoutingError
+from adaptra_megatron.schedule.ir import Kind, interleaved
 from adaptra_megatron.schedule.routing.interleaved import dispatch_interleaved, routing_around
-from adaptra_megatron.schedule.routing.plans import RoutedMessage, RoutedSchedule
-from adaptra_megatron.schedule.routing.simulator import RoutedSimulation
+from adaptra_megatron.schedule.routing.routed_costs import RoutingError
+from adaptra_megatron.schedule.routing.routed_plans import RoutedMessage, RoutedSchedule
+from adaptra_megatron.schedule.routing.routed_simulator import RoutedSimulation
 
 
 @st.composite

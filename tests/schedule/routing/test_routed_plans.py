@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 from reference_routing import duration, link, random_job
 from routing_cases import check_plan, closed_form_s, equal_cells, random_dead, small_job
 
-from adaptra_megatron.schedule.actions import Kind
+from adaptra_megatron.common.job.layout import Cell
 from adaptra_megatron.schedule.classic import one_f_one_b
 from adaptra_megatron.schedule.costs import Costs, LinkCost, uniform_costs
-from adaptra_megatron.schedule.errors import ScheduleError
-from adaptra_megatron.schedule.jobs.costs import Override, job_costs
-from adaptra_megatron.schedule.routing.checks import check_routed
-from adaptra_megatron.schedule.routing.costs import Cell, RoutedCosts, RoutingError, routed_costs
-from adaptra_megatron.schedule.routing.planner import plan_routed, routed_bound
-from adaptra_megatron.schedule.routing.plans import RoutedAction, RoutedMessage, unrouted
-from adaptra_megatron.schedule.routing.simulator import simulate_routed
+from adaptra_megatron.schedule.ir import Kind, ScheduleError
+from adaptra_megatron.schedule.jobs.job_costs import Override, job_costs
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts, RoutingError, routed_costs
+from adaptra_megatron.schedule.routing.routed_planner import plan_routed, routed_bound
+from adaptra_megatron.schedule.routing.routed_plans import RoutedAction, RoutedMessage, unrouted
+from adaptra_megatron.schedule.routing.routed_simulator import check_routed, simulate_routed
 from adaptra_megatron.schedule.simulator import SimulationError, simulate
 
 

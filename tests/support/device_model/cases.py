@@ -16,14 +16,11 @@ from support.device_model.from_runtime import Iteration, Job
 from support.device_model.threads import makers
 from support.schedules import random_run
 
-from adaptra_megatron.runtime.execution.inbox import Inbox
-from adaptra_megatron.schedule.actions import Schedule
-from adaptra_megatron.schedule.classic import forward_only, gpipe, stock_order, zb_h1, zb_h2
+from adaptra_megatron.engine.execution.inbox import Inbox
+from adaptra_megatron.schedule.classic import forward_only, gpipe, split_backward, stock_order, zb_h1, zb_h2
 from adaptra_megatron.schedule.costs import Costs, LinkCost
-from adaptra_megatron.schedule.errors import ScheduleError
-from adaptra_megatron.schedule.placement import interleaved
+from adaptra_megatron.schedule.ir import Schedule, ScheduleError, interleaved
 from adaptra_megatron.schedule.planner import plan
-from adaptra_megatron.schedule.weight_delays import split_backward
 
 WAITS = ("none", "some", "at every call")
 """Calls before which hosts wait for their whole device."""

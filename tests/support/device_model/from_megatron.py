@@ -23,8 +23,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from support.device_model.calls import Program, Transfer
 from support.device_model.recording import Recorder
 
-from adaptra_megatron.schedule.actions import Action, Kind
 from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.ir import Action, Kind
 
 
 def record_stock(

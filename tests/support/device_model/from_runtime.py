@@ -20,16 +20,14 @@ import torch
 from support.device_model.calls import Communicator, Program, Transfer
 from support.device_model.recording import Recorder
 
-from adaptra_megatron.runtime.execution import executor
-from adaptra_megatron.runtime.execution.activations import ActivationAccount
-from adaptra_megatron.runtime.execution.addresses import Addresses
-from adaptra_megatron.runtime.execution.executor import IterationReport, PipelineExecutor
-from adaptra_megatron.runtime.execution.inbox import Inbox
-from adaptra_megatron.runtime.execution.program import compile_program
-from adaptra_megatron.schedule.actions import Action, Kind, Schedule
+from adaptra_megatron.engine.execution import executor
+from adaptra_megatron.engine.execution.executor import ActivationAccount, IterationReport, PipelineExecutor
+from adaptra_megatron.engine.execution.inbox import Addresses, Inbox
+from adaptra_megatron.engine.execution.stage_program import compile_program
 from adaptra_megatron.schedule.costs import Costs
-from adaptra_megatron.transport.messages import MessageKey, TensorSpecification
-from adaptra_megatron.transport.paths import Path
+from adaptra_megatron.schedule.ir import Action, Kind, Schedule
+from adaptra_megatron.transport.link_paths import Path
+from adaptra_megatron.transport.message_keys import MessageKey, TensorSpecification
 
 CPU = torch.device("cpu")
 HEADER_S = 1e-9

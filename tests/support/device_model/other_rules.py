@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from adaptra_megatron.runtime.execution.addresses import Addresses
-from adaptra_megatron.runtime.execution.inbox import Inbox
-from adaptra_megatron.runtime.execution.program import Program, Step
-from adaptra_megatron.schedule.transfers.messages import Message
-from adaptra_megatron.transport.messages import Transport
+from adaptra_megatron.engine.execution.inbox import Addresses, Inbox
+from adaptra_megatron.engine.execution.stage_program import Program, Step
+from adaptra_megatron.schedule.transfers.launch_order import Message
+from adaptra_megatron.transport.message_keys import Transport
 
 
 class LookAhead(Inbox):

@@ -24,7 +24,7 @@ from support.device_model.calls import (
 )
 from support.device_model.from_runtime import Job, RecordingTransport
 
-from adaptra_megatron.transport.messages import MessageKey
+from adaptra_megatron.transport.message_keys import MessageKey
 
 Threads = dict[str, Program]
 _CALLS_PER_RECEIVE = 4

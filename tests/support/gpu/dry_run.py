@@ -19,9 +19,9 @@ from gpu_check.watchdog import Check
 from support.gpu.gpu_stand_in import CpuTrainer, ModelledGpu, ModelledPoint, StageOnSimulation
 from support.gpu.simulated_pipeline import ProcessEndedError, SimulatedStage, play
 
-from adaptra_megatron.emulation.megatron.megatron_on_cpu import install
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 from adaptra_megatron.transport.single_path import nccl_transport
+from testing.megatron.megatron_on_cpu import install
 
 TESTS = Path(__file__).parents[2]
 HERE = "support.gpu.dry_run"

@@ -27,7 +27,6 @@ from support.gpu.simulated_nccl import SimulatedTransfers
 from support.gpu.simulated_pipeline import TIMEOUT_S, ProcessEndedError, SimulatedStage
 from support.made_up.memory import MadeUpMemory
 
-from adaptra_megatron.emulation.replacing import Replaced, Replacement
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
 from adaptra_megatron.transport.device_session.nccl_link import NcclSide
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
@@ -35,6 +34,7 @@ from adaptra_megatron.transport.gpu.device_clock import DeviceClock
 from adaptra_megatron.transport.setup.link_setup import LinkMaker
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 from adaptra_megatron.transport.single_path.nccl_transport import StreamTransport
+from testing.replacing import Replaced, Replacement
 
 FOR_EVER_S = 1e6
 TILES = 96
@@ -413,7 +413,7 @@ class CpuTrainer:
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
         """It is; with memory of which nothing is ever taken."""
-        from adaptra_megatron.runtime import pipeline
+        from adaptra_megatron.engine import pipeline
 
         memory = Replacement(pipeline, "memory_of", lambda device: MadeUpMemory(1 << 30), "host memory is not counted")
         in_use = dict.fromkeys(("allocated", "active"), 0)

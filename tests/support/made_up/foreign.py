@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from support.made_up.recordings import interleaved, one_f_one_b, played
 
-from adaptra_megatron.schedule.replay.operations import OpType
-from adaptra_megatron.schedule.routing.costs import Cell
+from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.tools.replay.operations import OpType
 
 Event = dict[str, Any]
 F, B = OpType.FORWARD, OpType.BACKWARD

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adaptra_megatron.cli.host_checks.findings import Roots
+from adaptra_megatron.tools.host_checks.host_findings import Roots
 
 CPUS = {0: "0-15", 1: "16-31"}
 """By NUMA node."""

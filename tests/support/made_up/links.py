@@ -9,7 +9,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from adaptra_megatron.detector.samples import IterationSample, LinkId, LinkSample, MessageSample, StageId, StageSample
+from adaptra_megatron.control.detector.samples import (
+    IterationSample,
+    LinkId,
+    LinkSample,
+    MessageSample,
+    StageId,
+    StageSample,
+)
 
 MIB = 1 << 20
 ACTION_S = 0.01

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from adaptra_megatron.control.measurements import StageMeasurement, stage_measurement
-from adaptra_megatron.telemetry.records import ActionRecord
-from adaptra_megatron.transport.messages import Direction, MessageKey, MessageTimes
-from adaptra_megatron.transport.paths import Path as LinkPath
+from adaptra_megatron.telemetry.action_records import ActionRecord
+from adaptra_megatron.transport.link_paths import Path as LinkPath
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, MessageTimes
 
 MICRO_BATCHES, PERIOD_S = 12, 5.0
 

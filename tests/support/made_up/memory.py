@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from adaptra_megatron.control.memory import DeviceBytes
-from adaptra_megatron.schedule.actions import Kind
+from adaptra_megatron.control.stage_memory import DeviceBytes
+from adaptra_megatron.schedule.ir import Kind
 
 
 class MadeUpMemory:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from adaptra_megatron.schedule.replay.operations import Operation, OpType, RecordedStep, numbered
-from adaptra_megatron.schedule.routing.costs import Cell
+from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.tools.replay.operations import Operation, OpType, RecordedStep, numbered
 
 Seconds = Callable[[OpType, Cell, int], float]
 """Work of an operation of a type, at a cell (of a message: its sender's), for a micro-batch."""

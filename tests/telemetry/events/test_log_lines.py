@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from adaptra_megatron.reasons import reason_text
+from adaptra_megatron.common.reasons import reason_text
 from adaptra_megatron.telemetry.events.events import (
     Event,
     IterationsTimed,
@@ -25,7 +25,7 @@ from adaptra_megatron.telemetry.events.events import (
     SwitchMeasured,
 )
 from adaptra_megatron.telemetry.events.log_lines import MOST_IN_A_ROW, PATIENCE, RunLog
-from adaptra_megatron.telemetry.events.numbering import Numbering, renumbered
+from adaptra_megatron.tools.recordings.numbering import Numbering, renumbered
 
 REASON = (
     "a message of 64 KiB takes 61 ms, before 0.8 ms",

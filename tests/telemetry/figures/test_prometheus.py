@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from adaptra_megatron.telemetry.figures.exported import ExportedFigures
-from adaptra_megatron.telemetry.figures.prometheus import PrometheusEndpoint, PrometheusError
+from adaptra_megatron.telemetry.figures.exported import ExportedFigures, PrometheusEndpoint, PrometheusError
 from adaptra_megatron.telemetry.figures.scalars import (
     ArrivalFigures,
     CellFigures,

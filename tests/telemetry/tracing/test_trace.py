@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptra_megatron.telemetry.records import ActionRecord, ArrivalRecord
+from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
 from adaptra_megatron.telemetry.tracing import trace
 from adaptra_megatron.telemetry.tracing.trace import TraceError, TraceWriter, read_trace, read_traces, trace_path
 

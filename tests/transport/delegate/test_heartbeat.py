@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.transport.delegate.heartbeat import INTERVAL_S, LATE_S, PATIENCE_S, STARTING_S, Heartbeat
+from adaptra_megatron.transport.delegate.supervisor import INTERVAL_S, LATE_S, PATIENCE_S, STARTING_S, Heartbeat
 
 
 def answering(heartbeat: Heartbeat) -> float:

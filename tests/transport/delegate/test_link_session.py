@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from adaptra_megatron.authentication.handshake import SESSION_NBYTES, Purpose
+from adaptra_megatron.common.authentication.handshake import SESSION_NBYTES, Purpose
 from adaptra_megatron.transport._ring import Ring
-from adaptra_megatron.transport.delegate.control import Down, Message, Open, Start, Up
+from adaptra_megatron.transport.delegate.delegate_control import Down, Message, Open, Start, Up
 from adaptra_megatron.transport.delegate.link_session import LinkSession
-from adaptra_megatron.transport.wires.registry import WIRES
+from adaptra_megatron.transport.wires.wire_registry import WIRES
 
 LANES = 3
 TCP = list(WIRES).index("tcp")

@@ -19,11 +19,11 @@ from support.supervised import supervised
 from transport_checks import until
 
 import adaptra_megatron
-from adaptra_megatron import child_process
+from adaptra_megatron.common import child_process
 from adaptra_megatron.transport._ring import Inbox, Ring
 from adaptra_megatron.transport.delegate import supervisor
 from adaptra_megatron.transport.delegate.supervisor import Supervisor
-from adaptra_megatron.transport.host_link.state import GiveUp
+from adaptra_megatron.transport.host_link.host_link_state import GiveUp
 
 
 class End:

@@ -26,15 +26,15 @@ from adaptra_megatron.transport.device_session.link_watch import Failure, LinkWa
 from adaptra_megatron.transport.device_session.nccl_library import CommunicatorConfig
 from adaptra_megatron.transport.device_session.nccl_link import NcclLink, NcclSide
 from adaptra_megatron.transport.device_session.pair_group import PairEnds
-from adaptra_megatron.transport.device_session.session import ReceivingSession, SendingSession
+from adaptra_megatron.transport.device_session.sessions import ReceivingSession, SendingSession
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
 from adaptra_megatron.transport.dual_path.two_paths import SecondPath
-from adaptra_megatron.transport.failover.control_channel import ControlChannel
+from adaptra_megatron.transport.failover.control_messages import ControlChannel
 from adaptra_megatron.transport.gpu.cuda_device import Computed
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_ends import LinkEnds
-from adaptra_megatron.transport.messages import Direction, MessageKey, TensorSpecification
-from adaptra_megatron.transport.paths import Path, PathSettings, ProbeTimes
+from adaptra_megatron.transport.link_paths import Path, PathSettings, ProbeTimes
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, TensorSpecification
 from adaptra_megatron.transport.setup.link_setup import greet
 
 NBYTES = 100_000

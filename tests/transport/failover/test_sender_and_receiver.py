@@ -14,12 +14,12 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from adaptra_megatron.authentication.tagged_json import packed
+from adaptra_megatron.common.authentication.tagged_json import packed
 from adaptra_megatron.transport.failover.control_messages import Note, Received, decode_note
-from adaptra_megatron.transport.failover.receiver import DeviceReceive, Receiver, ReceiverEffects
-from adaptra_megatron.transport.failover.sender import DeviceSend, Posted, Sender, SenderEffects
-from adaptra_megatron.transport.messages import Direction, MessageKey
-from adaptra_megatron.transport.paths import Path, PathSettings, ProbeTimes
+from adaptra_megatron.transport.failover.path_receiver import DeviceReceive, Receiver, ReceiverEffects
+from adaptra_megatron.transport.failover.path_sender import DeviceSend, Posted, Sender, SenderEffects
+from adaptra_megatron.transport.link_paths import Path, PathSettings, ProbeTimes
+from adaptra_megatron.transport.message_keys import Direction, MessageKey
 
 SETTINGS = PathSettings(probes=2, probe_pause_s=0.01, first_rest_s=0.1, longest_rest_s=1.0)
 FEW = st.integers(1, 4)

@@ -8,7 +8,7 @@ import random
 import pytest
 from support.gpu.made_up_streams import MadeUpEvent, MadeUpStreams
 
-from adaptra_megatron.runtime.execution.timers import CudaEventTimer
+from adaptra_megatron.engine.execution.executor import CudaEventTimer
 from adaptra_megatron.transport.gpu.device_clock import ANCHOR_EVERY_S, EXACT_S, LOOK_S, OLDEST_S, TRIES, DeviceClock
 
 DRIFT = 5e-5

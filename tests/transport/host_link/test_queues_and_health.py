@@ -14,20 +14,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from transport_checks import CPU
 
-from adaptra_megatron.authentication.tagged_json import packed
-from adaptra_megatron.job import control_store, identity
+from adaptra_megatron.common.authentication.tagged_json import packed
+from adaptra_megatron.common.job import control_store, identity
 from adaptra_megatron.transport._ring import Inbox, Ring
-from adaptra_megatron.transport.delegate.control import Start
+from adaptra_megatron.transport.delegate.delegate_control import Start
 from adaptra_megatron.transport.dual_path.host_transport import neighbours
 from adaptra_megatron.transport.gpu.device_copies import HostPayload, HostReceipt
 from adaptra_megatron.transport.host_link.frames import check_can_travel, describe, key_of
-from adaptra_megatron.transport.host_link.health import LinkHealth
-from adaptra_megatron.transport.host_link.receive_queue import Arrival, ReceiveQueue
-from adaptra_megatron.transport.host_link.retransmit_queue import RetransmitQueue
-from adaptra_megatron.transport.host_link.state import HostLinkState
+from adaptra_megatron.transport.host_link.host_link_state import HostLinkState, LinkHealth
+from adaptra_megatron.transport.host_link.message_queues import Arrival, ReceiveQueue, RetransmitQueue
 from adaptra_megatron.transport.link_ends import LinkEnds
-from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
-from adaptra_megatron.transport.setup import placement
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, TransportError
+from adaptra_megatron.transport.setup import host_placement as placement
 
 NUMBERS = st.integers(0, 9)
 

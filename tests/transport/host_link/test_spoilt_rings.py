@@ -17,13 +17,13 @@ from support.raw_frames import Frame, put_frame
 from support.supervised import supervised
 from transport_checks import until
 
-from adaptra_megatron.emulation.faults.network.spoilt_rings import WORDS, spoil
 from adaptra_megatron.transport.delegate.supervisor import Supervisor
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
-from adaptra_megatron.transport.host_link.state import MOST_SPOILT
+from adaptra_megatron.transport.host_link.host_link_state import MOST_SPOILT
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_ends import LinkEnds
-from adaptra_megatron.transport.messages import Direction, MessageKey, TransportError
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, TransportError
+from testing.faults.network.spoilt_rings import WORDS, spoil
 
 SLOTS, PAGE = 4, 4096
 HEALS_S = 20.0

@@ -15,7 +15,7 @@ from adaptra_megatron.transport._ring import Inbox, Ring
 from adaptra_megatron.transport.dual_path.dual_link import DualLink
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.link_ends import LinkEnds
-from adaptra_megatron.transport.messages import Direction, MessageKey
+from adaptra_megatron.transport.message_keys import Direction, MessageKey
 
 PAGE = 4096
 SETTINGS = HostSettings(timeout_s=20.0)

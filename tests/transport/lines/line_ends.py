@@ -6,9 +6,8 @@ from __future__ import annotations
 import threading
 import time
 
-from adaptra_megatron.transport.failover.control_channel import OVERDUE_S, ControlChannel
-from adaptra_megatron.transport.lines.line_messages import LinkNote
-from adaptra_megatron.transport.lines.lines import ControlConnections
+from adaptra_megatron.transport.failover.control_messages import OVERDUE_S, ControlChannel
+from adaptra_megatron.transport.lines.lines import ControlConnections, LinkNote
 
 SECRET, JOB = bytes(32), bytes(16)
 

@@ -16,11 +16,21 @@ from hypothesis import strategies as st
 from line_ends import JOB, SECRET, End
 from transport_checks import until
 
-from adaptra_megatron.authentication.tagged_json import packed
-from adaptra_megatron.transport.failover.control_channel import OVERDUE_S, ControlChannel
-from adaptra_megatron.transport.lines.line_messages import Beat, Fin, LinkNote, LinkNoteAck, Lost, decode_line
-from adaptra_megatron.transport.lines.lines import BEAT_S, SILENT_S, ControlConnections, Place
-from adaptra_megatron.transport.setup.placement import listen_shm, listen_tcp
+from adaptra_megatron.common.authentication.tagged_json import packed
+from adaptra_megatron.transport.failover.control_messages import OVERDUE_S, ControlChannel
+from adaptra_megatron.transport.lines.lines import (
+    BEAT_S,
+    SILENT_S,
+    Beat,
+    ControlConnections,
+    Fin,
+    LinkNote,
+    LinkNoteAck,
+    Lost,
+    Place,
+    decode_line,
+)
+from adaptra_megatron.transport.setup.host_placement import listen_shm, listen_tcp
 
 Chain = list[tuple[ControlConnections, dict[int, End]]]
 

@@ -12,7 +12,7 @@ from support.namespaces import ADDRESSES, Host, cut, joined_hosts, mend
 from transport_checks import until
 
 from adaptra_megatron.transport.lines.lines import BEAT_S, ControlConnections, Place
-from adaptra_megatron.transport.setup.placement import listen_tcp
+from adaptra_megatron.transport.setup.host_placement import listen_tcp
 
 SHORT_S = 2.0
 GONE_S = 10.0

@@ -26,8 +26,8 @@ from adaptra_megatron.transport.delegate.supervisor import Supervisor
 from adaptra_megatron.transport.device_session.pair_group import PairGroup, Work
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.messages import TensorSpecification, TransportError
-from adaptra_megatron.transport.paths import Path, PathCounters, PathSettings
+from adaptra_megatron.transport.link_paths import Path, PathCounters, PathSettings
+from adaptra_megatron.transport.message_keys import TensorSpecification, TransportError
 
 FAILOVER_S = 20.0
 """Before a message's own deadline. How long it takes, `make soak` measures."""

@@ -36,14 +36,14 @@ from transport_checks import (
     until,
 )
 
-from adaptra_megatron.authentication.handshake import ANSWER_NBYTES, CHALLENGE_NBYTES
-from adaptra_megatron.transport.delegate.heartbeat import INTERVAL_S
+from adaptra_megatron.common.authentication.handshake import ANSWER_NBYTES, CHALLENGE_NBYTES
+from adaptra_megatron.transport.delegate.supervisor import INTERVAL_S
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.gpu.device_copies import Payload
-from adaptra_megatron.transport.host_link.retransmit_queue import RetransmitQueue
+from adaptra_megatron.transport.host_link.message_queues import RetransmitQueue
 from adaptra_megatron.transport.host_settings import HostSettings
 from adaptra_megatron.transport.lines.lines import BEAT_S, SILENT_S
-from adaptra_megatron.transport.messages import MessageKey, TensorSpecification, TransportError
+from adaptra_megatron.transport.message_keys import MessageKey, TensorSpecification, TransportError
 
 ANY = TensorSpecification(None, torch.float32, CPU)
 SIZES = (1, 1000, MEBIBYTE // 8, MEBIBYTE, 40_000)

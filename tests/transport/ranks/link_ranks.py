@@ -20,19 +20,19 @@ import torch
 import torch.distributed as dist
 from transport_checks import CPU, content, expect, flush, no_more, run_scenarios, until
 
-from adaptra_megatron.job.control_store import MOST_SPARE, ControlStore
-from adaptra_megatron.job.gathering import gather_layout
+from adaptra_megatron.common.job.control_store import MOST_SPARE, ControlStore
+from adaptra_megatron.common.job.gathering import gather_layout
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
-from adaptra_megatron.transport.host_link.reader import HostLinkReader
+from adaptra_megatron.transport.host_link.host_link_reader import HostLinkReader
 from adaptra_megatron.transport.host_settings import MEBIBYTE, HostSettings
-from adaptra_megatron.transport.messages import (
+from adaptra_megatron.transport.link_paths import Path, PathSettings
+from adaptra_megatron.transport.message_keys import (
     AbortedError,
     Direction,
     MessageKey,
     TensorSpecification,
     TransportError,
 )
-from adaptra_megatron.transport.paths import Path, PathSettings
 from adaptra_megatron.transport.setup.link_setup import LinkMaker
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 

@@ -23,10 +23,10 @@ from dual_ranks import Swallowed, faulty_sends, no_delegate, on, other_store, pa
 from host_ranks import ANY, all_agree, exchange
 from transport_checks import host_transport, until
 
-from adaptra_megatron.emulation.faults.network.spoilt_rings import spoil
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.paths import Path, PathSettings
+from adaptra_megatron.transport.link_paths import Path, PathSettings
+from testing.faults.network.spoilt_rings import spoil
 
 STRUCK_S = 1.5
 """How long the faults last that are not over at once: longer than either path may be silent before it is left."""

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adaptra_megatron.authentication.handshake import SECRET_NBYTES
-from adaptra_megatron.job.control_store import ControlStore
-from adaptra_megatron.job.gathering import gather_layout
+from adaptra_megatron.common.authentication.handshake import SECRET_NBYTES
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.gathering import gather_layout
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.messages import Direction, MessageKey, Transport
-from adaptra_megatron.transport.paths import PathSettings
+from adaptra_megatron.transport.link_paths import PathSettings
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, Transport
 from adaptra_megatron.transport.setup.link_setup import LinkMaker
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 

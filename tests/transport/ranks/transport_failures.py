@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transport_checks import CPU, MEBIBYTE, activation, gradient, until
 
-from adaptra_megatron.transport.messages import TensorSpecification, Transport, TransportError
+from adaptra_megatron.transport.message_keys import TensorSpecification, Transport, TransportError
 
 
 def silent(transport: Transport) -> None:

@@ -34,13 +34,13 @@ from transport_failures import killed, silent
 from adaptra_megatron.transport.device_session.pair_group import PairGroup
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.messages import (
+from adaptra_megatron.transport.link_paths import Path
+from adaptra_megatron.transport.message_keys import (
     MessageKey,
     MessageTimes,
     TensorSpecification,
     Transport,
 )
-from adaptra_megatron.transport.paths import Path
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 from adaptra_megatron.transport.single_path.gloo_transport import WaitingThreadTransport
 

@@ -16,8 +16,8 @@ from transport_checks import CPU, activation, connected, content, expect, flush,
 
 from adaptra_megatron.transport.dual_path.host_transport import HostTransport
 from adaptra_megatron.transport.host_settings import HostSettings
-from adaptra_megatron.transport.messages import MessageKey, TensorSpecification, Transport, TransportError
-from adaptra_megatron.transport.paths import Path, PathSettings
+from adaptra_megatron.transport.link_paths import Path, PathSettings
+from adaptra_megatron.transport.message_keys import MessageKey, TensorSpecification, Transport, TransportError
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 from adaptra_megatron.transport.single_path.gloo_transport import WaitingThreadTransport
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from adaptra_megatron.job import identity
-from adaptra_megatron.transport.messages import TransportError
-from adaptra_megatron.transport.setup import placement
+from adaptra_megatron.common.job import identity
+from adaptra_megatron.transport.message_keys import TransportError
+from adaptra_megatron.transport.setup import host_placement as placement
 from adaptra_megatron.transport.setup.interfaces import InterfaceError, interface_address, interface_addresses
 
 RANKS = str(Path(__file__).parents[1] / "ranks" / "host_setup_ranks.py")

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from adaptra_megatron.transport.setup.openings import LinkOpenings, Opening
+from adaptra_megatron.transport.dual_path.link_opener import LinkOpenings, Opening
 
 ENDS = st.integers(0, 1)
 

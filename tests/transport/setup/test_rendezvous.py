@@ -9,7 +9,7 @@ import pytest
 from support.made_up.job import rendezvous
 from torch.distributed import HashStore
 
-from adaptra_megatron.transport.messages import TransportError
+from adaptra_megatron.transport.message_keys import TransportError
 
 
 def test_a_stage_that_comes_after_another_gave_up_raises_the_same_at_once() -> None:

@@ -17,7 +17,7 @@ from support.gpu.simulated_nccl import SimulatedCommunicator
 from support.gpu.simulated_pipeline import ProcessEndedError, SimulatedStage, play
 
 from adaptra_megatron.transport.gpu.device_clock import DeviceClock
-from adaptra_megatron.transport.messages import Direction, MessageKey, TensorSpecification, TransportError
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, TensorSpecification, TransportError
 from adaptra_megatron.transport.setup.rendezvous import Rendezvous
 from adaptra_megatron.transport.single_path import nccl_transport
 from adaptra_megatron.transport.single_path.nccl_transport import StreamTransport

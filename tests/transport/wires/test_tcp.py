@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from adaptra_megatron.transport._ring import PEER_ENDED, Inbox, PumpCounters, Ring, send_frames
-from adaptra_megatron.transport.delegate.control import Open
+from adaptra_megatron.transport.delegate.delegate_control import Open
 from adaptra_megatron.transport.delegate.link_session import _unconnected
-from adaptra_megatron.transport.wires import tcp
-from adaptra_megatron.transport.wires.tcp import TcpWire
+from adaptra_megatron.transport.wires import tcp_wire as tcp
+from adaptra_megatron.transport.wires.tcp_wire import TcpWire
 
 ENDING_S = 0.3
 LANES, SLOTS = 3, 4

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
-from adaptra_megatron.log import logger_of
+from adaptra_megatron.common.log import logger_of
 from adaptra_megatron.transport._ring import FRAME_HEADER_NBYTES, Ring
-from adaptra_megatron.transport.wires.verbs.device import Port, VerbsUnavailableError
-from adaptra_megatron.transport.wires.verbs.messages import Endpoint
 from adaptra_megatron.transport.wires.verbs.rail import Completion, Did, QueuePairError
+from adaptra_megatron.transport.wires.verbs.verbs_device import Port, VerbsUnavailableError
+from adaptra_megatron.transport.wires.verbs.verbs_messages import Endpoint
 
 _RECEIVE, _PROBE, _GRANT, _FIRST_CHUNK = 0, 1, 2, 3
 """Identifiers of work requests; chunk n has n + _FIRST_CHUNK. The upper bits tell one use of the pair from the next."""

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
-from adaptra_megatron.backoff import Backoff
-from adaptra_megatron.log import logger_of
-from adaptra_megatron.transport.wires.verbs.messages import Endpoint, Fenced, RailMessage, Raise, Raised, Ready
+from adaptra_megatron.common.backoff import Backoff
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.transport.wires.verbs.verbs_messages import Endpoint, Fenced, RailMessage, Raise, Raised, Ready
 
 logger = logger_of(__name__)
 Result = TypeVar("Result")

@@ -11,8 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from adaptra_megatron.transport.setup.placement import choose_transport, lacks_verbs, verbs_or_auto
-from adaptra_megatron.transport.wires.verbs.device import SYSFS, Port, VerbsUnavailableError, find_ports, load_verbs
+from adaptra_megatron.transport.setup.host_placement import choose_transport, lacks_verbs, verbs_or_auto
+from adaptra_megatron.transport.wires.verbs.verbs_device import (
+    SYSFS,
+    Port,
+    VerbsUnavailableError,
+    find_ports,
+    load_verbs,
+)
 
 HOST_RANKS = str(Path(__file__).parents[2] / "ranks" / "host_ranks.py")
 IPV4 = "0000:0000:0000:0000:0000:ffff:0a00:0101"

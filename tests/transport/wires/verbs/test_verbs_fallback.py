@@ -14,10 +14,10 @@ import numpy
 import pytest
 
 from adaptra_megatron.transport._ring import DATA_TYPES, Description, Event, Inbox, Ring
-from adaptra_megatron.transport.delegate.control import Open, Start
+from adaptra_megatron.transport.delegate.delegate_control import Open, Start
 from adaptra_megatron.transport.delegate.supervisor import Link, Supervisor
-from adaptra_megatron.transport.host_link.state import GiveUp
-from adaptra_megatron.transport.wires.verbs.device import why_unavailable
+from adaptra_megatron.transport.host_link.host_link_state import GiveUp
+from adaptra_megatron.transport.wires.verbs.verbs_device import why_unavailable
 
 LIMIT_S = 30.0
 JOB, SECRET = secrets.token_hex(16), secrets.token_hex(32)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from adaptra_megatron.transport._ring import FrameError, Ring
-from adaptra_megatron.transport.wires.verbs.ring_watch import RingWatch
+from adaptra_megatron.transport.wires.verbs.verbs_wire import RingWatch
 
 SLOTS, LIMIT_S = 4, 10.0
 Frames = RingWatch[tuple[int, int]]

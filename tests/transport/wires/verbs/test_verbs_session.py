@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaptra_megatron.transport.wires.verbs.messages import Endpoint, Fenced, Raise, Ready, VerbsMessage
 from adaptra_megatron.transport.wires.verbs.rail import Completion, Did, QueuePairError, RailTiming, State
-from adaptra_megatron.transport.wires.verbs.session import VerbsSession
+from adaptra_megatron.transport.wires.verbs.verbs_messages import Endpoint, Fenced, Raise, Ready, VerbsMessage
+from adaptra_megatron.transport.wires.verbs.verbs_session import VerbsSession
 
 SLOTS = 4
 TIMING = RailTiming()

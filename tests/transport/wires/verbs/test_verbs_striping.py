@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptra_megatron.transport.wires.verbs.messages import (
+from adaptra_megatron.transport.wires.verbs.verbs_messages import (
     LARGEST_NBYTES,
     Decoder,
     Endpoint,
@@ -23,7 +23,7 @@ from adaptra_megatron.transport.wires.verbs.messages import (
     Unable,
     encode,
 )
-from adaptra_megatron.transport.wires.verbs.striping import Assignment, Received, Stripes
+from adaptra_megatron.transport.wires.verbs.verbs_session import Assignment, Received, Stripes
 
 ENDPOINT = Endpoint(gid="fe80::1", lid=0, number=17, packet_sequence=5, mtu=5, address=1 << 47, key=99)
 MESSAGES = [

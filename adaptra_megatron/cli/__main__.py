@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-import sys
-
-from adaptra_megatron.cli.main import main
-
-sys.exit(main())

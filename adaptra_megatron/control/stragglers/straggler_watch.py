@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's part in finding stragglers, in a thread of its own: what its cell reports, what the job's judge
+makes of all reports, and what this host does of that.
+
+Replicas decide on plans apart, and jobs of one stage have no deciding rank, so the job has one judge: a sidecar
+process of its lowest rank, to which the first rank of each cell connects. What it finds is in the job's store, where
+ranks look that act on it. No collective, and nothing that the training waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from adaptra_megatron.common.authentication.sealed_store import SealedStore
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.control.beside.beside_process import ChannelEndedError, Sidecar, log_events, log_lines, send
+from adaptra_megatron.control.beside.report_link import ReportLink
+from adaptra_megatron.control.beside.report_server import purpose_of
+from adaptra_megatron.control.detector.straggler_arrivals import LEAST, UNUSUAL, Row
+from adaptra_megatron.control.rounds import Address, address_of
+from adaptra_megatron.control.stragglers.straggler_host import HostPolicy, HostSampler
+from adaptra_megatron.control.stragglers.straggler_reports import (
+    ADDRESS_KEY,
+    FROM_JUDGE,
+    LAGS_KEY,
+    LATE_KEY,
+    MOST_ROWS,
+    PLACE,
+    CellReport,
+    Finish,
+    JudgeBegin,
+    LateCell,
+    Pace,
+    StragglerServiceReply,
+    Verdict,
+    lags_of,
+    late_of,
+)
+from adaptra_megatron.control.wire_format import encoded
+from adaptra_megatron.telemetry.events.events import Event
+from adaptra_megatron.telemetry.figures.scalars import ArrivalFigures
+
+# The judge's process as the job's lowest rank has it.
+
+_PATIENCE_S = 10.0
+"""For the rest of a message that has begun to come."""
+
+
+class StragglerServiceClient:
+    """For one thread, which must live as long as the process. Raises OSError if this host has no room for one."""
+
+    def __init__(
+        self,
+        control: ControlStore,
+        place: str,
+        layout: JobLayout,
+        pace: Pace,
+        listener: socket.socket,
+        log: Callable[[Event], None],
+    ) -> None:
+        """`place`: of the reports, as their seal has it. `listener`: bound to where cells connect; belongs to the
+        keeper from now on. `log`: takes findings."""
+        cells = layout.cells
+        begin = JudgeBegin(
+            secret=control.secret.hex(),
+            place=place,
+            cells=tuple((cell, ranks[0], layout.workers[ranks[0]].host) for cell, ranks in cells.items()),
+            pace=pace,
+            log_level=logging.getLogger("adaptra_megatron").getEffectiveLevel(),
+        )
+        self._log = log
+        with listener:
+            listener.listen(len(cells))  # all of them connect at once
+            host, port = listener.getsockname()[:2]
+            self.address = Address(str(host), int(port))
+            module = "adaptra_megatron.control.stragglers.judge_process"
+            self._process = Sidecar(module, listener, begin, _PATIENCE_S)
+
+    def latest(self) -> Verdict | None:
+        """What has been found since the last call, whose lines and events are logged; None if it has not looked.
+
+        Never waits for a look. Raises ChannelEndedError if the process has ended.
+        """
+        judged = None
+        while self._readable(0.0):
+            judged = self._take()
+        return None if judged is None else judged.verdict
+
+    def finish(self, patience_s: float) -> None:
+        """Have it look once more and end; what it says until then is logged. Raises ChannelEndedError if it has ended
+        already."""
+        send(self._process.channel, Finish())
+        until_s = time.monotonic() + patience_s
+        while self._readable(max(0.0, until_s - time.monotonic())):
+            if self._take().last:
+                return
+
+    def close(self) -> str:
+        """End the process. Returns how it ended."""
+        return self._process.close()
+
+    def _readable(self, timeout_s: float) -> bool:
+        return bool(select.select([self._process.channel], [], [], timeout_s)[0])
+
+    def _take(self) -> StragglerServiceReply:
+        judged = FROM_JUDGE.receive(self._process.channel)
+        log_lines(judged.lines)
+        log_events(judged.events, self._log)
+        return judged
+
+
+logger = logger_of(__name__)
+
+FIRST_S, LEAST_S, PER_CELL_S = 0.5, 5.0, 0.02
+"""Between two looks: at first; later; and of jobs with many cells, for each of these."""
+JUDGED_FROM = UNUSUAL + LEAST // 2
+"""Iterations after which a cell reports, and the judge's process is started: it could not find anything before, and
+jobs that end sooner do without it."""
+_OVERLAP = 3
+"""Looks for which an iteration is reported again."""
+_END_S = 2.0
+"""Longest wait for the thread at the end."""
+
+
+class Telemetry(Protocol):
+    """What this needs of RunTelemetry."""
+
+    def log(self, event: Event) -> None:
+        """Something happened."""
+
+    def arrivals(self, figures: ArrivalFigures) -> None:
+        """How cells arrive, for those that show it."""
+
+
+class StragglerWatch:
+    """One rank's. `add` is for the training thread and costs microseconds."""
+
+    def __init__(
+        self,
+        layout: JobLayout,
+        control: ControlStore,
+        telemetry: Telemetry,
+        host_policy: str,
+        listen: Callable[[], socket.socket],
+        sampler: Callable[[], HostSampler] = HostSampler,
+    ) -> None:
+        """`host_policy`: see --adaptra-host-policy. `listen`: makes a socket, bound to where all hosts of the job
+        connect to this one. `sampler`: called in the thread, as `listen` is."""
+        self._layout, self._control, self._telemetry = layout, control, telemetry
+        self._cell, self._listen = layout.cell, listen
+        self._reports = layout.rank == layout.reporter(layout.cell)
+        self._judge_rank = min(ranks[0] for ranks in layout.cells.values())
+        self._judges = layout.rank == self._judge_rank
+        self._shows = layout.rank == max(layout.workers)  # where Megatron's writers are
+        self._policy = HostPolicy(host_policy, layout.rank) if host_policy != "off" else None
+        self._make_sampler = sampler
+        self._sampler: HostSampler | None = None
+        """While a cell of this rank's stage is late."""
+        self._pace = Pace(first_s=FIRST_S, most_s=max(LEAST_S, PER_CELL_S * len(layout.cells)))
+        self._added: deque[tuple[float, Row]] = deque(maxlen=MOST_ROWS)
+        """With the moment at which each was added."""
+        self._reported_s = time.monotonic()
+        """What was added since then has not been reported."""
+        self._iteration_s = 0.0
+        self._late: tuple[LateCell, ...] = ()
+        """As far as this rank has heard."""
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="adaptra-stragglers", daemon=True)
+        if self._reports or self._judges or self._shows or self._policy is not None:
+            self._thread.start()
+
+    @property
+    def measures(self) -> bool:
+        """Return whether this rank's iterations count: it speaks for its cell."""
+        return self._reports
+
+    def lasts(self, iteration_s: float) -> None:
+        """So long took the latest iteration: where they are long, looks are rare. For all ranks."""
+        self._iteration_s = iteration_s
+
+    def add(self, row: Row) -> None:
+        """Take in what this rank measured in an iteration."""
+        self._added.append((time.monotonic(), row))
+
+    def close(self) -> None:
+        """End the thread, and have helpers back what they had. The judge looks once more."""
+        self._ending.set()
+        if self._thread.is_alive():
+            self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        try:
+            with contextlib.suppress(RuntimeError):  # at the end of a job the store goes with its process
+                self._work()
+        except Exception:  # a bug of ours: the training goes on
+            logger.exception("stragglers are not looked for any more")
+        finally:
+            if self._policy is not None:
+                self._policy.undo()
+
+    def _work(self) -> None:
+        store = self._control.client(PLACE)
+        with contextlib.ExitStack() as parts:
+            link = judge = None
+            if self._reports:
+                link = self._make_link()
+                parts.callback(link.close)
+            number, backoff = 0, self._pace.backoff()
+            while not self._ending.wait(self._pace.pause_s(backoff.pause_s, self._iteration_s, self._late)):
+                if self._reports and len(self._added) < JUDGED_FROM:
+                    continue
+                if self._judges and judge is None:
+                    judge = _Judge(self._layout, self._control, store, self._pace, self._listen(), self._telemetry)
+                    parts.callback(judge.close)
+                if link is not None and not self._hand_in(link, store, number):
+                    link = None
+                if judge is not None and not judge.look():
+                    break
+                self._follow(store)
+                number += 1
+                backoff.next_s()
+
+    def _make_link(self) -> ReportLink:
+        purpose = purpose_of(self._control.seal(PLACE).place, self._layout.rank, self._judge_rank)
+        effect = "Replicas that come last are not found until there is one"
+        return ReportLink(
+            *(self._control.secret, purpose, 1, lambda: None), process="judge of stragglers", effect=effect
+        )
+
+    def _hand_in(self, link: ReportLink, store: SealedStore, number: int) -> bool:
+        """Report over a connection that is seen to here. Returns False where there is no judge any more."""
+        if link.connection is None and (entry := store.peek(ADDRESS_KEY)) is not None:
+            if not entry:
+                return False
+            link.keep(address_of(entry))
+        now_s = time.monotonic()
+        pause_s = self._pace.pause_s(self._pace.most_s, self._iteration_s, self._late)
+        since_s = min(self._reported_s, now_s - _OVERLAP * pause_s)
+        report = CellReport(rows=tuple(row for at_s, row in self._added.copy() if at_s >= since_s))
+        if (sampler := self._sampler) is not None:
+            report = replace(report, host=sampler.sample(), missing=tuple(sampler.missing))
+        link.report(number, encoded(report))
+        if link.connection is not None:
+            self._reported_s = now_s
+        return True
+
+    def _follow(self, store: SealedStore) -> None:
+        """Look at what is found, and do what there is to be done about it."""
+        entry = store.peek(LATE_KEY)
+        late = self._late = () if entry is None else late_of(entry)
+        if self._shows and not self._judges and (entry := store.peek(LAGS_KEY)) is not None:
+            self._telemetry.arrivals(ArrivalFigures(lags_s=lags_of(entry), late=_replicas(late)))
+        if self._reports:
+            wanted = any(each.cell.stage == self._cell.stage for each in late)
+            self._sampler = (self._sampler or self._make_sampler()) if wanted else None
+        if self._policy is not None:
+            self._policy.follow(next((each.cpu for each in late if each.cell == self._cell), ""))
+
+
+class _Judge:
+    """The judge's process, and the job's store, in which its findings are put."""
+
+    def __init__(
+        self,
+        layout: JobLayout,
+        control: ControlStore,
+        store: SealedStore,
+        pace: Pace,
+        listener: socket.socket,
+        telemetry: Telemetry,
+    ) -> None:
+        self._store, self._telemetry = store, telemetry
+        place = control.seal(PLACE).place
+        self._keeper = StragglerServiceClient(control, place, layout, pace, listener, telemetry.log)
+        self._late: tuple[LateCell, ...] | None = None
+        self._ended = False
+        store.set(ADDRESS_KEY, encoded(self._keeper.address))
+
+    def look(self) -> bool:
+        """Put what has been found into the store. Returns False where nothing will be any more."""
+        try:
+            verdict = self._keeper.latest()
+        except ChannelEndedError:
+            self._ended = True
+            logger.warning(
+                "the process that judges stragglers ended by %s; replicas that come last are not found any more",
+                self._keeper.close(),
+            )
+            self._store.set(ADDRESS_KEY, b"")
+            self._store.set(LATE_KEY, encoded(()))  # what hosts do about it ends
+            return False
+        if verdict is not None and verdict.lags_s:
+            self._store.set(LAGS_KEY, encoded(verdict.lags_s))
+            self._telemetry.arrivals(ArrivalFigures(lags_s=verdict.lags_s, late=_replicas(verdict.late)))
+        if verdict is not None and verdict.late != self._late:
+            self._late = verdict.late
+            self._store.set(LATE_KEY, encoded(verdict.late))
+        return True
+
+    def close(self) -> None:
+        """Have it look once more, and end it."""
+        if not self._ended:
+            with contextlib.suppress(ChannelEndedError):
+                self._keeper.finish(_END_S / 2)
+            self._keeper.close()
+
+
+def _replicas(late: tuple[LateCell, ...]) -> list[int]:
+    return [each.cell.replica for each in late]

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What launchers and the coordinator write for each other into the job's store: states, so that none can be missed.
+
+Keys, below `adaptra/launch/<run id>/`, sealed; each has one writer. Membership has keys of its own (`job.membership`).
+
+    host/<node rank>/<turn>    HostReport, by the launcher of that host, with every beat
+    start                      Start, by the coordinator, once all hosts have reported
+    job                        JobState, by the coordinator, with every beat
+
+A host that is gone may be replaced: the turn is 0 for the first of a node rank, 1 for the one in its place, and so on.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from adaptra_megatron.common.authentication.sealed_store import SealedStore
+from adaptra_megatron.common.authentication.tagged_json import Natural, packed, unpacked
+
+BEAT_S = 0.2
+"""Between two states of the coordinator."""
+_BEAT_PER_HOST_S = 1e-3
+START_KEY = "start"
+JOB_KEY = "job"
+_MOST_NBYTES = 1 << 20
+"""torch's TCPStore carries 8 MiB, and closes the connection of who writes more."""
+DETAILS_NCHARS = 4096
+"""What a rank has written about its error is cut to this."""
+_DETAILED = 16
+_ENDINGS_PER_RANK = 4
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one rank's process ended."""
+
+    local_rank: Natural
+    process_id: Natural
+    exit_code: int
+    """Exit status, or minus the signal that killed it."""
+    at_s: float
+    """Unix time at which the launcher saw it."""
+    details: str
+    """Where its log is, and what it wrote about its error; several lines."""
+    asked: bool = False
+    """It ended after its launcher had asked it to: whatever its exit code, its work was not done."""
+    start: Natural = 0
+    """How often its launcher had started this rank before."""
+
+    @property
+    def failed(self) -> bool:
+        """True if the job has lost this rank."""
+        return self.asked or self.exit_code != 0
+
+    @property
+    def why(self) -> str:
+        """One line."""
+        if self.exit_code >= 0:
+            return f"ended with exit status {self.exit_code}"
+        known = {each.value: each.name for each in signal.Signals}
+        return f"was killed by {known.get(-self.exit_code, f'signal {-self.exit_code}')}"
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """State of one host's launcher and ranks."""
+
+    host: str
+    nproc: Natural
+    """Ranks of this host."""
+    beat: Natural = 0
+    endings: tuple[Ending, ...] = ()
+    """In the order in which they were seen: see `with_endings`."""
+    leaving: str = ""
+    """Why the launcher ends its ranks of its own accord; empty while it does not."""
+    left: bool = False
+    """Its ranks have ended, and this is its last report."""
+
+    def with_endings(self, endings: Iterable[Ending]) -> HostReport:
+        """With more of them. Each rank's latest are kept, the very latest with their details: however often ranks are
+        started again, the report remains below `_MOST_NBYTES`."""
+        kept: list[Ending] = []
+        count: Counter[int] = Counter()
+        for each in reversed((*self.endings, *endings)):
+            count[each.local_rank] += 1
+            if count[each.local_rank] <= _ENDINGS_PER_RANK:
+                kept.append(each if len(kept) < _DETAILED else replace(each, details=""))
+        return replace(self, endings=tuple(reversed(kept)))
+
+
+@dataclass(frozen=True)
+class Start:
+    """Ranks of each host."""
+
+    first_ranks: tuple[Natural, ...]
+    """Rank of local rank 0, by node rank."""
+    world_size: Natural
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """End of the job."""
+
+    failed: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What the coordinator says to all launchers."""
+
+    beat: Natural
+    outcome: Outcome | None
+    """None while the job runs: once there is one, launchers end their ranks."""
+    lost: tuple[Natural, ...]
+    """Node ranks whose hosts were silent and count as dead: should one of them be alive, it ends its ranks."""
+    stalled: Mapping[int, int] = field(default_factory=dict)
+    """Ranks that stand still, and how often each had been started before: their launchers kill these processes."""
+    vacant: tuple[Natural, ...] = ()
+    """Node ranks that other hosts may take: of hosts that are lost or have left, without node rank 0."""
+    turns: Mapping[int, int] = field(default_factory=dict)
+    """Node ranks that other hosts have taken, and the turn of each: should an earlier one be alive, it ends its ranks.
+    """
+    takes_newcomers: bool = False
+    """True where ranks that are started again are admitted: the job survives rank failures, and has begun an
+    iteration."""
+    admitted: Mapping[int, int] = field(default_factory=dict)
+    """Ranks that were started again and have been admitted, and how often each had been started before."""
+
+
+def beat_s(hosts: int) -> float:
+    """Time between two reports of a launcher in which nothing has happened: of thousands of hosts, the store's server
+    answers some thousand requests a second, whatever their number. What has happened is reported at once."""
+    return max(BEAT_S, hosts * _BEAT_PER_HOST_S)
+
+
+def host_key(node_rank: int, turn: int = 0) -> str:
+    """Key of a host's report."""
+    return f"host/{node_rank}/{turn}"
+
+
+def write(store: SealedStore, key: str, record: object) -> None:
+    """Put a record under its key. Raises RuntimeError where the store does, ValueError for one that is too large."""
+    packet = packed(record)
+    if len(packet) > _MOST_NBYTES:
+        raise ValueError(f"the record {key} has {len(packet)} bytes, and the job's store takes {_MOST_NBYTES}")
+    store.set(key, packet)
+
+
+def read(store: SealedStore, key: str, kind: type[Record]) -> Record | None:
+    """The record under a key, None where there is none yet.
+
+    Raises TamperedError, ValueError for what is no such record, and RuntimeError where the store does.
+    """
+    found = store.peek(key)
+    return None if found is None else unpacked(found, kind, _MOST_NBYTES)
+
+
+# How long another process has given no sign of life, counted only while this one ran itself.
+
+MOST_AT_ONCE_S = 4 * BEAT_S
+"""A process that was stopped, or kept from running by a busy machine, looks again late: that says nothing of others."""
+
+
+class Silence:
+    """Time without a new sign. Pure bookkeeping; times are given (seconds of the monotonic clock)."""
+
+    def __init__(self, now_s: float) -> None:
+        self.silent_s = 0.0
+        self._last_s = now_s
+        self._sign: object = None
+
+    def observe(self, sign: object, now_s: float) -> float:
+        """Look at what the other changes while it lives. Returns how long it has been the same (seconds)."""
+        elapsed_s = min(now_s - self._last_s, MOST_AT_ONCE_S)
+        self.silent_s = self.silent_s + elapsed_s if sign == self._sign else 0.0
+        self._last_s, self._sign = now_s, sign
+        return self.silent_s

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One host's launcher: from the first report to the end of the job, or of this host's part in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from adaptra_megatron.common.backoff import Backoff
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.elastic.launch.endpoint import NO_NEWCOMERS
+from adaptra_megatron.elastic.launch.launch_arguments import LaunchSettings
+from adaptra_megatron.elastic.launch.launch_messages import Ending, HostReport, Silence
+from adaptra_megatron.elastic.launch.launcher_link import Link, View
+from adaptra_megatron.elastic.launch.workers import POLL_S, Workers
+
+# When a rank that has failed is started again: pauses that grow, and failures that are forgotten. Pure bookkeeping.
+
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+HEALTHY_S = 3600.0
+"""A process that has run for so long, and trained, has its rank's earlier failures forgotten."""
+
+
+class Restarts:
+    """Of one rank on one host. Times are given (seconds of the monotonic clock)."""
+
+    def __init__(self, most: int, now_s: float) -> None:
+        """`most`: how many failures are followed by another start (--max-restarts)."""
+        self.count = 0
+        """Failures that are not forgotten, and were or will be followed by another start."""
+        self._most, self._started_s = most, now_s
+        self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._due_s: float | None = None
+
+    def fail(self, now_s: float, *, trained: bool) -> float | None:
+        """Note that the rank's process has failed, or could not be started. Returns the pause before the next start;
+        None where there is none. `trained`: it had part in the job, and did not just try to."""
+        if trained:
+            self._backoff.reset()
+            if now_s - self._started_s >= HEALTHY_S:
+                self.count = 0
+        if self.count >= self._most:
+            return None
+        self.count += 1
+        pause_s = self._backoff.next_s()
+        self._due_s = now_s + pause_s
+        return pause_s
+
+    def start(self, now_s: float) -> bool:
+        """Return whether the next process is to be started now, and take it for started."""
+        if self._due_s is None or now_s < self._due_s:
+            return False
+        self._due_s, self._started_s = None, now_s
+        return True
+
+
+logger = logger_of(__name__)
+
+_SAID_S = 3.0
+"""For a last report to a store that answers."""
+_SIGNALLED = 128
+"""Exit status of a launcher that a signal ended, and the signal's number, as a shell's."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """End of a launcher."""
+
+    exit_code: int
+    """0; 1 for a job that failed, as torchrun's; 128 + N for a launcher that signal N ended."""
+    text: str
+    number: signal.Signals = signal.SIGTERM
+    """What ranks that run are sent."""
+    leaving: str = ""
+    """What the coordinator does not know yet: see `HostReport`."""
+
+
+class Launcher:
+    """Runs once, in the main thread."""
+
+    def __init__(self, settings: LaunchSettings) -> None:
+        self._settings = settings
+        self._signals: list[signal.Signals] = []
+        self._workers: Workers | None = None
+        self._restarts: list[Restarts] = []
+        """By local rank, once they run."""
+        self._report = HostReport(socket.gethostname(), settings.config.nproc_per_node)
+        self._silence = Silence(time.monotonic())
+        self._link: Link
+
+    def run(self) -> Verdict:
+        """Start ranks, watch them, end them."""
+        settings = self._settings
+        names = (each.name for each in settings.signals)
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(names)  # for torch, and ranks inherit it
+        with self._handled_signals():
+            self._link = Link(
+                settings.endpoint,
+                settings.config.run_id,
+                settings.nodes,
+                settings.node_rank,
+                settings.policy,
+                self._report,
+            )
+            try:
+                return self._leave(self._watch())
+            finally:
+                if self._workers is not None:
+                    self._workers.end(signal.SIGKILL, 0.0, lambda: True)
+                    self._workers.close()
+
+    def _watch(self) -> Verdict:
+        while True:
+            self._link.changed.clear()
+            view = self._link.view
+            if self._workers is not None and (endings := self._workers.poll()):
+                self._report = self._report.with_endings(endings)
+                self._link.say(self._report)
+                if self._settings.policy.no_kill:
+                    self._plan_restarts(endings, view)
+            if (verdict := self._signalled() or self._judged(view)) is not None:
+                return verdict
+            if self._workers is None and view.start is not None and (verdict := self._start(view)) is not None:
+                return verdict
+            if self._workers is not None:
+                self._start_again()
+            if self._workers is not None and view.state is not None:
+                first = _first_rank(view)
+                self._workers.kill({rank - first: start for rank, start in view.state.stalled.items()})
+            self._link.changed.wait(POLL_S)
+
+    def _plan_restarts(self, endings: Sequence[Ending], view: View) -> None:
+        """Have ranks that have failed started again, whose processes take their places in the job where it goes on."""
+        most = self._settings.config.max_restarts
+        for ending in endings:
+            if not ending.failed or not most:
+                continue
+            if view.state is None or not view.state.takes_newcomers:
+                logger.error(
+                    "local rank %d %s and is not started again (--max-restarts %d): %s",
+                    *(ending.local_rank, ending.why, most, NO_NEWCOMERS),
+                )
+                continue
+            trained = view.state.admitted.get(_first_rank(view) + ending.local_rank, 0) == ending.start
+            self._plan_restart(ending.local_rank, ending.why, trained=trained)
+
+    def _plan_restart(self, local_rank: int, why: str, *, trained: bool) -> None:
+        restarts, most = self._restarts[local_rank], self._settings.config.max_restarts
+        pause_s = restarts.fail(time.monotonic(), trained=trained)
+        if pause_s is None:
+            text = "local rank %d %s and is not started again: it has been %d times (--max-restarts)"
+            logger.error(text, local_rank, why, most)
+            return
+        logger.warning(
+            "local rank %d %s and is started again in %g s (%d of %d times, --max-restarts)",
+            *(local_rank, why, pause_s, restarts.count, most),
+        )
+
+    def _start_again(self) -> None:
+        """Start ranks whose pauses are over."""
+        assert self._workers is not None
+        for local_rank, restarts in enumerate(self._restarts):
+            if restarts.start(time.monotonic()):
+                try:
+                    self._workers.start_again(local_rank)
+                except OSError as cause:
+                    self._plan_restart(local_rank, f"cannot be started: {cause}", trained=False)
+
+    def _start(self, view: View) -> Verdict | None:
+        assert view.start is not None
+        assert view.node_rank is not None
+        settings = self._settings
+        endpoint = settings.endpoint._replace(port=view.port)
+        try:
+            self._workers = Workers(
+                settings.config,
+                settings.command,
+                settings.arguments,
+                view.start,
+                view.node_rank,
+                endpoint,
+                # Other numbers than those of the hosts before, whatever those were.
+                first_start=view.turn << 16,
+            )
+        except SignalException as cause:
+            self._signals.append(cause.sigval)
+        except OSError as cause:
+            text = f"cannot start its ranks: {cause}"
+            return Verdict(1, text, leaving=text)
+        finally:
+            self._handle_signals()  # in place of torch's, which raise
+        most, now_s = settings.config.max_restarts, time.monotonic()
+        self._restarts = [Restarts(most, now_s) for _ in range(settings.config.nproc_per_node)]
+        return None
+
+    def _signalled(self) -> Verdict | None:
+        if not self._signals:
+            return None
+        number = self._signals[0]
+        text = f"received {number.name}"
+        return Verdict(_SIGNALLED + number, text, number, text)
+
+    def _judged(self, view: View) -> Verdict | None:
+        """What the coordinator says, or its silence."""
+        if view.error:
+            return Verdict(1, self._without_coordinator(view.error) if view.node_rank and view.state else view.error)
+        if view.node_rank is None:
+            return None
+        silent_s = self._silence.observe(view.state and view.state.beat, time.monotonic())
+        timeout_s = self._settings.policy.heartbeat_timeout_s
+        if silent_s > timeout_s:
+            return Verdict(1, self._without_coordinator(f"it has been silent for {silent_s:.1f} s"))
+        if view.state is None:
+            return None
+        if view.node_rank in view.state.lost and view.turn == view.state.turns.get(view.node_rank, 0):
+            return Verdict(
+                1,
+                f"the coordinator has had no report of this host (node rank {view.node_rank}) for more than "
+                f"{timeout_s:g} s and counts its ranks as dead, so they have been ended; see whether this host, its "
+                "launcher or the network between them stood still",
+            )
+        if view.state.turns.get(view.node_rank, 0) > view.turn:
+            return Verdict(
+                1,
+                f"this host (node rank {view.node_rank}) counted as dead, and another has taken its place meanwhile, "
+                "so its ranks have been ended; see why this host, its launcher or the network between them stood still",
+            )
+        outcome = view.state.outcome
+        return None if outcome is None else Verdict(int(outcome.failed), outcome.text)
+
+    def _without_coordinator(self, why: str) -> str:
+        return (
+            f"the coordinator at {self._settings.endpoint} (launcher of node rank 0) is gone: {why}; without it and "
+            f"the job's store the ranks of this host ({self._report.host}) cannot go on and have been ended; see that "
+            "host and the output of its launcher, then start the job again from its last checkpoint"
+        )
+
+    def _leave(self, verdict: Verdict) -> Verdict:
+        """End the ranks, and tell the coordinator that they have."""
+        patience_s = self._settings.shutdown_timeout_s
+        report = replace(self._report, leaving=verdict.leaving)
+        self._link.say(report)
+        if self._workers is not None:
+            ended = self._workers.end(verdict.number, patience_s, lambda: len(self._signals) > 1)
+            report = report.with_endings(replace(each, asked=True) for each in ended)
+        self._link.say(replace(report, left=True))
+        others_s = patience_s + self._settings.policy.heartbeat_timeout_s if self._link.view.node_rank == 0 else 0.0
+        deadline_s = time.monotonic() + _SAID_S + others_s
+        pressed = len(self._signals)
+        while not self._link.finish(POLL_S) and time.monotonic() < deadline_s and len(self._signals) == pressed:
+            continue
+        return verdict
+
+    @contextmanager
+    def _handled_signals(self) -> Iterator[None]:
+        before = {number: signal.getsignal(number) for number in self._settings.signals}
+        self._handle_signals()
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle_signals(self) -> None:
+        for number in self._settings.signals:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(signal.Signals(number))
+
+
+def _first_rank(view: View) -> int:
+    """Rank of local rank 0 of a launcher whose ranks run."""
+    assert view.start is not None
+    assert view.node_rank is not None
+    return view.start.first_ranks[view.node_rank]

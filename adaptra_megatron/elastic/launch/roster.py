@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts and ranks of a job as the coordinator sees them: who has left, and whether the job goes on. No store, no clock.
+
+What hosts report and the time are given; what comes of it is read off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+
+from adaptra_megatron.common.job.membership import Departure, Membership, Readiness, Stalled
+from adaptra_megatron.elastic.launch.launch_messages import Ending, HostReport, Outcome, Silence, Start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """When a job ends."""
+
+    no_kill: bool
+    """Ranks that live go on when others die. False: the first failure ends the job, as torchrun does."""
+    min_ranks: int
+    """With fewer than this the job ends."""
+    heartbeat_timeout_s: float
+    """A host that is silent for longer counts as dead."""
+    join_timeout_s: float
+    """Hosts that have not come by then never do."""
+
+
+class Roster:
+    """One job, from the first host that reports to its outcome."""
+
+    def __init__(self, nodes: int, policy: Policy, now_s: float) -> None:
+        self.start: Start | None = None
+        """Known once all hosts have come."""
+        self.membership: Membership | None = None
+        """Membership of the present epoch, with the start."""
+        self.outcome: Outcome | None = None
+        self.hosts: dict[int, HostReport] = {}
+        """Last reports, by node rank."""
+        self.lost: dict[int, str] = {}
+        """Why hosts count as dead, by node rank; not those that have been replaced since."""
+        self.turns: dict[int, int] = {}
+        """Node ranks that other hosts have taken, and how often."""
+        self.stalled: dict[int, str] = {}
+        """What live ranks have done that others have waited for in vain, by rank."""
+        self.admitted: Mapping[int, int] = {}
+        """Ranks that were started again and that the others have admitted, and the epoch of the arrival of each."""
+        self._nodes, self._policy, self._begun_s = nodes, policy, now_s
+        self._silences: dict[int, Silence] = {}
+        self._details: dict[int, str] = {}
+        self._silent: set[str] = set()
+        """Why hosts have ever counted as dead."""
+        self._done_before: dict[int, float] = {}
+        """Ranks that ended with status 0 on hosts that have been replaced, and when."""
+        self._unfinished: list[Departure] = []
+        """Of ranks that trained, after others had ended with status 0."""
+        self._ready: dict[int, Readiness] = {}
+        """Processes in the places of ranks that had left, by rank, of which no membership tells yet."""
+
+    @property
+    def vacant(self) -> tuple[int, ...]:
+        """Node ranks that other hosts may take: not that of the job's store."""
+        if self.membership is None or self.outcome is not None:
+            return ()
+        return tuple(node for node, report in self.hosts.items() if node and (node in self.lost or report.left))
+
+    def replace(self, node_rank: int, report: HostReport, now_s: float) -> None:
+        """Go on with another host in the place of one that is `vacant`, by its first report."""
+        before = self.hosts[node_rank]
+        self._done_before |= {
+            self._rank(node_rank, each.local_rank): each.at_s for each in before.endings if not each.failed
+        }
+        self.turns[node_rank] = self.turns.get(node_rank, 0) + 1
+        self.lost.pop(node_rank, None)
+        self.hosts[node_rank], self._silences[node_rank] = report, Silence(now_s)
+
+    def observe(self, node_rank: int, report: HostReport, now_s: float) -> None:
+        """Look at a host's report, new or not. One that counts as dead stays so."""
+        self.hosts[node_rank] = report
+        silent_s = self._silences.setdefault(node_rank, Silence(now_s)).observe(report.beat, now_s)
+        if silent_s > self._policy.heartbeat_timeout_s and not report.left:
+            text = f"host {report.host} (node rank {node_rank}) has been silent for {silent_s:.1f} s"
+            self._silent.add(self.lost.setdefault(node_rank, text))
+
+    @property
+    def away(self) -> list[Departure]:
+        """Departures of ranks that do not stand ready again."""
+        if self.membership is None:
+            return []
+        live = set(self.membership.live)
+        return [self.membership.departure(rank) for rank in range(self.membership.world_size) if rank not in live]
+
+    @property
+    def starts(self) -> dict[int, int]:
+        """How often the processes of ranks that have left and stood ready again had been started before, by rank."""
+        return {} if self.membership is None else {each.rank: each.ready.start for each in self.membership.arrived}
+
+    def trains(self, rank: int) -> bool:
+        """Return True unless the last process of this rank waits to be admitted, or has in vain."""
+        return self._arrival(rank) <= self.admitted.get(rank, 0)
+
+    def stall(self, stalled: Stalled) -> None:
+        """Look at a report of ranks that stand still, new or not: of these processes, not of those that follow them."""
+        live = () if self.membership is None else self.membership.live
+        for rank in stalled.ranks:
+            if rank in live and stalled.arrivals.get(rank, 0) == self._arrival(rank):
+                self.stalled[rank] = stalled.why
+
+    def ready(self, departure: Departure, ready: Readiness) -> None:
+        """Look at what the process in the place of a rank that had left has said, new or not."""
+        if ready.left == departure.epoch:
+            self._ready[departure.rank] = ready
+
+    def decide(self, now_s: float, time_s: float) -> None:
+        """Draw the consequences. `time_s`: Unix time."""
+        if self.outcome is None:
+            self.outcome = self._begin(now_s, time_s) if self.membership is None else self._go_on(time_s)
+
+    @property
+    def all_left(self) -> bool:
+        """True once no host is waited for any more."""
+        return all(node in self.lost or report.left for node, report in self.hosts.items())
+
+    def _begin(self, now_s: float, time_s: float) -> Outcome | None:
+        for node, report in self.hosts.items():
+            if cause := self.lost.get(node) or _departing(node, report):
+                return Outcome(True, f"{cause}, before all hosts had come")
+        missing = [node for node in range(self._nodes) if node not in self.hosts]
+        waited_s = now_s - self._begun_s
+        if missing:
+            if waited_s <= self._policy.join_timeout_s:
+                return None
+            nodes = ", ".join(map(str, missing))
+            text = f"{len(missing)} of {self._nodes} hosts (node ranks {nodes}) have not come within {waited_s:.0f} s: "
+            return Outcome(True, text + "see whether their launchers run, with the same endpoint, run id and --nnodes")
+        sizes = [self.hosts[node].nproc for node in range(self._nodes)]
+        world_size = sum(sizes)
+        if world_size < self._policy.min_ranks:
+            return Outcome(True, f"--min-ranks is {self._policy.min_ranks}, but the job has {world_size} ranks")
+        self.start = Start(tuple(sum(sizes[:node]) for node in range(self._nodes)), world_size)
+        self.membership = Membership(0, world_size, time_s, ())
+        return None
+
+    def _go_on(self, time_s: float) -> Outcome | None:
+        assert self.membership is not None
+        for node, report in self.hosts.items():
+            if (cause := _departing(node, report)) and (node == 0 or not self._policy.no_kill):
+                return Outcome(True, f"{cause}, so all ranks have been ended")
+        departed = sorted(self._departures(time_s), key=lambda each: each.at_s)
+        if departed and not self._policy.no_kill:
+            return Outcome(True, self._failures(departed))
+        if departed:
+            self._note_unfinished(departed)
+            self.membership = self.membership.without(departed, time_s)
+        elif self._ready:
+            self.membership = self.membership.with_ready(self._ready, time_s)
+            self._ready.clear()
+        live, arrived = self.membership.live, self.membership.arrived
+        if len(live) < self._policy.min_ranks:
+            text = f"{len(live)} ranks are left, fewer than the {self._policy.min_ranks} that the job goes on with"
+            return Outcome(True, f"{text} (--min-ranks): {self._failures(self.membership.left)}")
+        training = set(live).difference(each.rank for each in arrived if not self.trains(each.rank))
+        return None if training - self._finished().keys() else self._end(training)
+
+    def _end(self, training: set[int]) -> Outcome:
+        """No rank runs that trains: all in `training` have ended with status 0."""
+        assert self.membership is not None
+        away = [self.membership.departure(rank) for rank in range(self.membership.world_size) if rank not in training]
+        away.sort(key=lambda each: (each.epoch, each.at_s))
+        if not training:
+            waiting = ", ".join(map(str, self.membership.live))
+            text = f"no rank is left that trained, so ranks {waiting}, started again, cannot be admitted any more"
+            return Outcome(True, f"{text}: {self._failures(away)}")
+        if self._unfinished:
+            done = ", ".join(map(str, sorted(training)))
+            text = f"ranks {done} ended with status 0, but others failed after the first of them had"
+            return Outcome(True, f"{text}: {self._failures(self._unfinished)}")
+        return Outcome(False, f"ended well, but without {len(away)} ranks: {self._failures(away)}" if away else "")
+
+    def _note_unfinished(self, departed: list[Departure]) -> None:
+        """Look at departures that the membership does not tell of yet."""
+        assert self.membership is not None
+        staying = set(self.membership.live).difference(each.rank for each in departed)
+        done_s = min((at_s for rank, at_s in self._finished().items() if rank in staying), default=inf)
+        self._unfinished += [each for each in departed if each.at_s > done_s and self.trains(each.rank)]
+
+    def _departures(self, time_s: float) -> Iterator[Departure]:
+        """Ranks that have left since the present epoch began."""
+        assert self.membership is not None
+        epoch, live, starts = self.membership.epoch + 1, set(self.membership.live), self.starts
+        for node, report in self.hosts.items():
+            ended: dict[int, Ending] = {}
+            for each in report.endings:  # one of a later start says as much, should that of this one not be kept
+                if each.start >= starts.get(self._rank(node, each.local_rank), 0):
+                    ended.setdefault(each.local_rank, each)
+            for local_rank in range(report.nproc):
+                rank, ending = self._rank(node, local_rank), ended.get(local_rank)
+                if rank not in live or rank in self._done_before:
+                    continue
+                # Others wait for one that stands still, so its work was not done even if it has ended with status 0.
+                if ending is not None and (ending.failed or rank in self.stalled):
+                    before = f"{self.stalled.pop(rank)}, and " if rank in self.stalled else ""
+                    self._details[rank] = _details(ending, report)
+                    after = f", after its launcher {report.leaving}" if ending.asked else ""
+                    yield Departure(rank, epoch, report.host, f"{before}{ending.why}{after}", ending.at_s)
+                elif ending is None and node in self.lost:
+                    yield Departure(rank, epoch, report.host, self.lost[node], time_s)
+                elif ending is None and report.left:
+                    yield Departure(rank, epoch, report.host, f"its launcher {report.leaving}", time_s)
+
+    def _finished(self) -> dict[int, float]:
+        """When ranks ended with status 0 (Unix time)."""
+        return self._done_before | {
+            self._rank(node, each.local_rank): each.at_s
+            for node, report in self.hosts.items()
+            for each in report.endings
+            if not each.failed
+        }
+
+    def _arrival(self, rank: int) -> int:
+        """Epoch of the last one of a rank; 0 for its first process."""
+        arrived = () if self.membership is None else self.membership.arrived
+        return next((each.epoch for each in arrived if each.rank == rank), 0)
+
+    def _rank(self, node: int, local_rank: int) -> int:
+        assert self.start is not None
+        return self.start.first_ranks[node] + local_rank
+
+    def _failures(self, departed: tuple[Departure, ...] | list[Departure]) -> str:
+        """The first in full, the others by number."""
+        first, *others = departed
+        also = f"; then ranks {', '.join(str(each.rank) for each in others)}" if others else ""
+        what = f"rank {first.rank} on host {first.host} was the first to end: it {first.why}"
+        if first.why in self._silent:
+            what = f"{first.why}: its ranks, of which {first.rank} is the first, count as dead"
+        return f"{what}{also}{self._details.get(first.rank, '')}"
+
+
+def _departing(node: int, report: HostReport) -> str:
+    """Why a host ends its ranks of its own accord, if it does."""
+    return f"the launcher of host {report.host} (node rank {node}) {report.leaving}" if report.leaving else ""
+
+
+def _details(ending: Ending, report: HostReport) -> str:
+    return f"\n  local rank {ending.local_rank} of {report.host}, process {ending.process_id}\n{ending.details}"

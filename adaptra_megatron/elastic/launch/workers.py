@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of one host: their environment, processes and logs, as torchrun's, and their ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import start_processes
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+from torch.distributed.elastic.utils.api import macros
+from torch.distributed.launcher.api import LaunchConfig
+
+from adaptra_megatron.common.child_process import ChildProcess
+from adaptra_megatron.common.job.membership import START_VARIABLE
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.elastic.launch import tied_process
+from adaptra_megatron.elastic.launch.endpoint import Endpoint
+from adaptra_megatron.elastic.launch.launch_messages import DETAILS_NCHARS, Ending, Start
+
+# A sidecar process of the launcher that ends just after it: what ranks have started ends with them.
+# Linux kills the ranks when the launcher ends, however it ends (`tied_process`), but not the processes of a rank's
+# group, such as those of a shell script that is a rank.
+
+_ENDED_S = 5.0
+
+
+class Guard:
+    """The launcher's side. The thread that makes it must live as long as it."""
+
+    def __init__(self) -> None:
+        """Raises OSError if this host has no room for a process."""
+        self._child = ChildProcess(__name__, socket.SOCK_STREAM)
+
+    def watch(self, group: int) -> None:
+        """Kill this process group once the launcher has ended."""
+        self._tell(f"+{group}\n")
+
+    def forget(self, group: int) -> None:
+        """Leave a process group alone that is empty: its number may be another's by then."""
+        self._tell(f"-{group}\n")
+
+    def close(self) -> None:
+        """End the process, and the groups that it still watches."""
+        with contextlib.suppress(OSError):
+            self._child.channel.shutdown(socket.SHUT_WR)
+        self._child.end(_ENDED_S)
+
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # it was killed: the kernel's tie between launcher and ranks is left
+            self._child.channel.sendall(line.encode())
+
+
+def kill_group(group: int) -> None:
+    """Kill what there is of a process group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def main(arguments: list[str]) -> None:
+    """The guard's side. `arguments`: as `ChildProcess` gives them."""
+    groups: set[int] = set()
+    with socket.socket(fileno=int(arguments[0])) as channel, channel.makefile() as lines:
+        for line in lines:
+            (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+    for group in groups:
+        kill_group(group)
+
+
+logger = logger_of(__name__)
+
+POLL_S = 0.05
+KILLED_S = 10.0
+"""How long killed ranks may take to end. One that waits for a dead disk or device may never."""
+_TAIL_LINES = 20
+_MOST_ERROR_NBYTES = 1 << 20
+"""A larger file of torch's `record` is not read."""
+
+
+class Workers:
+    """Running ranks, each the leader of a session of its own. Made by the main thread: their lives are tied to it."""
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        command: str,
+        arguments: tuple[str, ...],
+        start: Start,
+        node_rank: int,
+        endpoint: Endpoint,
+        first_start: int = 0,
+    ) -> None:
+        """Start them. `endpoint`: the job's store, as ranks are to reach it. `first_start`: how often they count as
+        started before, where they take the places of others'. Raises OSError, and torch's SignalException for a signal
+        that comes meanwhile."""
+        prefix = config.log_line_prefix_template
+        self._environments = environments = environments_of(config, start, node_rank, endpoint)
+        locals_ = range(config.nproc_per_node)
+        if first_start:
+            environments = {local: {**each, START_VARIABLE: str(first_start)} for local, each in environments.items()}
+        self._first_start = first_start
+        optional = {
+            name: value
+            for name in ("numa_options", "duplicate_stdout_filters", "duplicate_stderr_filters")
+            if (value := getattr(config, name, None))
+        }
+        tied = ("-I", "-S", tied_process.__file__, str(os.getpid()), command, *arguments)
+        self._arguments = {local: tuple(macros.substitute(list(tied), str(local))) for local in locals_}
+        assert config.logs_specs is not None
+        self._guard = Guard()
+        context: Any = start_processes(
+            name=config.role,
+            entrypoint=sys.executable,
+            args=self._arguments,
+            envs=environments,
+            logs_specs=config.logs_specs,
+            log_line_prefixes={local: _prefix(prefix, environments[local]) for local in locals_} if prefix else None,
+            **optional,
+        )
+        self._context = context
+        self._handlers = dict(self._context.subprocess_handlers)
+        """By local rank, of its latest process."""
+        self._starts = dict.fromkeys(locals_, first_start)
+        """How often each has been started again."""
+        self._numa = optional.get("numa_options")
+        self._running = self._context.pids()
+        for process_id in self._running.values():
+            self._guard.watch(process_id)
+
+    @property
+    def running(self) -> list[int]:
+        """Local ranks that run."""
+        return list(self._running)
+
+    def poll(self) -> list[Ending]:
+        """Ranks that have ended since the last call. What they started, and left in their group, is killed."""
+        endings = []
+        for local_rank, process_id in list(self._running.items()):
+            if os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            kill_group(process_id)  # before the number is free for another
+            exit_code = self._handlers[local_rank].proc.wait()
+            self._guard.forget(process_id)
+            del self._running[local_rank]
+            details = self._details(local_rank, process_id, exit_code) if exit_code else ""
+            start = self._starts[local_rank]
+            endings.append(Ending(local_rank, process_id, exit_code, time.time(), details, start=start))
+        return endings
+
+    def start_again(self, local_rank: int) -> None:
+        """Start a rank that has ended. Raises OSError.
+
+        Where the first wrote to files, this one writes beside them, with ".again-<number>" at the end of their names;
+        with --tee it writes there alone.
+        """
+        self._starts[local_rank] += 1
+        environment = {
+            **self._environments[local_rank],
+            START_VARIABLE: str(self._starts[local_rank]),
+            "TORCHELASTIC_ERROR_FILE": self._file(self._context.error_files, local_rank),
+        }
+        handler = get_subprocess_handler(
+            sys.executable,
+            self._arguments[local_rank],
+            environment,
+            self._file(self._context.stdouts, local_rank),
+            self._file(self._context.stderrs, local_rank),
+            local_rank,
+            self._numa,
+        )
+        self._handlers[local_rank] = handler
+        self._running[local_rank] = handler.proc.pid
+        self._guard.watch(handler.proc.pid)
+
+    def end(self, number: signal.Signals, patience_s: float, hurry: Callable[[], bool]) -> list[Ending]:
+        """Send a signal to all that run; kill those that have not ended after `patience_s`, or once `hurry` says so.
+
+        Returns their ends; not that of a process that the kernel does not end, which is logged.
+        """
+        self._signal(number)
+        endings = self._await(patience_s, hurry)
+        if self._running:
+            logger.warning("local ranks %s have not ended within %g s: they are killed", self.running, patience_s)
+            self._signal(signal.SIGKILL)
+            endings += self._await(KILLED_S, lambda: False)
+        for local_rank, process_id in self._running.items():
+            logger.error(
+                "the kernel keeps process %d (local rank %d), which was killed: it waits for a device or disk; see its "
+                "/proc/%d/wchan, this host may have to be restarted",
+                process_id,
+                local_rank,
+                process_id,
+            )
+        return endings
+
+    def kill(self, starts: Mapping[int, int]) -> None:
+        """Kill those of these processes, one of a local rank, that run; `poll` tells of their ends. `starts`: how often
+        each had been started before; the process that follows it is left alone."""
+        for local_rank, process_id in self._running.items():
+            if starts.get(local_rank) == self._starts[local_rank]:
+                kill_group(process_id)
+
+    def close(self) -> None:
+        """Show the rest of the logs that go to the terminal, and end what is left."""
+        self._context.close(signal.SIGKILL, 0)
+        self._guard.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process_id in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process_id, number)
+
+    def _await(self, patience_s: float, hurry: Callable[[], bool]) -> list[Ending]:
+        deadline_s = time.monotonic() + patience_s
+        endings = self.poll()
+        while self._running and time.monotonic() < deadline_s and not hurry():
+            time.sleep(POLL_S)
+            endings += self.poll()
+        return endings
+
+    def _file(self, files: Mapping[int, str], local_rank: int) -> str:
+        """Return the one of `files` that a rank's latest process has; "" where it has none."""
+        file, start = files[local_rank], self._starts[local_rank]
+        return f"{file}.again-{start}" if file and start > self._first_start else file
+
+    def _details(self, local_rank: int, process_id: int, exit_code: int) -> str:
+        """Place of a rank's log, and its error: what torch's `record` wrote, or the end of what went to a file."""
+        files = (self._file(files, local_rank) for files in (self._context.stderrs, self._context.stdouts))
+        logs = [log for log in files if log]
+        where = " ".join(logs) or "none but this launcher's output (--redirects 3 or --tee 3 writes files to --log-dir)"
+        error_file = self._file(self._context.error_files, local_rank)
+        try:
+            if os.path.getsize(error_file) > _MOST_ERROR_NBYTES:
+                raise ValueError(f"{error_file} is too large")
+            message: Any = ProcessFailure(local_rank, process_id, exit_code, error_file).error_file_data["message"]
+        except (ValueError, KeyError, TypeError, OSError, OverflowError, RecursionError):  # none, or half of one
+            message = "<NONE>"
+        if isinstance(message, dict):
+            message = message.get("extraInfo", {}).get("py_callstack") or message.get("message")
+        tail = _tail(Path(logs[0])) if logs else ""
+        text = tail if message == "<NONE>" else _end_of(str(message))
+        return "\n".join([f"  log: {where}", *(f"  | {line}" for line in text.splitlines())])
+
+
+def environments_of(
+    config: LaunchConfig, start: Start, node_rank: int, endpoint: Endpoint
+) -> dict[int, dict[str, str]]:
+    """What ranks find in their environment beside the launcher's own, by local rank: the variables of torchrun
+    (torch/distributed/elastic/agent/server/local_elastic_agent.py, LocalElasticAgent._start_workers)."""
+    inherited = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES") if name in os.environ}
+    common = {
+        "GROUP_RANK": str(node_rank),
+        "GROUP_WORLD_SIZE": str(len(start.first_ranks)),
+        "ROLE_NAME": config.role,
+        "LOCAL_WORLD_SIZE": str(config.nproc_per_node),
+        "WORLD_SIZE": str(start.world_size),
+        "ROLE_WORLD_SIZE": str(start.world_size),
+        "MASTER_ADDR": endpoint.host,
+        "MASTER_PORT": str(endpoint.port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": config.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        **inherited,
+    }
+    first = start.first_ranks[node_rank]
+    return {
+        local: {**common, "RANK": str(first + local), "ROLE_RANK": str(first + local), "LOCAL_RANK": str(local)}
+        for local in range(config.nproc_per_node)
+    }
+
+
+def _prefix(template: str, environment: dict[str, str]) -> str:
+    return Template(template).safe_substitute(
+        role_name=environment["ROLE_NAME"], rank=environment["RANK"], local_rank=environment["LOCAL_RANK"]
+    )
+
+
+def _tail(log: Path) -> str:
+    """The last lines of a log, which may be of any size and be one line."""
+    try:
+        with log.open("rb") as file:
+            begin = max(0, file.seek(0, os.SEEK_END) - DETAILS_NCHARS)
+            file.seek(begin)
+            text = _end_of(file.read(DETAILS_NCHARS).decode(errors="replace"), cut=begin > 0)
+    except OSError as cause:
+        return f"{log} cannot be read: {cause.strerror}"
+    return "".join(text.splitlines(keepends=True)[-_TAIL_LINES:])
+
+
+def _end_of(text: str, *, cut: bool = False) -> str:
+    """As much of a text's end as goes into a report: whole lines, or the end of one that is too long for that.
+
+    `cut`: it is the end of a longer one.
+    """
+    if len(text) <= DETAILS_NCHARS and not cut:
+        return text
+    part, _, lines = text[-DETAILS_NCHARS:].partition("\n")
+    return f"... (cut)\n{lines or part}"

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thread that learns from the launcher which ranks live, and wakes the training when one has died."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from adaptra_megatron.common.authentication.sealed_store import SealedStore
+from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.job.membership import Membership, MembershipRecords, Stalled
+from adaptra_megatron.common.log import logger_of
+
+logger = logger_of(__name__)
+
+
+# The way to find ranks that stand still: processes that are stopped, or hang in a driver, and whose hosts report.
+# The first rank that has waited for longer than the job's timeout, while the launcher knows of no death, calls the
+# roll. All that run interrupt what they wait in and answer; those that have not answered within the timeout stand
+# still, and the launcher ends them. From then on they are ranks that have died.
+
+_ROLL_CALL_LOOKS_S = 0.1
+
+
+def is_called(store: SealedStore) -> bool:
+    """Return whether a rank has called the roll of the epoch that `store` is of."""
+    return store.peek("called") is not None
+
+
+def answer_roll(
+    store: SealedStore,
+    layout: JobLayout,
+    live: frozenset[int],
+    admitted: Mapping[int, int],
+    timeout_s: float,
+    check: Callable[[], bool],
+) -> Stalled | None:
+    """Call the roll, or answer to it, and wait for all others of the `live` ranks. `admitted`: see `Generation`.
+
+    Returns those that have not answered within `timeout_s`, for the launcher; None where all have, where fewer than
+    half have, or once `check` says that there is no need any more.
+    """
+    store.set("called", b"called")
+    store.set(f"here/{layout.rank}", b"here")
+    begun_s, answers = time.monotonic(), store.add("answers", 1)
+    while answers < len(live):
+        if check():
+            return None
+        if time.monotonic() - begun_s > timeout_s:
+            break
+        time.sleep(_ROLL_CALL_LOOKS_S)
+        answers = store.add("answers", 0)
+    else:
+        return None
+    missing = tuple(rank for rank in sorted(live) if store.peek(f"here/{rank}") is None)
+    if not missing or 2 * len(missing) > len(live):
+        return None
+    names = ", ".join(map(layout.name, missing))
+    logger.warning(
+        "%s: no answer for %.1f s, though nothing has ended there; the launcher ends what stands still, and the other "
+        "%d ranks go on",
+        names,
+        2 * timeout_s,
+        len(live) - len(missing),
+    )
+    why = f"stood still: {len(live) - len(missing)} other ranks waited for {2 * timeout_s:.1f} s"
+    return Stalled(missing, why, admitted)
+
+
+_LOOKED_S = 1.0
+_LOOKS_S, _RANKS_PER_S = 0.05, 20_000
+"""Time between two looks in the store: the first, and as long as all ranks take to look, so many in a second."""
+
+
+class MembershipWatch:
+    """From construction to `close`. The store is the launcher's: without it there is no job."""
+
+    def __init__(
+        self, records: MembershipRecords, changed: Callable[[Membership], None], looked: Callable[[], None]
+    ) -> None:
+        """`changed`: called in the thread with each new membership, before it is the newest. `looked`: called in it
+        now and then. Both may raise RuntimeError where a store does."""
+        self._records, self._changed, self._looked = records, changed, looked
+        self._stalled: Stalled | None = None
+        """Still to be reported."""
+        self._newest = records.newest()
+        self._news = threading.Condition()
+        self._closed, self._look = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="adaptra-membership", daemon=True)
+        self._thread.start()
+
+    @property
+    def newest(self) -> Membership | None:
+        """The last membership that is known."""
+        with self._news:
+            return self._newest
+
+    def wait_beyond(self, epoch: int, timeout_s: float) -> Membership | None:
+        """The newest membership once it is of an epoch after `epoch`; None if there is none within `timeout_s`."""
+        self._look.set()
+        with self._news:
+            self._news.wait_for(lambda: self._newest is not None and self._newest.epoch > epoch, timeout_s)
+            return self._newest if self._newest is not None and self._newest.epoch > epoch else None
+
+    def report(self, stalled: Stalled) -> None:
+        """Have the launcher end ranks that stand still."""
+        self._stalled = stalled
+        self._look.set()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._look.set()
+        self._thread.join(timeout=2.0)
+
+    def _work(self) -> None:
+        epoch = -1 if self._newest is None else self._newest.epoch
+        every_s = _LOOKS_S + (0 if self._newest is None else self._newest.world_size) / _RANKS_PER_S
+        looked_s = time.monotonic()
+        while not self._closed.is_set():
+            self._look.wait(every_s)
+            self._look.clear()
+            try:
+                if self._stalled is not None:
+                    self._records.report(self._stalled)
+                    self._stalled = None
+                if time.monotonic() - looked_s > _LOOKED_S:
+                    self._looked()
+                    looked_s = time.monotonic()
+                found = self._records.newest()
+            except RuntimeError as cause:
+                logger.warning("the launcher's store does not answer, so deaths are not seen any more: %s", cause)
+                return
+            if found is None or found.epoch <= epoch:
+                continue
+            epoch = found.epoch
+            self._changed(found)  # first: what it ends is not to be what the training has begun for the new set
+            with self._news:
+                self._newest = found
+                self._news.notify_all()

@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who decides what a stage runs next, and when: the plan beforehand, or the stage while it runs.
+
+A stage dispatches online (see online_order.py) where it sees what has arrived. With `auto` it does so only while some
+neighbour's messages come by the host path, and at other moments in each iteration (see arrival_jitter.py): what is slow
+but steady is what plans are for. Stages decide on their own, and any of them may be online while others run the plan;
+the ranks of one stage that share collectives follow one of them, the leader (see stage_lockstep.py).
+
+What goes by the device path of a GPU stands in queues of the device, where only the plan's order is safe (see
+transfers.launch_order). So a stage is online only while all of its links go by the host path. If one leaves that in the
+middle of an iteration, because the host path has failed, the stage runs what is left of it as planned. What it has sent
+out of the plan's order by then may have to be sent again, by the device path: a failure on top of a failure, where a
+device that waits for ever ends with the watchdog's error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.gathering import epoch_group
+from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.log import RateLimitedLog, logger_of
+from adaptra_megatron.config import AdaptraConfig, ConfigError
+from adaptra_megatron.elastic.failure_errors import LateRankError
+from adaptra_megatron.engine.dispatch.online_order import OnlineOrder
+from adaptra_megatron.engine.execution.executor import Steps
+from adaptra_megatron.engine.execution.inbox import Inbox
+from adaptra_megatron.engine.execution.stage_program import Program, Step
+from adaptra_megatron.schedule.simulator import peak_in_flight
+from adaptra_megatron.schedule.transfers.launch_order import Message
+from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
+from adaptra_megatron.transport.gpu.training_device import current_device
+from adaptra_megatron.transport.link_paths import Path
+from adaptra_megatron.transport.message_keys import Transport
+
+# Ranks that share collectives inside F, B and W run them in one order: one of them decides, the others follow.
+# They are the tensor- and context-parallel peers of a stage and, where experts are spread over data-parallel replicas,
+# the stage's ranks in those replicas too. The leader sends each decision, a small number, to each of the others over a
+# gloo group of their own, and does not wait: what it decided is on its way before the leader itself begins to act.
+
+_TAG, _LIFELINE_TAG = 1, 2
+_EXPIRED = timedelta(milliseconds=1)
+_AHEAD = 8
+"""Receives that a follower has posted: what finds one is there in one way instead of three."""
+_PATIENCE_S = 10.0
+"""Longer than the leader waits for a message: it knows better what is wrong."""
+
+
+class StageTeamError(LateRankError):
+    """A rank of the stage does not take part any more; names this rank, the stage, that rank and the remedy."""
+
+
+class StageTeam:
+    """One rank's end of what the leader of its cell says. Used by one thread, but for `abort`."""
+
+    def __init__(self, control: ControlStore, layout: JobLayout, timeout_s: float) -> None:
+        """Called by all ranks of the cell at the same point. Raises StageTeamError when they do not come within
+        `timeout_s`."""
+        cell = layout.cell
+        self._stage, self._ranks, self._rank, self._timeout_s = cell.stage, layout.cells[cell], layout.rank, timeout_s
+        self.leads = self._rank == layout.reporter(cell)
+        try:
+            name = f"cell/{cell.replica}-{cell.stage}"
+            self._group = epoch_group(control, name, self._ranks, self._rank, timeout_s)
+        except RuntimeError as cause:
+            raise self._error(f"did not meet {self._others()}", cause) from cause
+        # Never answered: gloo closes connections, which ends all waits, where one such wait expires.
+        self._lifeline: Any = self._group.recv([torch.empty(1)], int(self.leads), _LIFELINE_TAG)
+        self._sent: list[tuple[int, Any, torch.Tensor]] = []
+        self._expected: deque[tuple[Any, torch.Tensor]] = deque()
+
+    def publish(self, number: int) -> None:
+        """The leader says `number`. Returns at once. Raises StageTeamError for a follower that is gone."""
+        said = torch.tensor([number])
+        for follower in range(1, len(self._ranks)):
+            try:
+                self._sent.append((follower, self._group.send([said], follower, _TAG), said))
+            except RuntimeError as cause:
+                raise self._error(f"cannot tell rank {self._ranks[follower]} what to run", cause) from cause
+
+    def follow(self) -> int:
+        """The next number that the leader says. Raises StageTeamError if it is gone, or silent for too long."""
+        timeout_s = self._timeout_s + _PATIENCE_S
+        try:
+            while len(self._expected) < _AHEAD:
+                said = torch.empty(1, dtype=torch.int64)
+                self._expected.append((self._group.recv([said], 0, _TAG), said))
+            work, said = self._expected.popleft()
+            work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as cause:
+            raise self._error(
+                f"received nothing from rank {self._ranks[0]}, which decides, for {timeout_s:g} s", cause
+            ) from cause
+        return int(said.item())
+
+    def settle(self) -> None:
+        """Drop what all have received: the leader calls it when it is done with an iteration, as its followers are.
+
+        Raises StageTeamError for a follower that has not, within the timeout.
+        """
+        sent, self._sent = self._sent, []
+        for follower, work, _said in sent:
+            try:
+                work.wait(timedelta(seconds=self._timeout_s))
+            except RuntimeError as cause:
+                raise self._error(f"rank {self._ranks[follower]} does not follow", cause) from cause
+
+    def abort(self) -> None:
+        """Give the team up: every wait of this rank raises, and of others for it. Safe to call twice, and from any
+        thread."""
+        with contextlib.suppress(RuntimeError):
+            self._lifeline.wait(_EXPIRED)
+
+    def _others(self) -> str:
+        return "ranks " + ", ".join(str(rank) for rank in self._ranks if rank != self._rank)
+
+    def _error(self, what: str, cause: Exception) -> StageTeamError:
+        return StageTeamError(
+            f"rank {self._rank}, stage {self._stage}: {what}, with {self._timeout_s:g} s of patience "
+            f"(--adaptra-timeout-s); torch.distributed reported: {cause}. Ranks "
+            f"{', '.join(map(str, self._ranks))} run the stage in one order: look at the first whose log stops, and "
+            "restart from the last checkpoint; --adaptra-dispatch planned runs without this"
+        )
+
+
+# Judges if a neighbour's messages keep coming at the same moments, iteration by iteration. No clock, no torch.
+# A plan is best while they do: it was searched for, while a stage that decides as messages come sees one action ahead.
+# What is compared are the gaps between messages, which neither a late start nor one late message shifts for long.
+
+CHANGE = 0.25
+"""Share of an action: arrivals are irregular where half of the gaps change by more between iterations."""
+UNSTEADY_AFTER = 2
+"""Iterations in a row: a pause or a new plan changes gaps once, between two pairs of iterations at most."""
+STEADY_AFTER = 3
+TRIED_AFTER = 30
+"""Iterations after which what is unsteady counts as steady again, to be seen as it is: a stage that leaves the plan
+changes its neighbours' moments, and they change those of its own messages."""
+
+_Message = tuple[str, int, int]
+
+
+class ArrivalJitter:
+    """Arrival jitter of the messages of one neighbour."""
+
+    def __init__(self) -> None:
+        self.unsteady = False
+        self._gaps_s: dict[_Message, float] = {}
+        self._in_a_row = 0
+        """Iterations that contradict `unsteady`."""
+        self._since = 0
+        """Iterations since it became so."""
+
+    def observe(self, arrivals: Iterable[ArrivalRecord], action_s: float) -> None:
+        """One iteration's arrivals from this neighbour; `action_s`: mean seconds of an action."""
+        gaps_s = _gaps_s(arrivals)
+        changes_s = [abs(gap_s - self._gaps_s[key]) for key, gap_s in gaps_s.items() if key in self._gaps_s]
+        self._gaps_s = gaps_s
+        if not changes_s:
+            return
+        unsteady = statistics.median(changes_s) > CHANGE * action_s
+        self._in_a_row = self._in_a_row + 1 if unsteady != self.unsteady else 0
+        self._since += 1
+        if self.unsteady and (self._in_a_row >= STEADY_AFTER or self._since >= TRIED_AFTER):
+            self._become(False)
+        elif not self.unsteady and self._in_a_row >= UNSTEADY_AFTER:
+            self._become(True)
+
+    def _become(self, unsteady: bool) -> None:
+        self.unsteady, self._in_a_row, self._since = unsteady, 0, 0
+
+
+def _gaps_s(arrivals: Iterable[ArrivalRecord]) -> dict[_Message, float]:
+    """Seconds between each message and the one of the micro-batch before, of the same kind and chunk."""
+    moments_s = {(record.kind, record.chunk, record.micro_batch): record.arrived_s for record in arrivals}
+    return {
+        (kind, chunk, micro_batch): arrived_s - moments_s[kind, chunk, micro_batch - 1]
+        for (kind, chunk, micro_batch), arrived_s in moments_s.items()
+        if (kind, chunk, micro_batch - 1) in moments_s
+    }
+
+
+logger = logger_of(__name__)
+
+_PLANNED, _ONLINE = 0, 1
+_PATIENCE = 0.05
+"""How long the plan's next message is waited for before the plan is left, in mean actions. Without it, what is a
+microsecond late would make room for a whole action that comes too early."""
+_LOOK_AGAIN_S = 100e-6
+"""How often it is looked whether a GPU is done: no event wakes a thread at a deadline as well."""
+
+
+class Dispatcher:
+    """One rank's, for the life of the job."""
+
+    def __init__(
+        self,
+        mode: str,
+        transport: Transport,
+        team: StageTeam | None,
+        device: torch.device,
+        timeout_s: float,
+        ranks: Sequence[int],
+    ) -> None:
+        """`mode`: planned, auto or online. `team`: this rank's, None where it shares no collectives with others.
+        `ranks`: the pipeline's, by stage."""
+        self.online_iterations = 0
+        """How many were dispatched online here."""
+        self.moved_actions = 0
+        """How many actions ran before one that the plan had before them."""
+        self.all_by_host_path = True
+        """True if every link of the job is to take the host path: ranks of a stage cannot tell of each other's."""
+        self.keeps_plan = False
+        """True where a policy has all stages run what is planned."""
+        self._asked, self._aborted = mode, False
+        self._mode, self._transport, self._team = mode, transport, team
+        self._timeout_s, self._ranks = timeout_s, ranks
+        self._on_gpu = device.type == "cuda"
+        self._pace = _GpuPace() if self._on_gpu else _Pace()
+        self._patience_s = 0.0
+        self._said = RateLimitedLog(logger, most_in_a_row=2)
+        self._online_for: str | None = None
+        """Why the latest iteration was dispatched online."""
+        self._jitter: dict[int, ArrivalJitter] = defaultdict(ArrivalJitter)
+        """By neighbour."""
+
+    def steps(self, program: Program, cap: float | None, released_at_backward_input: float) -> Steps:
+        """The steps of the next training iteration. `cap`: activations that the stage may hold at once; None: as many
+        as the plan's order does."""
+        team = self._team
+        if self._mode == "planned":
+            return lambda inbox: iter(program.steps)
+        if team is not None and not team.leads:
+            return lambda inbox: self._follow(program, team)
+        reason = self._reason_to_leave_the_plan(program)
+        self._tell(program.stage, reason)
+        if reason is None:
+            return lambda inbox: self._lead(_PLANNED, iter(program.steps), team)
+        if cap is None:
+            cap = peak_in_flight(program.schedule, released_at_backward_input)[program.stage]
+        self.online_iterations += 1
+        order = OnlineOrder(program, cap, released_at_backward_input)
+        return lambda inbox: self._lead(_ONLINE, self._decide(order, _peers(program), inbox), team)
+
+    def ran(self, steps: Sequence[Step], records: Sequence[ActionRecord], arrivals: Sequence[ArrivalRecord]) -> None:
+        """Call after each training iteration with what it ran, and with what came and when."""
+        if self._mode == "planned" or not records:  # a cell that others relieve of all its work has none
+            return
+        action_s = statistics.fmean(record.compute_s for record in records)
+        self._patience_s = _PATIENCE * action_s
+        for source in {arrival.source for arrival in arrivals}:
+            self._jitter[source].observe((each for each in arrivals if each.source == source), action_s)
+        self.moved_actions += count_moved(steps)
+        if self._team is not None and self._team.leads:
+            self._team.settle()
+
+    def abort(self) -> None:
+        """Wake this rank where it waits for what the leader of its cell decides, from any thread. The plan is what runs
+        from then on."""
+        self._mode, self._aborted = "planned", True
+        if self._team is not None:
+            self._team.abort()
+
+    def resume(self, control: ControlStore, layout: JobLayout) -> None:
+        """Dispatch as before `abort`; nothing where that has not been called. Collective over the ranks of the cell.
+
+        Raises StageTeamError when they do not meet.
+        """
+        if not self._aborted:
+            return
+        if self._team is not None:
+            self._team = StageTeam(control, layout, self._timeout_s)
+        self._mode, self._aborted = self._asked, False
+
+    def _reason_to_leave_the_plan(self, program: Program) -> str | None:
+        """Why the next iteration is dispatched online, in words; None if it is not."""
+        peers = _peers(program)
+        if (
+            self.keeps_plan
+            or not self._sees(peers)
+            or (self._on_gpu and self._team is not None and not self.all_by_host_path)
+        ):
+            return None
+        if self._mode == "online":
+            return "--adaptra-dispatch online"
+        unsteady = [
+            str(peer)
+            for peer in peers
+            if self._transport.last_receive_path(self._ranks[peer]) is Path.HOST and self._jitter[peer].unsteady
+        ]
+        return f"messages of stage {' and '.join(unsteady)} arrive at irregular times" if unsteady else None
+
+    def _tell(self, stage: int, reason: str | None) -> None:
+        level = logging.INFO if self._ranks[0] == 0 else logging.DEBUG  # one pipeline speaks for all that are alike
+        if reason is not None and self._online_for is None:
+            self._said.log(level, "stage %d: switching to online dispatch: %s", stage, reason)
+        elif reason is None and self._online_for is not None:
+            self._said.log(level, "stage %d runs its plan again", stage)
+        self._online_for = reason
+
+    def _sees(self, peers: Sequence[int]) -> bool:
+        return all(self._transport.can_poll(self._ranks[peer]) for peer in peers)
+
+    def _decide(self, order: OnlineOrder, peers: Sequence[int], inbox: Inbox) -> Iterator[Step]:
+        while not order.finished:
+            self._pace.catch_up(time.monotonic() + self._timeout_s)
+            step = self._next(order, inbox) if self._sees(peers) else order.planned()
+            order.take(step)
+            if self._sees(peers):
+                # It may have been sent long ago: to be seen when the next decision is due, it must be asked for now.
+                inbox.ask_for([each.receive for each in order.candidates() if each.receive is not None])
+            yield step
+            self._pace.launched()
+
+    def _next(self, order: OnlineOrder, inbox: Inbox) -> Step:
+        """What can run now, or as soon as something has arrived."""
+        planned = order.planned()
+        if planned.receive is not None and planned in order.candidates():
+            self._wait_a_little(planned.receive, inbox)
+        while (step := order.next(inbox.has)) is None:
+            inbox.wait_any([candidate.receive for candidate in order.candidates() if candidate.receive is not None])
+        return step
+
+    def _wait_a_little(self, message: Message, inbox: Inbox) -> None:
+        """For what the plan has next: while the device has work anyway, and then for the patience."""
+        deadline_s = time.monotonic() + self._timeout_s
+        while self._pace.busy and time.monotonic() < deadline_s:
+            if inbox.wait_any([message], _LOOK_AGAIN_S):
+                return
+        inbox.wait_any([message], self._patience_s)
+
+    def _lead(self, mode: int, steps: Iterator[Step], team: StageTeam | None) -> Iterator[Step]:
+        if team is None:
+            yield from steps
+            return
+        team.publish(mode)
+        for step in steps:
+            if mode == _ONLINE:
+                team.publish(step.position)
+            yield step
+
+    def _follow(self, program: Program, team: StageTeam) -> Iterator[Step]:
+        if team.follow() == _PLANNED:
+            yield from program.steps
+            return
+        self.online_iterations += 1
+        for _ in program.steps:
+            yield program.steps[team.follow()]
+
+
+def make_dispatcher(
+    control: ControlStore, layout: JobLayout, config: AdaptraConfig, transport: Transport, timeout_s: float
+) -> Dispatcher:
+    """This rank's. Collective over the ranks of its cell where it may come to dispatch online.
+
+    Raises StageTeamError when ranks of the stage do not meet, ConfigError for `online` where it would never happen.
+    """
+    mode = config.dispatch
+    if mode == "online" and config.host_transport == "off" and current_device().type == "cuda":
+        raise ConfigError(
+            "--adaptra-dispatch online needs to see messages arrive, which NCCL does not show; give "
+            "--adaptra-host-transport auto too, or use --adaptra-dispatch planned"
+        )
+    if mode == "auto" and (config.policy != "adapt" or config.plan_csv is not None or config.host_transport == "off"):
+        mode = "planned"  # an order that was asked for, or no host path
+    alone = mode == "planned" or len(layout.cells[layout.cell]) == 1
+    team = None if alone else StageTeam(control, layout, timeout_s)
+    return Dispatcher(mode, transport, team, current_device(), timeout_s, layout.pipeline)
+
+
+def _peers(program: Program) -> Sequence[int]:
+    """Stages that messages come from, which are those that messages go to."""
+    return sorted({message.source for message in program.receives})
+
+
+def count_moved(steps: Sequence[Step]) -> int:
+    """Steps that ran before one that the plan has before them."""
+    moved, least = 0, len(steps)
+    for step in reversed(steps):
+        moved += step.position > least
+        least = min(least, step.position)
+    return moved
+
+
+class _Pace:
+    """Computation blocks the CPU: when it decides, everything before has been computed."""
+
+    busy = False
+    """True while the device has work left."""
+
+    def catch_up(self, deadline_s: float) -> None:
+        """Wait until it is time to decide what comes next."""
+
+    def launched(self) -> None:
+        """What was decided last has been handed to the device."""
+
+
+class _GpuPace(_Pace):
+    """A GPU computes behind the CPU. Decisions wait until it begins the last action that it was given: if the plan's
+    next message is here by then, the GPU is never out of work; if it is not, there is time for it to come."""
+
+    def __init__(self) -> None:
+        self._ends: deque[Any] = deque()
+        """Events at the end of actions that may still run."""
+
+    @property
+    def busy(self) -> bool:  # type: ignore[override]
+        return bool(self._ends) and not self._ends[-1].query()
+
+    def catch_up(self, deadline_s: float) -> None:
+        while len(self._ends) > 1:
+            # Not synchronize(), which has no deadline. What hangs on a GPU ends with the watchdog's error.
+            while not self._ends[0].query() and time.monotonic() < deadline_s:
+                time.sleep(_LOOK_AGAIN_S)
+            self._ends.popleft()
+
+    def launched(self) -> None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._ends.append(event)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Online dispatch of one stage: which action comes next, given which messages have arrived. No clock, no torch.
+
+At each step the plan's next action runs if it can: as long as nothing is late, that is the plan. Else the first of
+B > F > W runs that is ready and within the cap; and if none is, any message is waited for. What is decided is only how
+three sequences are merged: the forwards of the stage and its backwards each keep the order that the plan gives them,
+and of the weight gradients that are due the plan's first goes first. Three things follow.
+
+- Numbers are stock's: F, B and W of a chunk each run in micro-batch order.
+- Neighbours receive in the planned order: what a stage sends over one directed link are its forwards' results, or its
+  backwards', and never both. (With two stages and several chunks they share a link; there, forwards and backwards are
+  one sequence, and only weight gradients move.) So a path that matches messages by order needs to know nothing.
+- Nothing deadlocks, whichever stages are online and whichever run the plan, if the plan keeps the same caps. Suppose
+  all wait for ever, and let X be the first action, in an order of all stages' actions that the plan allows, that has
+  not run; all that the plan has before it, on its stage too, has. At a stage that runs the plan X is next, and its
+  message was sent. At an online stage X is the next of its sequence, and its message was sent, so X is a forward that
+  the cap forbids; but then all weight gradients that were due have run, at least as many backwards as the plan has
+  before X, and exactly as many forwards. So the stage holds no more than it does in the plan at X, which keeps the cap.
+  Where an input gradient adds to what is held, X may be one; and a forward leaves room for what the next one adds once
+  all weight gradients are over, as it must in the plan. So X, with these over, finds it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Callable
+
+from adaptra_megatron.engine.execution.stage_program import Program, Step
+from adaptra_megatron.schedule.ir import Kind
+from adaptra_megatron.schedule.transfers.launch_order import Message
+
+_ROUNDING = 1e-9
+"""Released fractions of an activation are not exact in binary."""
+
+
+class OnlineOrder:
+    """State of one stage in one iteration."""
+
+    def __init__(self, program: Program, cap: float | None, released_at_backward_input: float) -> None:
+        """`program`: the stage's part of a plan that keeps `cap` (activations held at once; None: no cap)."""
+        self._program = program
+        self._cap = cap
+        self._released = released_at_backward_input
+        self._added = max(0.0, -released_at_backward_input)
+        forwards = deque(step for step in program.steps if step.action.kind is Kind.FORWARD)
+        backwards = deque(step for step in program.steps if step.action.kind.sends_gradient)
+        both = deque(step for step in program.steps if step.action.kind is not Kind.BACKWARD_WEIGHT)
+        self._sequences = [both] if program.schedule.placement.shares_links else [backwards, forwards]
+        self._splits = [place for place, step in enumerate(backwards) if step.action.kind is Kind.BACKWARD_INPUT]
+        """Which of the backwards are split."""
+        self._weight_steps = {
+            (step.action.chunk, step.action.micro_batch): step
+            for step in program.steps
+            if step.action.kind is Kind.BACKWARD_WEIGHT
+        }
+        self._weights_due: list[Step] = []
+        """In the plan's order."""
+        self._done = [False] * len(program.steps)
+        self._planned = 0
+        """Where the first action of the plan is that has not run."""
+        self._forwards = [0] * program.schedule.chunks
+        self._begun = self._inputs = self._weights = 0
+
+    @property
+    def finished(self) -> bool:
+        """Return whether all has run."""
+        return self._planned == len(self._done)
+
+    def candidates(self) -> list[Step]:
+        """What may run as soon as its message is here, the most urgent first; weight gradients, which need none, not.
+
+        Where this is empty and something is left, a weight gradient is due.
+        """
+        return [sequence[0] for sequence in self._sequences if sequence and self._may_run(sequence[0])]
+
+    def next(self, ready: Callable[[Message], bool]) -> Step | None:
+        """What to run now; None if it has to be waited for: for the message of any of the candidates.
+
+        `ready`: whether a message has arrived.
+        """
+        due = self._weights_due[0] if self._weights_due else None
+        if self.finished or due is self.planned():
+            return due
+        able = [step for step in self.candidates() if step.receive is None or ready(step.receive)]
+        if self.planned() in able:
+            return self.planned()
+        # Gradients of a chunk are summed in micro-batch order: a whole backward may not overtake those that are due.
+        return due if not able or self._overtakes(able[0]) else able[0]
+
+    def planned(self) -> Step:
+        """What comes first in the plan of all that has not run: what to wait for where arrivals cannot be seen."""
+        return self._program.steps[self._planned]
+
+    def take(self, step: Step) -> None:
+        """`step`, one of those above, runs now."""
+        action = step.action
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            self._weights_due.remove(step)
+            self._weights += 1
+        else:
+            self._take_from_sequence(step)
+        self._done[step.position] = True
+        while self._planned < len(self._done) and self._done[self._planned]:
+            self._planned += 1
+
+    def _take_from_sequence(self, step: Step) -> None:
+        action = step.action
+        (sequence,) = (sequence for sequence in self._sequences if sequence and sequence[0] is step)
+        sequence.popleft()
+        if action.kind is Kind.FORWARD:
+            self._begun += 1
+            self._forwards[action.chunk] += 1
+            return
+        self._inputs += 1
+        if action.kind is Kind.BACKWARD:
+            self._weights += 1
+        else:
+            due = self._weight_steps[action.chunk, action.micro_batch]
+            bisect.insort(self._weights_due, due, key=lambda step: step.position)
+
+    def _may_run(self, step: Step) -> bool:
+        """Return whether nothing but a message can be missing."""
+        action = step.action
+        if action.kind is not Kind.FORWARD:
+            there = self._forwards[action.chunk] > action.micro_batch
+            return there and (
+                self._added == 0.0 or action.kind is Kind.BACKWARD or self._fits(self._held() + self._added)
+            )
+        if not self._fits(self._held() + 1.0):
+            return False
+        next_split = next((place for place in self._splits if place >= self._inputs), None)
+        return next_split is None or self._fits(self._begun + 1.0 - next_split + self._added)
+
+    def _held(self) -> float:
+        return self._begun - (self._released * self._inputs + (1.0 - self._released) * self._weights)
+
+    def _fits(self, held: float) -> bool:
+        return self._cap is None or held <= self._cap + _ROUNDING
+
+    def _overtakes(self, step: Step) -> bool:
+        due = (weight.action.chunk for weight in self._weights_due)
+        return step.action.kind is Kind.BACKWARD and step.action.chunk in due

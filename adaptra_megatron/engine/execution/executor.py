@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one iteration of a pipeline in any valid order of forwards, input gradients and weight gradients, planned
+beforehand or made while it runs.
+
+Numbers are stock's: the same functions compute, F, B and W of a chunk each run in micro-batch order, and gradients
+are accumulated in that order. Only the interleaving of the three, and the waiting, differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from adaptra_megatron.control.stage_memory import MemoryMeter
+from adaptra_megatron.engine.execution.inbox import Addresses, Inbox
+from adaptra_megatron.engine.execution.stage_program import Program, Step
+from adaptra_megatron.megatron.computation import StageComputation
+from adaptra_megatron.megatron.gradients.gradient_sync import GradientSync, ParameterSync
+from adaptra_megatron.megatron.megatron_call import PipelineCall
+from adaptra_megatron.megatron.megatron_iteration import free_content
+from adaptra_megatron.schedule.ir import Kind
+from adaptra_megatron.telemetry.action_records import ActionRecord
+from adaptra_megatron.transport.gpu.device_clock import DeviceClock, Mark
+from adaptra_megatron.transport.gpu.training_device import current_device
+from adaptra_megatron.transport.message_keys import MessageKey, TensorSpecification, Transport
+
+# Marks in time around actions: the clock where compute blocks the CPU, CUDA events where it does not.
+
+
+class ActionTimer(Protocol):
+    """Marks moments without waiting; `resolve` turns marks of one iteration into time.monotonic() seconds."""
+
+    def mark(self) -> Any:
+        """Now, where compute happens."""
+
+    def over(self, marks: list[Any]) -> bool:
+        """Return whether all of them have been reached; never waits."""
+
+    def resolve(self, marks: list[Any]) -> list[float]:
+        """Seconds of the marks, which are not used again. On a GPU, waits for the work before the last of them."""
+
+
+class ClockTimer:
+    """Compute runs on the calling thread: the clock says it all."""
+
+    def mark(self) -> float:
+        return time.monotonic()
+
+    def over(self, marks: list[float]) -> bool:
+        return True
+
+    def resolve(self, marks: list[float]) -> list[float]:
+        return marks
+
+
+class CudaEventTimer:
+    """Compute runs on the current CUDA stream: an event before and after each action."""
+
+    def __init__(self, clock: DeviceClock) -> None:
+        """`clock`: a transport may tell its own marks by it, too."""
+        self._clock = clock
+        self.mark = clock.mark
+
+    def over(self, marks: list[Mark]) -> bool:
+        return not marks or self._clock.reached(marks[-1])
+
+    def resolve(self, marks: list[Mark]) -> list[float]:
+        if not marks:
+            return []
+        marks[-1].synchronize()
+        seconds = self._clock.seconds(marks)
+        self._clock.use_again(marks)
+        return seconds
+
+
+def make_timer(clock: DeviceClock | None) -> ActionTimer:
+    """The timer for compute on the device of `clock`; None: on the CPU."""
+    return ClockTimer() if clock is None else CudaEventTimer(clock)
+
+
+# Counts the activations a stage holds, by the rule that the planner and the simulator use.
+
+
+class ActivationCapError(RuntimeError):
+    """An order would hold more activations than the cap; names stage, action, count, cap and bytes where known."""
+
+
+class ActivationAccount:
+    """Activations (of one chunk's micro-batch) held by one stage: a forward takes 1, its gradients give it back.
+
+    Where an input gradient releases less than nothing, it takes that at its start.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        cap: float | None,
+        released_at_backward_input: float,
+        meter: MemoryMeter | None = None,
+    ) -> None:
+        """`meter`: gets every action, to measure what the activations take."""
+        self.stage = stage
+        self.held = 0.0
+        self.peak = 0.0
+        self._cap = cap
+        self._meter = meter
+        self._chunk = 0
+        self._released = {
+            Kind.FORWARD: 0.0,
+            Kind.BACKWARD: 1.0,
+            Kind.BACKWARD_INPUT: released_at_backward_input,
+            Kind.BACKWARD_WEIGHT: 1.0 - released_at_backward_input,
+        }
+        self._taken = {kind: -released for kind, released in self._released.items() if released < 0.0}
+        self._taken[Kind.FORWARD] = 1.0
+
+    def before(self, kind: Kind, micro_batch: int, chunk: int) -> None:
+        """Take what the action needs. Raises ActivationCapError instead of passing the cap."""
+        if (taken := self._taken.get(kind, 0.0)) > 0.0:
+            if self._cap is not None and self.held + taken > self._cap + _ROUNDING:
+                what = "forward" if kind is Kind.FORWARD else "input gradient"
+                raise self._refusal(self._cap, taken, f"{what} of micro-batch {micro_batch}, chunk {chunk}")
+            self.held += taken
+            self.peak = max(self.peak, self.held)
+        if self._meter is not None:
+            self._chunk = chunk
+            self._meter.before()
+
+    def after(self, kind: Kind) -> None:
+        """Give back what a gradient releases."""
+        self.held -= max(0.0, self._released[kind])
+        if self._meter is not None:
+            self._meter.after(kind, self._chunk)
+
+    def _refusal(self, cap: float, taken: float, action: str) -> ActivationCapError:
+        nbytes = self._meter.activation_nbytes if self._meter is not None else None
+        size = (
+            "" if nbytes is None else f" ({(self.held + taken) * nbytes / 1e6:,.0f} MB at {nbytes / 1e6:,.1f} MB each)"
+        )
+        return ActivationCapError(
+            f"stage {self.stage} holds {self.held:g} activations; the {action} would pass the cap of {cap:g}{size}. "
+            "Raise --adaptra-max-in-flight, or --adaptra-memory-fraction where the cap was measured, or use another "
+            "plan"
+        )
+
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class IterationReport:
+    """What one rank did in one iteration: on a GPU it has been launched, and may not have happened yet."""
+
+    peak_in_flight: float
+    steps: list[Step]
+    """What it ran, in order: those of the records."""
+    addresses: Addresses
+    received_nbytes: int
+    """The size of the largest activation that came from another stage; 0 if there is none."""
+    over: Callable[[], bool]
+    """Returns True once all of it has happened; never waits."""
+    resolve: Callable[[], list[ActionRecord]]
+    """To be called once: see `records`."""
+
+    @functools.cached_property
+    def records(self) -> list[ActionRecord]:
+        """When each step ran. Waits for the end of the last one, the first time."""
+        return self.resolve()
+
+    def computed_s(self) -> dict[MessageKey, float]:
+        """When each message that was sent had been computed, by its key in the pipeline."""
+        return {
+            self.addresses.key_in_pipeline(self.addresses.key(step.send)): record.end_s
+            for step, record in zip(self.steps, self.records, strict=True)
+            if step.send is not None
+        }
+
+
+Steps = Callable[[Inbox], Iterator[Step]]
+"""Where the steps of an iteration come from, one after the other; may look at what has arrived, and wait for it."""
+
+
+def planned_steps(program: Program) -> Steps:
+    """The plan's order."""
+    return lambda inbox: iter(program.steps)
+
+
+@dataclass
+class _Run:
+    """State of one iteration."""
+
+    call: PipelineCall
+    inbox: Inbox
+    computation: StageComputation
+    gradients: GradientSync | None
+    """None in evaluation."""
+    parameters: ParameterSync | None
+    account: ActivationAccount
+    addresses: Addresses
+    received_nbytes: int = 0
+    inputs: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+
+class PipelineExecutor:
+    """Executes programs on one stage, with one transport and one timer for the life of the job."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        timer: ActionTimer,
+        *,
+        timeout_s: float,
+        receives_ahead: int = 0,
+        plans_differ: bool = False,
+    ) -> None:
+        """`timeout_s`: longest wait for one message. `receives_ahead`: posted before their turn, see `Inbox`.
+        `plans_differ`: whether other replicas, which gradients are reduced with, may run other plans."""
+        self._plans_differ = plans_differ
+        self._transport = transport
+        self._timer = timer
+        self._timeout_s, self._receives_ahead = timeout_s, receives_ahead
+        self._run_action: dict[Kind, Callable[[_Run, Step, torch.Tensor | None], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward,
+            Kind.BACKWARD_WEIGHT: self._weight_gradient,
+        }
+
+    def run(
+        self,
+        call: PipelineCall,
+        program: Program,
+        computation: StageComputation,
+        *,
+        addresses: Addresses,
+        account: ActivationAccount,
+        steps: Steps | None = None,
+    ) -> IterationReport:
+        """Run every step of `program`; gradients are complete (not yet finalized) when this returns, on a GPU for what
+        is launched from now on. What was sent last may still be on its way: the next run waits for it, or the
+        closing of the transport.
+
+        `addresses`: of this attempt. `steps`: those of `program` in another order; None: in its own. Raises
+        TransportError when a peer fails or stays silent for longer than the timeout, and what `steps` raises.
+        """
+        # Of the iteration before, by whose end the last message would not have been acknowledged: over a slow link that
+        # takes as long again as the message itself.
+        self._transport.flush(time.monotonic() + self._timeout_s)
+        like = (call.message_shape, call.config.pipeline_dtype, current_device())
+        self._transport.describe(TensorSpecification(*like, micro_batches=addresses.micro_batches))
+        training = not call.forward_only
+        run = _Run(
+            call=call,
+            inbox=Inbox(self._transport, program, addresses, timeout_s=self._timeout_s, ahead=self._receives_ahead),
+            computation=computation,
+            gradients=_gradient_sync(call, program, self._plans_differ) if training else None,
+            parameters=ParameterSync(call.config, call.model_chunks) if training else None,
+            account=account,
+            addresses=addresses,
+        )
+        try:
+            ran, marks = self._run_steps(run, (steps or planned_steps(program))(run.inbox))
+        finally:
+            if run.gradients is not None:
+                run.gradients.enable()
+        assert len(ran) == len(program.steps), f"stage {call.stage} ran {len(ran)} of {len(program.steps)} steps"
+        if run.gradients is not None:
+            run.gradients.finish()
+        over = functools.partial(self._timer.over, marks)
+        return IterationReport(
+            account.peak,
+            ran,
+            addresses,
+            run.received_nbytes,
+            over,
+            functools.partial(self._records, addresses.iteration, ran, marks),
+        )
+
+    def _run_steps(self, run: _Run, steps: Iterator[Step]) -> tuple[list[Step], list[Any]]:
+        """Returns the steps and the marks around them: each step begins to wait where the one before it ended."""
+        ran: list[Step] = []
+        marks = [self._timer.mark()]
+        for step in steps:
+            run.inbox.post_before(step)
+            received = run.inbox.take(step.receive) if step.receive is not None else None
+            marks.append(self._timer.mark())
+            self._perform(run, step, received)
+            ran.append(step)
+            marks.append(self._timer.mark())
+        return ran, marks
+
+    def _perform(self, run: _Run, step: Step, received: torch.Tensor | None) -> None:
+        action = step.action
+        run.account.before(action.kind, action.micro_batch, action.chunk)
+        if run.gradients is not None and step.completes_chunk and action.kind is Kind.BACKWARD:
+            run.gradients.before_last_backward(action.chunk)
+        self._run_action[action.kind](run, step, received)
+        if run.gradients is not None and step.completes_chunk:
+            run.gradients.after_last_gradient(action.chunk)
+        run.account.after(action.kind)
+
+    def _forward(self, run: _Run, step: Step, received: torch.Tensor | None) -> None:
+        action, call = step.action, run.call
+        if run.parameters is not None:
+            run.parameters.before_forward(action.chunk)
+        if received is not None:
+            run.received_nbytes = max(run.received_nbytes, received.nbytes)
+            received.requires_grad_()
+        output = run.computation.forward(action.chunk, action.micro_batch, received)
+        self._send(run, step, output)
+        if call.forward_only:
+            return
+        # Sent tensors are held by the transport; autograd needs the graph of this one, not its bytes.
+        if step.send is not None or not call.interleaved:
+            free_content(call, output)
+        run.inputs[action.chunk, action.micro_batch] = received
+        run.outputs[action.chunk, action.micro_batch] = output
+
+    def _backward(self, run: _Run, step: Step, received: torch.Tensor | None) -> None:
+        action = step.action
+        position = (action.chunk, action.micro_batch)
+        input_gradient = run.computation.backward(
+            action.chunk,
+            action.micro_batch,
+            run.inputs.pop(position),
+            run.outputs.pop(position),
+            received,
+            split=action.kind is Kind.BACKWARD_INPUT,
+        )
+        self._send(run, step, input_gradient)
+
+    def _weight_gradient(self, run: _Run, step: Step, received: torch.Tensor | None) -> None:
+        assert received is None
+        run.computation.weight_gradient(step.action.chunk, step.action.micro_batch)
+
+    def _send(self, run: _Run, step: Step, tensor: torch.Tensor | None) -> None:
+        """Right behind what computes it: see schedule.transfers.launch_order."""
+        if step.send is None:
+            return
+        assert tensor is not None, f"{step.action} has nothing to send"
+        run.inbox.post_before_send(step)
+        self._transport.post_send(run.addresses.key(step.send), run.addresses.ranks[step.send.target], tensor)
+
+    def _records(self, iteration: int, ran: list[Step], marks: list[Any]) -> list[ActionRecord]:
+        times = self._timer.resolve(marks)
+        return [
+            ActionRecord(
+                iteration,
+                step.action.stage,
+                step.action.kind.value,
+                step.action.chunk,
+                step.action.micro_batch,
+                *times[2 * index : 2 * index + 3],
+            )
+            for index, step in enumerate(ran)
+        ]
+
+
+def _gradient_sync(call: PipelineCall, program: Program, plans_differ: bool) -> GradientSync:
+    if plans_differ:
+        return GradientSync(call.config, call.model_chunks, range(call.chunks)[::-1], by_hooks=False)
+    return GradientSync(call.config, call.model_chunks, program.completion, by_hooks=program.completes_by_backwards)

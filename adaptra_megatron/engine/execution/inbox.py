@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stage receives in one iteration: asked for in the launch order of what makes it.
+
+On GPUs a receive that is posted stands on the device until its message comes. Posted by that order and no further
+ahead, none of them keeps the device from what others wait for (see transfers.launch_order). On CPUs receives are in
+nothing's way: some are posted ahead, so that messages need not wait for them, and tell how long their way was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from adaptra_megatron.engine.execution.stage_program import Program, Step
+from adaptra_megatron.schedule.transfers.launch_order import Message
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, MessageTimes, Transport
+
+# Which ranks messages go to, and under what keys: between a schedule's terms and a transport's.
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Addresses of one attempt at an iteration, as a rank of a pipeline has them."""
+
+    ranks: Sequence[int]
+    """The pipeline's: global ranks, by stage."""
+    iteration: int
+    attempt: int = 0
+    """Which try at the iteration."""
+    replica: int = 0
+    """This rank's."""
+    micro_batches: int | None = None
+    """Number of micro-batches of each replica; None: there is one replica alone."""
+    pipeline: Sequence[int] | None = None
+    """None: it is `ranks`. Where micro-batches are routed between replicas, messages name ranks, `ranks` are all of the
+    job's, and this is the pipeline."""
+
+    def key(self, message: Message) -> MessageKey:
+        """The message's name in the job."""
+        direction = Direction.GRADIENT if message.gradient else Direction.ACTIVATION
+        number = self._first + message.micro_batch
+        return MessageKey(self.iteration, direction, message.chunk, number, self.attempt)
+
+    def key_in_pipeline(self, key: MessageKey) -> MessageKey:
+        """The same by the number of its micro-batch in the program."""
+        return key._replace(micro_batch=key.micro_batch - self._first)
+
+    def in_pipeline(self, times: Sequence[MessageTimes]) -> list[MessageTimes]:
+        """Times of messages within the pipeline, by its stages and by the numbers of micro-batches in the program."""
+        pipeline = self.ranks if self.pipeline is None else self.pipeline
+        return [
+            entry._replace(peer=pipeline.index(entry.peer), key=self.key_in_pipeline(entry.key))
+            for entry in times
+            if entry.peer in pipeline
+        ]
+
+    def nbytes(self, times: Iterable[MessageTimes]) -> dict[int, int]:
+        """Bytes of the messages of each micro-batch, by its number in the program."""
+        return {self.key_in_pipeline(entry.key).micro_batch: entry.nbytes for entry in times}
+
+    @property
+    def _first(self) -> int:
+        """What the replica's first micro-batch is in the job."""
+        return self.replica * (self.micro_batches or 0)
+
+
+class Inbox:
+    """Every wait ends by itself: with TransportError when a peer fails or is silent for longer than the timeout."""
+
+    def __init__(
+        self, transport: Transport, program: Program, addresses: Addresses, *, timeout_s: float, ahead: int = 0
+    ) -> None:
+        """`timeout_s`: longest wait for one message. `ahead`: receives posted before their turn."""
+        self._transport = transport
+        self._addresses = addresses
+        self._timeout_s, self._ahead = timeout_s, ahead
+        self._places = program.receives
+        self._unposted = iter(program.receives)
+        self._posted = 0
+
+    def post_before(self, step: Step) -> None:
+        """Post the receives that come before `step`; call before anything of it is launched."""
+        self._post(step.receives_before + self._ahead)
+
+    def post_before_send(self, step: Step) -> None:
+        """Post the receives that come between `step` and its send."""
+        self._post(step.receives_before_send)
+
+    def ask_for(self, messages: Collection[Message]) -> None:
+        """Post the receives of `messages`, and of those before them, ahead of the steps that they come before. Only
+        where the CPU sees arrivals."""
+        for message in messages:
+            self._post(self._places[message] + 1)
+
+    def has(self, message: Message) -> bool:
+        """Return whether `take` would return at once."""
+        self.ask_for([message])
+        return self._transport.ready(self._addresses.key(message))
+
+    def wait_any(self, messages: Sequence[Message], patience_s: float | None = None) -> bool:
+        """Until one of them is here, or for `patience_s`; returns whether one is."""
+        self.ask_for(messages)
+        keys = [self._addresses.key(message) for message in messages]
+        if patience_s is not None and patience_s < self._timeout_s:
+            return self._transport.wait_any(keys, time.monotonic() + patience_s)
+        if not self._transport.wait_any(keys, self._deadline_s()):
+            self._transport.wait(keys[0], time.monotonic())  # raises: it says what is known of the link
+        return True
+
+    def take(self, message: Message) -> torch.Tensor:
+        """The message, as soon as it is here. Its receive must have been posted."""
+        return self._transport.wait(self._addresses.key(message), self._deadline_s())
+
+    def _post(self, count: int) -> None:
+        """Until `count` are posted, or more."""
+        for message in itertools.islice(self._unposted, max(0, count - self._posted)):
+            self._transport.post_receive(self._addresses.key(message), self._addresses.ranks[message.source])
+            self._posted += 1
+
+    def _deadline_s(self) -> float:
+        return time.monotonic() + self._timeout_s

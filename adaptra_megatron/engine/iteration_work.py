@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the executor of one rank is handed for an iteration: program, addresses, limits of memory, and steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.control.order.plan_book import PlanState
+from adaptra_megatron.control.stage_memory import MemoryMeter
+from adaptra_megatron.engine.dispatch.dispatch import Dispatcher
+from adaptra_megatron.engine.execution.executor import ActivationAccount, Steps, planned_steps
+from adaptra_megatron.engine.execution.inbox import Addresses
+from adaptra_megatron.engine.execution.stage_program import Program, compile_program
+from adaptra_megatron.engine.rerouting.rerouting import Rerouting
+from adaptra_megatron.megatron.gradients.gradient_sync import gather_parameters
+from adaptra_megatron.megatron.megatron_call import PipelineCall
+from adaptra_megatron.schedule.ir import Schedule
+
+
+class Work(NamedTuple):
+    """What the executor is handed for an iteration."""
+
+    program: Program
+    addresses: Addresses
+    account: ActivationAccount
+    steps: Steps
+
+
+class IterationWork:
+    """Makes the work of each iteration; keeps the programs of the schedules that run."""
+
+    def __init__(
+        self,
+        layout: JobLayout,
+        book: PlanState,
+        dispatcher: Dispatcher,
+        rerouting: Rerouting | None,
+        meter: MemoryMeter | None,
+    ) -> None:
+        """`rerouting`: None where micro-batches stay in their replicas. `meter`: None where memory is not measured."""
+        self._layout, self._book, self._dispatcher = layout, book, dispatcher
+        self._rerouting, self._meter = rerouting, meter
+        self._programs: dict[int, Program] = {}
+
+    def forget(self) -> None:
+        """Drop the programs: another plan is in force."""
+        self._programs.clear()
+
+    def work(
+        self, call: PipelineCall, schedule: Schedule, iteration: int, attempt: int, *, routes: bool, cold: bool
+    ) -> Work:
+        """Return what to run in `iteration`, of which this is the try number `attempt`.
+
+        `routes`: micro-batches may be computed by other replicas. `cold`: one of the first iterations, which runs
+        each backward pass whole and in the planned order.
+        """
+        routed = self._routed(call, schedule, iteration) if routes else None
+        if routed is not None and not call.forward_only:
+            gather_parameters(call.model_chunks)
+        work = routed or self._planned(call, schedule, iteration, cold=cold)
+        return work._replace(addresses=replace(work.addresses, attempt=attempt))
+
+    def _routed(self, call: PipelineCall, schedule: Schedule, iteration: int) -> Work | None:
+        """None where the iteration's micro-batches stay in their replicas."""
+        routed = None if self._rerouting is None else self._rerouting.order(call, schedule)
+        if routed is None:
+            return None
+        program, order = routed
+        everywhere = Addresses(
+            range(len(self._layout.workers)),
+            iteration,
+            micro_batches=call.micro_batches,
+            pipeline=self._layout.pipeline,
+        )
+        meter = None if call.forward_only else self._meter
+        account = ActivationAccount(call.stage, order.cap, order.released_at_backward_input, meter)
+        return Work(program, everywhere, account, planned_steps(program))
+
+    def _planned(self, call: PipelineCall, schedule: Schedule, iteration: int, *, cold: bool) -> Work:
+        planned = not (call.forward_only or cold)
+        program = self._compiled(call, schedule, planned=planned)
+        addresses = Addresses(
+            self._layout.pipeline,
+            iteration,
+            replica=self._layout.cell.replica,
+            micro_batches=call.micro_batches if self._layout.replicas > 1 else None,
+        )
+        steps = self._steps(call, program) if planned else planned_steps(program)
+        return Work(program, addresses, self._account(call), steps)
+
+    def _compiled(self, call: PipelineCall, schedule: Schedule, *, planned: bool) -> Program:
+        program = self._programs.get(id(schedule))
+        if program is None or program.schedule is not schedule:
+            program = self._programs[id(schedule)] = compile_program(
+                schedule,
+                call.stage,
+                self._book.planned_for(call.micro_batches) if planned else None,
+                sizes_known=call.message_shape is not None,
+            )
+        return program
+
+    def _steps(self, call: PipelineCall, program: Program) -> Steps:
+        cap = self._book.enforced_cap(call.micro_batches, call.stage)
+        released = self._book.released_at_backward_input(call.micro_batches, call.stage)
+        return self._dispatcher.steps(program, cap, released)
+
+    def _account(self, call: PipelineCall) -> ActivationAccount:
+        # Evaluation keeps no activations, and Megatron's order for it would pass any cap by count.
+        released = self._book.released_at_backward_input(call.micro_batches, call.stage)
+        if call.forward_only:
+            return ActivationAccount(call.stage, None, released)
+        cap = self._book.enforced_cap(call.micro_batches, call.stage)
+        return ActivationAccount(call.stage, cap, released, self._meter)

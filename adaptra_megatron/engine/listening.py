@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where other ranks hand in what they measure."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection
+
+from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.transport.message_keys import TransportError
+from adaptra_megatron.transport.setup.host_placement import listen_tcp, listening_host
+
+logger = logger_of(__name__)
+
+
+def listen_for(layout: JobLayout, ranks: Collection[int], config: AdaptraConfig, effect: str) -> socket.socket:
+    """A socket on which this rank is reached by `ranks`; where no address leads here from other hosts, by those of this
+    host alone. `effect`: what comes of that, in words."""
+    one_host = layout.share_network(ranks)
+    try:
+        return listen_tcp(listening_host(config.interface, one_host=one_host), config.port_range)[0]
+    except TransportError as cause:
+        logger.warning("measurements of ranks on other hosts cannot be handed in, %s: %s", effect, cause)
+        return listen_tcp("127.0.0.1")[0]  # a firewall between hosts does not matter, and the range may be full

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank's iterations measured: handed in for later plans, and written to traces, once it has happened."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from adaptra_megatron.control.control_loop import PlanExchange
+from adaptra_megatron.control.measurements import stage_measurement
+from adaptra_megatron.control.paths.steering import LinkSteering
+from adaptra_megatron.control.stage_memory import StageMemory
+from adaptra_megatron.engine.dispatch.dispatch import Dispatcher
+from adaptra_megatron.engine.execution.executor import IterationReport
+from adaptra_megatron.engine.measurement.reporting import arrival_records
+from adaptra_megatron.engine.measurement.sync_waits import Arrivals, IterationWaits
+from adaptra_megatron.engine.training_job import Job
+from adaptra_megatron.megatron.megatron_call import PipelineCall
+from adaptra_megatron.schedule.ir import Kind
+from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
+from adaptra_megatron.transport.gpu.training_device import current_device
+from adaptra_megatron.transport.message_keys import MessageTimes, Transport
+
+# Megatron's own timers of compute and communication (`--timing-log-level 2`), while actions run in our order.
+# Its forward_step and backward_step start 'forward-compute' and 'backward-compute' here as in stock. What stock
+# times in other functions is added from what was measured anyway: waiting for messages as 'forward-recv' and
+# 'backward-recv', weight gradients as part of 'backward-compute'. No rank waits for sends, so there are no times of
+# them.
+
+_LEVEL = 2
+"""Log level of timers of single actions; those of whole iterations have level 1."""
+
+
+def add_times(timers: Any, report: IterationReport) -> None:
+    """Add what one iteration spent to `timers` (megatron.core.timers.Timers), where they log such detail."""
+    if timers._log_level < _LEVEL:
+        return  # what it would hand out stands for all that are not logged
+    spent_s: dict[str, float] = defaultdict(float)
+    for step, record in zip(report.steps, report.records, strict=True):
+        kind = step.action.kind
+        if step.receive is not None:
+            spent_s["forward-recv" if kind is Kind.FORWARD else "backward-recv"] += record.wait_s
+        if kind is Kind.BACKWARD_WEIGHT:
+            spent_s["backward-compute"] += record.compute_s
+    for name, seconds in spent_s.items():
+        timer = timers(name, log_level=_LEVEL)
+        timer._elapsed += seconds
+        timer._active_time += seconds
+
+
+@contextmanager
+def waiting_for_computation_alone() -> Iterator[None]:
+    """While open, torch.cuda.synchronize() waits for the current stream, not for the whole device.
+
+    Receives are posted before their senders have what they send: a rank that waits for its whole device in the midst of
+    an iteration waits for messages that its peers are still to make, and Megatron would count that as computation.
+    """
+    whole_device = torch.cuda.synchronize
+    torch.cuda.synchronize = _wait_for_current_stream
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize = whole_device
+
+
+def _wait_for_current_stream(device: Any = None) -> None:
+    torch.cuda.current_stream(device).synchronize()
+
+
+SentAndReceived = tuple[Sequence[MessageTimes], Sequence[MessageTimes]]
+
+
+class EndedIteration(NamedTuple):
+    """An iteration of which everything has been launched, and on the CPU has happened."""
+
+    call: PipelineCall
+    report: IterationReport
+    iteration: int
+    training_iteration: int
+    begun_s: float
+    disturbance: str | None
+    memory: StageMemory | None
+    seconds: float = 0.0
+    waits: IterationWaits | None = None
+    """In gradient synchronisation; None where that is not measured."""
+
+
+class Measuring:
+    """Hands in what an iteration measured: at once on the CPU, on a GPU when the next one begins."""
+
+    def __init__(
+        self,
+        job: Job,
+        transport: Transport,
+        dispatcher: Dispatcher,
+        telemetry: RunTelemetry,
+        arrivals: Arrivals | None = None,
+        work: tuple[str, ...] = (),
+    ) -> None:
+        """All of them are this rank's. `arrivals`: None where no stragglers are looked for. `work`: see
+        StageMeasurement."""
+        self._work = work
+        self._job, self._transport, self._dispatcher, self._telemetry = job, transport, dispatcher, telemetry
+        self._arrivals = arrivals
+        self.unsettled: EndedIteration | None = None
+        """The latest iteration, until what it measured is handed in."""
+
+    def settle(self, exchange: PlanExchange, steering: LinkSteering | None) -> None:
+        """Hand in and trace what the latest iteration measured; waits for the device where that is still at it.
+
+        `steering`: the one of this rank's links, None where their paths are not decided on.
+        """
+        ended, self.unsettled = self.unsettled, None
+        if ended is None:
+            return
+        call, records = ended.call, ended.report.records  # which relates the clocks that the transport tells by
+        addresses, (sent, received) = ended.report.addresses, self._transport.take_times()
+        nbytes = addresses.nbytes((*sent, *received))
+        times = addresses.in_pipeline(sent), addresses.in_pipeline(received)
+        arrivals = arrival_records(call.stage, times[1])
+        if not call.forward_only:
+            self.hand_in(exchange, steering, ended, times, nbytes)
+            self._dispatcher.ran(ended.report.steps, records, arrivals)
+            if self._arrivals is not None:
+                computed_s = sum(record.compute_s for record in records)
+                self._arrivals.add(ended.iteration, ended.seconds, ended.waits, computed_s)
+        offset_s = self._job.clock.drifted(time.monotonic())
+        self._telemetry.traced(ended.iteration, records, arrivals, offset_s)
+        if call.config.timers is not None:
+            add_times(call.config.timers, ended.report)
+
+    def hand_in(
+        self,
+        exchange: PlanExchange,
+        steering: LinkSteering | None,
+        ended: EndedIteration,
+        times: SentAndReceived,
+        nbytes: Mapping[int, int],
+    ) -> None:
+        """Send off what an iteration measured, for the plans of later ones. `nbytes`: of each micro-batch's messages,
+        also where another replica's cell is at their other end."""
+        report = ended.report
+        measurement = stage_measurement(
+            self._job.layout.pipeline[0],
+            ended.call.stage,
+            ended.call.micro_batches,
+            report.records,
+            times,
+            self._job.clock.offset_at(time.monotonic()),
+            report.computed_s() if current_device().type == "cuda" else None,
+            ended.memory,
+            probes=() if steering is None else steering.take_probes(),
+            broken=() if steering is None else steering.broken(),
+            disturbance=ended.disturbance,
+            nbytes=nbytes,
+            idle=(ended.iteration, ended.begun_s),
+            work=self._work,
+        )
+        exchange.post(ended.training_iteration, measurement)

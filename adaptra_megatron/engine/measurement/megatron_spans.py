@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's OpenTelemetry spans where Megatron's own functions do not run: those of messages, which its p2p functions
+have in stock, and those of weight gradients.
+
+Megatron makes spans by the package nemo-lens, from release 0.20 on. Names and groups are its own, "microbatch" and
+"communication" (`--otel-span-groups`); each has micro-batch and chunk as attributes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from adaptra_megatron.megatron.computation import StageComputation, SurroundedComputation
+from adaptra_megatron.transport.message_keys import Direction, MessageKey, Transport
+
+# Named ranges around what a stage computes, sends, receives and waits for, for torch.profiler (Kineto, HTA) and, on
+# GPUs, Nsight Systems.
+# On a GPU the ranges of messages are those of the CPU that launches them; waits of the GPU itself are in its streams.
+
+
+def ranged_computation(computation: StageComputation) -> StageComputation:
+    """`computation` whose actions are ranges such as "adaptra F 3", or "adaptra I 3, chunk 1"."""
+    return SurroundedComputation(
+        computation, lambda kind, chunk, micro_batch: _range(f"{kind} {micro_batch}{_of(chunk)}")
+    )
+
+
+class RangedTransport:
+    """A Transport whose messages are ranges such as "adaptra send activation 3 to rank 1", "adaptra receive gradient 3
+    from rank 1", which is when it is announced, and "adaptra wait for gradient 3, chunk 1"."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.describe, self.can_poll, self.ready = transport.describe, transport.can_poll, transport.ready
+        self.last_receive_path, self.take_times, self.close = (
+            transport.last_receive_path,
+            transport.take_times,
+            transport.close,
+        )
+
+    def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
+        """See Transport."""
+        with _range(f"send {_named(key)} to rank {peer}"):
+            self._transport.post_send(key, peer, tensor)
+
+    def post_receive(self, key: MessageKey, peer: int) -> None:
+        """See Transport."""
+        with _range(f"receive {_named(key)} from rank {peer}"):
+            self._transport.post_receive(key, peer)
+
+    def wait_any(self, keys: Collection[MessageKey], until_s: float) -> bool:
+        """See Transport."""
+        with _range(f"wait for {' or '.join(map(_named, keys))}"):
+            return self._transport.wait_any(keys, until_s)
+
+    def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
+        """See Transport."""
+        with _range(f"wait for {_named(key)}"):
+            return self._transport.wait(key, deadline_s)
+
+    def flush(self, deadline_s: float) -> None:
+        """See Transport."""
+        with _range("wait until all has been sent"):
+            self._transport.flush(deadline_s)
+
+
+def _of(chunk: int) -> str:
+    return f", chunk {chunk}" if chunk else ""
+
+
+def _named(key: MessageKey) -> str:
+    return f"{key.direction.value} {key.micro_batch}{_of(key.chunk)}"
+
+
+@contextlib.contextmanager
+def _range(what: str) -> Iterator[None]:
+    """A range that both kinds of profilers show. torch's own ranges reach Nsight within emit_nvtx() alone."""
+    name = f"adaptra {what}"
+    with contextlib.ExitStack() as ranges:
+        ranges.enter_context(torch.profiler.record_function(name))
+        if torch.cuda.is_available():
+            ranges.enter_context(torch.cuda.nvtx.range(name))
+        yield
+
+
+Span = Callable[..., AbstractContextManager[Any]]
+"""nemo-lens' managed_span(group, name, **attributes)."""
+
+ACTIONS = {
+    "F": "megatron.microbatch.forward",
+    "B": "megatron.microbatch.backward",
+    "I": "megatron.microbatch.backward",
+    "W": "megatron.microbatch.backward_weight",
+}
+_MESSAGES = {Direction.ACTIVATION: "forward", Direction.GRADIENT: "backward"}
+_GROUPS = ("microbatch", "communication")
+
+
+def megatron_span() -> Span | None:
+    """Maker of spans; None where nemo-lens is not there, or neither group is asked for."""
+    try:
+        state, helpers = (importlib.import_module(f"nemo.lens.{name}") for name in ("state", "helpers"))
+    except ImportError:
+        return None
+    span: Span = helpers.managed_span
+    return span if any(map(state.is_span_group_enabled, _GROUPS)) else None
+
+
+def spanned_computation(computation: StageComputation, span: Span) -> StageComputation:
+    """`computation` whose actions are spans: all, or where Megatron's own functions make theirs, weight gradients."""
+    if importlib.util.find_spec("megatron.core.telemetry") is not None:
+        return _WeightSpans(computation, span)
+    return SurroundedComputation(computation, lambda *action: _action(span, *action))
+
+
+class _WeightSpans(SurroundedComputation):
+    """A computation of which one kind of action has spans."""
+
+    def __init__(self, computation: StageComputation, span: Span) -> None:
+        super().__init__(computation, lambda *action: _action(span, *action))
+        self.forward, self.backward = computation.forward, computation.backward  # type: ignore[method-assign]
+
+
+class SpannedTransport:
+    """A Transport whose messages are spans, as Megatron's functions that send and receive them are in stock."""
+
+    def __init__(self, transport: Transport, span: Span) -> None:
+        self._transport, self._span = transport, span
+        self.describe, self.post_receive, self.wait_any = transport.describe, transport.post_receive, transport.wait_any
+        self.can_poll, self.ready, self.last_receive_path = (
+            transport.can_poll,
+            transport.ready,
+            transport.last_receive_path,
+        )
+        self.take_times, self.flush, self.close = transport.take_times, transport.flush, transport.close
+
+    def post_send(self, key: MessageKey, peer: int, tensor: torch.Tensor) -> None:
+        """See Transport."""
+        with self._of(f"megatron.p2p.send_{_MESSAGES[key.direction]}", key):
+            self._transport.post_send(key, peer, tensor)
+
+    def wait(self, key: MessageKey, deadline_s: float) -> torch.Tensor:
+        """See Transport."""
+        with self._of(f"megatron.p2p.recv_{_MESSAGES[key.direction]}", key):
+            return self._transport.wait(key, deadline_s)
+
+    def _of(self, name: str, key: MessageKey) -> AbstractContextManager[Any]:
+        return self._span("communication", name, **_attributes(key.chunk, key.micro_batch))
+
+
+def _action(span: Span, kind: str, chunk: int, micro_batch: int) -> AbstractContextManager[Any]:
+    return span("microbatch", ACTIONS[kind], **_attributes(chunk, micro_batch))
+
+
+def _attributes(chunk: int, micro_batch: int) -> dict[str, int]:
+    return {"adaptra.micro_batch": micro_batch, "adaptra.chunk": chunk}

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long this rank stands in gradient synchronisation, and how long it waits for data, in each training iteration.
+
+On a CPU, Megatron's `finish_grad_sync` returns when the sums are there: the clock says it all. On a GPU it returns once
+the current stream has been told to wait for NCCL's (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:
+WorkNCCL::synchronizeStream), or has the reduction on it. So events on that stream are compared: the first is reached
+when this rank's gradients are computed, the second when the reduction's result is there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.control.detector.straggler_arrivals import Row
+from adaptra_megatron.control.stragglers.straggler_watch import StragglerWatch
+from adaptra_megatron.engine.listening import listen_for
+from adaptra_megatron.engine.training_job import Job
+from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
+from adaptra_megatron.transport.gpu.training_device import current_device
+
+Result = TypeVar("Result")
+_Pair = tuple[Any, Any]
+
+
+class Moments(Protocol):
+    """Marks moments where gradients are computed."""
+
+    def can_mark(self) -> bool:
+        """Return whether a mark made now would be one of this iteration."""
+
+    def mark(self) -> Any:
+        """Now; waits for nothing."""
+
+    def seconds(self, pairs: Iterable[_Pair]) -> float | None:
+        """Seconds between the marks of all pairs together, which are not used again; None: not all are reached yet."""
+
+
+class ClockMoments:
+    """Marks in computation that blocks the thread."""
+
+    mark = staticmethod(time.monotonic)
+
+    def can_mark(self) -> bool:
+        return True
+
+    def seconds(self, pairs: Iterable[_Pair]) -> float | None:
+        return sum((end_s - begin_s for begin_s, end_s in pairs), 0.0)
+
+
+class StreamMoments:
+    """Marks in the current stream of a GPU, by events that are made once and used again."""
+
+    def __init__(self, new_event: Callable[[], Any], captures: Callable[[], bool]) -> None:
+        """`new_event`: as torch.cuda.Event with `enable_timing`. `captures`: whether a CUDA graph is being captured."""
+        self._new_event, self._captures = new_event, captures
+        self._unused: deque[Any] = deque()
+
+    def can_mark(self) -> bool:
+        # An event that is captured is a graph's node, and torch raises for it where it is asked.
+        return not self._captures()
+
+    def mark(self) -> Any:
+        event = self._unused.pop() if self._unused else self._new_event()
+        event.record()
+        return event
+
+    def seconds(self, pairs: Iterable[_Pair]) -> float | None:
+        pairs = list(pairs)
+        if not all(end.query() for _, end in pairs):
+            return None
+        for pair in pairs:
+            self._unused.extend(pair)
+        return sum(1e-3 * float(begin.elapsed_time(end)) for begin, end in pairs)
+
+
+def moments_of(device: torch.device) -> Moments:
+    """Those of the device on which gradients are computed."""
+    if device.type != "cuda":
+        return ClockMoments()
+    return StreamMoments(
+        lambda: torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+        torch.cuda.is_current_stream_capturing,
+    )
+
+
+class IterationWaits(NamedTuple):
+    """Those of one iteration."""
+
+    moments: Moments
+    pairs: tuple[_Pair, ...]
+    data_s: float
+
+    def synced_s(self) -> float | None:
+        """Seconds in gradient synchronisation; None: the GPU has not come to its end yet."""
+        return self.moments.seconds(self.pairs)
+
+
+class SyncWaits:
+    """One process's, of all chunks. For the training thread; measures nothing until it is `wanted`."""
+
+    def __init__(self) -> None:
+        self._moments: Moments | None = None
+        self._pairs: list[_Pair] = []
+        self._data_s = 0.0
+
+    def want(self, moments: Moments) -> None:
+        """Measure from now on; `take` is called after each iteration."""
+        self._moments = moments
+
+    def synchronize(self, finish: Callable[[], Result]) -> Result:
+        """Call `finish`, which ends the synchronisation of a chunk's gradients."""
+        if self._moments is None or not self._moments.can_mark():
+            return finish()
+        begin = self._moments.mark()
+        result = finish()
+        self._pairs.append((begin, self._moments.mark()))
+        return result
+
+    def read(self, next_batch: Callable[[], Result]) -> Result:
+        """Call `next_batch`, which waits for a micro-batch's data."""
+        if self._moments is None:
+            return next_batch()
+        begun_s = time.monotonic()
+        try:
+            return next_batch()
+        finally:
+            self._data_s += time.monotonic() - begun_s
+
+    def take(self) -> IterationWaits | None:
+        """What has been since the call before; None where no gradients were synchronised."""
+        pairs, data_s = tuple(self._pairs), self._data_s
+        self._pairs, self._data_s = [], 0.0
+        return IterationWaits(self._moments, pairs, data_s) if pairs and self._moments is not None else None
+
+
+# Puts together what one rank measures in an iteration, for those who look for stragglers.
+
+_MOST_PENDING = 8
+"""Iterations whose end on the GPU is awaited."""
+
+
+class _Pending(NamedTuple):
+    iteration: int
+    seconds: float
+    computed_s: float | None
+    waits: IterationWaits
+
+
+class Arrivals:
+    """One rank's, of its pipeline. For the training thread."""
+
+    def __init__(self, watch: StragglerWatch, waits: SyncWaits) -> None:
+        self._watch, self._waits = watch, waits
+        self._pending: deque[_Pending] = deque(maxlen=_MOST_PENDING)
+
+    @classmethod
+    def make(cls, job: Job, config: AdaptraConfig, telemetry: RunTelemetry, waits: SyncWaits | None) -> Arrivals | None:
+        """None where no replica waits for another, or they are not to be watched."""
+        layout = job.layout
+        if waits is None or layout.replicas < 2:
+            return None
+        ranks = [layout.reporter(cell) for cell in layout.cells]
+        watch = StragglerWatch(
+            *(layout, job.control, telemetry, config.host_policy),
+            lambda: listen_for(layout, ranks, config, "so replicas that come last are not found"),
+        )
+        if watch.measures:
+            waits.want(moments_of(current_device()))
+        return cls(watch, waits)
+
+    def take(self) -> IterationWaits | None:
+        """What this iteration, which has been launched, waited for; to be given to `add` once that has happened."""
+        return self._waits.take()
+
+    def add(self, iteration: int, seconds: float, waits: IterationWaits | None, computed_s: float | None) -> None:
+        """A training iteration is over. `computed_s`: in forwards and backwards; None: all but waiting."""
+        self._watch.lasts(seconds)
+        if waits is not None:
+            self._pending.append(_Pending(iteration, seconds, computed_s, waits))
+        while self._pending and (synced_s := self._pending[0].waits.synced_s()) is not None:
+            done = self._pending.popleft()
+            computed_s = max(0.0, done.seconds - synced_s - done.waits.data_s)
+            if done.computed_s is not None:
+                computed_s = done.computed_s
+            self._watch.add(Row(done.iteration, done.seconds, synced_s, computed_s, done.waits.data_s))
+
+    def close(self) -> None:
+        """End the thread."""
+        self._watch.close()

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank keeps for one pipeline over the whole job, and what it does around the actions of each iteration."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from adaptra_megatron.common.child_process import OwningProcess
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.control.control_loop import PlanExchange
+from adaptra_megatron.control.decisions import Decision, TelemetrySection
+from adaptra_megatron.control.device_memory import memory_of
+from adaptra_megatron.control.order.plan_book import Layout, PlanState
+from adaptra_megatron.control.paths.steering import LinkSteering
+from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
+from adaptra_megatron.control.stage_memory import MemoryMeter, MemorySource, StageMemory, make_meter
+from adaptra_megatron.elastic.generation import FIRST, Generation
+from adaptra_megatron.elastic.last_word import end_job
+from adaptra_megatron.elastic.live_groups import FaultTolerantGroups, interruptible
+from adaptra_megatron.elastic.survival import RecoveryManager
+from adaptra_megatron.engine.dispatch.dispatch import make_dispatcher
+from adaptra_megatron.engine.execution.disturbances import DisturbanceWatch
+from adaptra_megatron.engine.execution.executor import IterationReport, PipelineExecutor, make_timer
+from adaptra_megatron.engine.execution.first_iterations import COLD, FirstIterations
+from adaptra_megatron.engine.iteration_work import IterationWork
+from adaptra_megatron.engine.measurement.measuring import EndedIteration, Measuring
+from adaptra_megatron.engine.measurement.megatron_spans import RangedTransport, SpannedTransport, megatron_span
+from adaptra_megatron.engine.measurement.reporting import (
+    make_telemetry,
+    membership_events,
+    path_states,
+    rank_figures,
+)
+from adaptra_megatron.engine.measurement.sync_waits import Arrivals, SyncWaits
+from adaptra_megatron.engine.outliving import hold_copies, outlive, refuse_fault_tolerance
+from adaptra_megatron.engine.planning import agreed_plan, make_planner
+from adaptra_megatron.engine.rank_transports import has_serial_queue, make_transport, path_policy
+from adaptra_megatron.engine.rejoining import Counters, Joining
+from adaptra_megatron.engine.rerouting.rerouting import Rerouting
+from adaptra_megatron.engine.rerouting.routed_inputs import RoutableInputs
+from adaptra_megatron.engine.training_job import Job, join_job
+from adaptra_megatron.megatron.computation import StageComputation
+from adaptra_megatron.megatron.megatron_call import PipelineCall, recomputed_spans, shared_groups, work_of
+from adaptra_megatron.megatron.order_guard import OrderGuard
+from adaptra_megatron.schedule.costs import costs_from_json
+from adaptra_megatron.schedule.csv_format import schedule_from_csv
+from adaptra_megatron.schedule.ir import Schedule
+from adaptra_megatron.transport.gpu.device_clock import CudaEvents, DeviceClock
+from adaptra_megatron.transport.gpu.training_device import current_device, has_one_queue, synchronizer_of
+from adaptra_megatron.transport.link_paths import Path
+from adaptra_megatron.transport.message_keys import Transport, TransportError, TwoPathTransport
+from adaptra_megatron.transport.setup.rendezvous import Rendezvous
+
+logger = logger_of(__name__)
+
+RECEIVES_AHEAD = 16
+"""On CPUs. Each holds a buffer for one message."""
+SETUP_LEAST_S = 10.0
+"""For the stages to meet before there are links, however short the wait for a message: a later stage would set up links
+with one that has left."""
+LAST_MESSAGES_S = 5.0
+"""How long closing waits until the peers have what was sent last."""
+
+
+class Pipeline:
+    """One rank's. Its iterations run between `begin` and `end`, evaluations among them."""
+
+    def __init__(
+        self,
+        call: PipelineCall,
+        config: AdaptraConfig,
+        memory: MemorySource | None,
+        groups: FaultTolerantGroups | None = None,
+        optimizers: Sequence[Any] = (),
+        joining: Joining | None = None,
+        waits: SyncWaits | None = None,
+    ) -> None:
+        """Collective over the job's ranks, with the first call of each. `memory`: who tells what is allocated;
+        None: the device. `groups`: this process's, where training survives rank failures, and `optimizers`, the
+        distributed ones. `joining`: where the others have begun before, and this process takes the place of a rank
+        that had left. `waits`: this process's in gradient synchronisation, where stragglers are looked for.
+
+        Raises a plan's error before anything is set up, TransportError and ExchangeError when ranks do not meet.
+        """
+        device = current_device()
+        layout = Layout(
+            stages=call.stages,
+            chunks=call.chunks,
+            group_size=call.group_size,
+            rendezvous=device.type == "cuda",
+            shared_queue=has_one_queue(device),
+            serial_queue=has_serial_queue(config, device),
+            staggered=config.staggered_optimizer,
+        )
+        memory = memory or memory_of(device)
+        spans = recomputed_spans(call.config, call.model_chunks)
+        if spans and memory is not None:
+            layout = replace(layout, whole_first=True)
+        self.book = PlanState(config, layout, measures_memory=memory is not None)
+        if joining is None:
+            self._job = join_job(call.pipeline_group, shared_groups(call.config, call.groups), config)
+        else:
+            self._job = joining.job
+        job, control, self._clock, limit_s = self._job
+        if joining is not None:
+            control = joining.joined.control.in_generation(joining.joined.generation.id)
+        clock = DeviceClock(CudaEvents()) if device.type == "cuda" else None
+        meeting = Rendezvous(control, job, max(limit_s, SETUP_LEAST_S), alone=joining is not None)
+        self.transport = make_transport(meeting, call, config, clock, limit_s)
+        self._owner = OwningProcess()
+        self._sent_all = False
+        """True if the last iteration came to its end."""
+        self._failure: BaseException | None = None
+        """What an iteration ended with: there can be no other."""
+        self.telemetry = make_telemetry(self._job, call.chunks, config, goes_on=joining is not None)
+        self._config, self._policy = config, path_policy(config, self.transport)
+        self.planner: PlannerClient | None = None
+        """None on all ranks but the one that leads its replica."""
+        if job.rank == job.leader and joining is None:
+            self.planner = make_planner(self._job, self.book, config, self._policy, self.telemetry)
+        self.rerouting: Rerouting | None = None
+        """None where micro-batches stay in their replicas."""
+        if config.reroute != "off":
+            swap = config.avoids_stragglers
+            self.rerouting = Rerouting(
+                self._job, self.transport, self.planner, self.book, swap=swap, joins=joining is not None
+            )
+        self.exchange = PlanExchange(control, job, self.planner, limit_s, fixed_order=not self.book.adapts)
+        team = functools.partial(make_dispatcher, control, job, config, self.transport, limit_s)
+        if joining is None:
+            self.dispatcher = team()
+        else:  # other lanes of the cell may die before they come
+            self.dispatcher = interruptible(team, joining.check, limit_s, "what all ranks of the cell share")
+        self._prefers_host = self._policy is not None and self._policy.preferred is Path.HOST
+        self.dispatcher.all_by_host_path = self._prefers_host
+        self.iterations = 0
+        """How many have run, evaluations among them."""
+        self.training_iterations = 0
+        ahead = 0 if layout.rendezvous else RECEIVES_AHEAD
+        self.span = megatron_span()
+        """Maker of Megatron's spans; None where nobody asks for them."""
+        carrier: Transport = RangedTransport(self.transport) if config.profile_ranges else self.transport
+        self._executor = PipelineExecutor(
+            carrier if self.span is None else SpannedTransport(carrier, self.span),
+            make_timer(clock),
+            timeout_s=limit_s,
+            receives_ahead=ahead,
+            plans_differ=job.replicas > 1 and self.book.adapts,
+        )
+        self._meter: MemoryMeter | None = None
+        if memory is not None:
+            self._meter = make_meter(memory, config.memory_fraction, fp16=bool(call.config.fp16), spans=spans)
+        self._steering = self._make_steering()
+        """None where links have one path, or their paths are not decided on."""
+        self._disturbances = DisturbanceWatch()
+        self._disturbance: str | None = None
+        self._first = FirstIterations(synchronizer_of(device))
+        """The first iterations of this set of live ranks."""
+        self._works = IterationWork(job, self.book, self.dispatcher, self.rerouting, self._meter)
+        self._begun_s = 0.0
+        self._arrivals = Arrivals.make(self._job, config, self.telemetry, waits)
+        self._measuring = Measuring(
+            self._job, self.transport, self.dispatcher, self.telemetry, self._arrivals, work_of(call.model_chunks)
+        )
+        self._generation = FIRST
+        """The one that links and routes were made for."""
+        self._rank_losses_told = 0
+        self.survival: RecoveryManager | None = None
+        """None where the death of a rank ends the job."""
+        if groups is not None:
+            refuse_fault_tolerance(call, layout, optimizers)
+            hold_copies(self._job, optimizers)
+            if joining is not None:
+                self.iterations, self.training_iterations = joining.counters
+                self._follow(joining.running)
+                joining.meet()
+            self.survival = outlive(self._job, groups, self._interrupt, None if joining is None else joining.joined)
+
+    @property
+    def counters(self) -> Counters:
+        """What numbers of iterations go by."""
+        return Counters(self.iterations, self.training_iterations)
+
+    @property
+    def running(self) -> Decision:
+        """The plan that runs, as it is decided on."""
+        return self.book.in_force
+
+    @property
+    def job(self) -> Job:
+        """The job that it is of."""
+        return self._job
+
+    def begin(self, call: PipelineCall) -> None:
+        """An iteration begins. Raises TransportError after one that failed."""
+        if self._failure is not None:
+            raise TransportError(
+                f"stage {call.stage}: the links to other stages were ended when an earlier iteration failed: "
+                f"{self._failure}. Restart from the last checkpoint"
+            ) from self._failure
+        self._measuring.settle(self.exchange, self._steering)
+        self._begun_s = time.monotonic()
+        self._first.begin(call)
+        if not call.forward_only:
+            disturbance = self._disturbances.began(self._begun_s)
+            self._disturbance = COLD if self._first.cold else disturbance
+        self.telemetry.begin(self.iterations)
+
+    def schedule(self, call: PipelineCall) -> Schedule:
+        """What the iteration runs. Raises ExchangeError where that cannot be learnt, or a plan's error."""
+        if call.forward_only:
+            return self.book.evaluation_schedule(call.micro_batches)
+        if self.training_iterations >= self.exchange.decides_from:
+            self._follow(self.exchange.decision(self.training_iterations))
+        self.telemetry.switch(self.book.number)
+        planned = self.book.schedule_for(call.micro_batches)
+        return self.book.whole_schedule(call.micro_batches) if self._first.cold else planned
+
+    def inputs(self, call: PipelineCall) -> RoutableInputs | None:
+        """Where the data of the iteration's micro-batches come from; None: from the call's own iterators."""
+        if self.rerouting is None or not self.routes(call):
+            return None
+        return self.rerouting.begin(call, self.iterations, cold=self._first.cold)
+
+    def routes(self, call: PipelineCall) -> bool:
+        """Return whether micro-batches of `call` may be computed by other replicas."""
+        return self.rerouting is not None and (self.survival is not None or not call.forward_only)
+
+    def enter(self, call: PipelineCall, generation: Generation) -> None:
+        """Go on with the ranks that live in `generation`, from `call` on; does nothing where that was entered before.
+
+        Links, measuring and planning begin anew, from the plan that the lowest live rank has in force. Raises
+        RuntimeError where that does not say it, EpochEndedError where another rank dies meanwhile.
+        """
+        if generation.id == self._generation:
+            return
+        rerouting, survival = self.rerouting, self.survival
+        assert rerouting is not None
+        assert survival is not None
+        self._generation = generation.id
+        control = self._job.control.in_generation(generation.id)
+        job = self._job._replace(layout=self._job.layout.alive(generation.live), control=control)
+        leads = job.layout.rank == job.layout.leader
+        self.exchange.leave()
+        self._go_on_from(agreed_plan(job, self.running if leads else None, survival.check))
+        number = 0 if self.planner is None else self.planner.number
+        self.planner = None
+        if leads:
+            dead = generation.dead_cells
+            self.planner = make_planner(job, self.book, self._config, self._policy, self.telemetry, dead, number)
+        rerouting.enter(generation, control, self.planner, survival.check)
+        first = self.training_iterations
+        self.exchange = PlanExchange(job.control, job.layout, self.planner, job.timeout_s, first=first)
+        if not generation.dead_cells:
+            resume = functools.partial(self.dispatcher.resume, job.control, job.layout)
+            interruptible(resume, survival.check, job.timeout_s, "what the ranks of a cell follow one of them by")
+        survival.check()  # what interrupted the exchange may have come before this one
+        self._steering, self._first = self._make_steering(), FirstIterations(synchronizer_of(current_device()))
+        self._first.begin(call)
+        self.telemetry.lead(leads=leads)
+
+    def guarded(self, call: PipelineCall, computation: StageComputation) -> StageComputation:
+        """`computation`; in the first training iteration, where ranks come to orders of their own, its actions raise
+        UnsupportedFeatureError for a collective over ranks of different orders."""
+        layout = self._job.layout
+        if call.forward_only or self.training_iterations or not self.book.adapts:
+            return computation
+        return OrderGuard(layout.cells[layout.cell], call.micro_batches).decorate(computation)
+
+    def run(
+        self, call: PipelineCall, schedule: Schedule, computation: StageComputation, attempt: int = 0
+    ) -> IterationReport:
+        """All actions of this rank. `attempt`: number of the try at the iteration. Raises TransportError when a peer
+        fails."""
+        routes = self.routes(call)
+        work = self._works.work(call, schedule, self.iterations, attempt, routes=routes, cold=self._first.cold)
+        program, addresses, account, steps = work
+        self._sent_all = False
+        if self._meter is not None and not call.forward_only:
+            self._meter.begin(self.book.number)
+        return self._executor.run(call, program, computation, addresses=addresses, account=account, steps=steps)
+
+    def end(self, call: PipelineCall, report: IterationReport) -> None:
+        """All of the iteration has been launched. What it measured is handed in and told once it has happened: at once
+        on the CPU, and on a GPU at the beginning of the next one, when no stage waits for what this rank launches."""
+        self._first.end()
+        if self.rerouting is not None and self.routes(call):
+            self.rerouting.ended(forward_only=call.forward_only)
+        ended = EndedIteration(
+            call, report, self.iterations, self.training_iterations, self._begun_s, self._disturbance, None
+        )
+        if call.forward_only:
+            self._disturbances.evaluated()
+        else:
+            ended = ended._replace(memory=self._prepare_next(report))
+            now_s = time.monotonic()
+            self._disturbances.ended(now_s)
+            seconds = now_s - self._begun_s
+            ended = ended._replace(seconds=seconds, waits=None if self._arrivals is None else self._arrivals.take())
+            figures = rank_figures(self.transport, report, self.book.number, seconds, self.survival)
+            self.telemetry.trained(figures, *path_states(self.transport, self._job.layout.pipeline))
+            self.training_iterations += 1
+        self._tell_rank_losses()
+        self.iterations += 1
+        self._sent_all = True
+        self._measuring.unsettled = ended
+        if report.over():
+            self._measuring.settle(self.exchange, self._steering)
+
+    def _tell_rank_losses(self) -> None:
+        survival = self.survival
+        if survival is None:
+            return
+        leads = self._job.layout.rank == min(survival.generation.live)
+        moved = () if self.rerouting is None else self.rerouting.moved_from_dead
+        rank_losses = survival.rank_losses[self._rank_losses_told :] if leads else ()
+        for change in membership_events(rank_losses, survival.take_returns(), moved):
+            self.telemetry.log(change)
+        self._rank_losses_told = len(survival.rank_losses)
+
+    def fail(self, cause: BaseException) -> None:
+        """An iteration has ended with an error. It is logged, what is under way is aborted, and the peers learn why.
+        Returns once the processes that are to end before this one have ended, or have had the time for it."""
+        if not self._owner.is_this:
+            return  # in a child that was forked in this iteration, whose links are its parent's
+        self._sent_all, self._failure, self._measuring.unsettled = False, cause, None
+        ending = None
+        if self.survival is not None:
+            self.survival.end_with(cause)
+        else:
+            ending = end_job(self._job.control, self._job.layout, cause)
+        if isinstance(self.transport, TwoPathTransport):
+            self.transport.say_failed(f"{type(cause).__name__}: {cause}")
+        self.transport.close(drained=False)
+        if ending is not None:
+            ending.wait()
+
+    def close(self) -> bool:
+        """Release transport, threads and trace files, once the peers have what the last iteration sent.
+
+        Returns False where the device still works on what cannot be ended: see `Transport.close`.
+        """
+        unsettled = self._measuring.unsettled
+        if unsettled is not None and unsettled.report.over():
+            self._measuring.settle(self.exchange, self._steering)
+        if self._sent_all:
+            try:
+                self.transport.flush(time.monotonic() + LAST_MESSAGES_S)
+            except TransportError as cause:
+                logger.warning("closing although not everything sent has been received: %s", cause)
+        ended = self.transport.close(drained=self._sent_all)
+        self.exchange.close()
+        if self.survival is not None:
+            self.survival.close(well=self._failure is None)
+        self._clock.close()
+        if self._arrivals is not None:
+            self._arrivals.close()
+        self.telemetry.close()
+        return ended
+
+    def _interrupt(self, cause: str) -> None:
+        """Wake all waits of this rank, from another thread: the set of live ranks has changed."""
+        if isinstance(self.transport, TwoPathTransport):
+            self.transport.abort(cause)
+        self.dispatcher.abort()
+        self.exchange.interrupt(cause)
+
+    def _make_steering(self) -> LinkSteering | None:
+        policy = self._policy
+        if not isinstance(self.transport, TwoPathTransport) or policy is None or self.book.observes:
+            return None
+        return LinkSteering(self.transport, self._job.layout.pipeline, policy.preferred)
+
+    def _go_on_from(self, decision: Decision) -> None:
+        """All of this rank's plans but `decision` are of ranks that may be dead."""
+        self.book.forget()
+        self._works.forget()
+        self._follow(decision)
+
+    def _follow(self, decision: Decision) -> None:
+        told, order, forecast, paths = (
+            decision.told or TelemetrySection(),
+            decision.order,
+            decision.forecast,
+            decision.paths,
+        )
+        self.telemetry.begin(self.iterations, told.requests, told.job)
+        if told.policy and told.policy != self.book.policy:
+            self.book.follow(told.policy)
+            self.dispatcher.keeps_plan = self.book.observes
+            self._works.forget()
+            if told.policy == "off":
+                self.exchange.leave()
+        if order is not None:
+            planned = schedule_from_csv(order.csv, chunks=self.book.layout.chunks)
+            costs = costs_from_json(json.loads(order.costs))
+            self.book.install(planned, decision.number, order.caps, order.released_at_backward_input, costs)
+            self._works.forget()
+        self.book.number = max(self.book.number, decision.number)  # a given plan has a number, too
+        self.telemetry.switch(self.book.number, **({} if forecast is None else asdict(forecast)))
+        if self.rerouting is not None:
+            self.rerouting.follow(decision.routing)
+        if paths is not None:
+            self.dispatcher.all_by_host_path = self._prefers_host and not paths.diverted
+            if self._steering is not None:
+                self._steering.steer(paths)
+                self._steering.measure(paths)
+
+    def _prepare_next(self, report: IterationReport) -> StageMemory | None:
+        """What memory showed, before anything else uses it; and links take the next iteration's paths."""
+        if self._steering is not None:
+            # Before the next iteration: once its receives are posted, the first messages still go by the old path.
+            early = self.exchange.early_decision(self.training_iterations + 1)
+            if early is not None and early.paths is not None:
+                self._steering.steer(early.paths)
+        return None if self._meter is None else self._meter.finish(report.received_nbytes)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner process of a replica's leading rank, as the job is set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+
+from adaptra_megatron.common.job.layout import Cell, JobLayout
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.control.control_loop import exchange_place
+from adaptra_megatron.control.decisions import Decision, TelemetrySection, decision_of
+from adaptra_megatron.control.finding_sharing import NamedFindings, SharedFindings, SharedRequests
+from adaptra_megatron.control.order.plan_book import PlanState
+from adaptra_megatron.control.path_decider import PathPolicy
+from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
+from adaptra_megatron.control.planner_process.planner_messages import Begin
+from adaptra_megatron.control.routes.route_decider import RoutePolicy
+from adaptra_megatron.control.wire_format import encoded
+from adaptra_megatron.elastic.awaiting import said_by_one
+from adaptra_megatron.elastic.failure_errors import LateRankError
+from adaptra_megatron.engine.listening import listen_for
+from adaptra_megatron.engine.training_job import Job
+from adaptra_megatron.telemetry.run_telemetry import RunTelemetry
+
+logger = logger_of(__name__)
+
+
+def make_planner(
+    job: Job,
+    book: PlanState,
+    config: AdaptraConfig,
+    paths: PathPolicy | None,
+    telemetry: RunTelemetry,
+    dead: Collection[Cell] = (),
+    number: int = 0,
+) -> PlannerClient:
+    """It starts with the first decision, and goes on from the plan in `book`. `paths`: None where links have one path
+    only. `dead`: cells that take no work. `number`: of the latest plan that was decided on here.
+    """
+    layout, control = job.layout, job.control
+    replica = layout.cell.replica
+    seal = control.seal(exchange_place(layout))
+    begin = Begin(
+        secret=control.secret.hex(),
+        place=seal.place,
+        reporters=tuple(layout.reporters),
+        layout=book.layout,
+        measures_memory=book.measures_memory,
+        policy=book.policy,
+        max_in_flight=config.max_in_flight,
+        plan_csv=_text(config.plan_csv),
+        costs_json=_text(config.costs_json),
+        paths=paths,
+        routes=_routes(layout, config, dead),
+        log_level=0,
+        running=replace(book.in_force, number=max(number, book.number)),
+    )
+
+    def take() -> TelemetrySection:
+        return TelemetrySection(telemetry.requests(), policy=accepted(telemetry.policy_asked(), config))
+
+    requests = take
+    if layout.decides_apart:
+        shared = SharedRequests(control.client("requests"), None if replica else take)
+        findings = SharedFindings(control.client("findings"), layout, None if replica else telemetry.take_of)
+        telemetry.share = findings.post if replica else None
+
+        def requests() -> TelemetrySection:
+            findings.exchange()
+            return shared.new()
+
+    word = f"replica {replica}: " if layout.decides_apart else ""
+    return PlannerClient(
+        begin,
+        listen_for(layout, layout.reporters, config, "so plans stay"),
+        NamedFindings(layout, telemetry),
+        lambda: book.number,
+        requests,
+        word=word,
+    )
+
+
+def accepted(policy: str, config: AdaptraConfig) -> str:
+    """The policy that a user asks the running job for, or "" where it cannot be had, which the log says."""
+    why = ""
+    if policy == "adapt" and config.policy != "adapt":
+        why = f"the job was started with --adaptra-policy {config.policy}, so that nothing is ready for other orders"
+    elif policy and config.staggered_optimizer:
+        why = "--adaptra-staggered-optimizer steps by the plan that runs"
+    elif policy and (config.avoids_stragglers or (policy == "off" and config.reroute != "off")):
+        why = f"--adaptra-reroute {config.reroute} needs what ranks measure to route micro-batches"
+    if why:
+        logger.warning(
+            "policy %s was asked for and cannot be had while the job runs: %s; restart it for that", policy, why
+        )
+    return "" if why else policy
+
+
+def agreed_plan(job: Job, mine: Decision | None, check: Callable[[], None]) -> Decision:
+    """The plan from which all ranks of `job`, those that live, go on. `mine`: of the leader; None on all other ranks.
+    `check`: raises once another rank has died.
+
+    Raises LateRankError where the leader does not say it within the timeout.
+    """
+    said, timeout_s = None if mine is None else encoded(mine), job.timeout_s
+    with job.control.lent("plan", timeout_s) as store:
+        try:
+            return decision_of(said_by_one(store, "in force", said, timeout_s, check))
+        except TimeoutError as cause:
+            raise LateRankError(
+                f"{job.layout.name(job.layout.leader)} has not said which plan is in force within {timeout_s:g} s "
+                "(--adaptra-timeout-s); look at its log"
+            ) from cause
+
+
+def _routes(layout: JobLayout, config: AdaptraConfig, dead: Collection[Cell]) -> RoutePolicy | None:
+    if not (config.avoids_stragglers or dead):
+        return None
+    return RoutePolicy(pipelines=layout.first_ranks, dead=tuple(sorted(dead)), avoids_slow=config.avoids_stragglers)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

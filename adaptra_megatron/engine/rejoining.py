@@ -1,0 +1,465 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker that is started again gets from the others what it needs to train on with them.
+
+Parameters, optimizer state and counters come from the lowest live rank that has the same. Its shard of the distributed
+optimizer, which no other rank has, comes from the holder of the copy (`shard_copies`), and the copy that it is to hold
+from the owner of that shard.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.gathering import epoch_group
+from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.control.decisions import Decision, decision_of
+from adaptra_megatron.control.wire_format import encoded
+from adaptra_megatron.elastic.failure_errors import LateRankError, of_backend
+from adaptra_megatron.elastic.generation import Generation
+from adaptra_megatron.elastic.job_joining import PATIENCE_S, JoinResult, RejoiningLateError, RejoiningRank
+from adaptra_megatron.elastic.live_groups import interruptible
+from adaptra_megatron.engine.training_job import Job, joined_job
+from adaptra_megatron.megatron.state.training_state import (
+    StateError,
+    StateReceiver,
+    StateSender,
+    model_tensors,
+    receive_optimizer,
+    receive_tensors,
+    send_optimizer,
+    send_tensors,
+)
+
+logger = logger_of(__name__)
+
+_SLICE = timedelta(milliseconds=20)
+_LEAST_RATE = 100e6
+"""Bytes per second that a message may take without being late."""
+_LARGE_NBYTES = 1 << 20
+_PROMPT_S, _MEETING_S = 0.02, 0.5
+"""For which no message is late, however small, and no rank that is to meet another."""
+_SETTINGS = (
+    *("seed", "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters"),
+    *("lr_warmup_samples", "lr_warmup_fraction", "optimizer", "weight_decay", "start_weight_decay", "end_weight_decay"),
+    *("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "clip_grad", "use_distributed_optimizer"),
+    "num_distributed_optimizer_instances",
+    *("micro_batch_size", "global_batch_size", "rampup_batch_size", "seq_length", "train_iters", "train_samples"),
+    *("num_layers", "hidden_size", "num_attention_heads", "hidden_dropout", "attention_dropout", "fp16", "bf16"),
+    *("calculate_per_token_loss", "untie_embeddings_and_output_weights", "sequence_parallel", "data_path", "split"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+)
+"""Arguments of Megatron's that decide over numbers and stay what they are while it trains."""
+
+
+class HandOverLateError(RejoiningLateError):
+    """A rank that is started again is stopped, too slow or gone; without it training goes on."""
+
+    def __init__(self, rank: int, late_s: float, patience_s: float) -> None:
+        super().__init__((rank,), late_s)
+        self.patience_s = patience_s
+
+
+class Training(NamedTuple):
+    """What a training script trains with, for `hand_over` and `take_place`."""
+
+    model: Sequence[Any]
+    """Chunks."""
+    optimizer: Any
+    """Megatron's."""
+    scheduler: Any
+    """Megatron's OptimizerParamScheduler; None: there is none."""
+    progress: Callable[[], Mapping[str, Any]]
+    """How far it has come when an iteration begins: names and plain values."""
+    settings: Mapping[str, str] = MappingProxyType({})
+    """Flags that all ranks have alike, and their values: processes that take the places of others have the same."""
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Those that have parameters."""
+        found = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [each for each in found if getattr(each, "optimizer", None) is not None]
+
+
+def settings_of(arguments: Any) -> dict[str, str]:
+    """Flags that decide over numbers, and their values, of Megatron's parsed arguments."""
+    found = vars(arguments)
+    return {f"--{name.replace('_', '-')}": str(found[name]) for name in _SETTINGS if name in found}
+
+
+class Counters(NamedTuple):
+    """How many iterations have run: all, and those of training."""
+
+    iterations: int
+    training_iterations: int
+
+
+class Joining(NamedTuple):
+    """What a process that takes the place of a rank that had left has of the job before its first iteration."""
+
+    newcomer: RejoiningRank
+    joined: JoinResult
+    counters: Counters
+    running: Decision
+    """The plan that the others run."""
+
+    @property
+    def job(self) -> Job:
+        """As its pipeline sees it."""
+        return joined_job(self.joined, self.newcomer.timeout_s)
+
+    def check(self) -> None:
+        """See `RejoiningRank.check`."""
+        self.newcomer.check(self.joined)
+
+    def meet(self) -> None:
+        """See `RejoiningRank.meet`."""
+        self.newcomer.meet(self.joined)
+
+
+class Handing(NamedTuple):
+    """What one rank hands to another."""
+
+    source: int
+    target: int
+    whole: bool
+    """Parameters, optimizers that are not sharded, counters."""
+    shards: tuple[tuple[int, bool], ...]
+    """Places of distributed optimizers, and whether it is the target's own shard (True) or the copy that it is to hold.
+    """
+    before: int
+    """Number of those to the same target that are done before this one."""
+
+
+def handings(training: Training, layout: JobLayout, generation: Generation, before: frozenset[int]) -> list[Handing]:
+    """Those that this rank has a part in, in the order in which all are done: no circle of waits."""
+    found: list[Handing] = []
+    for target in sorted(generation.live - before):
+        worker = layout.workers[target]
+        peers = [
+            rank
+            for rank in sorted(before, key=lambda each: (layout.workers[each].cell.replica, each))
+            if (layout.workers[rank].cell.stage, layout.workers[rank].lane) == (worker.cell.stage, worker.lane)
+        ]
+        for source in peers:
+            shards = tuple(_shards(training, source, target, before))
+            if source == peers[0] or shards:
+                earlier = sum(each.target == target for each in found)
+                found.append(Handing(source, target, source == peers[0], shards, earlier))
+    return [each for each in found if layout.rank in (each.source, each.target)]
+
+
+def _shards(training: Training, source: int, target: int, before: frozenset[int]) -> Iterator[tuple[int, bool]]:
+    for place, optimizer in enumerate(training.optimizers):
+        group = getattr(optimizer, "shard_group", None)
+        if group is None:
+            continue
+        if group.has_shards:
+            same = next((ranks for ranks in group.alike.values() if target in ranks), ())
+            if source == next((rank for rank in same if rank in before), None):
+                yield place, True
+            continue
+        ranks, holders = group.ranks, group.holders
+        if target in ranks and source in ranks:
+            if ranks[holders[ranks.index(target)]] == source:
+                yield place, True
+            if ranks[holders[ranks.index(source)]] == target:
+                yield place, False
+
+
+class Trains(Protocol):
+    """A rank's pipeline."""
+
+    @property
+    def job(self) -> Job:
+        """The job that it is of."""
+
+    @property
+    def counters(self) -> Counters:
+        """What numbers of iterations go by."""
+
+    @property
+    def running(self) -> Decision:
+        """The plan that runs."""
+
+
+def hand_over(
+    training: Training,
+    pipeline: Trains,
+    generation: Generation,
+    before: frozenset[int],
+    *,
+    patience_s: float = PATIENCE_S,
+    check: Callable[[], None] = lambda: None,
+) -> float:
+    """Give the newcomers of `generation` what they are to have of this rank. Returns by how much they were late.
+
+    `patience_s`: for how long in all a newcomer may keep this rank waiting beyond what it takes as a rule (see
+    `_Lateness`). `check`: raises where this is to end. Raises HandOverLateError beyond that, RuntimeError where a
+    newcomer has died, or ended as it did not have in place what was sent.
+    """
+    layout, timeout_s = pipeline.job.layout, pipeline.job.timeout_s
+    control = pipeline.job.control.in_generation(generation.id)
+    ours, lateness = handings(training, layout, generation, before), _Lateness(patience_s)
+    channels = [_Channel(handing, layout.rank, control, timeout_s, check, lateness) for handing in ours]
+    nbytes = sum(each.nbytes for each in _tensors_of(training))
+    for channel in channels:
+        handing = channel.handing
+        channel.hear(expected_s=handing.before * nbytes / _LEAST_RATE)
+        sender = StateSender(channel.carry, *channel.proof)
+        _send(sender, training, pipeline, handing)
+        sender.finish()
+        channel.hear()
+        channel.leave()
+    return lateness.late_s
+
+
+def take_over(
+    training: Training,
+    layout: JobLayout,
+    control: ControlStore,
+    generation: Generation,
+    before: frozenset[int],
+    timeout_s: float,
+) -> tuple[Mapping[str, Any], Counters, Decision]:
+    """Fill this process with what the others hand over. `control`: part of the store of `generation`.
+
+    Returns the training's progress, the pipeline's counters, and the plan that runs.
+
+    Raises StateError where that does not fit, RuntimeError where a rank does not hand over within the timeout.
+    """
+    progress: Mapping[str, Any] = {}
+    counters, running = Counters(0, 0), Decision(0)
+    ours = handings(training, layout, generation, before)
+    for channel in [_Channel(handing, layout.rank, control, timeout_s) for handing in ours]:
+        channel.say()
+        receiver = StateReceiver(channel.carry, *channel.proof)
+        if channel.handing.whole:
+            progress, counters, running = _receive_whole(receiver, training)
+        for place, own in channel.handing.shards:
+            optimizer = training.optimizers[place]
+            receive_optimizer(receiver, optimizer.optimizer, optimizer.shard_parameters(own=own))
+        receiver.finish()
+        channel.say()
+        channel.leave()
+    for optimizer in training.optimizers:
+        if getattr(optimizer, "shard_group", None) is not None:
+            # Whose shard the others' parameters have as it was a step ago, where they gather them in the next forward.
+            optimizer._copy_main_params_to_model_params()
+    return progress, counters, running
+
+
+def _send(sender: StateSender, training: Training, pipeline: Trains, handing: Handing) -> None:
+    if handing.whole:
+        sender.values(
+            {
+                "progress": dict(training.progress()),
+                "counters": list(pipeline.counters),
+                "plan": encoded(pipeline.running),
+                "schedule": _schedule(training),
+            }
+        )
+        send_tensors(sender, model_tensors(training.model))
+        for optimizer in training.optimizers:
+            if getattr(optimizer, "shard_group", None) is None:
+                inner = optimizer.optimizer
+                send_optimizer(sender, inner, [each for group in inner.param_groups for each in group["params"]])
+    for place, own in handing.shards:
+        optimizer = training.optimizers[place]
+        # What is the target's own is this rank's copy, and the other way round.
+        send_optimizer(sender, optimizer.optimizer, optimizer.shard_parameters(own=not own))
+
+
+def _receive_whole(receiver: StateReceiver, training: Training) -> tuple[Mapping[str, Any], Counters, Decision]:
+    said = receiver.values()
+    receive_tensors(receiver, model_tensors(training.model), "parameters")
+    for optimizer in training.optimizers:
+        if getattr(optimizer, "shard_group", None) is None:
+            inner = optimizer.optimizer
+            receive_optimizer(receiver, inner, [each for group in inner.param_groups for each in group["params"]])
+    schedule = said["schedule"]
+    if training.scheduler is not None:
+        training.scheduler.num_steps = schedule["scheduler"]
+        training.scheduler.step(0)
+    for scaler, state in zip(_scalers(training), schedule["scalers"], strict=True):
+        scaler.load_state_dict(state)
+    if str(_schedule(training)) != str(schedule):
+        raise StateError(f"this process has {_schedule(training)} after it has taken over {schedule}")
+    return said["progress"], Counters(*said["counters"]), decision_of(said["plan"])
+
+
+def _schedule(training: Training) -> dict[str, Any]:
+    """State of the learning rate and of scales of losses."""
+    scheduler = None if training.scheduler is None else training.scheduler.num_steps
+    return {"scheduler": scheduler, "scalers": [scaler.state_dict() for scaler in _scalers(training)]}
+
+
+def _scalers(training: Training) -> list[Any]:
+    found = (getattr(optimizer, "grad_scaler", None) for optimizer in training.optimizers)
+    return [each for each in found if each is not None]
+
+
+def _tensors_of(training: Training) -> Iterator[torch.Tensor]:
+    """All that a rank could hand over."""
+    yield from model_tensors(training.model)
+    for optimizer in training.optimizers:
+        for parameter, state in optimizer.optimizer.state.items():
+            yield from (each for each in (parameter, *state.values()) if isinstance(each, torch.Tensor))
+
+
+class _Lateness:
+    """For how long newcomers have kept this rank waiting beyond what was to be expected, added up over all messages.
+
+    A message is expected within the time that _LEAST_RATE takes, within three times the fastest large one's time for as
+    many bytes, or within _PROMPT_S: whichever is longest.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self.patience_s = patience_s
+        self.late_s = self._fastest = 0.0
+        """So far; and in seconds per byte."""
+
+    def check(self, rank: int, waited_s: float, expected_s: float, nbytes: int) -> None:
+        """Raise HandOverLateError if a message of `nbytes` to or from `rank` that has been waited for since `waited_s`
+        makes it too late. `expected_s`: how long it may take in any case."""
+        if (late_s := self._with(waited_s, expected_s, nbytes)) > self.patience_s:
+            raise HandOverLateError(rank, late_s, self.patience_s)
+
+    def came(self, waited_s: float, expected_s: float, nbytes: int) -> None:
+        """It has come."""
+        self.late_s = self._with(waited_s, expected_s, nbytes)
+        if nbytes >= _LARGE_NBYTES:
+            self._fastest = min(self._fastest or waited_s / nbytes, waited_s / nbytes)
+
+    def _with(self, waited_s: float, expected_s: float, nbytes: int) -> float:
+        allowed_s = max(expected_s, nbytes / _LEAST_RATE, 3 * self._fastest * nbytes, _PROMPT_S)
+        return self.late_s + max(0.0, waited_s - allowed_s)
+
+
+class _Channel:
+    """One end of a group of two ranks, by which one hands over to the other.
+
+    Messages are broadcasts: of these a wait can end early without closing the connection, as it would of torch's sends
+    and receives.
+    """
+
+    def __init__(
+        self,
+        handing: Handing,
+        rank: int,
+        control: ControlStore,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+        lateness: _Lateness | None = None,
+    ) -> None:
+        """`lateness`: of the other rank; None: it is waited for up to `timeout_s`. Raises HandOverLateError or
+        RuntimeError where it does not come."""
+        self.handing = handing
+        ends = handing.source, handing.target
+        name = f"hand-over/{ends[0]}-{ends[1]}"
+        self.proof = control.secret, control.seal(name).place
+        """Key and identity of the hand-over's digest."""
+        self._timeout_s, self._check, self._lateness = timeout_s, check, lateness
+        limit_s = timeout_s if lateness is None else min(timeout_s, lateness.patience_s + _MEETING_S)
+        begun_s = time.monotonic()
+        try:
+            with of_backend():
+                self._held: list[Any] = [epoch_group(control, name, ends, rank, limit_s)]
+        except RuntimeError:
+            if lateness is not None:
+                lateness.check(handing.target, time.monotonic() - begun_s + _PROMPT_S, _MEETING_S, 0)
+            raise
+        if lateness is not None:
+            lateness.came(time.monotonic() - begun_s, _MEETING_S, 0)
+
+    def carry(self, tensor: torch.Tensor) -> None:
+        """Carry the next message from source to target."""
+        self._broadcast(tensor, 0)
+
+    def hear(self, expected_s: float = 0.0) -> None:
+        """At the source: wait until the target takes its turn, or has all that was sent in place. `expected_s`: how
+        long that may take."""
+        self._broadcast(torch.zeros(1, dtype=torch.uint8), 1, expected_s)
+
+    def say(self) -> None:
+        """At the target: so it is."""
+        self._broadcast(torch.zeros(1, dtype=torch.uint8), 1)
+
+    def leave(self) -> None:
+        """Give the group up. Not in this thread, which would wait for what is under way."""
+        threading.Thread(target=self._held.clear, name="adaptra-hand-over", daemon=True).start()
+
+    def _broadcast(self, tensor: torch.Tensor, root: int, expected_s: float = 0.0) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        options.timeout = timedelta(seconds=self._timeout_s)
+        # No name here may be the last to hold one of gloo's, for an error holds this frame.
+        self._held.append(self._held[0].broadcast([tensor], options))
+        begun_s = time.monotonic()
+        try:
+            while not self._over():
+                self._check()
+                waited_s = time.monotonic() - begun_s
+                if self._lateness is not None:
+                    self._lateness.check(self.handing.target, waited_s, expected_s, tensor.nbytes)
+                elif waited_s > self._timeout_s:
+                    raise LateRankError(f"timed out: {self.handing} has stood still for {self._timeout_s:g} s")
+        except BaseException:
+            self.leave()
+            raise
+        self._held.pop()
+        if self._lateness is not None:
+            self._lateness.came(time.monotonic() - begun_s, expected_s, tensor.nbytes)
+
+    def _over(self) -> bool:
+        """Wait a moment; whether the message that is under way has come. Raises RuntimeError where the other rank has
+        died."""
+        try:
+            with of_backend():
+                self._held[-1].wait(_SLICE)
+        except RuntimeError:
+            if not self._held[-1].is_completed():
+                return False
+            with of_backend():
+                self._held[-1].wait()  # which raises, unless it was the slice that had ended
+        return True
+
+
+def take_place(newcomer: RejoiningRank, training: Training) -> tuple[Joining, Mapping[str, Any]]:
+    """Wait until the others call this process in, and get from them what it needs; also the training's progress, from
+    which it goes on.
+
+    Raises as `RejoiningRank.stand_ready` and `take_over`, and EpochEndedError where another rank dies meanwhile.
+    """
+    layout = newcomer.layout
+    for optimizer in training.optimizers:
+        if getattr(optimizer, "shard_group", None) is not None:
+            optimizer.hold_copy(layout, fill=False)
+    joined = newcomer.stand_ready()
+    begun_s = time.monotonic()
+    progress, counters, running = interruptible(
+        functools.partial(
+            take_over,
+            training,
+            layout,
+            joined.control.in_generation(joined.generation.id),
+            joined.generation,
+            joined.before,
+            newcomer.timeout_s,
+        ),
+        functools.partial(newcomer.check, joined),
+        newcomer.timeout_s,
+        "the state of the job",
+    )
+    logger.info("%s: has the state of the job after %.2f s", layout.name(layout.rank), time.monotonic() - begun_s)
+    return Joining(newcomer, joined, counters, running), progress

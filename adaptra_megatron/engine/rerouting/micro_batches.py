@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data of a micro-batch at whichever cell of its stage it is computed.
+
+A replica's own iterator yields its micro-batches in order. Those that are computed elsewhere are skipped here, and
+those of another replica come from its share of the samples, which Megatron-LM's samplers (megatron/training/datasets/
+data_samplers.py: MegatronPretrainingSampler) can say on any rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from adaptra_megatron.elastic.failure_errors import of_script, owned
+
+
+class Source(NamedTuple):
+    """What can be said of any replica's micro-batches, by the replica and their number, counted over the training."""
+
+    micro_batch: Callable[[int, int], Any]
+    """What the replica's iterator yields."""
+    length: Callable[[int, int], float] | None = None
+    """What computing it takes, in a unit of its own; None: that is not known."""
+
+
+class Home(NamedTuple):
+    """Where a micro-batch belongs."""
+
+    replica: int
+    number: int
+    """Within its iteration."""
+
+
+class MicroBatchFeed(Iterator[Any]):
+    """Stands in for the data iterator of one model chunk: yields the micro-batch that is about to be computed."""
+
+    def __init__(self, own: Iterator[Any], replica: int) -> None:
+        """`own`: what the training script handed in. `replica`: of this cell."""
+        self.own, self._replica = own, replica
+        self._source = source_of(own)
+        self._first = self._next = 0
+        """Numbers, over the training, of the first micro-batch of this iteration and of the next one."""
+        self._read: list[Any] = []
+        """What `own` has yielded in this iteration."""
+        self._reads = False
+        """Set once this stage has asked for one: stages in the middle do not."""
+        self._taken = self._taken_before = 0
+        """How many `own` has yielded, over the training: now, and when this iteration began. Where this stage has had
+        no work so far, as one may that has just been started again, `own` is behind."""
+        self._home = Home(replica, 0)
+
+    @property
+    def routable(self) -> bool:
+        """Return whether other replicas' micro-batches can be had here."""
+        return self._source is not None
+
+    def lengths(self, replicas: int, micro_batches: int) -> list[list[float]] | None:
+        """What the micro-batches of this iteration take, [replica][number]; None: that is not known."""
+        if self._source is None or (length := self._source.length) is None:
+            return None
+        numbers = range(self._first, self._first + micro_batches)
+        return [[length(replica, number) for number in numbers] for replica in range(replicas)]
+
+    def begin_iteration(self, own: Iterator[Any], *, repeated: bool) -> None:
+        """An iteration begins; `own`: what the training script has handed in for it. `repeated`: it is the one before
+        once more, and `own` yields the same again."""
+        self.own = own
+        if repeated:
+            self._taken = self._taken_before
+        elif self._next > self._first:  # else it is attempted again
+            self._first, self._taken_before = self._next, self._taken
+
+    def select(self, home: Home) -> None:
+        """The next one asked for is this one."""
+        self._home = home
+
+    def __next__(self) -> Any:
+        self._reads = True
+        if self._home.replica == self._replica:
+            self._read_through(self._home.number)
+            return self._read[self._home.number]
+        assert self._source is not None, f"{self._home} was routed to replica {self._replica}, which cannot read it"
+        return self._source.micro_batch(self._home.replica, self._first + self._home.number)
+
+    def end_iteration(self, micro_batches: int) -> None:
+        """All of the iteration's have been computed, here or elsewhere."""
+        if self._reads:
+            self._read_through(micro_batches - 1)
+        self._next = self._first + micro_batches
+        self._read.clear()
+
+    def _read_through(self, number: int) -> None:
+        while self._taken <= self._first + number:
+            with of_script():
+                found = next(self.own)
+            self._read += [found] * (self._taken >= self._first)
+            self._taken += 1
+
+
+def source_of(iterator: Any) -> Source | None:
+    """What any replica's iterator yields, as far as this one can say; None where it cannot.
+
+    Known are adaptra_megatron.routable_data, and iterators of torch's DataLoader over a sequential sampler of
+    Megatron's; also within Megatron's RerunDataIterator.
+    """
+    while iterator is not None:
+        if (given := getattr(iterator, "micro_batch", None)) is not None:
+            length = getattr(iterator, "length", None)
+            return Source(owned(given), None if length is None else owned(length))
+        sampler = getattr(iterator, "_index_sampler", None)  # torch.utils.data.dataloader._BaseDataLoaderIter
+        if sampler is not None:
+            return Source(owned(SampledShares(sampler, iterator))) if _is_sequential(sampler) else None
+        iterator = getattr(iterator, "iterable", None)  # megatron.core.rerun_state_machine.RerunDataIterator
+    return None
+
+
+def _is_sequential(sampler: Any) -> bool:
+    """Return whether `SampledShares` can tell what a sampler yields: the shuffling one says no start and end."""
+    if not hasattr(sampler, "get_start_end_idx") or not hasattr(sampler, "micro_batch_times_data_parallel_size"):
+        return False
+    return next(iter(sampler), None) == _samples(sampler, sampler.data_parallel_rank, 0)
+
+
+def _samples(sampler: Any, replica: int, number: int) -> list[int]:
+    """Those of a replica's micro-batch: each global batch of samples is split among all replicas."""
+    sampler = copy.copy(sampler)
+    sampler.data_parallel_rank = replica
+    start, end = sampler.get_start_end_idx()
+    first = sampler.consumed_samples + number * sampler.micro_batch_times_data_parallel_size
+    return list(range(first + start, first + end))
+
+
+class SampledShares:
+    """Other replicas' shares of the samples that a data loader reads, without workers: only what is routed is read."""
+
+    def __init__(self, sampler: Any, loader: Any) -> None:
+        """`loader`: torch's iterator of a DataLoader, for its data set and how it joins samples."""
+        self._sampler, self._dataset, self._collate = sampler, loader._dataset, loader._collate_fn
+
+    def __call__(self, replica: int, number: int) -> Any:
+        """The `number`-th micro-batch of `replica`."""
+        return self._collate([self._dataset[index] for index in _samples(self._sampler, replica, number)])

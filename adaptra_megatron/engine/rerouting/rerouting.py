@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes of micro-batches between replicas, as one rank follows them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from adaptra_megatron.common.authentication.sealed_store import SealedStore
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.layout import Cell, JobLayout
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.control.decisions import Moved, Routing
+from adaptra_megatron.control.order.plan_book import PlanState
+from adaptra_megatron.control.planner_process.planner_keeper import PlannerClient
+from adaptra_megatron.control.routes.cell_order import CellAction, CellOrder, cell_orders, moved_by
+from adaptra_megatron.elastic.awaiting import said_by_one
+from adaptra_megatron.elastic.failure_errors import LateRankError
+from adaptra_megatron.elastic.generation import Generation
+from adaptra_megatron.engine.execution.stage_program import Program, Step
+from adaptra_megatron.engine.rerouting.routed_inputs import RoutableInputs, receives_wait
+from adaptra_megatron.engine.training_job import Job
+from adaptra_megatron.megatron.megatron_call import PipelineCall
+from adaptra_megatron.schedule.costs import Costs, uniform_costs
+from adaptra_megatron.schedule.ir import Action, Kind, Schedule, interleaved
+from adaptra_megatron.schedule.routing.interleaved import dispatch_interleaved, routing_around
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
+from adaptra_megatron.schedule.routing.routed_planner import plan_routed
+from adaptra_megatron.schedule.routing.routed_plans import RoutedAction, RoutedSchedule
+from adaptra_megatron.schedule.transfers.launch_order import Message, needed, produced
+from adaptra_megatron.transport.message_keys import Transport, TransportError, TwoPathTransport
+
+logger = logger_of(__name__)
+
+
+# What each cell runs while others are dead: their micro-batches are spread over the live cells of their stage.
+
+
+class DegradedRoutes:
+    """Routes of one rank in a generation. The lowest live rank plans training; evaluation follows from dead cells."""
+
+    def __init__(
+        self,
+        layout: JobLayout,
+        generation: Generation,
+        control: ControlStore,
+        timeout_s: float,
+        check: Callable[[], None],
+    ) -> None:
+        """`check`: raises once the generation has ended, which is looked at in every wait."""
+        self._layout, self._generation, self._control = layout, generation, control
+        self._timeout_s, self._check = timeout_s, check
+        self.planned: Routing | None = None
+        """The latest routes of training, on the rank that has planned them."""
+        self._orders: dict[tuple[int, bool], CellOrder] = {}
+
+    def order(self, costs: Costs, *, split: bool, forward_only: bool) -> CellOrder:
+        """What this rank's cell runs. `costs`: of a pipeline, as this rank has them; those of the lowest live rank
+        count. Raises LateRankError when that does not say within the timeout."""
+        key = costs.micro_batches, forward_only
+        if key not in self._orders:
+            if forward_only:
+                count, chunks = costs.micro_batches, costs.chunks
+                self._orders[key] = evaluation_order(self._layout, self._generation.dead_cells, count, chunks)
+            else:
+                self._orders[key] = CellOrder.unpacked(self._planned(costs, split=split)[str(self._layout.cell)])
+        return self._orders[key]
+
+    def _planned(self, costs: Costs, *, split: bool) -> Mapping[str, str]:
+        with self._control.lent("degraded", self._timeout_s) as store:
+            return self._planned_by_one(store, costs, split=split)
+
+    def _planned_by_one(self, store: SealedStore, costs: Costs, *, split: bool) -> Mapping[str, str]:
+        mine = None
+        if self._layout.rank == min(self._generation.live):
+            mine = json.dumps(self._plan(costs, split=split)).encode()
+        try:
+            found = said_by_one(store, f"orders/{costs.micro_batches}", mine, self._timeout_s, self._check)
+        except TimeoutError as cause:
+            raise LateRankError(
+                f"{self._layout.name(min(self._generation.live))} has not planned for the live cells within "
+                f"{self._timeout_s:g} s (--adaptra-timeout-s); look at its log"
+            ) from cause
+        orders: Mapping[str, str] = json.loads(found)
+        return orders
+
+    def _plan(self, costs: Costs, *, split: bool) -> Mapping[str, str]:
+        dead = self._generation.dead_cells
+        costs = replace(costs, backward_s=None)
+        count = self._layout.replicas
+        if costs.chunks > 1:
+            simulation = dispatch_interleaved(costs, routing_around(dead, count, costs.stages, costs.micro_batches))
+        else:
+            simulation = plan_routed(RoutedCosts(replicas=(costs,) * count, dead=dead), split=split).simulation
+        if names := ", ".join(f"stage {cell.stage} of replica {cell.replica}" for cell in sorted(dead)):
+            text = "%d micro-batches a replica: those of %s are computed by live replicas"
+            logger.info(text, costs.micro_batches, names)
+        orders = cell_orders(simulation, costs)
+        self.planned = Routing(1, costs.micro_batches, moved_by(simulation.schedule.routing), orders)
+        return orders
+
+
+def evaluation_order(layout: JobLayout, dead: frozenset[Cell], micro_batches: int, chunks: int = 1) -> CellOrder:
+    """Forwards alone, by number and replica at every cell: one order of all, so that no two cells wait for each other.
+
+    Those of a dead cell go round its live peers. Of several chunks each runs as many numbers as there are stages before
+    the next one does, as in Megatron.
+    """
+    own, stages = layout.cell, 1 + max(cell.stage for cell in layout.cells)
+    routing = routing_around(dead, layout.replicas, stages, micro_batches)
+    schedule = RoutedSchedule(routing=routing, orders=(), chunks=chunks)
+    mine = sorted(
+        (number // stages, chunk, number, replica)
+        for number in range(micro_batches)
+        for replica in range(layout.replicas)
+        for chunk in range(chunks)
+        if routing.cell(own.stage, replica, number) == own
+    )
+    actions, receives = [], list[int]()
+    for place, (_, chunk, number, replica) in enumerate(mine):
+        action = RoutedAction(Kind.FORWARD, replica, number, chunk)
+        needed, sent = schedule.needed(own.stage, action), schedule.produced(own.stage, action)
+        if needed is not None:
+            receives.append(place)
+        source = None if needed is None else needed.source.replica
+        target = None if sent is None else sent.target.replica
+        actions.append(CellAction(Kind.FORWARD.value, chunk, replica, number, source, target, len(receives)))
+    return CellOrder(tuple(actions), tuple(receives), None, 0.0)
+
+
+# A cell's order of routed micro-batches, as the executor runs it.
+
+
+def routed_program(order: CellOrder, layout: JobLayout, schedule: Schedule) -> Program:
+    """What this rank's cell runs. Micro-batches have numbers of the job, replica by replica, and ends of messages are
+    global ranks. `schedule`: of a pipeline by itself, for its placement and the number of its micro-batches."""
+    actions = [
+        Action(layout.cell.stage, Kind(each.kind), each.chunk, each.replica * schedule.micro_batches + each.micro_batch)
+        for each in order.actions
+    ]
+    last_gradient = {
+        action.chunk: index
+        for index, action in enumerate(actions)
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    }
+    steps = tuple(
+        Step(
+            position=index,
+            action=action,
+            receive=_message(needed(action, schedule.placement), each, layout),
+            send=_message(produced(action, schedule.placement), each, layout),
+            receives_before=each.receives_before,
+            receives_before_send=each.receives_before,
+            completes_chunk=last_gradient.get(action.chunk) == index,
+        )
+        for index, (action, each) in enumerate(zip(actions, order.actions, strict=True))
+    )
+    receives: dict[Message, int] = {}
+    for place, index in enumerate(order.receives):
+        message = steps[index].receive
+        assert message is not None, f"{steps[index].action} needs no message"
+        receives[message] = place
+    return Program(schedule, layout.cell.stage, steps, receives)
+
+
+def _message(message: Message | None, action: CellAction, layout: JobLayout) -> Message | None:
+    """`message` between stages as one between ranks: those of this rank's lane in the cells that the order names."""
+    if message is None:
+        return None
+    replicas = (action.source, layout.cell.replica), (layout.cell.replica, action.target)
+    source, target = replicas[message.source == layout.cell.stage]
+    assert source is not None, f"{action} has a message of no cell"
+    assert target is not None, f"{action} has a message to no cell"
+    lane = layout.workers[layout.rank].lane
+    return message._replace(
+        source=layout.cells[Cell(source, message.source)][lane],
+        target=layout.cells[Cell(target, message.target)][lane],
+    )
+
+
+class Rerouting:
+    """For the life of the job. Links to other replicas' cells are opened when routes lead there, and closed after."""
+
+    def __init__(
+        self,
+        job: Job,
+        transport: Transport,
+        planner: PlannerClient | None,
+        book: PlanState,
+        *,
+        swap: bool,
+        joins: bool = False,
+    ) -> None:
+        """`planner`: of the leader; None on all other ranks. `swap`, `joins`: see `RoutableInputs`. Raises
+        TransportError where no links can be opened while the job runs."""
+        if not isinstance(transport, TwoPathTransport):
+            raise TransportError(
+                "--adaptra-reroute opens links between replicas while the job runs, which the host path can carry: use "
+                "--adaptra-host-transport auto, and see above why links have one path"
+            )
+        self._job, self._planner, self._book, self._swap, self._joins = job, planner, book, swap, joins
+        self._two_paths: TwoPathTransport = transport
+        self._inputs: RoutableInputs | None = None
+        self._routing = Routing(0, 0)
+        self._check: Callable[[], None] = lambda: None
+        self._order: CellOrder | None = None
+        self._program: Program | None = None
+        self._links: set[int] = set()
+        """Ranks of other replicas that there are links to."""
+        self._follows = self._routed = False
+        """True where the iteration under way is routed as was decided; where it is routed at all."""
+        self._pinned: Sequence[int] = ()
+        """Stages whose micro-batches cannot be routed round slow cells."""
+        self._degraded: DegradedRoutes | None = None
+        """Where cells are dead."""
+        self._dead: frozenset[Cell] = frozenset()
+        self.routed_iterations = 0
+        """How many were, so far."""
+
+    def begin(self, call: PipelineCall, iteration: int, *, cold: bool) -> RoutableInputs:
+        """A training iteration begins; returns where its inputs come from. The first time, collective over the job.
+        `cold`: whether it is to run stock's order (see `FirstIterations`).
+
+        Raises UnsupportedFeatureError where replicas cannot take each other's micro-batches.
+        """
+        if self._inputs is None:
+            layout, control = self._job.layout, self._job.control
+            self._inputs = RoutableInputs(
+                *(call, control, layout, self._job.timeout_s),
+                swap=self._swap,
+                joins=self._joins,
+                check=lambda: self._check(),
+            )
+            self._pinned = _pinned(self._inputs, call)
+            if self._planner is not None and self._degraded is None:
+                self._planner.pin(self._pinned)
+                _tell_limits(self._inputs, call)
+        self._follows = (
+            self._order is not None
+            and self._routing.micro_batches == call.micro_batches
+            and not (cold or call.forward_only)
+        )
+        self._routed = self._follows or self._degraded is not None
+        slowness = self._routing.slowness
+        self._inputs.begin(call, iteration, routed=self._routed, slowness=slowness, dead=self._dead)
+        return self._inputs
+
+    def enter(
+        self,
+        generation: Generation,
+        control: ControlStore,
+        planner: PlannerClient | None,
+        check: Callable[[], None],
+    ) -> None:
+        """Go on with the cells that live in `generation`; all links begin anew. `control`: its part of the job's
+        store. `planner`: of its leader.
+        `check`: raises once it has ended."""
+        layout = self._job.layout
+        self._two_paths.enter(control)
+        for peer in list(self._two_paths.peers):
+            self._two_paths.close_link(peer)
+        self._links.clear()
+        self._order = self._program = self._degraded = None
+        self._routing, self._dead, self._check, self._planner = Routing(0, 0), generation.dead_cells, check, planner
+        if generation.dead_cells:
+            self._degraded = DegradedRoutes(layout, generation, control, self._job.timeout_s, check)
+            return
+        if planner is not None:
+            planner.pin(self._pinned)
+        own = interleaved(len(layout.pipeline), self._book.layout.chunks)
+        for stage in own.peers(layout.cell.stage):
+            self._two_paths.open_link(layout.pipeline[stage])
+        check()  # what aborted all links as the generation before ended may have come before these
+
+    @property
+    def moved_from_dead(self) -> tuple[Moved, ...]:
+        """What training's routes around dead cells move, on the rank that has planned them."""
+        planned = None if self._degraded is None else self._degraded.planned
+        return () if planned is None else planned.moved
+
+    @property
+    def swapped_micro_batches(self) -> int:
+        """Number of other replicas' micro-batches that this one has taken by swaps, so far."""
+        return 0 if self._inputs is None else self._inputs.swapped
+
+    def follow(self, routing: Routing | None) -> None:
+        """What was decided; None: nothing new."""
+        if routing is None:
+            return
+        layout = self._job.layout
+        self._routing, self._program = routing, None
+        self._order = CellOrder.unpacked(routing.orders[str(layout.cell)]) if routing.number else None
+
+    def order(self, call: PipelineCall, schedule: Schedule) -> tuple[Program, CellOrder] | None:
+        """What this rank runs in the iteration under way; None where that is the plan of its pipeline."""
+        if not self._routed:
+            return None
+        order = self._order
+        if self._degraded is not None and not self._follows:
+            order = self._degraded_order(self._degraded, call)
+        assert order is not None, "an iteration is routed without an order"
+        if self._program is None or self._program.schedule is not schedule:
+            self._program = routed_program(order, self._job.layout, schedule)
+            for peer in others(self._program, self._job.layout, also_own=self._degraded is not None) - self._links:
+                self._two_paths.open_link(peer)
+                self._links.add(peer)
+            self._check()  # what aborted all links as the generation ended may have come before these
+        return self._program, order
+
+    def _degraded_order(self, degraded: DegradedRoutes, call: PipelineCall) -> CellOrder:
+        count = call.micro_batches
+        costs, split = self._book.planned_for(count), True
+        if costs is None:
+            split = not self._book.layout.whole_first
+            costs = uniform_costs(
+                call.stages, count, chunks=call.chunks, forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0
+            )
+            costs = replace(costs, max_in_flight=self._book.caps(count))
+        order = degraded.order(costs, split=split, forward_only=call.forward_only)
+        if self._planner is not None and degraded.planned is not None:
+            self._planner.run(degraded.planned)
+        return order
+
+    def end(self, losses: list[Any]) -> list[Any]:
+        """What the training script gets of `losses`, those that were computed here."""
+        assert self._inputs is not None, "an iteration ends that has not begun"
+        last = max(cell.stage for cell in self._job.layout.cells)
+        moved = self._degraded is not None or any(move.stage == last for move in self._routing.moved)
+        return self._inputs.end(losses, losses_moved=self._routed and moved)
+
+    def ended(self, *, forward_only: bool) -> None:
+        """The iteration will not be attempted again."""
+        assert self._inputs is not None, "an iteration ends that has not begun"
+        self._inputs.ended()
+        self.routed_iterations += self._routed and not forward_only
+        if self._degraded is not None or forward_only:
+            return
+        # All that was sent in the iteration before has been received: this one began with waiting for that.
+        needed = others(self._program, self._job.layout) if self._routed and self._program is not None else set()
+        for peer in self._links - needed:
+            self._two_paths.close_link(peer)
+        self._links &= needed
+
+
+def _pinned(inputs: RoutableInputs, call: PipelineCall) -> Sequence[int]:
+    """Stages whose micro-batches cannot be routed."""
+    if receives_wait(call):
+        return range(call.stages)
+    return () if inputs.routable else (0, call.stages - 1)
+
+
+def _tell_limits(inputs: RoutableInputs, call: PipelineCall) -> None:
+    """What of routing there will be, to the log."""
+    if inputs.swaps:
+        logger.info("--adaptra-reroute: whole micro-batches are swapped between replicas, by the lengths of their data")
+    if receives_wait(call):
+        logger.warning("--adaptra-reroute: no stage is routed, since receives of unknown size wait for headers")
+    elif not inputs.routable:
+        logger.warning(
+            "--adaptra-reroute: the data iterator cannot say what other replicas read, so the first and the "
+            "last stage keep their micro-batches; hand in an adaptra_megatron.routable_data"
+        )
+
+
+def others(program: Program, layout: JobLayout, *, also_own: bool = False) -> set[int]:
+    """Ranks that `program` exchanges messages with: of other replicas, and with `also_own` of this one."""
+    messages = [message for step in program.steps for message in (step.receive, step.send) if message is not None]
+    ends = {end for message in messages for end in (message.source, message.target)}
+    return ends - ({layout.rank} if also_own else set(layout.pipeline))

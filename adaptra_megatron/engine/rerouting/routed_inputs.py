@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lets a cell compute any replica's micro-batches: inputs before each forward, losses after the last one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from adaptra_megatron.common.authentication.tagged_json import packed, unpacked
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.layout import Cell, JobLayout
+from adaptra_megatron.elastic.awaiting import said_by_one
+from adaptra_megatron.elastic.failure_errors import LateRankError
+from adaptra_megatron.engine.rerouting.micro_batches import Home, MicroBatchFeed
+from adaptra_megatron.megatron.compat import data_parallel_group
+from adaptra_megatron.megatron.computation import Input
+from adaptra_megatron.megatron.megatron_call import PipelineCall
+from adaptra_megatron.megatron.megatron_iteration import repeats_iteration
+from adaptra_megatron.megatron.refusals import UnsupportedFeatureError
+from adaptra_megatron.megatron.state.random_draws import DRAWS
+from adaptra_megatron.megatron.state.random_states import MicroBatchRandom
+from adaptra_megatron.schedule.routing.balance import balanced_replicas
+from adaptra_megatron.transport.gpu.training_device import current_device
+
+# Brings losses home: each replica hands its training script those of its own micro-batches.
+
+Reports = Mapping[str, torch.Tensor]
+"""What a loss function returns last: tensors of numbers by name, alike for all micro-batches."""
+
+
+_MOST_NBYTES = 1 << 16
+
+
+class _Form(NamedTuple):
+    """What all reports have alike."""
+
+    names: list[str]
+    shapes: list[list[int]]
+    dtypes: list[str]
+    """As torch writes them."""
+
+
+def form_of(reports: Any) -> bytes | None:
+    """Names, shapes and dtypes of reports, for processes that have seen none; None where those are no such reports."""
+    if not isinstance(reports, Mapping) or not all(isinstance(each, torch.Tensor) for each in reports.values()):
+        return None
+    values = reports.values()
+    return packed(_Form([*reports], [[*each.shape] for each in values], [str(each.dtype) for each in values]))
+
+
+def reports_like(form: bytes, device: torch.device) -> Reports:
+    """Reports of that form, of no meaning. Raises ValueError for anything else."""
+    names, shapes, dtypes = unpacked(form, _Form, _MOST_NBYTES)
+    known = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    return {
+        name: torch.empty(shape, dtype=known[dtype], device=device)
+        for name, shape, dtype in zip(names, shapes, dtypes, strict=True)
+    }
+
+
+def brought_home(
+    computed: Mapping[Home, Reports],
+    wanted: Sequence[int],
+    replicas: int,
+    micro_batches: int,
+    like: Reports,
+    add_up: Callable[[torch.Tensor], None],
+) -> Sequence[Reports]:
+    """The reports of the micro-batches of `wanted` replicas in order, wherever they were computed.
+
+    `computed`: those of this cell. `like`: of any micro-batch, for names, shapes and dtypes. `add_up`: sums a float64
+    tensor [replicas, micro_batches, numbers] over the cells of the last stage, in place; each entry is one cell's and
+    0 elsewhere, so that sums are what was computed, to the bit.
+    """
+    shapes = {name: value.shape for name, value in like.items()}
+    numbers = torch.zeros(replicas, micro_batches, sum(shape.numel() for shape in shapes.values()), dtype=torch.float64)
+    for home, reports in computed.items():
+        flat = [reports[name].detach().reshape(-1).to("cpu", torch.float64) for name in shapes]
+        numbers[home.replica, home.number] = torch.cat(flat)
+    add_up(numbers)
+    return [_unpacked(row, like) for replica in wanted for row in numbers[replica]]
+
+
+def _unpacked(row: torch.Tensor, like: Reports) -> dict[str, Any]:
+    parts = torch.split(row, [value.numel() for value in like.values()])
+    return {
+        name: part.reshape(value.shape).to(value.device, value.dtype)
+        for (name, value), part in zip(like.items(), parts, strict=True)
+    }
+
+
+class RoutableInputs:
+    """One rank's, for the life of the job; asked in training iterations, routed or not, and in evaluation where ranks
+    can fail without ending the job."""
+
+    def __init__(
+        self,
+        call: PipelineCall,
+        control: ControlStore,
+        layout: JobLayout,
+        timeout_s: float,
+        *,
+        swap: bool = True,
+        joins: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Called by all ranks of the job with their first training iteration. `swap`: whether whole micro-batches are
+        swapped between replicas where their lengths are known. `joins`: the others have begun before. `check`: raises
+        once a rank has died.
+
+        Raises UnsupportedFeatureError where replicas cannot take each other's micro-batches, or ranks have other
+        lengths of them, RuntimeError when replica 0 does not come in time.
+        """
+        _refuse(call, layout)
+        self._layout, self._control, self._timeout_s = layout, control, timeout_s
+        replica = layout.cell.replica
+        self._all_feeds: dict[bool, list[MicroBatchFeed | None]] = {}
+        """Entries for training (False), and for the latest evaluation's iterators (True)."""
+        self._feeds = self._feeds_of(call)
+        self._random: MicroBatchRandom | None = None
+        if any(draw.is_on(call.config) for draw in DRAWS):
+            self._random = MicroBatchRandom.agreed(control, layout, timeout_s, says=replica == 0 and not joins)
+        self._iteration, self._routed, self._micro_batches = 0, False, call.micro_batches
+        self._heirs: tuple[int, ...] = (replica,)
+        lengths = self._lengths() if swap else None
+        self.swaps = lengths is not None
+        """True where lengths are known, by which whole micro-batches are swapped between replicas."""
+        self.swapped = 0
+        """How many of other replicas this one has taken so, over all iterations."""
+        self._instead: list[Home] | None = None
+        """Which micro-batch is computed in place of each, replica by replica; None: all are computed as themselves."""
+        if not joins:
+            self._check_agreed(lengths)
+        if receives_wait(call) and not self.swaps:
+            raise UnsupportedFeatureError(
+                "--adaptra-reroute does not route with --variable-seq-lengths on GPUs: a receive of unknown size waits "
+                "for a header, and routed orders do not place that wait. Hand in an adaptra_megatron.routable_data "
+                "with `length`, by which whole micro-batches are swapped instead, or drop one of the two"
+            )
+        self._losses_of: list[Home] = []
+        """The micro-batches whose losses were computed here, in that order."""
+        self._like: Any = None
+        """The report of any loss function."""
+        self._check, self._says_form = check, True
+        """Set until this rank has written down what reports look like, for those that have seen none: routes may leave
+        one without work that is started again, or in whose first iteration another dies."""
+        self._peers = data_parallel_group(call.groups)
+
+    @property
+    def routable(self) -> bool:
+        """Return whether this rank can have other replicas' data, where its stage needs any."""
+        return all(feed is None or feed.routable for feed in self._feeds)
+
+    def begin(
+        self,
+        call: PipelineCall,
+        iteration: int,
+        *,
+        routed: bool,
+        slowness: Sequence[float] = (),
+        dead: frozenset[Cell] = frozenset(),
+    ) -> None:
+        """An attempt at an iteration begins. `routed`: its micro-batches have numbers of the job. `slowness`: of
+        replicas; empty: they are alike. `dead`: cells that take no part. All are the same on all ranks.
+
+        Raises UnsupportedFeatureError where cells are dead whose data cannot be had here.
+        """
+        repeated = not call.forward_only and repeats_iteration()
+        self._iteration = self._iteration if repeated else iteration
+        self._routed, self._micro_batches = routed, call.micro_batches
+        self._last_place = call.last_place
+        self._losses_of.clear()
+        self._feeds = self._feeds_of(call)
+        for feed, own in zip(self._feeds, call.data_iterators, strict=True):
+            if feed is not None and own is not None:
+                feed.begin_iteration(own, repeated=repeated)
+        self._heirs = self._heirs_of(dead)
+        if dead and not self.routable:
+            raise UnsupportedFeatureError(
+                f"--adaptra-reroute: the {'evaluation' if call.forward_only else 'training'} data iterator of rank "
+                f"{self._layout.rank} cannot say what dead replicas would have read; hand in an "
+                "adaptra_megatron.routable_data"
+            )
+        if call.forward_only:
+            self._instead = None
+        else:
+            self._swap(slowness)
+
+    def __call__(self, chunk: int, micro_batch: int) -> Input:
+        """What the forward of `micro_batch`, which is next, gets."""
+        home = Home(self._layout.cell.replica, micro_batch)
+        if self._routed:
+            home = Home(*divmod(micro_batch, self._micro_batches))
+        if self._instead is not None:
+            home = self._instead[home.replica * self._micro_batches + home.number]
+        if self._random is not None:
+            self._random.begin(self._iteration, *home, chunk)
+        if (self._layout.cell.stage, chunk) == self._last_place:
+            self._losses_of.append(home)
+        if (feed := self._feeds[chunk]) is not None:
+            feed.select(home)
+        return Input(feed, home.number)
+
+    def end(self, losses: list[Any], *, losses_moved: bool) -> list[Any]:
+        """What the training script gets of `losses`, those computed here: this replica's, and those of replicas whose
+        cell of the last stage is dead and whose losses this one reports. `losses_moved`: whether any route led to
+        another replica's cell of the last stage. Raises LateRankError when one of them does not come."""
+        if self._layout.cell.stage != self._last_place.stage:
+            return losses
+        self._like = losses[0] if losses else self._like
+        computed = dict(zip(self._losses_of, losses, strict=True))
+        if not losses_moved and self._instead is None:
+            return [computed[home] for home in sorted(computed)]
+        form = form_of(losses[0]) if losses and self._says_form else None
+        if form is not None or self._like is None:
+            self._share_form(form)
+        return list(
+            brought_home(computed, self._heirs, self._layout.replicas, self._micro_batches, self._like, self._add_up)
+        )
+
+    def _share_form(self, form: bytes | None) -> None:
+        """Say what reports look like; where that is not known here, wait until a cell that has computed some says it.
+        Raises LateRankError where none does, and as `check`."""
+        with self._control.lent("reports", self._timeout_s) as store:
+            try:
+                form = said_by_one(store, "form", form, self._timeout_s, self._check)
+            except TimeoutError as cause:
+                raise LateRankError(
+                    f"timed out: no cell of the last stage has computed micro-batches within {self._timeout_s:g} s "
+                    "(--adaptra-timeout-s); look at the first rank whose log stops"
+                ) from cause
+        self._says_form = False
+        self._like = self._like or reports_like(form, current_device())
+
+    def ended(self) -> None:
+        """The iteration will not be attempted again: its micro-batches are given up."""
+        for feed in self._feeds:
+            if feed is not None:
+                feed.end_iteration(self._micro_batches)
+
+    def _feeds_of(self, call: PipelineCall) -> list[MicroBatchFeed | None]:
+        """Where each chunk's data come from. Iterators of evaluations may be new ones."""
+        found = self._all_feeds.get(call.forward_only)
+        if found is None or (call.forward_only and _owners(found) != list(map(id, call.data_iterators))):
+            replica = self._layout.cell.replica
+            found = [None if own is None else MicroBatchFeed(own, replica) for own in call.data_iterators]
+            self._all_feeds[call.forward_only] = found
+        return found
+
+    def _heirs_of(self, dead: frozenset[Cell]) -> tuple[int, ...]:
+        """Replicas whose losses this rank hands to its training script: the lowest live one has those of the dead."""
+        replica, last = self._layout.cell.replica, self._last_place.stage
+        replicas = range(self._layout.replicas)
+        orphans = [each for each in replicas if Cell(each, last) in dead]
+        loss_reporter = next((each for each in replicas if each not in orphans), None)
+        return (replica, *orphans) if replica == loss_reporter else (replica,)
+
+    def _lengths(self) -> list[list[float]] | None:
+        feed = next((feed for feed in self._feeds if feed is not None), None)
+        return None if feed is None else feed.lengths(self._layout.replicas, self._micro_batches)
+
+    def _check_agreed(self, lengths: list[list[float]] | None) -> None:
+        """Micro-batches swapped on some ranks alone would mix inputs of some with labels of others."""
+        layout, mine = self._layout, hashlib.blake2b(repr(lengths).encode(), digest_size=16).digest()
+        store = self._control.client("lengths")
+        store.set_timeout(timedelta(seconds=self._timeout_s))
+        if layout.rank == layout.leader:
+            store.set("first", mine)
+        if store.get("first") != mine:
+            says = "no lengths, unlike" if lengths is None else "other lengths than"
+            raise UnsupportedFeatureError(
+                f"--adaptra-reroute: for the first iteration's micro-batches the data iterator of rank {layout.rank} "
+                f"says {says} that of rank {layout.leader}: hand in an adaptra_megatron.routable_data with the same "
+                "`length` on every rank, also where no data are read, or one without on all"
+            )
+
+    def _swap(self, slowness: Sequence[float]) -> None:
+        """Deal the iteration's micro-batches out to the replicas, the same way on every rank."""
+        self._instead, count, replica = None, self._micro_batches, self._layout.cell.replica
+        if not self.swaps or (lengths := self._lengths()) is None:
+            return
+        dealt = balanced_replicas(lengths, slowness)
+        instead = [Home(*divmod(job, count)) for row in dealt for job in row]
+        if any(home.replica != number // count for number, home in enumerate(instead)):
+            self._instead = instead
+            self.swapped += sum(job // count != replica for job in dealt[replica])
+
+    def _add_up(self, numbers: torch.Tensor) -> None:
+        on_device = numbers.to(current_device())
+        dist.all_reduce(on_device, group=self._peers)
+        numbers.copy_(on_device)
+
+
+def _owners(feeds: Sequence[MicroBatchFeed | None]) -> list[int]:
+    return [id(None if feed is None else feed.own) for feed in feeds]
+
+
+def receives_wait(call: PipelineCall) -> bool:
+    """Return whether a receive of unknown size waits for a header on a GPU: routed orders do not place that wait."""
+    return call.message_shape is None and current_device().type == "cuda"
+
+
+def _refuse(call: PipelineCall, layout: JobLayout) -> None:
+    replicas = call.groups.dp_cp.size() // call.groups.cp.size()
+    if replicas == 1:
+        raise UnsupportedFeatureError(
+            "--adaptra-reroute moves micro-batches between data-parallel replicas, and there is one: drop it"
+        )
+    if replicas != layout.replicas:
+        raise UnsupportedFeatureError(
+            f"--adaptra-reroute does not run with experts that span data-parallel replicas: {replicas} replicas "
+            f"compute as {layout.replicas}, so none of them can take another's micro-batch. Drop one of the two"
+        )

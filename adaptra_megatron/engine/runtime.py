@@ -1,0 +1,495 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in for Megatron's two pipeline schedules, with what they do before and after their actions."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import adaptra_megatron
+from adaptra_megatron.common.child_process import OwningProcess
+from adaptra_megatron.common.job.gathering import gather
+from adaptra_megatron.common.job.membership import MembershipRecords
+from adaptra_megatron.common.log import is_first_rank, logger_of
+from adaptra_megatron.common.variables import FLAGS_VARIABLE, OFF_VARIABLE, ON_VARIABLE
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.control.stage_memory import MemorySource
+from adaptra_megatron.elastic.commit import Word
+from adaptra_megatron.elastic.generation import FIRST, Generation
+from adaptra_megatron.elastic.job_joining import RejoiningRank
+from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
+from adaptra_megatron.engine.execution.executor import IterationReport
+from adaptra_megatron.engine.measurement.megatron_spans import ranged_computation, spanned_computation
+from adaptra_megatron.engine.measurement.sync_waits import SyncWaits
+from adaptra_megatron.engine.outliving import CONNECT_S
+from adaptra_megatron.engine.pipeline import Pipeline
+from adaptra_megatron.engine.rank_transports import keeps_stock
+from adaptra_megatron.engine.rejoining import Joining, Training, hand_over, take_place
+from adaptra_megatron.engine.single_stage import ONE_STAGE, SingleStage
+from adaptra_megatron.megatron.computation import MegatronComputation, StageComputation
+from adaptra_megatron.megatron.gradients.gradient_reduction import GradientReduction
+from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
+from adaptra_megatron.megatron.gradients.te_wgrad import EngineLayers
+from adaptra_megatron.megatron.megatron_call import PipelineCall, config_of, pipeline_call
+from adaptra_megatron.megatron.megatron_iteration import (
+    RepeatableIteration,
+    finish_gradients,
+    forget_gradients,
+    iteration,
+)
+from adaptra_megatron.megatron.refusals import kept_in_order, refuse_for_staggering
+from adaptra_megatron.megatron.replica_updates import ReplicaUpdates
+from adaptra_megatron.megatron.staggered_optimizer import StaggeredOptimizer, ValidatedComputation
+from adaptra_megatron.megatron.state.conservation import Conservation, Conserved, digest_of
+from adaptra_megatron.megatron.state.random_draws import flags_drawn_in_other_order, shares_amax_history
+from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.schedule.ir import Schedule
+from adaptra_megatron.transport.device_session.link_watch import end_process
+from adaptra_megatron.transport.gpu.hardware_queues import NO_PLAN_FASTER
+from adaptra_megatron.transport.gpu.training_device import current_device
+from adaptra_megatron.transport.message_keys import TwoPathTransport
+
+logger = logger_of(__name__)
+
+_NOT_TIMED = "and its actions and messages are not timed; iterations and their ranks are"
+Decorate = Callable[[StageComputation, int], StageComputation]
+
+
+class _Ran(NamedTuple):
+    report: IterationReport
+    schedule: Schedule
+    losses: list[Any]
+    """Those that the training script gets."""
+
+
+class _HostPath(NamedTuple):
+    """Of one rank of the job."""
+
+    came_up: bool
+
+
+class AdaptraRuntime:
+    """Runs every forward_backward call of one process. Built by `patches.enable`, closed by undoing the patches."""
+
+    def __init__(
+        self,
+        config: AdaptraConfig,
+        queue: WeightGradientQueue,
+        decorate: Decorate | None = None,
+        memory: MemorySource | None = None,
+        groups: FaultTolerantGroups | None = None,
+    ) -> None:
+        """`decorate(computation, stage)` may wrap what a stage computes (emulation, instrumentation).
+
+        `memory`: who tells what is allocated, where that is not the device Megatron computes on. `groups`: Megatron's,
+        where training survives rank failures.
+        """
+        self.peak_in_flight = 0.0
+        """Most activations held at once in any training iteration so far."""
+        self.last_schedule: Schedule | None = None
+        """What the last training iteration ran."""
+        self.runs_actions = False
+        """True while actions of an iteration run."""
+        self.sharded_optimizers: list[Any] = []
+        """Megatron's distributed optimizers, where training survives rank failures."""
+        self.staggered = StaggeredOptimizer() if config.staggered_optimizer else None
+        """None where steps wait for all stages' gradients."""
+        self._config = config
+        self.weight_gradients = queue
+        self._engine_layers = EngineLayers(queue)
+        self._decorate = decorate
+        self._memory, self._groups = memory, groups
+        if groups is not None:
+            groups.gather = self._gather
+        self.conservation = None if groups is None else Conservation()
+        """Counts micro-batches in gradients, where training survives rank failures."""
+        self._conserved: Conserved | None = None
+        """What the gradients of the last attempt were found to hold."""
+        self._digested = FIRST
+        """The last generation whose state has been compared between replicas."""
+        self._digest: bytes | None = None
+        """Of the state with which the attempt under way has begun, where that is to be compared."""
+        self._pipelines: dict[tuple[int, ...], Pipeline] = {}
+        self.training: Training | None = None
+        """What the training script trains with, once it has said so: for ranks that are started again."""
+        self._joining: Joining | None = None
+        """Until its first iteration, of a process that takes the place of a rank that had left."""
+        self._single: SingleStage | None = None
+        """Where stock's own schedule runs."""
+        stock_sums = config.gradient_sync == "stock"
+        self.gradients = None if stock_sums else GradientReduction(config.gradient_sync, config.timeout_s)
+        """Reductions of gradients around a straggler."""
+        synchronous = config.sync_mode == "ssgd"
+        self.updates = None if synchronous else ReplicaUpdates(config.sync_mode, config.max_staleness, config.timeout_s)
+        """Updates by some of the replicas; None where all make each."""
+        self.sync_waits = SyncWaits() if config.watches_stragglers else None
+        """Where replicas that come last are looked for."""
+        self._is_on = False
+        """Whether this process has run a schedule."""
+        self._owner = OwningProcess()
+        # Threads that wait in native code must end before the interpreter, and Megatron's scripts undo nothing.
+        atexit.register(self._close_at_exit)
+
+    def forward_backward(
+        self, arguments: Mapping[str, Any], *, interleaved: bool, stock: Callable[..., Any] | None = None
+    ) -> Any:
+        """One call of Megatron's forward_backward function, training or evaluation. `stock`: that function, which runs
+        where orders are only observed, and a feature needs its own, and where no plan would be faster.
+
+        Returns what stock returns: the loss functions' results in micro-batch order on the last stage, else an empty
+        list. Raises UnsupportedFeatureError or a plan's error before anything is computed, TransportError or
+        ExchangeError when a peer fails.
+        """
+        self._say_it_is_on()
+        if stock is not None and (why := self._why_stock(arguments, interleaved=interleaved)):
+            return self.run_stock(stock, arguments, f"{why}: stock's own schedule runs, {_NOT_TIMED}")
+        run = functools.partial(self._run_pipeline, arguments, interleaved=interleaved)
+        return run() if self.updates is None else self.updates.iterate(run, arguments)
+
+    def _why_stock(self, arguments: Mapping[str, Any], *, interleaved: bool) -> str:
+        """Why Megatron's own schedule is to run; empty where it is not. Equal on all ranks."""
+        if self._config.policy == "observe":
+            model = arguments["model"]
+            if kept := kept_in_order(config_of(model[0] if isinstance(model, list) else model)):
+                return ", ".join(kept)
+        if keeps_stock(self._config, current_device):
+            return NO_PLAN_FASTER
+        if keeps_stock(self._config, current_device, host_path=False):
+            if not self._pipelines and self._single is None:
+                self._try_host_path(pipeline_call(arguments, interleaved=interleaved))
+            if not self._pipelines:
+                return f"the host path did not come up on all ranks, and {NO_PLAN_FASTER}"
+        return ""
+
+    def _run_pipeline(self, arguments: Mapping[str, Any], *, interleaved: bool) -> list[Any]:
+        call = pipeline_call(arguments, interleaved=interleaved)
+        pipeline = self._pipeline(call)
+        # Before anything is sent: a call that is refused, as stock does it, leaves the links to the next one.
+        pipeline.book.check_count(call.micro_batches, forward_only=call.forward_only)
+        try:
+            return self._iterate(pipeline, call)
+        except BaseException as cause:
+            # Receives that stand on the GPU would keep whatever waits for it, and this process from ending.
+            pipeline.fail(cause)
+            # As the process ends, the interpreter would look through all objects for cycles, for most of a second.
+            atexit.register(gc.freeze)
+            raise
+
+    def run_stock(self, stock: Callable[..., Any], arguments: Mapping[str, Any], why: str = ONE_STAGE) -> Any:
+        """One call of Megatron's own schedule, which runs as it is; returns its result. `why`: for the log.
+
+        Raises ExchangeError when ranks of the job do not meet at the first.
+        """
+        self._say_it_is_on()
+        if self._single is None:
+            self._single = SingleStage(arguments, self._config, why, self.sync_waits)
+        run = functools.partial(self._single.run, stock, arguments)
+        return run() if self.updates is None else self.updates.iterate(run, arguments)
+
+    def take_place(self) -> Mapping[str, Any] | None:
+        """Have this process, if it takes the place of a rank that had left, go on where the others are. Called before
+        data are read for the first iteration, with `training` known.
+
+        Returns the others' progress once this process has their parameters and optimizer state; None where it takes no
+        place, or has it already. Raises as `rejoining.take_place`.
+        """
+        groups = self._groups
+        if groups is None or groups.place is None or self.training is None or self._joining is not None:
+            return None
+        settings = {**self._config.common, **self.training.settings}
+        newcomer = RejoiningRank(groups.place, MembershipRecords.of_rank(CONNECT_S), self._config.timeout_s, settings)
+        self._joining, progress = take_place(newcomer, self.training)
+        return progress
+
+    def save(self, write: Callable[[], Any]) -> Any:
+        """Have `write`, which is collective over the job, write a checkpoint; its result.
+
+        Where training survives rank failures, it sees those that live, numbered from 0, as if they were all; and it is
+        called again where one dies meanwhile. Raises what `write` raises.
+        """
+        self.settle()
+        survivals = [each.survival for each in self._pipelines.values() if each.survival is not None]
+        if not survivals or self._groups is None:
+            return write()
+        groups = self._groups
+
+        def attempt(generation: Generation, number: int) -> Any:
+            groups.gather_missed()
+            with groups.numbered_alive():
+                return write()
+
+        return survivals[0].carry_out(attempt)
+
+    def settle(self) -> None:
+        """Make parameters and optimizer what they are in stock at this point: for scripts that read them between two
+        iterations by other means than Megatron's save_checkpoint and evaluations. Collective over the job."""
+        if self.staggered is not None:
+            self.staggered.settle()
+        if self.updates is not None:
+            self.updates.settle()
+
+    def _iterate(self, pipeline: Pipeline, call: PipelineCall) -> list[Any]:
+        if call.forward_only:
+            self.settle()
+        pipeline.begin(call)
+        if self.staggered is not None and self.staggered.unvalidated:
+            ran = self._attempt_after(self.staggered, pipeline, call)
+        elif pipeline.survival is None:
+            ran = self._attempt(pipeline, call)
+        else:
+            attempt = functools.partial(self._attempt_among, pipeline, call)
+            ran = pipeline.survival.carry_out(attempt, trains=not call.forward_only)
+            self._digested, self._digest, self._conserved = pipeline.survival.generation.id, None, None
+        if not call.forward_only:
+            self.peak_in_flight = max(self.peak_in_flight, ran.report.peak_in_flight)
+            self.last_schedule = ran.schedule
+        pipeline.end(call, ran.report)
+        return ran.losses
+
+    def _attempt_after(self, staggered: StaggeredOptimizer, pipeline: Pipeline, call: PipelineCall) -> _Ran:
+        """After steps that may have to be taken back: then all ranks come to the end of a first attempt, for what they
+        have sent each other, and it counts for nothing."""
+        repeatable = RepeatableIteration(call)
+        ran = self._attempt(pipeline, repeatable.call)
+        if staggered.settle():
+            repeatable.rewind()
+            ran = self._attempt(pipeline, repeatable.call, 1)
+        return ran
+
+    def _attempt_among(self, pipeline: Pipeline, call: PipelineCall, generation: Generation, number: int) -> _Ran:
+        """`number`: of tries that did not commit, in which other ranks may have died."""
+        pipeline.enter(call, generation)
+        if self._groups is not None:
+            self._groups.gather_missed()
+        if number and not call.forward_only:
+            forget_gradients(call)
+        assert pipeline.survival is not None
+        self._digest = None
+        if generation.id != self._digested:
+            scheduler = None if self.training is None else self.training.scheduler
+            steps = 0 if scheduler is None else int(scheduler.num_steps)
+            self._digest = digest_of(call.model_chunks, pipeline.iterations, steps)
+        self._conserved = None
+        # Not the number of the try: a rank that was between two calls as others failed has not tried yet.
+        return self._attempt(pipeline, call, pipeline.survival.turn, degraded=bool(generation.dead_cells))
+
+    def _word(self, pipeline: Pipeline, word: Word) -> Word:
+        """Add to what this rank comes with to the end of an attempt: the tokens that its gradients hold, and in the
+        first attempt of a generation the state that it has begun with."""
+        worker = pipeline.job.layout.workers[pipeline.job.layout.rank]
+        if self._digest is not None:
+            place = f"stage {worker.cell.stage}, lane {worker.lane}"
+            word = replace(word, digests={place: self._digest.hex()})
+        found = self._conserved
+        if found is None or found.tokens is None or found.divisor is None:
+            return word
+        return replace(word, tokens=found.tokens, divisors=(found.divisor,))
+
+    def _gather(self) -> None:
+        """Gather parameters from the shards that are stepped."""
+        for optimizer in self.sharded_optimizers:
+            for chunk in optimizer.model_chunks:
+                for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                    group.param_gather_handle = None
+                chunk.start_param_sync(force_sync=True)
+
+    def _attempt(self, pipeline: Pipeline, call: PipelineCall, number: int = 0, *, degraded: bool = False) -> _Ran:
+        schedule = pipeline.schedule(call)
+        conservation = None if call.forward_only else self.conservation
+        if conservation is not None:
+            conservation.begin(call.model_chunks)
+        count = None if conservation is None else conservation.count
+        computation = MegatronComputation(call, self.weight_gradients, pipeline.inputs(call), count)
+        decorated = pipeline.guarded(call, computation)
+        decorated = self._decorate(decorated, call.stage) if self._decorate is not None else decorated
+        if self._config.profile_ranges:
+            decorated = ranged_computation(decorated)
+        if pipeline.span is not None:
+            decorated = spanned_computation(decorated, pipeline.span)
+        if self.staggered is not None:
+            decorated = ValidatedComputation(decorated, self.staggered)
+        with iteration(call) as embedding:
+            self.runs_actions = True
+            try:
+                report = pipeline.run(call, schedule, decorated, number)
+            finally:
+                self.runs_actions = False
+            if not call.forward_only:
+                # Summing them over the replicas is done in place.
+                counted = self.conservation is not None and call.config.calculate_per_token_loss
+                tokens = computation.tokens.clone() if counted else None
+                finish_gradients(call, computation.tokens, embedding, degraded=degraded)
+                self._conserved = self._verify(call, tokens, computation.tokens)
+            losses = computation.losses
+            if pipeline.rerouting is not None and pipeline.routes(call):
+                losses = pipeline.rerouting.end(losses)
+        return _Ran(report, schedule, losses)
+
+    def _verify(self, call: PipelineCall, tokens: torch.Tensor | None, divisor: torch.Tensor) -> Conserved | None:
+        """None where the job does not survive rank failures. `tokens`: None unless losses are per token. Raises as
+        `Conservation.verify`."""
+        if self.conservation is None or self._groups is None:
+            return None
+        self._groups.synchronize()
+        if tokens is None:
+            return self.conservation.verify(call)
+        # Tensor-parallel ranks of a cell have the same tokens.
+        contributed = tokens if call.groups.tp.rank() == 0 else torch.zeros_like(tokens)
+        return self.conservation.verify(call, contributed, divisor)
+
+    def last_plan(self) -> tuple[int, str] | None:
+        """Number and fingerprint (of the schedule, not the number) of what the last training iteration ran; None where
+        that was no pipeline's."""
+        if self.last_schedule is None:
+            return None
+        csv = schedule_to_csv(self.last_schedule)
+        number = max((pipeline.book.number for pipeline in self._pipelines.values()), default=0)
+        return number, hashlib.sha256(csv.encode()).hexdigest()[:16]
+
+    def summary(self) -> dict[str, Any]:
+        """What ran, for reports and tests: plain numbers and text; on the leading rank also the costs it measured."""
+        reroutings = [each.rerouting for each in self._pipelines.values() if each.rerouting is not None]
+        return {
+            "training_iterations": sum(pipeline.training_iterations for pipeline in self._pipelines.values())
+            + (0 if self._single is None else self._single.training_iterations),
+            "plans_installed": max((pipeline.book.number for pipeline in self._pipelines.values()), default=0),
+            "split_weight_gradients": self.weight_gradients.computed,
+            "peak_in_flight": self.peak_in_flight,
+            "transports": sorted({type(pipeline.transport).__name__ for pipeline in self._pipelines.values()}),
+            "links": self._links(),
+            "measured_costs": self._measured_costs(),
+            "online_iterations": sum(pipeline.dispatcher.online_iterations for pipeline in self._pipelines.values()),
+            "moved_actions": sum(pipeline.dispatcher.moved_actions for pipeline in self._pipelines.values()),
+            "routed_iterations": sum(each.routed_iterations for each in reroutings),
+            "early_steps": 0 if self.staggered is None else self.staggered.early_steps,
+            "steps_taken_back": 0 if self.staggered is None else self.staggered.steps_taken_back,
+            "swapped_micro_batches": sum(each.swapped_micro_batches for each in reroutings),
+            "gradient_sync": {} if self.gradients is None else self.gradients.used,
+            "updates": {} if self.updates is None else dict(self.updates.used),
+            "schedule_csv": None if self.last_schedule is None else schedule_to_csv(self.last_schedule),
+        }
+
+    def _links(self) -> dict[str, Any]:
+        """What links with a host path have seen, by "<rank>-<peer>"."""
+        transports = [pipeline.transport for pipeline in self._pipelines.values()]
+        return {
+            f"{transport.rank}-{peer}": asdict(counters)
+            for transport in transports
+            if isinstance(transport, TwoPathTransport)
+            for peer, counters in transport.link_counters().items()
+        }
+
+    def _measured_costs(self) -> dict[str, Any] | None:
+        for pipeline in self._pipelines.values():
+            if pipeline.planner is not None and pipeline.planner.costs is not None:
+                return pipeline.planner.costs
+        return None
+
+    def close(self) -> bool:
+        """Release transports, threads and trace files; happens by itself when the process ends.
+
+        Returns False where a GPU still works on what cannot be ended. In a forked child nothing is released: all is its
+        parent's, which shares the connections.
+        """
+        atexit.unregister(self._close_at_exit)
+        if not self._owner.is_this:
+            return True
+        self._engine_layers.restore()
+        if self._single is not None:
+            self._single.close()
+        if self.gradients is not None:
+            self.gradients.close()
+        if self.updates is not None:
+            self.updates.close()
+        ended = [pipeline.close() for pipeline in self._pipelines.values()]
+        self._pipelines.clear()
+        return all(ended)
+
+    def _say_it_is_on(self) -> None:
+        """Say it with the first schedule of this process: one that only parses flags has none."""
+        if not self._is_on and not (dist.is_initialized() and dist.get_rank()):
+            text = "%s is on, policy %s; to train without it, set %s=1"
+            logger.info(text, adaptra_megatron.__version__, self._config.policy, OFF_VARIABLE)
+        self._is_on = True
+
+    def _close_at_exit(self) -> None:
+        if not self._is_on and self._owner.is_this and is_first_rank():
+            logger.warning(
+                "this process has read that adaptra is asked for, and ran no iteration. Processes that train in its "
+                'place (actors of Ray) ran stock Megatron, unless their logs say "is on": give them %s=1 in their '
+                "environment, and flags in %s",
+                ON_VARIABLE,
+                FLAGS_VARIABLE,
+            )
+        if not self.close():
+            logger.error("what is on the GPU cannot be ended, so this process ends without waiting for it")
+            end_process()
+
+    def _try_host_path(self, call: PipelineCall) -> None:
+        """Make the pipeline of `call`; if any rank of the job got no host path, none of them keeps theirs."""
+        pipeline = self._new_pipeline(call)
+        if all(each.came_up for each in gather(_HostPath(isinstance(pipeline.transport, TwoPathTransport)))):
+            self._keep(pipeline, call)
+        else:
+            pipeline.close()
+
+    def _pipeline(self, call: PipelineCall) -> Pipeline:
+        if (found := self._pipelines.get(_identity(call))) is not None:
+            return found
+        pipeline = self._new_pipeline(call)
+        self._keep(pipeline, call)
+        return pipeline
+
+    def _new_pipeline(self, call: PipelineCall) -> Pipeline:
+        made = Pipeline(
+            call, self._config, self._memory, self._groups, self.sharded_optimizers, self._joining, self.sync_waits
+        )
+        self._joining = None
+        return made
+
+    def _keep(self, pipeline: Pipeline, call: PipelineCall) -> None:
+        self._pipelines[_identity(call)] = pipeline
+        if pipeline.survival is not None:
+            pipeline.survival.word = functools.partial(self._word, pipeline)
+        if pipeline.survival is not None and self.training is not None:
+            pipeline.survival.enable_rejoin(
+                functools.partial(hand_over, self.training, pipeline),
+                {**self._config.common, **self.training.settings},
+            )
+        self.weight_gradients.leave_whole(call.model_chunks)
+        self._engine_layers.split(call.model_chunks, call.config)
+        if self.staggered is not None:
+            refuse_for_staggering(call.config)
+        if self._config.policy == "adapt":
+            _warn_of_other_draws(call)
+
+
+def _identity(call: PipelineCall) -> tuple[int, ...]:
+    return (*dist.get_process_group_ranks(call.pipeline_group), call.chunks)
+
+
+def _warn_of_other_draws(call: PipelineCall) -> None:
+    """Once per job."""
+    flags = flags_drawn_in_other_order(call.config, call.chunks)
+    if flags and dist.get_rank() == 0:
+        logger.warning(
+            "%s: what is computed with these random numbers equals stock's in distribution, not bit for bit: "
+            "stock draws them for all actions of a rank from the same streams, so another order of actions draws "
+            "others; --adaptra-policy observe keeps stock's order",
+            ", ".join(flags),
+        )
+    if shares_amax_history(call.config, call.chunks) and dist.get_rank() == 0:
+        logger.warning(
+            "--fp8-amax-compute-algo max, --fp8-amax-history-len %d: scales are not stock's, bit for bit: the window "
+            "moves on with the actions of all chunks of a rank, and another order of these leaves others in it; "
+            "--adaptra-policy observe keeps stock's order, and --fp8-amax-compute-algo most_recent depends on none",
+            call.config.fp8_amax_history_len,
+        )

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs in which stock's schedule runs: pipelines have one stage, or a feature that is observed needs its order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.engine.measurement.reporting import make_telemetry
+from adaptra_megatron.engine.measurement.sync_waits import Arrivals, SyncWaits
+from adaptra_megatron.engine.training_job import join_job
+from adaptra_megatron.megatron.compat import default_groups, groups_keyword
+from adaptra_megatron.megatron.megatron_call import config_of, shared_groups
+from adaptra_megatron.telemetry.figures.scalars import RankFigures
+
+logger = logger_of(__name__)
+
+
+ONE_STAGE = "pipelines have 1 stage (PP 1): there is nothing to adapt, stock's schedule runs"
+
+
+class SingleStage:
+    """One rank's. Its iterations are stock's; telemetry tells of them."""
+
+    def __init__(
+        self, arguments: Mapping[str, Any], config: AdaptraConfig, why: str, waits: SyncWaits | None = None
+    ) -> None:
+        """Collective over the job's ranks, with the first call of each, which `arguments` are of. `why`: stock's
+        schedule runs, for the log. `waits`: this process's in gradient synchronisation, where stragglers are looked
+        for.
+
+        Raises ExchangeError when ranks do not meet.
+        """
+        model, groups = arguments["model"], arguments.get(groups_keyword()) or default_groups()
+        megatron = config_of(model[0] if isinstance(model, list) else model)
+        self._job = join_job(groups.pp, shared_groups(megatron, groups), config)
+        self._telemetry = make_telemetry(self._job, 1, config, goes_on=False)
+        self._arrivals = Arrivals.make(self._job, config, self._telemetry, waits)
+        self.training_iterations = 0
+        self._iterations = 0
+        if self._job.layout.rank == min(self._job.layout.workers):
+            logger.warning("%s", why)
+
+    def run(self, stock: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """One call of `stock`, Megatron's own schedule; returns its result."""
+        begun_s = time.monotonic()
+        self._telemetry.begin(self._iterations)
+        self._telemetry.switch(0)
+        results = stock(**arguments)
+        self._iterations += 1
+        if not arguments.get("forward_only"):
+            self.training_iterations += 1
+            seconds = time.monotonic() - begun_s
+            if self._arrivals is not None:
+                self._arrivals.add(self._iterations - 1, seconds, self._arrivals.take(), None)
+            self._telemetry.trained(RankFigures(iteration_s=seconds, peak_in_flight=1.0, plan_number=0))
+        return results
+
+    def close(self) -> None:
+        """End threads and files."""
+        self._job.clock.close()
+        if self._arrivals is not None:
+            self._arrivals.close()
+        self._telemetry.close()

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank has of its job once all have met: made once, at the first iteration, and handed to whatever needs it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.gathering import gather_layout
+from adaptra_megatron.common.job.layout import JobLayout
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.control.clocks.clock_service import RelatedClock
+from adaptra_megatron.control.clocks.clocks import ClockSettings, relate_clocks
+from adaptra_megatron.control.control_loop import exchange_error
+from adaptra_megatron.elastic.job_joining import JoinResult
+from adaptra_megatron.transport.gpu.training_device import current_device, pci_bus_id
+from adaptra_megatron.transport.setup.rnic_affinity import RnicError, rank_rnics
+
+
+class Job(NamedTuple):
+    """The same on all ranks, but for what they see of it."""
+
+    layout: JobLayout
+    control: ControlStore
+    clock: RelatedClock
+    """To be closed when the job ends."""
+    timeout_s: float
+    """Longest wait for another rank: what was asked for, or what torch.distributed was initialised with, by Megatron's
+    --distributed-timeout-minutes."""
+
+
+def joined_job(joined: JoinResult, timeout_s: float) -> Job:
+    """The job of a process that takes the place of a rank that had left. Its clock is related to none of another host,
+    so that its trace may be off by what the clocks differ in."""
+    return Job(joined.layout, joined.control, RelatedClock(0.0), timeout_s)
+
+
+def join_job(pipeline: dist.ProcessGroup, shared_groups: Sequence[Sequence[int]], config: AdaptraConfig) -> Job:
+    """Collective over all ranks of the job. `shared_groups`: see `PipelineCall`.
+
+    Raises ExchangeError when a rank does not come, SecretError where the job's secret cannot be read.
+    """
+    rank = dist.get_rank()
+    try:
+        together = config.reroute != "off"
+        ranks = dist.get_process_group_ranks(pipeline)
+        layout = gather_layout(ranks, shared_groups, together=together, rnics=_rnics(config))
+    except RuntimeError as cause:
+        raise exchange_error(rank, "join the other ranks for planning", config.timeout_s, cause) from cause
+    control = ControlStore.of_job(layout.token)
+    timeout_s = control.timeout_s if config.timeout_s is None else config.timeout_s
+    try:
+        clocks = ClockSettings(interface=config.interface, port_range=config.port_range)
+        clock = relate_clocks(control, layout, timeout_s, clocks)
+    except RuntimeError as cause:
+        raise exchange_error(rank, "join the other ranks for planning", timeout_s, cause) from cause
+    return Job(layout, control, clock, timeout_s)
+
+
+def _rnics(config: AdaptraConfig) -> tuple[str, ...]:
+    """The RDMA devices of this rank, for messages: elsewhere they are refused where they cannot be used."""
+    with contextlib.suppress(RnicError):
+        return rank_rnics(config.rnics, pci_bus_id(current_device()))
+    return config.rnics

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduces around a straggler, by their names in --adaptra-gradient-sync. A new one is a module, and a row here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, hidden
+from adaptra_megatron.gradsync.all_reduce.stragglar import MOST_RANKS, has_stragglar, stragglar, stragglar_rounds
+
+# What all-reduces cost: a latency for each message, seconds for each byte, and the time that the straggler is away.
+# Times are *exposed* ones: from the arrival of the last rank, the straggler, until all have the sum. All ranks have
+# one full-duplex link of the same speed to all others (the model of arXiv 2505.23523).
+
+MOST_CHUNKS = 256
+"""In the chain of a hidden all-reduce: each is a message, and a schedule is to stay small."""
+
+
+class Wire(NamedTuple):
+    """Each rank's link."""
+
+    latency_s: float
+    """Time that each message takes beside its bytes."""
+    byte_s: float
+    """Seconds per byte."""
+
+    def rounds_s(self, rounds: int, chunks: int, nbytes: float) -> float:
+        """Seconds of rounds in which each message is one of `chunks` parts of `nbytes`."""
+        return rounds * (self.latency_s + self.byte_s * nbytes / chunks)
+
+
+def ring_s(ranks: int, nbytes: float, wire: Wire) -> float:
+    """Exposed seconds of a ring, whatever the delay: it begins when all are there."""
+    return wire.rounds_s(2 * (ranks - 1), ranks, nbytes)
+
+
+def stock_s(ranks: int, nbytes: float, wire: Wire) -> float:
+    """Exposed seconds of the best that a library can do, whatever the delay: a ring's bytes in the fewest messages.
+
+    Recursive halving and doubling takes as long where the number of ranks is a power of two.
+    """
+    return 2 * (ranks - 1).bit_length() * wire.latency_s + wire.byte_s * nbytes * 2 * (ranks - 1) / ranks
+
+
+def stragglar_s(ranks: int, nbytes: float, wire: Wire, delay_s: float) -> float:
+    """Exposed seconds of StragglAR. `delay_s`: from the arrival of the last but one to that of the straggler.
+
+    Raises ScheduleError for a number of ranks without a schedule.
+    """
+    left_s = max(0.0, stragglar_waiting_s(ranks, nbytes, wire) - delay_s)
+    return left_s + wire.rounds_s(stragglar_rounds(ranks), ranks - 1, nbytes)
+
+
+def stragglar_waiting_s(ranks: int, nbytes: float, wire: Wire) -> float:
+    """Seconds of its reduce-scatter among those that wait, which a delay of this length hides."""
+    return wire.rounds_s(ranks - 2, ranks - 1, nbytes)
+
+
+def hidden_s(ranks: int, nbytes: float, wire: Wire, delay_s: float, chunks: int | None = None) -> float:
+    """Exposed seconds of the hidden all-reduce, in `chunks` parts (None: `chain_chunks`); `delay_s` as above."""
+    chunks = chain_chunks(ranks, nbytes, wire) if chunks is None else chunks
+    left_s = max(0.0, hidden_waiting_s(ranks, nbytes, wire) - delay_s)
+    return left_s + wire.rounds_s(chunks + ranks - 2, chunks, nbytes)
+
+
+def hidden_waiting_s(ranks: int, nbytes: float, wire: Wire) -> float:
+    """Seconds of its all-reduce among those that wait, which a delay of this length hides."""
+    return wire.rounds_s(2 * (ranks - 2), ranks - 1, nbytes)
+
+
+def chain_chunks(ranks: int, nbytes: float, wire: Wire) -> int:
+    """The number of chunks with which a chain of all ranks takes the least time, `MOST_CHUNKS` at most."""
+    worth_s = (ranks - 2) * nbytes * wire.byte_s  # of a chunk that is as long as the buffer
+    if worth_s >= wire.latency_s * MOST_CHUNKS**2:
+        return MOST_CHUNKS if worth_s else 1
+    return max(1, round(math.sqrt(worth_s / wire.latency_s)))
+
+
+def critical_delay_s(ranks: int, nbytes: float, wire: Wire) -> float:
+    """The delay from which on StragglAR takes less than a ring; infinite where it never does."""
+    saved_s = ring_s(ranks, nbytes, wire) - stragglar_s(ranks, nbytes, wire, math.inf)
+    return max(0.0, stragglar_waiting_s(ranks, nbytes, wire) - saved_s) if saved_s > 0 else math.inf
+
+
+_CHAIN_CHUNK_NBYTES = 1 << 20
+"""Chunks of a hidden all-reduce's chain, where nothing has been measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """One of them, for all that choose it, run it and tell of it."""
+
+    plan: Callable[[int, int], AllReduce]
+    """Makes its rounds for so many ranks, the last of which is the straggler, and so many chunks."""
+    chunks: Callable[[int, int, Wire | None], int]
+    """Says in how many chunks so many ranks sum up so many bytes. Without a wire nothing has been measured yet."""
+    exposed_s: Callable[[int, float, Wire, float], float]
+    """Takes ranks, bytes, wire and delay: see `costs`."""
+    waiting_s: Callable[[int, float, Wire], float]
+    """Gives the seconds of what is done without the straggler: a time for each message, and a time for each byte."""
+    help: str
+    """Says what it does, behind its name in the help of the flag."""
+    supports: Callable[[int], bool] = lambda ranks: True
+    """Says whether there is a plan for so many ranks."""
+    needs: str = ""
+    """Says which numbers of ranks these are."""
+
+
+def _chunks_of_chain(ranks: int, nbytes: int, wire: Wire | None) -> int:
+    if wire is None:
+        return min(MOST_CHUNKS, -(-nbytes // _CHAIN_CHUNK_NBYTES))
+    return chain_chunks(ranks, nbytes, wire)
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {
+    "stragglar": Algorithm(
+        plan=lambda ranks, chunks: stragglar(ranks),
+        chunks=lambda ranks, nbytes, wire: ranks - 1,
+        exposed_s=stragglar_s,
+        waiting_s=stragglar_waiting_s,
+        help="what can be summed up without the replica that came last before is, while the others wait for it",
+        supports=has_stragglar,
+        needs=f"at most {MOST_RANKS}, or a power of two",
+    ),
+    "hidden": Algorithm(
+        plan=hidden,
+        chunks=_chunks_of_chain,
+        exposed_s=hidden_s,
+        waiting_s=hidden_waiting_s,
+        help="the same with another algorithm, for delays longer than an all-reduce",
+    ),
+}
+"""In the order of the help; of two that take as long, the first one is chosen."""
+
+
+# Which all-reduce to run: one around the straggler where the delay is sure to pay for it, stock's elsewhere.
+
+STOCK = "stock"
+"""The name of what a library does, which waits for all ranks."""
+LEAST_GAIN = 0.05
+"""Fraction of stock's time that must be saved, by the model: less is within what measurements are wrong by."""
+
+
+class Choice(NamedTuple):
+    """An algorithm for the first bytes of a buffer. Stock's sums up the others, behind them."""
+
+    algorithm: str
+    """`STOCK`, or a name in `ALGORITHMS`."""
+    nbytes: int
+    exposed_s: float
+    """Time of the whole buffer, by the model."""
+
+
+def choose(ranks: int, nbytes: int, wire: Wire, delay_s: float) -> Choice:
+    """The choice that exposes the least for one buffer, if it saves `LEAST_GAIN`; else stock's for all of it.
+
+    `delay_s`: how much later than all others the same rank is sure to come; 0 if that is in doubt. No algorithm gets
+    more bytes than the delay hides the work on.
+    """
+    stock = Choice(STOCK, nbytes, stock_s(ranks, nbytes, wire))
+    best = stock._replace(exposed_s=(1 - LEAST_GAIN) * stock.exposed_s)
+    if ranks < 3:
+        return stock
+    for name, algorithm in ALGORITHMS.items():
+        if not algorithm.supports(ranks):
+            continue
+        part = int(min(nbytes, overlapped_nbytes(algorithm, ranks, wire, delay_s)))
+        if part == 0:
+            continue
+        exposed_s = algorithm.exposed_s(ranks, part, wire, delay_s)
+        if part < nbytes:
+            exposed_s += stock_s(ranks, nbytes - part, wire)
+        if exposed_s < best.exposed_s:
+            best = Choice(name, part, exposed_s)
+    return stock if best.algorithm == STOCK else best
+
+
+def overlapped_nbytes(algorithm: Algorithm, ranks: int, wire: Wire, delay_s: float) -> float:
+    """The bytes whose reduction without the straggler ends before it comes; infinite where bytes cost nothing.
+
+    For StragglAR delay (ranks - 1) / ((ranks - 2) byte_s), without latencies, and half of it for the hidden all-reduce.
+    """
+    left_s = delay_s - algorithm.waiting_s(ranks, 0, wire)
+    if left_s <= 0:
+        return 0.0
+    byte_s = algorithm.waiting_s(ranks, 1, wire._replace(latency_s=0.0))
+    return left_s / byte_s if byte_s else math.inf

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas that exchange parts of gradients, one message each way at a time, over a process group of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.gathering import epoch_group, nccl_group
+
+_ACCUSED = "accused"
+_STORE_S = 5.0
+"""For the store to answer when all else has failed."""
+_TRACED_S = 1.0
+"""Within which ranks whose waits began together come to their timeouts."""
+_POLL_S = 20e-6
+_TAG = 0
+"""NCCL has none: messages of a pair arrive in the order in which they are sent."""
+
+
+class PeerError(RuntimeError):
+    """A replica did not take its part in a synchronisation of gradients; names it, what was seen and the remedy."""
+
+
+class Message(NamedTuple):
+    """One way of an exchange."""
+
+    tensor: torch.Tensor
+    """Contiguous, of any type and at least one element."""
+    peer: int
+    """Index in the group."""
+
+
+class Exchange(Protocol):
+    """What carries messages of a group: `Peers`, or what is put around it."""
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+
+    @property
+    def index(self) -> int:
+        """This process's among them."""
+
+    def begin(self, sends: Message | None, receives: Message | None) -> Begun:
+        """Begin to send and to receive, to and from one member or two. Raises PeerError."""
+
+
+class Begun(NamedTuple):
+    """An exchange that has begun. Each way is to be waited for; None where there is none, or none that a host waits
+    for."""
+
+    sent: Callable[[], None] | None
+    """Waits until what was sent may be changed. Raises PeerError."""
+    received: Callable[[], None] | None
+    """Waits until what is received is there. Raises PeerError."""
+
+
+class Peers:
+    """One process's end of a private group. Used by one thread at a time.
+
+    After an error the group is unusable to any member: connections are closed, so that members that wait for this one
+    wake at once, and each of them names the rank at the end of the chain of those that have missed another.
+    """
+
+    def __init__(self, backend: Any, store: Any, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
+        """`backend`: torch's ProcessGroupGloo or ProcessGroupNCCL of `ranks`, which nothing else uses. `store`: where
+        a member that misses another says so, for all. `ranks`: global ones. `timeout_s`: longest wait for an exchange;
+        a straggler may be away for so long."""
+        self._backend, self._store, self._ranks, self._rank = backend, store, tuple(ranks), rank
+        self._timeout_s = timeout_s
+        self._standing: deque[tuple[Sequence[int], Any]] = deque()
+        """Operations on streams and the members that they are with."""
+        self._keys = itertools.count()
+        self._works: dict[int, Any] = {}
+        """Messages that have begun, where the host waits for them."""
+
+    @classmethod
+    def meet(
+        cls, control: ControlStore, name: str, ranks: Sequence[int], rank: int, timeout_s: float, device: torch.device
+    ) -> Peers:
+        """A new group for tensors on `device`; all of `ranks` call this at about the same time.
+
+        `name`: of the synchronisation. Raises PeerError when a rank does not come within `timeout_s`.
+        """
+        place = f"gradients/{name}/{hashlib.sha256(str(list(ranks)).encode()).hexdigest()[:24]}"
+        try:
+            if device.type == "cpu":
+                backend = epoch_group(control, place, ranks, rank, timeout_s)
+            else:
+                # torch's watchdog would end the process before the error that names a rank.
+                backend = nccl_group(control.unsealed(place), ranks.index(rank), len(ranks), 2 * timeout_s)
+            # Groups of NCCL connect in their first operation, in which all members must take part.
+            backend.allreduce([torch.zeros(1, device=device)]).wait(timedelta(seconds=timeout_s))
+        except RuntimeError as cause:
+            raise PeerError(
+                f"rank {rank}: ranks {list(ranks)} did not all come to synchronise gradients within {timeout_s:g} s "
+                f"({_brief(cause)}): look into the log of the one that is missing"
+            ) from cause
+        store = control.unsealed(f"{place}/error")
+        store.set_timeout(timedelta(seconds=_STORE_S))
+        return cls(backend, store, ranks, rank, timeout_s)
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self._ranks)
+
+    @property
+    def index(self) -> int:
+        """This process's index in the group."""
+        return self._ranks.index(self._rank)
+
+    def exchange(self, sends: Message | None, receives: Message | None) -> None:
+        """Send and receive at the same time: neither waits for the other, on either end.
+
+        Returns when both are done, or with NCCL when they stand on the current stream. Raises PeerError if a peer has
+        died, or does not come within the timeout.
+        """
+        for wait in self.begin(sends, receives):
+            if wait is not None:
+                wait()
+
+    def begin(self, sends: Message | None, receives: Message | None) -> Begun:
+        """Begin what `exchange` does. Messages between two members arrive in the order in which they were begun.
+
+        With NCCL the current stream waits for both ways, and the host for none.
+        """
+        self._require_backend()
+        peers = [message.peer for message in (receives, sends) if message is not None]
+        try:
+            keys = self._launch(sends, receives, peers)
+        except RuntimeError as cause:
+            raise self._broken(peers, cause) from cause
+        if not keys:
+            return Begun(None, None)
+        waits = [functools.partial(self._wait, *each) for each in zip(peers, keys, strict=True)]
+        return Begun(waits[-1] if sends is not None else None, waits[0] if receives is not None else None)
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        """Put the sum over all members in place of `values`, by the library's own algorithm. Raises PeerError."""
+        self._collective(lambda backend: backend.allreduce([values]))
+
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """What each member has handed in, of the same shape, by index: ready for the host. Raises PeerError."""
+        found = [torch.empty_like(values) for _ in self._ranks]
+        self._collective(lambda backend: backend.allgather([found], [values]))
+        self.settle()
+        return found
+
+    def settle(self) -> None:
+        """Wait for what stands on streams. Raises PeerError once nothing of it has ended for the timeout."""
+        moved_s = time.monotonic()
+        while self._standing:
+            peers, work = self._standing[0]
+            try:
+                ended = work.is_completed()
+                if not ended and time.monotonic() - moved_s > self._timeout_s:
+                    raise RuntimeError("Timed out")
+            except RuntimeError as cause:
+                self._standing.clear()
+                raise self._broken(peers, cause) from cause
+            if ended:
+                self._standing.popleft()
+                moved_s = time.monotonic()
+            else:
+                time.sleep(_POLL_S)
+
+    def _enqueued(self, peers: Sequence[int], work: Any) -> None:
+        """Have the current stream wait. With a timeout it would be this thread, a millisecond at a time: torch's
+        WorkNCCL.wait."""
+        work.wait()
+        self._standing.append((tuple(peers), work))
+
+    def _collective(self, launch: Callable[[Any], Any]) -> None:
+        self._require_backend()
+        others = [peer for peer in range(self.size) if peer != self.index]
+        try:
+            work = launch(self._backend)
+            if self._backend.supports_coalescing:
+                self._enqueued(others, work)
+            else:
+                work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as cause:
+            raise self._broken(others, cause) from cause
+
+    def _require_backend(self) -> None:
+        if self._backend is None:
+            raise PeerError(f"rank {self._rank}: gradients cannot be synchronised any more: an exchange has failed")
+
+    def _broken(self, missed: Sequence[int], cause: BaseException) -> PeerError:
+        mine = frozenset(self._ranks[peer] for peer in missed)
+        with contextlib.suppress(RuntimeError):  # the job's store is gone, too
+            self._store.set(f"{_ACCUSED}/{self._rank}", ",".join(map(str, mine)))
+        # Connections are closed with the last reference to the group, which frames of the error have, too. Members
+        # that wait for this one wake, and say whom they miss.
+        self._backend = None
+        self._works.clear()
+        traceback.clear_frames(cause.__traceback__)
+        return self._error(mine, cause)
+
+    def _launch(self, sends: Message | None, receives: Message | None, peers: Sequence[int]) -> list[int]:
+        """Return keys of the receive and the send in `_works`, or none where they stand on a stream."""
+        backend = self._backend
+        operations = [
+            (launch, message)
+            for launch, message in ((backend.recv, receives), (backend.send, sends))
+            if message is not None
+        ]
+        if backend.supports_coalescing:
+            # Two operations of NCCL that are launched apart would wait for each other.
+            backend._start_coalescing()
+            for launch, message in operations:
+                launch([message.tensor], message.peer, _TAG)
+            self._enqueued(peers, backend._end_coalescing())
+            return []
+        keys = []
+        for launch, message in operations:
+            keys.append(next(self._keys))
+            self._works[keys[-1]] = launch([message.tensor], message.peer, _TAG)
+        return keys
+
+    def _wait(self, peer: int, key: int) -> None:
+        self._require_backend()
+        try:
+            self._works.pop(key).wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as cause:
+            raise self._broken([peer], cause) from cause
+
+    def _error(self, mine: frozenset[int], cause: BaseException) -> PeerError:
+        accusers = {self._rank: mine}
+        with contextlib.suppress(RuntimeError):
+            self._trace(accusers)
+        silent = _silent(accusers) or mine
+        witness = min(rank for rank, accused in accusers.items() if accused & silent)
+        seen = "" if self._rank == witness else f", as rank {witness} has seen"
+        return PeerError(
+            f"rank {self._rank}: gradients cannot be synchronised: rank {' or rank '.join(map(str, sorted(silent)))} "
+            f"has died or did not answer within {self._timeout_s:g} s{seen} ({_brief(cause)}); look into its log and "
+            "restart from the last checkpoint"
+        )
+
+    def _trace(self, accusers: dict[int, frozenset[int]]) -> None:
+        """Follow the chain of waits: add which ranks each accused rank accuses itself.
+
+        A rank that waits for one that waits for the culprit may come to its timeout first: the accused have _TRACED_S
+        to accuse others. Raises RuntimeError where the store does not answer.
+        """
+        until_s = time.monotonic() + _TRACED_S
+        while (silent := _silent(accusers)) and time.monotonic() < until_s:
+            for rank in silent:
+                if self._store.check([f"{_ACCUSED}/{rank}"]):
+                    said = self._store.get(f"{_ACCUSED}/{rank}").decode()
+                    accusers[rank] = frozenset(map(int, said.split(",")))
+            time.sleep(_TRACED_S / 20)
+
+
+def _silent(accusers: Mapping[int, frozenset[int]]) -> frozenset[int]:
+    """Return the accused ranks that accuse no other."""
+    return frozenset().union(*accusers.values()).difference(accusers)
+
+
+def _brief(cause: BaseException) -> str:
+    return str(cause).strip().partition("\n")[0]

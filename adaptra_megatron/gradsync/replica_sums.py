@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over the replicas of one group, by the algorithm that was asked for or that pays."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.gradsync.all_reduce.algorithms import ALGORITHMS, STOCK, Choice, choose
+from adaptra_megatron.gradsync.peer_messages import Exchange
+from adaptra_megatron.gradsync.replica_lateness import Lateness
+from adaptra_megatron.gradsync.straggler_all_reduce import StragglerAllReduce
+
+logger = logger_of(__name__)
+
+
+class Group(Exchange, Protocol):
+    """What sums are made over: see `Peers`."""
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        """Sum by the library."""
+
+    def settle(self) -> None:
+        """Wait for all of it."""
+
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """What all hand in."""
+
+
+class _Waited(NamedTuple):
+    """One sum."""
+
+    place: int
+    seconds: float
+    """In which this replica was in it."""
+    stock_nbytes: int
+    """See `Lateness.saw`."""
+
+
+class ReplicaSums:
+    """One replica's part. All replicas make the same calls in the same order, and so decide alike."""
+
+    def __init__(self, peers: Group, mode: str) -> None:
+        """`mode`: a name in `ALGORITHMS`, around the replica that came last before; or "auto": as the model says."""
+        self._peers, self._mode = peers, mode
+        self._lateness: defaultdict[int, Lateness] = defaultdict(lambda: Lateness(peers.size))
+        """By place."""
+        self._waited: list[_Waited] = []
+        """What has not been shared yet."""
+        self._chosen: defaultdict[int, str] = defaultdict(lambda: STOCK)
+        self._plans: dict[tuple[str, int, int], StragglerAllReduce] = {}
+        self.used: Counter[str] = Counter()
+        """How many synchronisations each algorithm had a part in."""
+
+    def sum_up(self, values: Sequence[torch.Tensor], place: int) -> None:
+        """Put sums over all replicas in place of `values`, contiguous tensors of one dimension.
+
+        `place`: how many other sums the iteration has had before. At each of them another replica may be late, by
+        another time: so much is known of it one iteration later, for the first one, else two. Raises PeerError when a
+        replica fails.
+        """
+        device, nbytes = values[0].device, sum(each.nbytes for each in values)
+        if device.type == "cuda":
+            # This replica is here once its gradients are, and not when it has launched what computes them.
+            torch.cuda.current_stream(device).synchronize()
+        begun_s = time.monotonic()
+        choice = self._choice(nbytes, place)
+        left = choice.nbytes if choice.algorithm != STOCK else 0
+        for tensor in values:
+            # The same on all replicas, for sizes are.
+            part = min(tensor.numel(), left // tensor.element_size())
+            if part:
+                self._around_straggler(choice.algorithm, tensor[:part], self._lateness[place])
+            if part < tensor.numel():
+                self._peers.all_reduce(tensor[part:])
+            left -= part * tensor.element_size()
+        self._peers.settle()
+        self.used[choice.algorithm] += 1
+        stock_nbytes = nbytes if choice.algorithm == STOCK else 0
+        self._waited.append(_Waited(place, time.monotonic() - begun_s, stock_nbytes))
+        if place == 0:
+            self._share(device)
+
+    def _choice(self, nbytes: int, place: int) -> Choice:
+        if self._mode != "auto":
+            return Choice(self._mode, nbytes, 0.0)
+        lateness = self._lateness[place]
+        if lateness.wire is None:
+            return Choice(STOCK, nbytes, 0.0)
+        choice = choose(self._peers.size, nbytes, lateness.wire, lateness.sure_delay_s)
+        if choice.algorithm != self._chosen[place] and self._peers.index == 0:
+            logger.log(
+                logging.DEBUG if place else logging.INFO,
+                "gradients of bucket %d are summed up by %s from now on: replica %d of %d comes %.1f ms after all "
+                "others",
+                place,
+                choice.algorithm,
+                lateness.last,
+                self._peers.size,
+                1e3 * lateness.sure_delay_s,
+            )
+        self._chosen[place] = choice.algorithm
+        return choice
+
+    def _around_straggler(self, name: str, values: torch.Tensor, lateness: Lateness) -> None:
+        algorithm, ranks = ALGORITHMS[name], self._peers.size
+        chunks = algorithm.chunks(ranks, values.nbytes, lateness.wire)
+        key = name, lateness.last, chunks
+        if key not in self._plans:
+            self._plans[key] = StragglerAllReduce(self._peers, algorithm.plan(ranks, chunks), lateness.last)
+        self._plans[key](values)
+
+    def _share(self, device: torch.device) -> None:
+        """Two rounds among replicas that are together: the first shares the times, the second times itself."""
+        waited, self._waited = self._waited, []
+        shared = self._shared([each.seconds for each in waited], device)
+        begun_s = time.monotonic()
+        self._shared([0.0], device)
+        latencies_s = self._shared([(time.monotonic() - begun_s) / (self._peers.size - 1)], device)
+        for number, each in enumerate(waited):
+            waits_s = [own[number] for own in shared]
+            self._lateness[each.place].saw(waits_s, min(latencies_s)[0], each.stock_nbytes)
+
+    def _shared(self, values: Sequence[float], device: torch.device) -> list[list[float]]:
+        """What each replica has handed in, as many values as all others."""
+        own = torch.tensor(values, dtype=torch.float64, device=device)
+        return [each.tolist() for each in self._peers.gather(own)]

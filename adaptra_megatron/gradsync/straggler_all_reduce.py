@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one rank's part in any `AllReduce`, around a straggler that may be any rank.
+
+The algorithms are in `gradsync/all_reduce/`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+
+from adaptra_megatron.gradsync.all_reduce.all_reduce_rounds import AllReduce, Phase, Step, ring
+from adaptra_megatron.gradsync.peer_messages import Begun, Exchange, Message
+
+_OPEN = 4
+"""Most sends and receives that have begun before another step does."""
+
+
+class StragglerAllReduce:
+    """Sums a tensor up over all members of a group, in place."""
+
+    def __init__(self, peers: Exchange, plan: AllReduce, straggler: int) -> None:
+        """`plan`: of as many ranks as `peers` has. `straggler`: index of the member that comes last; all must agree."""
+        assert plan.ranks == peers.size, f"a plan of {plan.ranks} ranks for a group of {peers.size}"
+        assert 0 <= straggler < plan.ranks, f"straggler {straggler} is none of {plan.ranks} members"
+        self._peers = peers
+        self._members = [member for member in range(plan.ranks) if member != straggler] + [straggler]
+        own = self._members.index(peers.index)
+        self._phases: Sequence[tuple[Phase, Sequence[Step]]] = [
+            (phase, phase.steps(own)) for phase in (plan.waiting, plan.together)
+        ]
+
+    def __call__(self, values: torch.Tensor) -> None:
+        """Put the sum over all members in place of `values`: contiguous, of one dimension, the same size everywhere.
+
+        All members have the same afterwards, to the bit. Sums are in the tensor's own type. Raises PeerError when a
+        member fails; what is in `values` is then unusable.
+        """
+        assert values.dim() == 1, f"{values.dim()} dimensions"
+        assert values.is_contiguous()
+        for phase, steps in self._phases:
+            run = _Run(self._peers, self._members, phase, values)
+            for step in steps:
+                run.begin(step)
+            run.finish()
+
+
+class _Run:
+    """A phase that is carried out over one tensor.
+
+    A step waits for those before it that have one of its chunks, and for no others: so a link does not stand idle while
+    what came over another one is seen to, and additions run beside the next messages.
+    """
+
+    def __init__(self, peers: Exchange, members: Sequence[int], phase: Phase, values: torch.Tensor) -> None:
+        self._peers, self._members, self._phase, self._values = peers, members, phase, values
+        self._open: list[tuple[int, Callable[[], None]]] = []
+        """Halves of steps that are not known to have ended, in order: the chunk, and what ends it."""
+        self._longest = -(-values.numel() // phase.chunks)
+        self._scratch: list[torch.Tensor] = []
+
+    def begin(self, step: Step) -> None:
+        """Begin a step once its chunks are free. Raises PeerError."""
+        self._end({transfer.chunk for transfer in step if transfer is not None}, _OPEN)
+        sends = self._message(step.sends.chunk, step.sends.receiver) if step.sends else None
+        target = self._message(step.receives.chunk, step.receives.sender) if step.receives else None
+        receives = target
+        if step.receives is not None and step.receives.adds and target is not None:
+            room = self._scratch.pop() if self._scratch else self._values.new_empty(self._longest)
+            receives = Message(room[: target.tensor.numel()], target.peer)
+        sent, received = self._peers.begin(sends, receives) if sends or receives else (None, None)
+        if step.sends is not None and sent is not None:
+            self._open.append((step.sends.chunk, sent))
+        # Behind the send, for the chunk that is added to may be the one that is sent.
+        if step.receives is not None and target is not None and receives is not target:
+            received = functools.partial(self._add, received, target.tensor, room)
+        if step.receives is not None and received is not None:
+            self._open.append((step.receives.chunk, received))
+
+    def finish(self) -> None:
+        """Wait until all steps have ended. Raises PeerError."""
+        self._end(set(), 0)
+
+    def _end(self, chunks: Set[int], most: int) -> None:
+        """End what has one of `chunks`, and the oldest of what is open beyond `most`."""
+        beyond = len(self._open) - most
+        ended = [half for number, half in enumerate(self._open) if number < beyond or half[0] in chunks]
+        self._open = [half for number, half in enumerate(self._open) if number >= beyond and half[0] not in chunks]
+        for _, end in ended:
+            end()
+
+    def _add(self, received: Callable[[], None] | None, target: torch.Tensor, room: torch.Tensor) -> None:
+        if received is not None:
+            received()
+        target.add_(room[: target.numel()])
+        self._scratch.append(room)
+
+    def _message(self, chunk: int, position: int) -> Message | None:
+        """One chunk to or from the member in a position of the plan; None for an empty one, on both ends."""
+        first, end = self._phase.bounds(chunk, self._values.numel())
+        return Message(self._values[first:end], self._members[position]) if end > first else None
+
+
+# Sums over some of the replicas of a group: over those whose gradients make an update.
+
+
+@dataclass(frozen=True)
+class _Some:
+    """An Exchange of some members, numbered anew."""
+
+    peers: Exchange
+    members: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def index(self) -> int:
+        return self.members.index(self.peers.index)
+
+    def begin(self, sends: Message | None, receives: Message | None) -> Begun:
+        return self.peers.begin(self._of_group(sends), self._of_group(receives))
+
+    def _of_group(self, message: Message | None) -> Message | None:
+        return None if message is None else Message(message.tensor, self.members[message.peer])
+
+
+def sum_over(peers: Exchange, members: Sequence[int], values: torch.Tensor) -> None:
+    """Put the sum over `members`, of which this is one, in place of `values`: a contiguous tensor of one dimension.
+
+    All of them call this, in the same order, with the same size, and have the same afterwards, to the bit: a ring.
+    Raises PeerError when a member fails.
+    """
+    if len(members) > 1:
+        some = _Some(peers, tuple(members))
+        StragglerAllReduce(some, ring(some.size), some.size - 1)(values)

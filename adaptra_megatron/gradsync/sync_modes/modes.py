@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Synchronisation modes, what an update takes in each, and which one reaches a loss first.
+
+A replica computes a gradient, hands it in, and begins anew with the parameters of the update that it was part of. Times
+are seconds per gradient; parameters' versions count updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from adaptra_megatron.schedule.ir import ScheduleError, require_counts
+
+STRAGGLING = 0.2
+"""How much longer than the fastest a straggler takes, as a fraction (STAR, section 3.2 of the released code)."""
+LEAST_GAIN = 0.05
+"""Fraction of a mode's time that one further from synchronous training must save: less is within what is unsure."""
+SETTLING, AVERAGED = 256, 1024
+"""Updates that a pace leaves out, and those that it is the mean of.
+
+Who is in an update depends on where each replica is in its computation. With times that are no multiples of each other
+these phases never repeat: they drift by a fraction of a gradient per update, and with times nearly alike that takes
+thousands of updates. A mean over some updates is thus not that over others: 2.8% apart in the worst case known, 1.1% in
+600 random ones. That is less than `LEAST_GAIN`, and times do not stay as they are for as long.
+"""
+
+
+class Kind(Enum):
+    """How updates are made."""
+
+    SSGD = "ssgd"
+    """By all replicas together: synchronous training."""
+    X_ORDER = "x-order"
+    """By any x replicas."""
+    DYNAMIC = "dynamic"
+    """By groups of replicas of like speed, each in its own turn; small ones add to the others' updates."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A kind, and what it needs to know."""
+
+    kind: Kind
+    x: int
+    """Gradients that make an update; of `DYNAMIC` the size of its smallest group."""
+    groups: tuple[tuple[int, ...], ...]
+    """Replicas that update together: all of them but for `DYNAMIC`."""
+
+    @classmethod
+    def ssgd(cls, replicas: int) -> Mode:
+        """Synchronous training."""
+        return cls(Kind.SSGD, replicas, (tuple(range(replicas)),))
+
+    @classmethod
+    def x_order(cls, replicas: int, x: int) -> Mode:
+        """Updates of any `x` gradients. Raises ScheduleError unless 1 <= `x` <= `replicas`."""
+        require_counts(x=x)
+        if x > replicas:
+            raise ScheduleError(f"x is {x}, but there are {replicas} replicas: at most all of them make an update")
+        return cls.ssgd(replicas) if x == replicas else cls(Kind.X_ORDER, x, (tuple(range(replicas)),))
+
+    @classmethod
+    def dynamic(cls, groups: Iterable[Sequence[int]]) -> Mode:
+        """Updates by `groups`, which together are all replicas. Raises ScheduleError where they are not."""
+        found = tuple(tuple(sorted(group)) for group in groups)
+        members = sorted(replica for group in found for replica in group)
+        if not found or not all(found) or members != list(range(len(members))):
+            raise ScheduleError(f"groups {found} are not all replicas, each of them once")
+        return cls.ssgd(len(members)) if len(found) == 1 else cls(Kind.DYNAMIC, min(map(len, found)), found)
+
+    @property
+    def replicas(self) -> int:
+        """How many there are."""
+        return sum(map(len, self.groups))
+
+    def adds_to_others(self, group: Sequence[int]) -> bool:
+        """Return whether late gradients of `group`, one of `groups`, are added to the next update of other replicas,
+        as those of the children of a ring are in STAR (section 3.1 of the released code's description).
+
+        Where others make most of the progress: an optimizer that divides by the size of gradients, as Adam does, takes
+        from an update of few, noisy ones hardly more than from none.
+        """
+        if self.kind is Kind.DYNAMIC:
+            return len(group) < max(map(len, self.groups)) / 2
+        return self.kind is Kind.X_ORDER and self.x > self.replicas / 2
+
+    def delivering(self, arrived: Iterable[int]) -> list[int]:
+        """Those of the replicas that have `arrived` whose gradients, where they are late, are added to others' now."""
+        here = set(arrived)
+        if self.kind is Kind.DYNAMIC:
+            groups = [group for group in self.groups if self.adds_to_others(group) and here.issuperset(group)]
+            return sorted(replica for group in groups for replica in group)
+        return sorted(here) if self.adds_to_others(self.groups[0]) else []
+
+    def ready(self, arrived: Iterable[int]) -> list[int]:
+        """Those of the replicas that have `arrived` whose gradients make an update; none where others are awaited."""
+        here = set(arrived)
+        if self.kind is Kind.DYNAMIC:
+            groups = [group for group in self.groups if here.issuperset(group)]
+            if all(map(self.adds_to_others, groups)):
+                return []
+            return sorted(replica for group in groups for replica in group)
+        return sorted(here) if len(here) >= self.x else []
+
+    def __str__(self) -> str:
+        if self.kind is Kind.X_ORDER:
+            return f"x-order, {self.x} of {self.replicas}"
+        return "dynamic, groups " + " ".join(map(str, self.groups)) if self.kind is Kind.DYNAMIC else "ssgd"
+
+
+class Pace(NamedTuple):
+    """What training in a mode is like once it has settled."""
+
+    update_s: float
+    """Mean time between updates."""
+    gradients: float
+    """Mean number of gradients in an update."""
+    staleness: float
+    """Share of a full update that others made between the reading of parameters and the use of their gradient, on the
+    mean over gradients."""
+
+    @property
+    def batch_s(self) -> float:
+        """Mean time per gradient."""
+        return self.update_s / self.gradients
+
+
+def require_times(times_s: Sequence[float]) -> None:
+    """Raise ScheduleError unless there are times for 1 replica or more, all above 0."""
+    if not times_s or min(times_s) <= 0:
+        raise ScheduleError(f"times are {list(times_s)}; each replica has one, above 0")
+
+
+def pace(times_s: Sequence[float], mode: Mode, max_staleness: int) -> Pace:
+    """The pace of replicas whose gradients always take `times_s`, by following updates from one to the next.
+
+    No replica is left behind by more than `max_staleness` updates: the others then wait for it. Raises ScheduleError
+    for times that are none, or not as many as `mode` has replicas.
+    """
+    require_times(times_s)
+    require_counts(max_staleness=max_staleness)
+    count = len(times_s)
+    if mode.replicas != count:
+        raise ScheduleError(f"{count} times for a mode of {mode.replicas} replicas")
+    left_s, read, mass_read = list(times_s), [0] * count, [0.0] * count
+    given: list[list[tuple[int, float]]] = [[] for _ in range(count)]  # versions that others' late gradients read
+    latest: Sequence[int] = range(count)
+    total_s = gradients = staleness = mass = 0.0
+    groups = mode.groups if mode.kind is Kind.DYNAMIC else tuple((each,) for each in range(count))
+    adding = {i for group in groups if mode.adds_to_others(group) for i in group}
+    for version in range(SETTLING + AVERAGED):
+        # Late ones that add theirs to others' begin anew then, with the present parameters.
+        added_s = {i: max(left_s[j] for j in group) for group in groups for i in group if i in adding}
+        added_s = {i: at_s for i, at_s in added_s.items() if read[i] < version}
+        here_s = [added_s[i] + times_s[i] if i in added_s else left_s[i] for i in range(count)]
+        late = [i for i in range(count) if version + 1 - min([read[i], *(v for v, _ in given[i])]) > max_staleness]
+        behind = {latest[i % len(latest)] if i in added_s else i for i in late}
+        awaited_s = max([*(added_s.get(i, 0.0) for i in late), *(here_s[i] for i in behind)], default=0.0)
+        if mode.kind is Kind.DYNAMIC:
+            leading = [group for group in mode.groups if not mode.adds_to_others(group)]
+            first_s = min(max(here_s[i] for i in group) for group in leading)
+        else:
+            first_s = sorted(here_s)[mode.x - 1]
+        step_s = max(first_s, awaited_s, 0.0)
+        here = [i for i in range(count) if here_s[i] <= step_s]
+        if mode.kind is not Kind.DYNAMIC and awaited_s <= first_s:
+            here = sorted(here, key=lambda i: (here_s[i], i))[: mode.x]
+        members = set(mode.ready(here)) | behind
+        added = [i for i, at_s in added_s.items() if at_s <= step_s]
+        for i in added:
+            given[latest[i % len(latest)]] += [(read[i], mass_read[i]), *given[i]]
+            given[i], read[i], mass_read[i] = [], version, mass
+        used = [*(mass_read[i] for i in members), *(each for i in members for _, each in given[i])]
+        if version >= SETTLING:
+            total_s, gradients, staleness = (
+                total_s + step_s,
+                gradients + len(used),
+                staleness + sum(mass - u for u in used),
+            )
+        mass += len(used) / count
+        latest = sorted(members)
+        for i in range(count):
+            reached_s = here_s[i] if i in added else left_s[i]
+            left_s[i] = times_s[i] if i in members else max(0.0, reached_s - step_s)
+        for i in members:
+            given[i], read[i], mass_read[i] = [], version + 1, mass
+    return Pace(total_s / AVERAGED, gradients / AVERAGED, staleness / gradients)
+
+
+def stragglers(times_s: Sequence[float], before: frozenset[int] = frozenset()) -> frozenset[int]:
+    """Replicas that take more than `STRAGGLING` longer than the fastest; half of it for those that were among them
+    `before`, so that none comes and goes with every measurement."""
+    require_times(times_s)
+    fastest_s = min(times_s)
+    return frozenset(
+        replica
+        for replica, time_s in enumerate(times_s)
+        if time_s / fastest_s - 1 > (STRAGGLING / 2 if replica in before else STRAGGLING)
+    )
+
+
+def clusters(times_s: Sequence[float]) -> list[list[int]]:
+    """Replicas of like speed, the fastest first: each takes at most `STRAGGLING` longer than the mean of those before
+    it in its group."""
+    require_times(times_s)
+    found: list[list[int]] = []
+    for replica in sorted(range(len(times_s)), key=times_s.__getitem__):
+        last = found[-1] if found else []
+        if last and times_s[replica] <= (1 + STRAGGLING) * sum(times_s[i] for i in last) / len(last):
+            last.append(replica)
+        else:
+            found.append([replica])
+    return found
+
+
+class Candidate(NamedTuple):
+    """A mode, and what the model expects of it."""
+
+    mode: Mode
+    pace: Pace
+    progress_s: float
+    """Seconds for the progress of one synchronous update."""
+
+
+def progress_s(expected: Pace, replicas: int, noise: float) -> float:
+    """Seconds in which a mode makes the progress of one synchronous update.
+
+    Steps are as long as their share of gradients (learning rate times x/N), so as many gradients are needed in any
+    mode. Those of older parameters are worth less, the more the further a step leads: stale by a whole update, they
+    cost as much as the largest useful step is of the largest at no noise, 1 / (1 + noise / replicas) (the noise-scale
+    model of McCandlish et al., arXiv 1812.06162, section 2.2). `noise`: its noise scale, in batches of one replica.
+    """
+    return replicas * expected.batch_s * (1 + expected.staleness / (1 + noise / replicas))
+
+
+def candidates(
+    times_s: Sequence[float], kinds: Iterable[Kind], max_staleness: int, noise: float = 0.0
+) -> list[Candidate]:
+    """Modes of `kinds` and what is expected of them, from synchronous training to the ones furthest from it.
+
+    Numbers of gradients are those at which the next replica takes longer by a mark: others only add waits. Raises
+    ScheduleError for times or a staleness that cannot be.
+    """
+    count, wanted = len(times_s), set(kinds)
+    like = clusters(times_s)
+    modes = [Mode.ssgd(count)]
+    if Kind.X_ORDER in wanted:
+        ends = [sum(map(len, like[: number + 1])) for number in range(len(like) - 1)]
+        modes += [Mode.x_order(count, x) for x in sorted({*ends, 1}, reverse=True)]
+    if Kind.DYNAMIC in wanted and len(like) > 1:
+        modes.append(Mode.dynamic(like))
+    paces = [pace(times_s, mode, max_staleness) for mode in modes]
+    return [Candidate(mode, each, progress_s(each, count, noise)) for mode, each in zip(modes, paces, strict=True)]
+
+
+def choose(times_s: Sequence[float], kinds: Iterable[Kind], max_staleness: int, noise: float = 0.0) -> Candidate:
+    """The candidate that makes progress in the least time; one after another in their order only for `LEAST_GAIN`.
+
+    Without a straggler synchronous training. Raises as `candidates`.
+    """
+    best, *others = candidates(times_s, kinds if stragglers(times_s) else (), max_staleness, noise)
+    for other in others:
+        if other.progress_s < (1 - LEAST_GAIN) * best.progress_s:
+            best = other
+    return best

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three things a stage computes, by Megatron's own forward_step and backward_step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+
+from adaptra_megatron.elastic.failure_errors import of_script, owned
+from adaptra_megatron.megatron.compat import backward_step
+from adaptra_megatron.megatron.gradients.linear_wgrad import DelayedGradient, WeightGradientQueue
+from adaptra_megatron.megatron.megatron_call import PipelineCall
+
+
+class StageComputation(Protocol):
+    """What the executor runs; emulation wraps these three methods."""
+
+    def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
+        """Output of the chunk (the loss on the last virtual stage); `input_tensor` is None on the first."""
+
+    def backward(
+        self,
+        chunk: int,
+        micro_batch: int,
+        input_tensor: torch.Tensor | None,
+        output_tensor: torch.Tensor,
+        output_gradient: torch.Tensor | None,
+        *,
+        split: bool,
+    ) -> torch.Tensor | None:
+        """Gradient of the input (None on the first virtual stage); `split` leaves weight gradients for later."""
+
+    def weight_gradient(self, chunk: int, micro_batch: int) -> None:
+        """Accumulate the weight gradients that the split backward of this micro-batch left."""
+
+
+class SurroundedComputation:
+    """StageComputation whose every action runs within a context, which is made of its kind ("F", "B", "I" or "W"),
+    chunk and micro-batch."""
+
+    def __init__(
+        self, computation: StageComputation, around: Callable[[str, int, int], AbstractContextManager[object]]
+    ) -> None:
+        self._computation, self._around = computation, around
+
+    def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
+        """See StageComputation."""
+        with self._around("F", chunk, micro_batch):
+            return self._computation.forward(chunk, micro_batch, input_tensor)
+
+    def backward(
+        self,
+        chunk: int,
+        micro_batch: int,
+        input_tensor: torch.Tensor | None,
+        output_tensor: torch.Tensor,
+        output_gradient: torch.Tensor | None,
+        *,
+        split: bool,
+    ) -> torch.Tensor | None:
+        """See StageComputation."""
+        tensors = (input_tensor, output_tensor, output_gradient)
+        with self._around("I" if split else "B", chunk, micro_batch):
+            return self._computation.backward(chunk, micro_batch, *tensors, split=split)
+
+    def weight_gradient(self, chunk: int, micro_batch: int) -> None:
+        """See StageComputation."""
+        with self._around("W", chunk, micro_batch):
+            self._computation.weight_gradient(chunk, micro_batch)
+
+
+class Input(NamedTuple):
+    """What Megatron's forward_step gets of a micro-batch besides what another stage has sent."""
+
+    iterator: Iterator[Any] | None
+    """Yields its data next."""
+    number: int
+    """Within its replica's iteration."""
+
+
+class MegatronComputation:
+    """StageComputation for one iteration of a Megatron model."""
+
+    def __init__(
+        self,
+        call: PipelineCall,
+        queue: WeightGradientQueue,
+        inputs: Callable[[int, int], Input] | None = None,
+        count: Callable[[torch.nn.Module], None] | None = None,
+    ) -> None:
+        """`inputs`: asked before each forward, by chunk and micro-batch; None: stock's. `count`: called with a chunk of
+        the model before what completes a micro-batch's gradients of it, and so before a reduction can start."""
+        self.losses: list[Any] = []
+        """What the loss functions returned, in forward order: stock's forward_data_store."""
+        self.tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+        self._call = call
+        self._forward_step_func = _owned_forward_step(call.forward_step_func)
+        self._queue = queue
+        self._count = count or (lambda chunk: None)
+        self._left: dict[tuple[int, int], list[DelayedGradient]] = {}
+        self._inputs = inputs or (lambda chunk, micro_batch: Input(call.data_iterators[chunk], micro_batch))
+        self._begun: set[int] = set()
+        """Chunks that have run a forward."""
+
+    def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
+        call = self._call
+        iterator, number = self._inputs(chunk, micro_batch)
+        first = chunk not in self._begun
+        self._begun.add(chunk)
+        output_tensor: torch.Tensor
+        output_tensor, tokens = schedules.forward_step(
+            self._forward_step_func,
+            iterator,
+            call.model_chunks[chunk],
+            call.micro_batches,
+            input_tensor,
+            self.losses,
+            call.config,
+            cp_group_size=call.groups.cp.size(),
+            collect_non_loss_data=call.collect_non_loss_data,
+            checkpoint_activations_microbatch=None,
+            is_first_microbatch=schedules.check_first_val_step(call.first_val_step, call.forward_only, first),
+            current_microbatch=number,
+            vp_stage=chunk if call.interleaved else None,
+            is_last_stage=(call.stage, chunk) == call.last_place,
+        )
+        self.tokens += tokens
+        return output_tensor
+
+    def backward(
+        self,
+        chunk: int,
+        micro_batch: int,
+        input_tensor: torch.Tensor | None,
+        output_tensor: torch.Tensor,
+        output_gradient: torch.Tensor | None,
+        *,
+        split: bool,
+    ) -> torch.Tensor | None:
+        model, config = self._call.model_chunks[chunk], self._call.config
+        if not split:
+            self._count(model)
+            return backward_step(model, input_tensor, output_tensor, output_gradient, config)
+        with self._queue.collect() as left:
+            input_gradient = backward_step(model, input_tensor, output_tensor, output_gradient, config)
+        self._left[chunk, micro_batch] = left
+        return input_gradient
+
+    def weight_gradient(self, chunk: int, micro_batch: int) -> None:
+        self._count(self._call.model_chunks[chunk])
+        self._queue.compute(self._left.pop((chunk, micro_batch)))
+
+
+def _owned_forward_step(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """The training script's forward_step and the loss functions that it returns: their errors are the script's own."""
+
+    def forward_step(*given: Any) -> tuple[Any, Any]:
+        with of_script():
+            output, loss_function = function(*given)
+        return output, None if loss_function is None else owned(loss_function)
+
+    return forward_step

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The norm of the gradients of the whole model, before it is known and after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import clip_grads
+
+from adaptra_megatron.transport.gpu.training_device import current_stream
+
+
+class KnownNorm(float):
+    """A norm that all ranks of the model have alike."""
+
+
+class PendingNorm:
+    """A norm that is being summed up over the job. float(), comparing and formatting wait for it, as far as the other
+    stages' gradients are away; that is no collective, so any rank may do it at any time."""
+
+    def __init__(self, optimizer: Any) -> None:
+        """`optimizer`: Megatron's ChainedOptimizer, with gradients ready. Collective over its group of gradient
+        statistics: its other members take part here or in stock's get_grad_norm_fp32, whose steps these are."""
+        grads: list[torch.Tensor] = []
+        for each in optimizer.chained_optimizers:
+            grads += each.get_main_grads_for_grad_norm()
+        if grads:
+            overflow = torch.zeros(1, dtype=torch.int, device="cuda")
+            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [grads], False)
+        else:
+            norm = torch.zeros(1, dtype=torch.float, device="cuda")
+        self._total: torch.Tensor = norm**2.0
+        group = optimizer.get_grad_stats_parallel_group()
+        self._work: Any = dist.all_reduce(self._total, op=dist.ReduceOp.SUM, group=group, async_op=True)
+        self._value: float | None = None
+
+    @property
+    def value(self) -> float:
+        """Wait for the norm. Raises what torch.distributed does when a rank of the group fails or is late."""
+        if self._value is None:
+            # On a stream of its own: what computes on the present one need not be over.
+            stream = None if current_stream() is None else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                self._work.wait()
+                self._value = float(self._total.item() ** 0.5)
+        return self._value
+
+    def __float__(self) -> float:
+        return self.value
+
+    def __format__(self, how: str) -> str:
+        return format(self.value, how)
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def __lt__(self, other: float) -> bool:
+        return self.value < other
+
+    def __le__(self, other: float) -> bool:
+        return self.value <= other
+
+    def __gt__(self, other: float) -> bool:
+        return self.value > other
+
+    def __ge__(self, other: float) -> bool:
+        return self.value >= other

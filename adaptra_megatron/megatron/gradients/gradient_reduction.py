@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in for the start of Megatron's reductions of gradients, where sums around a straggler were asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from adaptra_megatron.common.job.control_store import ControlStore
+from adaptra_megatron.common.job.gathering import gather
+from adaptra_megatron.gradsync.all_reduce.algorithms import ALGORITHMS
+from adaptra_megatron.gradsync.background_reductions import Background
+from adaptra_megatron.gradsync.peer_messages import Peers
+from adaptra_megatron.gradsync.replica_sums import ReplicaSums
+from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, refuse_sharded_gradients
+
+
+class _Token(NamedTuple):
+    """Entry of a member, of which the first one's names the group's place in the job's store."""
+
+    token: str
+
+
+class _Replicas:
+    """One group of them."""
+
+    def __init__(self, sums: ReplicaSums) -> None:
+        self.sums = sums
+        self._reduced: list[Any] = []
+
+    def place(self, bucket_group: Any) -> int:
+        """Return how many bucket groups were reduced in this iteration before this one.
+
+        Each is reduced once in an iteration, in an order that the first iteration does not have yet.
+        """
+        if any(each is bucket_group for each in self._reduced):
+            self._reduced = []
+        self._reduced.append(bucket_group)
+        return len(self._reduced) - 1
+
+
+class GradientReduction:
+    """All groups of replicas that this process is in: those of dense parameters, and of experts'."""
+
+    def __init__(self, mode: str, timeout_s: float | None) -> None:
+        """`mode`: see `ReplicaSums`. `timeout_s`: longest wait for a replica; None: that of the job's store."""
+        self._mode, self._timeout_s = mode, timeout_s
+        self._groups: dict[tuple[int, ...], _Replicas] = {}
+        self._background = Background()
+
+    @property
+    def used(self) -> dict[str, int]:
+        """How many reductions of bucket groups each algorithm had a part in."""
+        return dict(sum((each.sums.used for each in self._groups.values()), Counter[str]()))
+
+    def start(self, stock: Callable[..., Any], bucket_group: Any, *given: Any, **keywords: Any) -> None:
+        """As Megatron's `_ParamAndGradBucketGroup.start_grad_sync` (param_and_grad_buffer.py), which is `stock`.
+
+        Gradients are checked and scaled as there. With --overlap-grad-reduce the sums are made behind the computation,
+        and the bucket group gets a handle; else they are made when this returns. With several instances of the
+        distributed optimizer it is the sums over instances that are made here, of the shards that Megatron has reduced
+        within each. Raises UnsupportedFeatureError for a single instance, whose gradients are not summed up as a whole,
+        PeerError when a replica fails.
+        """
+        settings = bucket_group.ddp_config
+        sharded = settings.use_distributed_optimizer
+        if sharded and not _has_instances(bucket_group):
+            refuse_sharded_gradients(self._mode)
+        replicas = _summed_over(bucket_group)
+        if replicas.size() == 1:
+            stock(bucket_group, *given, **keywords)
+            return
+        if bucket_group.is_first_batch and bucket_group.grad_reduce_handle is not None:
+            return
+        assert bucket_group.grad_reduce_handle is None, "two reductions of a bucket group at once"
+        reduced = None
+        if sharded:
+            with one_instance(bucket_group):
+                stock(bucket_group, *given, **keywords)
+            reduced, bucket_group.grad_reduce_handle = bucket_group.grad_reduce_handle, None
+            values = _shards(bucket_group)
+        else:
+            check_gradients(bucket_group)
+            prepare_gradients(bucket_group)
+            values = [bucket.grad_data for bucket in bucket_group.buckets]
+        group = self._group(replicas, values[0].device)
+        divisor = replicas.size() if settings.average_in_collective else 1
+        task = functools.partial(_reduce, group.sums, values, group.place(bucket_group), divisor, reduced)
+        if settings.overlap_grad_reduce:
+            bucket_group.grad_reduce_handle = self._background.begin(task, values[0].device)
+        else:
+            task()
+
+    def finish(self, stock: Callable[..., Any], bucket_group: Any, *given: Any, **keywords: Any) -> None:
+        """As Megatron's `finish_grad_sync`, which is `stock`. With several instances of the distributed optimizer that
+        waits for a stream on which there is nothing; as for one instance it waits for the handle."""
+        with one_instance(bucket_group) if _has_instances(bucket_group) else contextlib.nullcontext():
+            stock(bucket_group, *given, **keywords)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._background.close()
+
+    def _group(self, replicas: Any, device: torch.device) -> _Replicas:
+        """Those of a process group. The first time collective over them; all come to their groups in the same order."""
+        ranks = tuple(dist.get_process_group_ranks(replicas))
+        if ranks not in self._groups:
+            running = [name for name, each in ALGORITHMS.items() if each.supports(len(ranks))]
+            if self._mode not in ("auto", *running):
+                raise UnsupportedFeatureError(
+                    f"--adaptra-gradient-sync {self._mode} does not run with {len(ranks)} replicas: it needs "
+                    f"{ALGORITHMS[self._mode].needs}. Use {' or '.join(('auto', *running))}"
+                )
+            token = gather(_Token(secrets.token_hex(16)), replicas)[0].token
+            control = ControlStore.of_job(token)
+            timeout_s = control.timeout_s if self._timeout_s is None else self._timeout_s
+            peers = Peers.meet(control, "sums", ranks, dist.get_rank(), timeout_s, device)
+            self._groups[ranks] = _Replicas(ReplicaSums(peers, self._mode))
+        return self._groups[ranks]
+
+
+def _reduce(sums: ReplicaSums, values: Sequence[torch.Tensor], place: int, divisor: int, reduced: Any) -> None:
+    """`reduced`: handle of what makes `values`, if that is not done."""
+    if reduced is not None:
+        reduced.wait()
+    sums.sum_up(values, place)
+    if divisor != 1:
+        for each in values:
+            each /= divisor
+
+
+def _has_instances(bucket_group: Any) -> bool:
+    """Return whether there are several instances of the distributed optimizer. The setting may be hidden."""
+    return getattr(bucket_group, "inter_distributed_optimizer_instance_group", None) is not None
+
+
+def _summed_over(bucket_group: Any) -> Any:
+    """Process group whose members have gradients of their own for what is summed up here."""
+    sharded = bucket_group.ddp_config.use_distributed_optimizer
+    return bucket_group.inter_distributed_optimizer_instance_group if sharded else bucket_group.data_parallel_group
+
+
+@contextlib.contextmanager
+def one_instance(bucket_group: Any) -> Iterator[None]:
+    """Have Megatron reduce within an instance of the distributed optimizer as if there were no other."""
+    settings = bucket_group.ddp_config
+    bucket_group.ddp_config = dataclasses.replace(settings, num_distributed_optimizer_instances=1)
+    try:
+        yield
+    finally:
+        bucket_group.ddp_config = settings
+
+
+def _shards(bucket_group: Any) -> list[torch.Tensor]:
+    """This rank's shard of each bucket, where Megatron puts sums within its instance."""
+    shards, own = bucket_group.cached_grad_buffer_shard_list, bucket_group.intra_distributed_optimizer_instance_rank
+    for index, bucket in enumerate(bucket_group.buckets):
+        if shards[index] is None:  # where it was told to reduce buckets as a whole
+            size = bucket_group.intra_distributed_optimizer_instance_size
+            shards[index] = list(bucket.grad_data.chunk(size))
+    return [shard[own] for shard in shards]
+
+
+def prepare_gradients(bucket_group: Any) -> None:
+    """Have what is summed up in the buckets, and scaled, as Megatron's `start_grad_sync`."""
+    for bucket in bucket_group.buckets:
+        # From 0.17 on gradients may be accumulated elsewhere, in another type; `finish_grad_sync` puts sums there.
+        for parameter in getattr(bucket, "params_with_extra_main_grads", ()):
+            if getattr(parameter, "main_grad_copy_in_grad_buffer", None) is not None:
+                parameter.main_grad_copy_in_grad_buffer.copy_(parameter.main_grad)
+    for bucket in bucket_group.buckets:
+        if bucket.gradient_scaling_factor != 1.0:
+            bucket.grad_data *= bucket.gradient_scaling_factor
+
+
+def check_gradients(bucket_group: Any) -> None:
+    """Check them as Megatron's `start_grad_sync` does where its settings say so. Raises what Megatron's check does."""
+    settings = bucket_group.ddp_config
+    if settings.check_for_nan_in_grad or settings.check_for_large_grads:
+        bucket_group.check_grads(
+            check_for_nan_or_inf=settings.check_for_nan_in_grad,
+            check_for_large=settings.check_for_large_grads,
+        )

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splits the backward of Megatron's native linear layers in input gradient (now) and weight gradient (later).
+
+Source: `LinearWithGradAccumulationAndAsyncCommunication.backward` of megatron/core/tensor_parallel/layers.py. What is
+split: its weight gradients, fused accumulation included. What stays in the input gradient: embeddings, norms, biases
+and routers, whose gradients autograd accumulates on the way. The arithmetic and its order per parameter are stock's,
+so the accumulated gradients are bitwise the same. Transformer Engine's layers: te_wgrad.py.
+
+Communication of tensor parallelism, which stock hides behind the products of one layer:
+
+- Inputs that sequence parallelism scatters are gathered in W, each while the product of the layer before it runs. As in
+  stock, a collective is launched before the product that hides it: with CUDA_DEVICE_MAX_CONNECTIONS=1 it would else
+  begin when that has ended.
+- The sum of an input gradient over the ranks (all-reduce, reduce-scatter) has nothing to hide behind in I. Its result
+  is what autograd's next node reads; and where there is something else to compute in between, because several layers
+  read one input, autograd adds their gradients before any hook could wait for the sum. A weight gradient that is due
+  could hide it only by coming at another time than the plan's: one planned before I fills the wait for I's message,
+  one planned behind it would delay the message that I sends. An I with its own weight gradient behind the sum is a
+  whole backward, an action of its own (B).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from adaptra_megatron.megatron.compat import gradient_to_use, has_sharded_weight
+from adaptra_megatron.transport.gpu.training_device import current_stream
+
+GATHER_BUFFERS = ("mpu", "adaptra-ahead")
+"""Names in Megatron's global memory buffer: the one that stock gathers into, and one to gather ahead into."""
+
+
+Gradients = list[tuple[torch.nn.Parameter, torch.Tensor]]
+"""With the parameter that each is of."""
+
+
+class DelayedGradient(Protocol):
+    """The gradients of one layer's parameters from one use of the layer in one micro-batch."""
+
+    @property
+    def owner(self) -> object:
+        """Equal for all uses of the same parameters."""
+
+    @property
+    def graph_task(self) -> int:
+        """Number of the pass of autograd that left it: see `current_graph_task`."""
+
+    def compute(self) -> Gradients:
+        """Compute them, once; what is returned is still to be accumulated: nothing where a kernel has done so."""
+
+
+_Use = tuple[int, object]
+"""Graph task and owner."""
+
+
+def current_graph_task() -> int:
+    """Return the number of the pass of autograd that runs in this thread; a checkpointed span has a pass of its own.
+
+    Autograd adds up the gradients of a parameter within a pass before it accumulates them.
+    """
+    return int(torch._C._current_graph_task_id())
+
+
+@dataclass(eq=False)
+class LinearWeightGradient:
+    """The weight gradient of one native linear layer for one micro-batch, not computed yet."""
+
+    layers: ModuleType
+    """megatron.core.tensor_parallel.layers, with its kernels and buffers."""
+    input: torch.Tensor
+    """[sequence (/ tensor-parallel size with sequence parallelism), batch, input features]."""
+    weight: torch.nn.Parameter
+    """[output features, input features]."""
+    grad_output: torch.Tensor
+    """[sequence, batch, output features]."""
+    fused_main_grad: torch.Tensor | None
+    """Where gradient accumulation fusion adds to; None without fusion."""
+    gather_group: dist.ProcessGroup | None
+    """Tensor-parallel group the input is scattered over; None without sequence parallelism."""
+    graph_task: int = field(default_factory=current_graph_task)
+    _gathered: tuple[torch.Tensor, dist.Work] | None = field(default=None, init=False)
+
+    @property
+    def owner(self) -> object:
+        return self.weight
+
+    def gather(self, buffer: str) -> None:
+        """Begin to gather the input from `gather_group`, collectively over it, into one of GATHER_BUFFERS."""
+        assert self.gather_group is not None
+        size = [self.input.size(0) * self.gather_group.size(), *self.input.size()[1:]]
+        total_input = self.layers.get_global_memory_buffer().get_tensor(size, self.input.dtype, buffer)
+        work = self.layers.dist_all_gather_func(total_input, self.input, group=self.gather_group, async_op=True)
+        self._gathered = total_input, work
+
+    def compute(self) -> Gradients:
+        """See DelayedGradient; with a `gather_group`, after `gather`."""
+        layers, total_input = self.layers, self.input
+        if self.gather_group is not None:
+            assert self._gathered is not None, "the input has not been asked for"
+            total_input, work = self._gathered
+            work.wait()
+        grad_output, total_input = layers.prepare_input_tensors_for_wgrad_compute(self.grad_output, total_input)
+        weight: Any = self.weight
+        if self.fused_main_grad is not None:
+            weight.main_grad = self.fused_main_grad
+            kernel = getattr(layers.fused_weight_gradient_mlp_cuda, _fused_kernel(self.fused_main_grad.dtype))
+            kernel(total_input, grad_output, self.fused_main_grad)
+            return []
+        return [(weight, grad_output.t().matmul(total_input))]
+
+
+class WeightGradientQueue:
+    """Collects the weight gradients that a split backward leaves, and computes them later.
+
+    One per process. Not a thread-local: on GPU, autograd runs backward functions on a thread of its own, while the
+    thread that runs the pipeline waits for it.
+    """
+
+    def __init__(self, layers: ModuleType) -> None:
+        """`layers`: megatron.core.tensor_parallel.layers."""
+        self._layers = layers
+        self._collected: list[DelayedGradient] | None = None
+        self._uses: set[_Use] = set()
+        """Of what was collected."""
+        self._flags: list[tuple[torch.nn.Parameter, bool]] = []
+        self._stand_ins: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        self._whole: set[torch.nn.Parameter] = set()
+        """Weights whose gradients are left to stock."""
+        self._streams: set[Any] = set()
+        """On which split backwards have run: several with Megatron's moe_shared_expert_overlap."""
+        self.computed = 0
+        """Weight gradients computed so far: shows that splitting took place at all."""
+
+    @property
+    def collects(self) -> bool:
+        """Return whether a split backward is running."""
+        return self._collected is not None
+
+    def leave_whole(self, model_chunks: Sequence[torch.nn.Module]) -> None:
+        """Have weights of embeddings computed as stock does wherever a linear layer uses them, too.
+
+        With multi-token prediction a chunk looks up tied embeddings and projects with them. Autograd adds up both
+        gradients, and the embedding's is not delayed.
+        """
+        embeddings = (torch.nn.Embedding, self._layers.VocabParallelEmbedding)
+        for module in (module for model in model_chunks for module in model.modules()):
+            if isinstance(module, embeddings):
+                self._whole.update(module.parameters(recurse=False))
+
+    @contextmanager
+    def collect(self) -> Iterator[list[DelayedGradient]]:
+        """While open, split linears append to the list that is yielded instead of computing weight gradients."""
+        assert self._collected is None, "input gradients do not nest"
+        collected: list[DelayedGradient] = []
+        self._collected = collected
+        try:
+            yield collected
+        finally:
+            self._collected = None
+            self._uses.clear()
+            # The flag told DistributedDataParallel's hook to add nothing; the next whole backward must add again.
+            # Last first: of a weight that was used twice, the first entry has what was there before.
+            for weight, previous in reversed(self._flags):
+                weight.grad_added_to_main_grad = previous  # type: ignore[attr-defined]
+            self._flags.clear()
+            for parameter, stand_in in self._stand_ins:
+                if parameter.grad is stand_in:  # autograd did not come by
+                    parameter.grad = None
+            self._stand_ins.clear()
+
+    def add(self, gradient: DelayedGradient) -> None:
+        """Leave `gradient` for later; only in a split backward."""
+        assert self._collected is not None, "a gradient was left outside of a split backward"
+        self._collected.append(gradient)
+        self._uses.add((gradient.graph_task, gradient.owner))
+        self._streams.add(current_stream())
+
+    def expect_none(self, parameter: torch.nn.Parameter) -> None:
+        """Prepare DistributedDataParallel's hook for autograd having no gradient for `parameter` this time.
+
+        The hook runs all the same, and with overlapped reduction asserts that a gradient is there: it finds zeros that
+        take no memory, and drops them.
+        """
+        if not hasattr(parameter, "grad_added_to_main_grad"):
+            return
+        self._flags.append((parameter, parameter.grad_added_to_main_grad))
+        parameter.grad_added_to_main_grad = True
+        parameter.grad = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        self._stand_ins.append((parameter, parameter.grad))
+
+    def compute(self, gradients: list[DelayedGradient]) -> None:
+        """Compute in the order in which autograd left them, and release the tensors they held.
+
+        With sequence parallelism, collective over the tensor-parallel group, in the same order on all of its ranks.
+        """
+        uses = Counter((gradient.graph_task, gradient.owner) for gradient in gradients)
+        sums: dict[_Use, dict[torch.nn.Parameter, torch.Tensor]] = {}
+        with torch.no_grad():
+            for gradient in _gathering_ahead(gradients):
+                # Of a layer that is used more than once (multi-token prediction) the sum is accumulated, as in stock.
+                use = gradient.graph_task, gradient.owner
+                total = sums.setdefault(use, {})
+                for parameter, value in gradient.compute():
+                    total[parameter] = total[parameter].add_(value) if parameter in total else value
+                uses[use] -= 1
+                if not uses[use]:
+                    for parameter, value in sums.pop(use).items():
+                        _accumulate(parameter, value)
+        for stream in self._streams - {current_stream()}:
+            stream.wait_stream(current_stream())  # or what it allocates next may be memory that is still read here
+        self.computed += len(gradients)
+        gradients.clear()
+
+    def wrap(self, stock: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement of an autograd function's `stock` backward: stock's while nothing is collected."""
+        results = len(inspect.signature(forward).parameters) - 1
+
+        def split(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            gradients = self._input_gradient(ctx, grad_output)
+            return (*gradients, *[None] * (results - len(gradients)))
+
+        input_gradient = self._layers.custom_bwd(split)
+
+        def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+            if self._collected is None or not self._can_split(ctx):
+                return stock(ctx, grad_output)
+            return input_gradient(ctx, grad_output)
+
+        return backward
+
+    def _input_gradient(
+        self, ctx: Any, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Gradients of input, weight (a stand-in) and bias; queues the real weight gradient."""
+        layer_input, weight = ctx.saved_tensors
+        grad_output = gradient_to_use(ctx, grad_output)
+        grad_input = grad_output.matmul(weight)
+        handle = None
+        if ctx.allreduce_dgrad:
+            handle = dist.all_reduce(grad_input, group=ctx.tp_group, async_op=True)
+        elif ctx.sequence_parallel:
+            scattered = torch.empty(layer_input.shape, dtype=layer_input.dtype, device=layer_input.device)
+            handle = self._layers.dist_reduce_scatter_func(scattered, grad_input, group=ctx.tp_group, async_op=True)
+            grad_input = scattered
+        grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if ctx.use_bias else None
+        gradient = LinearWeightGradient(
+            layers=self._layers,
+            input=layer_input,
+            weight=weight,
+            grad_output=grad_output,
+            fused_main_grad=ctx.main_grad if ctx.gradient_accumulation_fusion else None,
+            gather_group=ctx.tp_group if ctx.sequence_parallel else None,
+        )
+        stand_in = None
+        if (gradient.graph_task, gradient.owner) not in self._uses:  # of an earlier use autograd has one: enough
+            stand_in = self._stand_in(weight, layer_input.dtype, fused=ctx.gradient_accumulation_fusion)
+        self.add(gradient)
+        if handle is not None:
+            handle.wait()
+        return grad_input, stand_in, grad_bias
+
+    def _can_split(self, ctx: Any) -> bool:
+        weight = ctx.saved_tensors[1]
+        return (
+            ctx.grad_output_buffer is None  # defer_embedding_wgrad_compute has a queue of its own
+            and weight.requires_grad
+            and weight not in self._whole
+            and not hasattr(weight, "__fsdp_param__")
+            and not has_sharded_weight(ctx)
+            and (not ctx.gradient_accumulation_fusion or ctx.main_grad is not None)  # what is missing, stock says
+        )
+
+    def _stand_in(self, weight: torch.nn.Parameter, dtype: torch.dtype, *, fused: bool) -> torch.Tensor | None:
+        """A gradient that DistributedDataParallel's hook sees and drops; None where there is no such hook.
+
+        The hook must run (with overlapped reduction it asserts that a gradient is there), hence the trick that stock
+        itself uses for fused accumulation.
+        """
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        if not fused:
+            self._flags.append((weight, weight.grad_added_to_main_grad))
+        weight.grad_added_to_main_grad = True
+        # `zero_out_wgrad` makes the hook add the stand-in after all (shared embeddings), so it must be zero there.
+        zero = bool(getattr(weight, "zero_out_wgrad", False))
+        shared = getattr(self._layers, "get_dummy_wgrad", None)  # Transformer Engine's: one buffer per shape
+        if fused and shared is not None:
+            buffer: torch.Tensor = shared(list(weight.shape), dtype, zero=zero)
+            return buffer
+        make = torch.zeros if zero else torch.empty
+        return make(weight.shape, dtype=dtype, device=weight.device)
+
+
+def _gathering_ahead(gradients: Sequence[DelayedGradient]) -> Iterator[DelayedGradient]:
+    """The `gradients` of one W, each with its own scattered input and the next one's being gathered.
+
+    So two at most are being gathered or used, one per buffer. That a buffer is free again needs no wait: collectives
+    begin when everything has ended that was launched before them.
+    """
+    scattered = [g for g in gradients if isinstance(g, LinearWeightGradient) and g.gather_group is not None]
+    used = begun = 0
+    for gradient in gradients:
+        used += gradient in scattered
+        while begun <= used and begun < len(scattered):
+            scattered[begun].gather(GATHER_BUFFERS[begun % 2])
+            begun += 1
+        yield gradient
+
+
+def _fused_kernel(main_dtype: torch.dtype) -> str:
+    """Name of apex's kernel for gradients of `main_dtype`; stock's choice."""
+    if main_dtype == torch.float32:
+        return "wgrad_gemm_accum_fp32"
+    if main_dtype in (torch.float16, torch.bfloat16):
+        return "wgrad_gemm_accum_fp16"
+    raise RuntimeError(
+        f"gradient accumulation fusion has no kernel for main gradients of {main_dtype}, only of float32, float16 and "
+        "bfloat16: give --no-gradient-accumulation-fusion"
+    )
+
+
+def _accumulate(parameter: Any, gradient: torch.Tensor) -> None:
+    """Add `gradient` to where those of other micro-batches are."""
+    if hasattr(parameter, "main_grad"):
+        parameter.main_grad.add_(gradient)  # what DistributedDataParallel's backward hook does with param.grad
+    elif parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)

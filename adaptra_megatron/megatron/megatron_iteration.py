@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron's schedules do around the actions of an iteration, and with each output that has been sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import rerun_state_machine
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from adaptra_megatron.megatron.compat import finalize_gradients
+from adaptra_megatron.megatron.megatron_call import PipelineCall
+
+
+def repeats_iteration() -> bool:
+    """Return whether Megatron has the iteration before run once more, with its data and random states, because a result
+    of it was odd (megatron/core/rerun_state_machine.py: RerunStateMachine.should_run_forward_backward). The same on all
+    ranks."""
+    # Not by get_rerun_state_machine, which makes one where the script has none.
+    machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
+    return machine is not None and machine.state is rerun_state_machine.RerunState.RERUNNING_IN_PLACE
+
+
+@contextmanager
+def iteration(call: PipelineCall) -> Iterator[Any]:
+    """What stock does before its first action and after its last; yields the embedding module that `finish_gradients`
+    needs."""
+    config, embedding = call.config, None
+    if config.finalize_model_grads_func is not None and not call.forward_only:
+        model = call.model_chunks if call.interleaved else call.model_chunks[0]
+        embedding = schedules.clear_embedding_activation_buffer(config, model, call.holds_last_stage)
+    if config.timers is None:
+        yield embedding
+        return
+    config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    try:
+        yield embedding
+    finally:
+        config.timers("forward-backward").stop()
+
+
+def forget_gradients(call: PipelineCall) -> None:
+    """Undo what an attempt at a training iteration that did not come to its end has left in the model, so that
+    another one begins as the first did: with gradients of 0 and no reduction under way (distributed/
+    param_and_grad_buffer.py: _ParamAndGradBucketGroup)."""
+    chunk: Any
+    for chunk in call.model_chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.grad_reduce_handle = None
+            if hasattr(group, "per_param_grad_ready_counts"):
+                group.per_param_grad_ready_counts = {}
+        chunk.zero_grad_buffer()
+        for parameter in chunk.parameters():
+            parameter.grad = None
+
+
+def free_content(call: PipelineCall, output: torch.Tensor) -> None:
+    """Free the memory of an output that has been handed to the transport: autograd needs its graph alone."""
+    schedules.deallocate_output_tensor(output, call.config.deallocate_pipeline_outputs)
+
+
+def finish_gradients(call: PipelineCall, tokens: torch.Tensor, embedding: Any, *, degraded: bool = False) -> None:
+    """Do what stock does after the last action of a training iteration. `tokens`: of all micro-batches that were
+    computed here, a scalar. `degraded`: whether cells are dead: stages then differ in how many replicas they have."""
+    config = call.config
+    if config.finalize_model_grads_func is None:
+        return
+    schedules.finish_embedding_wgrad_compute(config, embedding, call.holds_last_stage, call.groups.tp)
+    counted = tokens if config.calculate_per_token_loss else None
+    if counted is None or not degraded:
+        finalize_gradients(config, call.model_chunks, counted, call.groups, force=call.force_all_reduce)
+        return
+    finalize_gradients(config, call.model_chunks, None, call.groups, force=call.force_all_reduce)
+    _divide_by_tokens(call, counted)
+
+
+def _divide_by_tokens(call: PipelineCall, tokens: torch.Tensor) -> None:
+    """Do the last step of finalize_model_grads, by the tokens of the last stage's live cells."""
+    if call.holds_last_stage:
+        dist.all_reduce(tokens, group=call.groups.dp_cp)
+    dist.broadcast(tokens, src=dist.get_process_group_ranks(call.pipeline_group)[-1], group=call.pipeline_group)
+    if tokens > 0:
+        for chunk in call.model_chunks:
+            chunk.scale_gradients(1.0 / tokens)  # type: ignore[operator]
+
+
+# An iteration that runs again because a staggered optimizer step was taken back: its data and its random numbers.
+# Iterations are redone after a death by `runtime.AdaptraRuntime._attempt_among`.
+
+
+class RepeatableIteration:
+    """One call of Megatron's forward_backward function, made before anything of it is computed."""
+
+    def __init__(self, call: PipelineCall) -> None:
+        self._given = call
+        self._data = [None if each is None else _KeptData(each) for each in call.data_iterators]
+        self._states = torch.get_rng_state(), torch.cuda.get_rng_state(), _tracked()
+        self.call = replace(call, data_iterators=list[Iterator[Any] | None](self._data))
+        """The same, whose data are kept."""
+
+    def rewind(self) -> None:
+        """Have `call` begin once more: gradients are 0, data and random numbers the same again."""
+        forget_gradients(self._given)
+        for each in self._data:
+            if each is not None:
+                each.rewind()
+        default, device, tracked = self._states
+        torch.set_rng_state(default)
+        torch.cuda.set_rng_state(device)
+        get_cuda_rng_tracker().set_states(tracked)
+
+
+def _tracked() -> dict[str, Any]:
+    return {
+        name: state.clone() if isinstance(state, torch.Tensor) else state.clone_state()
+        for name, state in get_cuda_rng_tracker().get_states().items()
+    }
+
+
+class _KeptData(Iterator[Any]):
+    """What an iterator yields, kept for a second time."""
+
+    def __init__(self, own: Iterator[Any]) -> None:
+        self._own = own
+        self._read: list[Any] = []
+        self._again: Iterator[Any] = iter(())
+
+    def __next__(self) -> Any:
+        for item in self._again:
+            return item
+        self._read.append(next(self._own))
+        return self._read[-1]
+
+    def rewind(self) -> None:
+        self._again = iter(self._read[:])

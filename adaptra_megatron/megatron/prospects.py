@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What --adaptra would make of a job, by its settings and by the tables that the run itself applies.
+
+Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.megatron.gradients.split_rules import Rule, expected_layers, rule_for
+from adaptra_megatron.megatron.refusals import (
+    UnsupportedFeatureError,
+    kept_in_order,
+    pipeline_stages,
+    refuse_arguments,
+    refuse_for_staggering,
+    refused_of,
+    remedy_of,
+)
+from adaptra_megatron.megatron.state.random_draws import flags_drawn_in_other_order, shares_amax_history
+from adaptra_megatron.transport.gpu.hardware_queues import CONNECTIONS, hardware_queues
+
+STARTS, LESS, REFUSED = "starts", "starts with less", "refused"
+
+
+class Feature(NamedTuple):
+    """What becomes of one feature of the job."""
+
+    name: str
+    effect: str
+    """`refused`; `less`: the job starts, and has less of --adaptra; `runs`."""
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Prospects:
+    """Whether a job would start, and what it would get."""
+
+    verdict: str
+    split: str
+    """Linear layers whose backwards are split: `all`, `some` or `none`."""
+    split_layers: int
+    layers: int
+    per: str
+    """What the two numbers above are of: `model`, or `layer` where the number of layers is not known."""
+    features: list[Feature]
+    paths: str
+    device: str
+
+
+def prospects_of(settings: Any) -> Prospects:
+    """`settings`: by the names of Megatron's arguments or configs, those of --adaptra among them."""
+    stages = pipeline_stages(settings)
+    layers = expected_layers(settings)
+    whole = {layer.name: rule for layer in layers if (rule := rule_for(layer.facts)) is not None}
+    features = [*_refused(settings)]
+    in_order = kept_in_order(settings) if getattr(settings, "adaptra_policy", "adapt") == "observe" else []
+    runs = not any(feature.effect == REFUSED for feature in features)
+    splits = runs and stages != 1 and getattr(settings, "adaptra_policy", "adapt") == "adapt"
+    if runs and stages == 1:
+        features.append(Feature("a pipeline of 1 stage", "less", "there is no order to adapt", "none"))
+    features += [
+        Feature(name, "less", "observed only: stock's schedule runs, and its actions are not timed", "none")
+        for name in in_order
+    ]
+    if splits:
+        features += [*_whole(whole), *_recompute(settings), *_twice(settings), *_draws(settings)]
+    split = sum(layer.number for layer in layers if layer.name not in whole) if splits else 0
+    total = sum(layer.number for layer in layers)
+    effects = {feature.effect for feature in features}
+    return Prospects(
+        verdict=REFUSED if REFUSED in effects else LESS if "less" in effects else STARTS,
+        split="all" if split == total else "some" if split else "none",
+        split_layers=split,
+        layers=total,
+        per="model" if getattr(settings, "num_layers", None) else "layer",
+        features=features,
+        paths=_paths(settings),
+        device=_device(settings),
+    )
+
+
+def _refused(settings: Any) -> list[Feature]:
+    found = [Feature(each.feature, REFUSED, each.reason, remedy_of(each)) for each in refused_of(settings)]
+    if found:
+        return found
+    try:
+        refuse_arguments(settings)
+        if getattr(settings, "adaptra_staggered_optimizer", False):
+            refuse_for_staggering(settings)
+    except UnsupportedFeatureError as error:
+        found.append(Feature(error.what, REFUSED, error.why, "see the reason"))
+    return found
+
+
+def _whole(whole: dict[str, Rule]) -> list[Feature]:
+    by_rule: dict[Rule, list[str]] = {}
+    for name, rule in whole.items():
+        by_rule.setdefault(rule, []).append(name)
+    return [Feature(f"whole backward of {', '.join(names)}", "less", *rule[1:]) for rule, names in by_rule.items()]
+
+
+def _recompute(settings: Any) -> list[Feature]:
+    if getattr(settings, "recompute_granularity", None) != "full":
+        return []
+    method, number = getattr(settings, "recompute_method", None), getattr(settings, "recompute_num_layers", None)
+    if method == "block" and number == 0:
+        return [Feature("--recompute-granularity full", "runs", "no layer is recomputed: block, 0 layers", "none")]
+    reason = (
+        "I recomputes a layer and W computes its weight gradients; on GPUs backwards run whole until memory has been "
+        "measured, and where no memory is left for a W that waits"
+    )
+    return [Feature("--recompute-granularity full", "runs", reason, "--adaptra-memory-fraction for more room")]
+
+
+def _twice(settings: Any) -> list[Feature]:
+    if not getattr(settings, "mtp_num_layers", None):
+        return []
+    reason = "gradients of the output layer, which is used several times, are added up as autograd does"
+    return [Feature("multi-token prediction (--mtp-num-layers)", "runs", reason, "none")]
+
+
+def _draws(settings: Any) -> list[Feature]:
+    chunks = 2 if _has_chunks(settings) else 1
+    reason = "random numbers are drawn in another order than stock's: equal in distribution, not bit for bit"
+    found = [
+        Feature(flag, "runs", reason, "--adaptra-policy observe keeps stock's order")
+        for flag in flags_drawn_in_other_order(settings, chunks)
+    ]
+    if shares_amax_history(settings, chunks):
+        reason = "scales depend on how chunks alternate: close to stock's, not bit for bit once the window is full"
+        found.append(Feature("--fp8-amax-compute-algo max", "runs", reason, "--fp8-amax-compute-algo most_recent"))
+    return found
+
+
+def _has_chunks(settings: Any) -> bool:
+    of_layers = ("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout")
+    of_chunks = ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank")
+    return any(getattr(settings, name, None) for name in of_layers) or any(
+        (getattr(settings, name, None) or 0) > 1 for name in of_chunks
+    )
+
+
+def _paths(settings: Any) -> str:
+    path = getattr(settings, "adaptra_path", AdaptraConfig.path)
+    return {"auto": "device path and host path", "device": "device path", "host": "host path"}.get(path, path)
+
+
+def _device(settings: Any) -> str:
+    """By Megatron's rule: with tensor or context parallelism it demands one queue (before Blackwell)."""
+    asked = os.environ.get(CONNECTIONS)
+    sizes = (getattr(settings, f"{kind}_parallel_size", 1) or 1 for kind in ("tensor_model", "context"))
+    one = hardware_queues() == 1 if asked is not None else any(size > 1 for size in sizes)
+    return f"one hardware queue ({CONNECTIONS}=1)" if one else "several hardware queues"
+
+
+def counts(all_of: Sequence[Prospects]) -> tuple[Counter[str], Counter[str]]:
+    """Verdicts, and splits of those that start."""
+    return Counter(each.verdict for each in all_of), Counter(each.split for each in all_of if each.verdict != REFUSED)

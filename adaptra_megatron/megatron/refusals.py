@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the executor cannot run, refused before anything of an iteration is done.
+
+The tables need neither torch nor Megatron: `adaptra check` reads them, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import torch
+
+
+class UnsupportedFeatureError(RuntimeError):
+    """A Megatron feature that does not go together with --adaptra; says which, why, and what to drop."""
+
+    def __init__(self, what: str, why: str = "") -> None:
+        super().__init__(f"{what}: {why}" if why else what)
+        self.what, self.why = what, why
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One feature: how to see that it is on, and why it cannot be."""
+
+    feature: str
+    is_on: Callable[[Any], bool]
+    reason: str
+    by_order: bool = False
+    """True where it runs in stock's order alone: under --adaptra-policy observe."""
+
+
+def _setting(name: str) -> Callable[[Any], bool]:
+    return lambda config: bool(getattr(config, name, False))
+
+
+REFUSALS = (
+    Refusal(
+        "CUDA graphs (--cuda-graph-impl)",
+        lambda config: (
+            (getattr(config, "cuda_graph_impl", None) or "none") != "none"
+            or bool(getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False))
+        ),
+        "a captured graph fixes the order of actions that is re-planned here",
+        by_order=True,
+    ),
+    Refusal(
+        "combined 1F1B (--overlap-moe-expert-parallel-comm)",
+        _setting("overlap_moe_expert_parallel_comm"),
+        "it fuses a forward and a backward into one action",
+        by_order=True,
+    ),
+    Refusal(
+        "delayed weight gradients (--delay-wgrad-compute)",
+        _setting("delay_wgrad_compute"),
+        "it needs combined 1F1B, and weight gradients are scheduled here already",
+        by_order=True,
+    ),
+    Refusal(
+        "hybrid context parallelism (--hybrid-context-parallel)",
+        _setting("hybrid_context_parallel"),
+        "it runs a schedule of its own",
+    ),
+    Refusal(
+        "fine-grained activation offloading (--fine-grained-activation-offloading)",
+        _setting("fine_grained_activation_offloading"),
+        "it assumes that backwards come in the order of the stock schedule",
+        by_order=True,
+    ),
+    Refusal(
+        "ring exchange (use_ring_exchange_p2p)",
+        _setting("use_ring_exchange_p2p"),
+        "it replaces the same point-to-point communication",
+    ),
+    Refusal(
+        "partial activation checkpointing (--num-microbatches-with-partial-activation-checkpoints)",
+        lambda config: getattr(config, "num_microbatches_with_partial_activation_checkpoints", None) is not None,
+        "it counts micro-batches in flight by the stock schedule",
+        by_order=True,
+    ),
+    Refusal(
+        "paged stashing of experts' activations (--moe-paged-stash)",
+        _setting("moe_paged_stash"),
+        "it counts forwards and backwards by the stock schedule",
+        by_order=True,
+    ),
+    Refusal(
+        "generalized tensor parallelism (--tensor-parallel-num-weight-shards)",
+        lambda config: (
+            (getattr(config, "gtp_weight_remat_size", 1) or 1) > 1
+            or (getattr(config, "expert_gtp_weight_remat_size", 1) or 1) > 1
+            or (getattr(config, "tensor_parallel_num_weight_shards", 0) or 0)
+            > (getattr(config, "tensor_model_parallel_size", 1) or 1)
+            or (getattr(config, "expert_tensor_parallel_num_weight_shards", 0) or 0)
+            > (
+                getattr(config, "expert_tensor_parallel_size", None)
+                or getattr(config, "tensor_model_parallel_size", 0)
+                or 1
+            )
+        ),
+        "weights are gathered inside of each forward and backward over ranks of several pipelines, which have plans of "
+        "their own",
+        by_order=True,
+    ),
+)
+
+SEEN_IN_ARGUMENTS = (
+    Refusal(
+        "FSDP (--use-megatron-fsdp, --use-torch-fsdp2)",
+        lambda arguments: any(
+            getattr(arguments, name, False) for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
+        ),
+        "it requires Megatron's DistributedDataParallel, whose hooks say when gradients are reduced",
+    ),
+    Refusal(
+        "in-process restarts (--inprocess-restart)",
+        _setting("inprocess_restart"),
+        "they keep the process but not the process groups, on which the links between stages were built",
+    ),
+    Refusal(
+        "UCC between stages (--pipeline-model-parallel-comm-backend ucc)",
+        lambda arguments: getattr(arguments, "pipeline_model_parallel_comm_backend", None) == "ucc",
+        "links between stages are made here, over NCCL and host memory, and UCC would carry none of their messages",
+    ),
+)
+
+_GRAPH = "--optimizer-cuda-graph"
+_REPLAYED = "a step that was captured is replayed as it was, and what is decided anew for each would be left out"
+_NOT_COPIED = "the copies by which a step is taken back would lack its state"
+STAGGERING = (
+    Refusal(
+        "--fp16 (a loss scaler)",
+        lambda config: bool(getattr(config, "fp16", False)) or getattr(config, "loss_scale", None) is not None,
+        "a step that the scaler skips would have to be known of before the next loss is scaled; use --bf16",
+    ),
+    Refusal(
+        "--rerun-mode other than disabled",
+        lambda config: getattr(config, "rerun_mode", "disabled") != "disabled",
+        "Megatron then has all ranks meet before each step, and nothing would be gained; give --rerun-mode disabled",
+    ),
+    Refusal(
+        "embeddings that the first and the last stage share",
+        lambda config: not getattr(config, "untie_embeddings_and_output_weights", True),
+        "the first stage waits for the last one's gradients anyway; give --untie-embeddings-and-output-weights",
+    ),
+    Refusal(
+        "--calculate-per-token-loss",
+        _setting("calculate_per_token_loss"),
+        "all stages wait for the last one's count of tokens anyway",
+    ),
+    Refusal(
+        "experts (--num-experts)",
+        lambda config: bool(getattr(config, "num_experts", None) or getattr(config, "num_moe_experts", None)),
+        "what routers count would be counted twice where an iteration is computed again",
+    ),
+    Refusal(
+        "--fp8-format",
+        lambda config: bool(getattr(config, "fp8", None) or getattr(config, "fp4", None)),
+        "the history of scales of an iteration that is computed again would stay",
+    ),
+    Refusal(
+        "optimizers other than Adam (--optimizer)",
+        lambda config: getattr(config, "optimizer", "adam") != "adam",
+        "a step by a gradient that should have been clipped could overflow before it is taken back",
+    ),
+    Refusal("--log-num-zeros-in-grad", _setting("log_num_zeros_in_grad"), "stages would meet to count them"),
+    Refusal("--use-precision-aware-optimizer", _setting("use_precision_aware_optimizer"), _NOT_COPIED),
+    Refusal("--optimizer-cpu-offload", _setting("optimizer_cpu_offload"), _NOT_COPIED),
+    Refusal(_GRAPH, _setting("optimizer_cuda_graph"), _REPLAYED),
+)
+"""What does not go together with --adaptra-staggered-optimizer."""
+
+
+def refuse_for_staggering(settings: Any) -> None:
+    """Raise UnsupportedFeatureError for the first feature in `settings` (Megatron's parsed arguments or one of its
+    configs) with which steps cannot be staggered."""
+    for refusal in STAGGERING:
+        if refusal.is_on(settings):
+            raise UnsupportedFeatureError(
+                f"--adaptra-staggered-optimizer does not run with {refusal.feature}",
+                f"{refusal.reason}. Or drop --adaptra-staggered-optimizer",
+            )
+
+
+_APART = "all replicas meet for it in each iteration, and none would go on without the others"
+SYNC_MODES = (
+    Refusal(
+        "the distributed optimizer (--use-distributed-optimizer)",
+        _setting("use_distributed_optimizer"),
+        "each replica, the late ones, too, has a part of the optimizer's state, without which no update can be made",
+    ),
+    Refusal(
+        "experts (--num-experts)",
+        lambda settings: bool(getattr(settings, "num_experts", None) or getattr(settings, "num_moe_experts", None)),
+        "replicas share experts, and meet for each micro-batch",
+    ),
+    Refusal(
+        "context parallelism (--context-parallel-size)",
+        lambda settings: getattr(settings, "context_parallel_size", 1) > 1,
+        "gradients of the parts of a sequence are summed up over the same groups as those of replicas",
+    ),
+    Refusal(
+        "--overlap-grad-reduce",
+        _setting("overlap_grad_reduce"),
+        "which replicas' gradients are summed up is known once a replica has all of its own",
+    ),
+    Refusal("--calculate-per-token-loss", _setting("calculate_per_token_loss"), _APART),
+    Refusal(
+        "--fp16 (a loss scaler)",
+        lambda settings: bool(getattr(settings, "fp16", False)) or getattr(settings, "loss_scale", None) is not None,
+        "replicas would scale losses by different factors; use --bf16",
+    ),
+    Refusal(
+        "--rerun-mode other than disabled",
+        lambda settings: getattr(settings, "rerun_mode", "disabled") != "disabled",
+        f"{_APART}; give --rerun-mode disabled",
+    ),
+    Refusal("--exit-duration-in-mins", lambda settings: bool(getattr(settings, "exit_duration_in_mins", None)), _APART),
+    Refusal("--exit-signal-handler", _setting("exit_signal_handler"), _APART),
+    Refusal(
+        "--rampup-batch-size",
+        lambda settings: bool(getattr(settings, "rampup_batch_size", None)),
+        "gradients that are added up would be of batches of different sizes",
+    ),
+    Refusal(
+        "--check-weight-hash-across-dp-replicas-interval",
+        lambda settings: bool(getattr(settings, "check_weight_hash_across_dp_replicas_interval", None)),
+        _APART,
+    ),
+    Refusal("--log-straggler", _setting("log_straggler"), _APART),
+    Refusal(
+        "a layer-wise distributed optimizer (--optimizer dist_muon)",
+        lambda settings: str(getattr(settings, "optimizer", "")).startswith("dist_"),
+        "each replica steps some of the layers, without which no update can be made",
+    ),
+    Refusal(
+        "--param-name-patterns-for-fp32-local-accumulation",
+        _setting("param_name_patterns_for_fp32_local_accumulation"),
+        "gradients are then not all in the buffers that are summed up",
+    ),
+    Refusal(_GRAPH, _setting("optimizer_cuda_graph"), _REPLAYED),
+)
+"""What does not go together with an --adaptra-sync-mode other than ssgd."""
+
+
+def refuse_for_sync_mode(mode: str, *settings: Any) -> None:
+    """Raise UnsupportedFeatureError for the first feature in `settings` (Megatron's parsed arguments, or its configs)
+    with which replicas cannot make updates without each other."""
+    for refusal in SYNC_MODES:
+        if any(refusal.is_on(each) for each in settings):
+            raise UnsupportedFeatureError(
+                f"--adaptra-sync-mode {mode} does not run with {refusal.feature}",
+                f"{refusal.reason}. Or drop --adaptra-sync-mode",
+            )
+
+
+def refuse_to_split(mode: str, replicas: int) -> NoReturn:
+    """Raise UnsupportedFeatureError for --adaptra-sync-mode in a job of one replica."""
+    raise UnsupportedFeatureError(
+        f"--adaptra-sync-mode {mode} is for replicas that do not wait for each other, but the job has {replicas} "
+        "(data-parallel size): add some, or drop the flag"
+    )
+
+
+def kept_in_order(config: Any) -> list[str]:
+    """Features of `config`, Megatron's, that run in stock's order alone."""
+    return [refusal.feature for refusal in REFUSALS if refusal.by_order and refusal.is_on(config)]
+
+
+def refuse_unsupported(config: Any, model_chunks: Sequence[torch.nn.Module], arguments: Mapping[str, Any]) -> None:
+    """Raise UnsupportedFeatureError for the first feature found that the executor cannot run."""
+    for refusal in REFUSALS:
+        if refusal.is_on(config):
+            raise _refused(refusal)
+    if arguments.get("adjust_tensor_shapes_fn") is not None:
+        raise UnsupportedFeatureError(
+            "--adaptra does not run with adjust_tensor_shapes_fn (knowledge distillation): messages of several "
+            "tensors per micro-batch are not carried. Drop one of the two"
+        )
+    from adaptra_megatron.megatron.compat import is_encoder_decoder
+
+    for model in model_chunks:
+        if is_encoder_decoder(model):
+            raise UnsupportedFeatureError(
+                "--adaptra does not run encoder-decoder models: it schedules a single chain of stages. Drop --adaptra"
+            )
+        if not _reduces_as_expected(model):
+            raise UnsupportedFeatureError(
+                f"--adaptra does not run models wrapped in {type(model).__name__}: it has to know when gradients are "
+                "reduced. Use Megatron's DistributedDataParallel (drop --use-megatron-fsdp / --use-torch-fsdp2)"
+            )
+
+
+def refuse_arguments(arguments: Any) -> None:
+    """Raise UnsupportedFeatureError for what Megatron's parsed arguments show already, before any GPU is touched.
+
+    `refuse_unsupported` looks again at what came of them, in the first iteration.
+    """
+    mode = getattr(arguments, "adaptra_gradient_sync", "stock")
+    instances = getattr(arguments, "num_distributed_optimizer_instances", None) or 1
+    if mode != "stock" and getattr(arguments, "use_distributed_optimizer", False) and instances == 1:
+        refuse_sharded_gradients(mode)
+    sync_mode = getattr(arguments, "adaptra_sync_mode", "ssgd")
+    if sync_mode != "ssgd":
+        refuse_for_sync_mode(sync_mode, arguments)
+    reroute = getattr(arguments, "adaptra_reroute", "off")
+    if reroute in ("failures", "all") and getattr(arguments, "async_save", False):
+        raise UnsupportedFeatureError(
+            f"--adaptra-reroute {reroute} does not run with --async-save",
+            "a checkpoint that a rank dies in is written again, but not one of several iterations before, whose part "
+            "the rank that died was still writing. Drop one of the two: without --async-save training waits for its "
+            "checkpoints",
+        )
+    if reroute in ("failures", "all") and getattr(arguments, "optimizer_cuda_graph", False):
+        raise UnsupportedFeatureError(
+            f"--adaptra-reroute {reroute} does not run with {_GRAPH}",
+            "a captured step sums up norms over process groups that a rank which dies takes with it. Drop one of the "
+            "two",
+        )
+    if reroute in ("failures", "all") and _is_layer_wise(arguments):
+        refuse_layer_wise()
+    for refusal in refused_of(arguments):
+        raise _refused(refusal)
+
+
+def refused_of(arguments: Any) -> list[Refusal]:
+    """What Megatron's `arguments` (or settings by these names) have that the executor cannot run."""
+    if pipeline_stages(arguments) == 1:
+        return []  # stock's schedule runs
+    observes = getattr(arguments, "adaptra_policy", "adapt") == "observe"
+    return [
+        refusal
+        for refusal in (*REFUSALS, *SEEN_IN_ARGUMENTS)
+        if refusal.is_on(arguments) and not (observes and refusal.by_order)
+    ]
+
+
+def refuse_layer_wise() -> NoReturn:
+    """Raise UnsupportedFeatureError for --adaptra-reroute failures beside an optimizer that is sharded by layers."""
+    raise UnsupportedFeatureError(
+        "--adaptra-reroute failures does not run with a layer-wise distributed optimizer (--optimizer dist_muon, or "
+        "one other than adam and sgd with --use-distributed-optimizer)",
+        "each replica alone has the state of some layers, and a rank that dies takes it with it. Drop one of the two; "
+        "--optimizer muon without --use-distributed-optimizer has all state in each replica",
+    )
+
+
+def _is_layer_wise(arguments: Any) -> bool:
+    optimizer = str(getattr(arguments, "optimizer", "adam"))
+    distributed = optimizer not in ("adam", "sgd") and getattr(arguments, "use_distributed_optimizer", False)
+    asked = getattr(arguments, "use_layer_wise_distributed_optimizer", False)
+    return optimizer.startswith("dist_") or bool(distributed or asked)
+
+
+def refuse_sharded_gradients(mode: str) -> NoReturn:
+    """Raise UnsupportedFeatureError for --adaptra-gradient-sync beside a single distributed optimizer."""
+    raise UnsupportedFeatureError(
+        f"--adaptra-gradient-sync {mode} does not run with the distributed optimizer (--use-distributed-optimizer)",
+        "it reduces and scatters gradients and gathers parameters, so that the straggler must send and receive as much "
+        "as ever, and there is nothing to gain. Drop one of the two; with several instances of it "
+        "(--num-distributed-optimizer-instances) their sums are made around the straggler",
+    )
+
+
+def pipeline_stages(arguments: Any) -> int | None:
+    """The size of the pipeline that Megatron's parsed arguments ask for; None where it may come from a checkpoint."""
+    if any(getattr(arguments, name, False) for name in ("use_checkpoint_args", "use_mp_args_from_checkpoint_args")):
+        return None
+    return getattr(arguments, "pipeline_model_parallel_size", None)
+
+
+def _refused(refusal: Refusal) -> UnsupportedFeatureError:
+    return UnsupportedFeatureError(
+        f"--adaptra does not run with {refusal.feature}", f"{refusal.reason}. {remedy_of(refusal)}"
+    )
+
+
+def remedy_of(refusal: Refusal) -> str:
+    return "Drop one of the two" + (", or give --adaptra-policy observe" if refusal.by_order else "")
+
+
+def _reduces_as_expected(model: torch.nn.Module) -> bool:
+    name = type(model).__name__.lower()
+    return "fsdp" not in name and "fullysharded" not in name

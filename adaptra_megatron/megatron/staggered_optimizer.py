@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer steps that do not wait for the slowest stage (ReCycle, section on the staggered optimizer).
+
+Stock's step begins with the norm of all gradients, a barrier over the job: a stage whose gradients are ready waits for
+the last one's. Here each stage but the last takes its step at once, as if nothing had to be clipped, and goes on with
+the next iteration's forwards; the norm is summed up meanwhile. Below --clip-grad stock multiplies gradients by nothing,
+so that step is stock's to the bit. Where the norm turns out to be above, the iteration that has begun runs to its end,
+for its messages, and counts for nothing; each stage takes its step back and takes it again with clipped gradients, and
+the iteration runs again with the same data and random numbers.
+
+All ranks decide alike: by the norms of all iterations before, which are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import clip_grads
+
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.megatron.computation import StageComputation
+from adaptra_megatron.megatron.gradients.gradient_norm import KnownNorm, PendingNorm
+from adaptra_megatron.megatron.refusals import UnsupportedFeatureError, refuse_for_staggering
+
+# Exact copies of what an optimizer step changes and of the gradients it takes, to go back by.
+
+
+class StepUndo:
+    """What Megatron's optimizers hold before a step.
+
+    Copied, and not inverted by arithmetic, which would give other bits. With Adam and main parameters in single
+    precision that is 16 bytes for each parameter that is stepped here (all of the stage's, or this rank's shard of
+    them): main parameter, two moments, gradient.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        """`optimizers`: Megatron's, with gradients ready (MegatronOptimizer.prepare_grads)."""
+        self._inner = [each.optimizer for each in optimizers]
+        self._kept = [(tensor, tensor.detach().clone()) for tensor in self._tensors()]
+        self._gradients = [
+            (parameter, None if parameter.grad is None else parameter.grad.clone()) for parameter in self._parameters()
+        ]
+        self._settings = [_settings(group) for group in self._groups()]
+
+    @torch.no_grad()
+    def go_back(self) -> list[dict[str, Any]]:
+        """Put everything back. Returns the settings (learning rate and so on) that groups of parameters had now: those
+        of the next step, for `go_on`."""
+        for tensor, kept in self._kept:
+            tensor.copy_(kept)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        later = [_settings(group) for group in self._groups()]
+        self._set(self._settings)
+        return later
+
+    def go_on(self, settings: list[dict[str, Any]]) -> None:
+        """Leave what a step has been taken with: the next one has gradients of its own."""
+        for parameter in self._parameters():
+            parameter.grad = None
+        self._set(settings)
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for inner in self._inner:
+            yield from inner.param_groups
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for group in self._groups():
+            yield from group["params"]
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for inner in self._inner:
+            for group in inner.param_groups:
+                for parameter in group["params"]:
+                    yield parameter
+                    yield from (each for each in inner.state[parameter].values() if isinstance(each, torch.Tensor))
+
+    def _set(self, settings: list[dict[str, Any]]) -> None:
+        for group, kept in zip(self._groups(), settings, strict=True):
+            group.update(kept)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+logger = logger_of(__name__)
+
+CALM_ITERATIONS = 10
+"""As many in a row must have needed no clipping: an iteration that runs twice costs more than a barrier."""
+
+Stepped = tuple[bool, Any, Any]
+"""What MegatronOptimizer.step returns: successful, norm of the gradients, number of zeros in them."""
+
+
+class _Taken(NamedTuple):
+    """A step that was taken before its norm was known."""
+
+    optimizer: Any
+    norm: PendingNorm
+    undo: StepUndo | None
+    """None where nothing is ever clipped."""
+
+
+class StaggeredOptimizer:
+    """One process's steps."""
+
+    def __init__(self) -> None:
+        self.early_steps = 0
+        """Iterations whose steps were taken, on other stages if not on this one, before the norm was known."""
+        self.steps_taken_back = 0
+        """Those of them that had to be clipped after all."""
+        self.unvalidated = False
+        """True where stages may have gone on from a step that must be taken back. The same on all ranks between steps.
+        """
+        self._taken: _Taken | None = None
+        self._mistaken = False
+        self._calm: deque[bool] = deque(maxlen=CALM_ITERATIONS)
+        self._looked_at = False
+
+    def step(self, optimizer: Any, stock: Callable[[], Stepped]) -> Stepped:
+        """Take one step of `optimizer` (a ChainedOptimizer), by `stock` or before the norm is known.
+
+        Collective over the model, as stock's. Raises UnsupportedFeatureError for optimizers that it cannot take back.
+        """
+        if not self._looked_at:
+            _refuse(optimizer)
+            self._looked_at = True
+        assert not self.unvalidated, "the forward_backward function settles the step before"
+        self.unvalidated = len(self._calm) == CALM_ITERATIONS and all(self._calm) and _has_stages()
+        self.early_steps += self.unvalidated
+        if self.unvalidated and not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return self._step_early(optimizer)
+        # The last stage's next forward comes after all others', so it may as well wait.
+        successful, norm, zeros = stock()
+        self._learn(optimizer, norm)
+        return successful, KnownNorm(norm), zeros
+
+    def validate(self) -> None:
+        """Wait for the norm of the last step, if it is not known. Called before the iteration's first backward, which
+        needs the last stage's, so nothing waits longer for it."""
+        if self._taken is None or self._mistaken:
+            return
+        self._learn(self._taken.optimizer, self._taken.norm.value)
+        if not self._mistaken:
+            self._taken = None  # and the memory of its copies
+
+    def settle(self) -> bool:
+        """Make the last step what stock's is. Collective over the model; returns True, on all ranks, where stages have
+        taken theirs again: what was computed since must be computed again."""
+        self.validate()
+        mistaken = self.unvalidated and self._mistaken
+        self.unvalidated = self._mistaken = False
+        if mistaken:
+            self.steps_taken_back += 1
+            if self._taken is not None:
+                _step_again(self._taken)
+                self._taken = None
+            elif torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+                logger.info(
+                    "--adaptra-staggered-optimizer: gradients had to be clipped (norm above --clip-grad) after stages "
+                    "had taken their steps, which they take again; what was computed since is computed again"
+                )
+        return mistaken
+
+    def _step_early(self, optimizer: Any) -> Stepped:
+        optimizer.prepare_grads()
+        norm = PendingNorm(optimizer)
+        undo = StepUndo(optimizer.chained_optimizers) if optimizer.config.clip_grad > 0.0 else None
+        self._taken = _Taken(optimizer, norm, undo)
+        return optimizer.step_with_ready_grads(), norm, None
+
+    def _learn(self, optimizer: Any, norm: float) -> None:
+        clipped = _is_clipped(optimizer, norm)
+        self._calm.append(not clipped)
+        self._mistaken = self.unvalidated and clipped
+
+
+class ValidatedComputation:
+    """StageComputation whose first backward waits for the norm of the step before."""
+
+    def __init__(self, inner: StageComputation, staggered: StaggeredOptimizer) -> None:
+        self._inner, self._staggered = inner, staggered
+        self.forward, self.weight_gradient = inner.forward, inner.weight_gradient
+
+    def backward(self, *given: Any, **keywords: Any) -> torch.Tensor | None:
+        self._staggered.validate()
+        return self._inner.backward(*given, **keywords)
+
+
+def _refuse(optimizer: Any) -> None:
+    for each in optimizer.chained_optimizers:
+        refuse_for_staggering(each.config)
+        if each.is_stub_optimizer:
+            raise UnsupportedFeatureError(
+                f"--adaptra-staggered-optimizer: rank {torch.distributed.get_rank()} has no parameters that train, and "
+                "Megatron then asks all stages how their steps went. Drop the flag"
+            )
+    if not optimizer.grads_states_parallel_group_is_shared():
+        raise UnsupportedFeatureError(
+            "--adaptra-staggered-optimizer: parts of the model sum up their norms in different groups, which is a "
+            "barrier for each. Drop the flag"
+        )
+
+
+def _has_stages() -> bool:
+    return bool(parallel_state.get_pipeline_model_parallel_world_size() > 1)
+
+
+def _is_clipped(optimizer: Any, norm: float) -> bool:
+    """Return whether stock scales gradients of this norm (clip_grads.py: clip_grad_by_total_norm_fp32)."""
+    most = optimizer.config.clip_grad
+    return bool(most > 0.0 and most / (norm + 1.0e-6) < 1.0)
+
+
+@torch.no_grad()
+def _step_again(taken: _Taken) -> None:
+    """Do what stock's ChainedOptimizer.step does once the norm is known. Gathers parameters where they are sharded."""
+    optimizer, norm, undo = taken
+    assert undo is not None, "what is never clipped is never mistaken"
+    later = undo.go_back()
+    for each in optimizer.chained_optimizers:
+        if parameters := each.get_parameters():
+            clip_grads.clip_grad_by_total_norm_fp32(parameters, max_norm=each.config.clip_grad, total_norm=norm.value)
+    optimizer.step_with_ready_grads()
+    undo.go_on(later)
+    for each in optimizer.chained_optimizers:
+        # Otherwise the forwards would have gathered them as they came to them, and those are over.
+        if getattr(each, "ddp_config", None) is not None and each.ddp_config.overlap_param_gather:
+            for chunk in each.model_chunks:
+                chunk.start_param_sync(force_sync=True)

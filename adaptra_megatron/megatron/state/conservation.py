@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the gradients of an iteration hold each micro-batch of each replica exactly once.
+
+Every gradient bucket has a count, an int32. Each backward that completes weight gradients of a chunk adds 1 to the
+counts of its buckets, before a hook can start their reduction. A count is set to 0 with its buffer, and wherever its
+bucket is reduced, it is reduced with it (`FaultTolerantGroup`): over the same ranks, behind it in the same queue or
+stream, and its sum is put in place together with the bucket's. So after the reduction each rank has the number of
+micro-batches in each of its buckets: replicas x micro-batches, also where the micro-batches of dead cells were
+computed by live ones. A micro-batch that is missing or counted twice, a bucket that was not zeroed, not reduced or
+reduced twice, and a reduction of an earlier attempt that arrives late, all show as another number.
+
+The count is beside the bucket, not in its padding. A bucket has padding only with the distributed optimizer, and none
+there either where its size is a multiple of the replicas and of 128, which is the rule in large models. Padding would
+have to be made, and the size of a bucket decides over shards, the formats of checkpoints, and the order in which a
+library adds up three addends or more: the numbers would not be stock's any more. Beside the bucket a count is exact in
+any dtype of gradients, and scaling, gradient norms and checks for NaN have what they have in stock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from adaptra_megatron.elastic.failure_errors import UnsoundAttemptError
+from adaptra_megatron.elastic.live_group import COUNTS
+from adaptra_megatron.megatron.megatron_call import PipelineCall
+
+
+class MiscountedGradientsError(UnsoundAttemptError):
+    """Reduced gradients do not hold each micro-batch once: the attempt must not be committed."""
+
+    def __init__(self, stage: int, chunk: int, bucket: int, expected: int, found: int) -> None:
+        """`bucket`: its place among those of the chunk, experts' last."""
+        self.stage, self.chunk, self.bucket, self.expected, self.found = stage, chunk, bucket, expected, found
+        super().__init__(self.describe())
+
+    def describe(self) -> str:
+        """What is wrong, in one sentence."""
+        return (
+            f"stage {self.stage}, chunk {self.chunk}, bucket {self.bucket}: gradients hold {self.found} of "
+            f"{self.expected} micro-batches (replicas x micro-batches), so they are not those of the global batch"
+        )
+
+
+class Conserved(NamedTuple):
+    """What `Conservation.verify` has found right, and what ranks compare with each other."""
+
+    buckets: int
+    """How many were checked."""
+    tokens: int | None = None
+    """Where losses are per token: those of the micro-batches that this rank had the losses of; 0 but on the last stage.
+    The sum over the replicas of one lane is the divisor."""
+    divisor: int | None = None
+    """Where losses are per token: what this rank divided its gradients by."""
+
+
+class _Counted(NamedTuple):
+    counts: torch.Tensor
+    addends: tuple[int, ...]
+    """Number of ranks that each bucket is summed over."""
+
+
+class Conservation:
+    """Of one process, for the life of the job. Only where `FaultTolerantGroup` carries reductions."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[torch.nn.Module, _Counted] = {}
+
+    def begin(self, model_chunks: Sequence[torch.nn.Module]) -> None:
+        """Have counts for buckets of `model_chunks`; does nothing for those that have them."""
+        for chunk in model_chunks:
+            if chunk not in self._chunks:
+                self._chunks[chunk] = _counted(chunk)
+
+    def count(self, chunk: torch.nn.Module) -> None:
+        """A micro-batch adds its last gradients to `chunk` from here on."""
+        self._chunks[chunk].counts.add_(1)
+
+    def verify(
+        self, call: PipelineCall, tokens: torch.Tensor | None = None, divisor: torch.Tensor | None = None
+    ) -> Conserved:
+        """Return `Conserved` for reduced gradients of `call`. To be called before the optimizer steps, and once the
+        device has done what was launched: it reads from there, which nothing can interrupt.
+
+        `tokens`, `divisor`: see `Conserved`. Raises MiscountedGradientsError.
+        """
+        counted = [self._chunks[chunk] for chunk in call.model_chunks]
+        read = iter(torch.cat([each.counts for each in counted]).tolist())
+        for chunk, each in enumerate(counted):
+            for bucket, addends in enumerate(each.addends):
+                expected, found = addends * call.micro_batches, next(read)
+                if found != expected:
+                    raise MiscountedGradientsError(call.stage, chunk, bucket, expected, found)
+        buckets = sum(len(each.addends) for each in counted)
+        if tokens is None or divisor is None:
+            return Conserved(buckets)
+        return Conserved(buckets, int(tokens), int(divisor))
+
+
+def _counted(chunk: Any) -> _Counted:
+    """Give the buffers, buckets and shards of a DistributedDataParallel their counts."""
+    buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
+    buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
+    device = buckets[0].grad_data.device if buckets else None
+    counts = torch.zeros(len(buckets), dtype=torch.int32, device=device)
+    first = 0
+    for buffer in buffers:
+        setattr(buffer, COUNTS, counts[first : first + len(buffer.buckets)])
+        first += len(buffer.buckets)
+    places = {id(bucket): place for place, bucket in enumerate(buckets)}
+    addends = [0] * len(buckets)
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        settings = group.ddp_config
+        sharded = settings.use_distributed_optimizer
+        over = group.intra_distributed_optimizer_instance_group if sharded else group.data_parallel_group
+        instances = settings.num_distributed_optimizer_instances
+        for index, bucket in enumerate(group.buckets):
+            place = places[id(bucket)]
+            addends[place] = over.size() * instances
+            setattr(bucket.grad_data, COUNTS, counts[place : place + 1])
+            if instances > 1:
+                # What stock makes in its first reduction, and then adds up over the instances.
+                shards = list(bucket.grad_data.chunk(group.intra_distributed_optimizer_instance_size))
+                group.cached_grad_buffer_shard_list[index] = shards
+                setattr(shards[group.intra_distributed_optimizer_instance_rank], COUNTS, counts[place : place + 1])
+    return _Counted(counts, tuple(addends))
+
+
+# Digests of parameters.
+
+_WORDS = 1 << 18
+"""Words of 32 bits that are looked at together: 1 MiB, of which arithmetic makes several times as much."""
+_TABLES = 2
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def digest_of(model_chunks: Sequence[Any], iterations: int, scheduler_steps: int) -> bytes:
+    """Return 32 bytes that are equal on two ranks if and only if all parameters of `model_chunks` are equal to the
+    bit, with their order, shapes and types, and so are `iterations` and `scheduler_steps`.
+
+    To be called once parameters have been gathered and the device is done: it reads from there. Of each MiB 16 bytes
+    come to the host. Integer arithmetic modulo 2^64 gives the same on all devices, in whatever order it is added up.
+
+    Of each block of words x the device makes two sums of a_i * x_i, with fixed tables of odd a. One word that differs
+    always changes both, for an odd number has an inverse modulo 2^64. Several words that differ leave one sum as it is
+    for at most one of 2^32 tables (their differences have 32 bits, so at least 32 bits of a decide), and both for one
+    of 2^64. The tables are as good as drawn at random for errors, which do not know them; it is no defence against
+    somebody who looks for two models with one digest. What is made of blocks, sizes and counters is hashed by blake2b.
+    """
+    total = hashlib.blake2b(f"{iterations}/{scheduler_steps}".encode(), digest_size=32)
+    blocks: dict[torch.device, _BlockSums] = {}
+    sums: list[torch.Tensor] = []
+    for chunk in model_chunks:
+        for parameter in chunk.parameters():
+            total.update(f"{tuple(parameter.shape)}{parameter.dtype}".encode())
+            device = parameter.device
+            blocks[device] = blocks.get(device) or _BlockSums(device)
+            sums += blocks[device].of(parameter.detach())
+    if sums:
+        total.update(torch.stack(sums).cpu().numpy().tobytes())
+    return total.digest()
+
+
+class _BlockSums:
+    """On one device, whose memory is allocated once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._tables = _tables(device)
+        self._words, self._products = (torch.empty(_WORDS, dtype=torch.int64, device=device) for _ in range(2))
+
+    def of(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Sums of each of its blocks, which are scalars."""
+        flat = tensor.contiguous().reshape(-1)
+        per_block = 4 * _WORDS // flat.element_size()
+        for first in range(0, flat.numel(), per_block):
+            block = flat[first : first + per_block].view(torch.uint8)
+            # A copy where there is no whole number of words, or none begins here: parameters of 16 bits.
+            if block.numel() % 4 or block.storage_offset() % 4:
+                block = torch.nn.functional.pad(block, (0, -block.numel() % 4))
+            size = block.numel() // 4
+            words, products = self._words[:size], self._products[:size]
+            words.copy_(block.view(torch.int32))
+            for table in self._tables:
+                yield torch.mul(words, table[:size], out=products).sum()
+
+
+def _tables(device: torch.device) -> torch.Tensor:
+    """Odd numbers of 64 bits, by splitmix64 of their places. [tables, words]"""
+    mask = (1 << 64) - 1
+    place = torch.arange(1, _TABLES * _WORDS + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        # torch shifts in copies of the sign.
+        place = (place ^ ((place >> shift) & (mask >> shift))) * _signed(factor)
+    return (place | 1).view(_TABLES, _WORDS)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one representation of a pipeline schedule that planner, simulator, executor, CSV and trace share.
+
+A *stage* is a pipeline rank, a *chunk* is one of its model chunks, and a *virtual stage* is a position in the model:
+virtual stage 0 holds the embedding, the last one the loss. Which stage and chunk a virtual stage is, the schedule's
+placement says; in Megatron's, chunk c of stage s is virtual stage `c * stages + s`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+# Which stage runs which part of the model: the table that says where every message goes.
+
+# What the schedule package raises for a schedule that cannot be.
+
+
+class ScheduleError(ValueError):
+    """A schedule that breaks a rule: the message names the rule, the place, the numbers and the remedy.
+
+    `stage` and `action` say where, for programs; both are None when the schedule as a whole is wrong.
+    """
+
+    def __init__(self, message: str, *, stage: int | None = None, action: Action | None = None) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.action = action
+
+
+class MicroBatchCountError(ScheduleError, RuntimeError):
+    """A last group of micro-batches that is too small. Scripts may catch the RuntimeError that Megatron has for it."""
+
+
+def require_counts(**counts: int) -> None:
+    """Raise ScheduleError, naming the count, for one that is no whole number of at least 1."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ScheduleError(f"{name} must be a whole number of at least 1, got {count!r}")
+
+
+class Place(NamedTuple):
+    """Where a virtual stage runs."""
+
+    stage: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The stage of each virtual stage; a stage's chunks are its virtual stages in the order of the model.
+
+    So a list of stages says everything, and the CSV of a schedule says its placement. All stages hold equally many
+    chunks, and each at least one. Raises ScheduleError at construction for any other table.
+    """
+
+    stage_of: tuple[int, ...]
+    """By virtual stage."""
+
+    def __post_init__(self) -> None:
+        counts = Counter(self.stage_of)
+        if sorted(counts) != list(range(len(counts))) or not all(type(stage) is int for stage in counts):
+            raise ScheduleError(f"a placement names all of the stages 0, 1, ..., got {list(self.stage_of)}")
+        if len(set(counts.values())) > 1:
+            few, many = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+            raise ScheduleError(
+                f"stage {many} holds {counts[many]} virtual stages and stage {few} holds {counts[few]}: all stages "
+                "hold equally many chunks"
+            )
+
+    @cached_property
+    def stages(self) -> int:
+        return len(set(self.stage_of))
+
+    @cached_property
+    def chunks(self) -> int:
+        """Chunks of each stage."""
+        return len(self.stage_of) // self.stages if self.stage_of else 0
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """By virtual stage."""
+        chunks: Counter[int] = Counter()
+        found = []
+        for stage in self.stage_of:
+            found.append(Place(stage, chunks[stage]))
+            chunks[stage] += 1
+        return tuple(found)
+
+    @cached_property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """The directed links (source, target) that messages take, each once, by source."""
+        joined = {pair for ends in pairwise(self.stage_of) for pair in (ends, ends[::-1]) if ends[0] != ends[1]}
+        return tuple(sorted(joined, key=lambda ends: (ends[0], (ends[1] - ends[0]) % self.stages)))
+
+    @cached_property
+    def _virtual_stages(self) -> dict[tuple[int, int], int]:
+        return {place: virtual for virtual, place in enumerate(self.places)}
+
+    def virtual_stage(self, stage: int, chunk: int) -> int:
+        """Position in the model of `chunk` on `stage`. Raises KeyError where there is none."""
+        return self._virtual_stages[stage, chunk]
+
+    def next_place(self, stage: int, chunk: int) -> Place | None:
+        """Where activations of `chunk` on `stage` go; None from the last virtual stage."""
+        virtual = self._virtual_stages[stage, chunk] + 1
+        return self.places[virtual] if virtual < len(self.places) else None
+
+    def previous_place(self, stage: int, chunk: int) -> Place | None:
+        """Where input gradients of `chunk` on `stage` go; None from the first virtual stage."""
+        virtual = self._virtual_stages[stage, chunk] - 1
+        return self.places[virtual] if virtual >= 0 else None
+
+    @property
+    def shares_links(self) -> bool:
+        """Return whether a directed link carries activations and gradients."""
+        activations = set(pairwise(self.stage_of))
+        return any(source != target and (target, source) in activations for source, target in activations)
+
+    def peers(self, stage: int) -> list[int]:
+        """The other stages that `stage` exchanges messages with."""
+        return [target for source, target in self.links if source == stage]
+
+
+@lru_cache(maxsize=256)
+def interleaved(stages: int, chunks: int) -> Placement:
+    """Megatron's placement: virtual stage v is chunk v // stages of stage v % stages."""
+    return Placement(tuple(range(stages)) * chunks)
+
+
+@lru_cache(maxsize=256)
+def v_shape(stages: int, chunks: int = 2) -> Placement:
+    """The placement of ZB-V, V-Half and DualPipe-V: chunk 0 runs down the stages, chunk 1 back up, and so on in turn.
+
+    With two chunks stage 0 holds both ends of the model: the embedding and the loss.
+    """
+    down = tuple(range(stages))
+    return Placement(tuple(stage for chunk in range(chunks) for stage in (down[::-1] if chunk % 2 else down)))
+
+
+class Kind(str, enum.Enum):
+    """What an action computes. The letters are those of torch.distributed.pipelining's CSV."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Input and weight gradients in one go."""
+    BACKWARD_INPUT = "I"
+    """The input gradient alone; a BACKWARD_WEIGHT of the same micro-batch and chunk must follow."""
+    BACKWARD_WEIGHT = "W"
+    """The weight gradient that a BACKWARD_INPUT left."""
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def sends_gradient(self) -> bool:
+        """Return whether the action ends by sending an input gradient to the previous virtual stage."""
+        return self is Kind.BACKWARD or self is Kind.BACKWARD_INPUT
+
+
+class Action(NamedTuple):
+    """One unit of work of one stage."""
+
+    stage: int
+    kind: Kind
+    chunk: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} {self.kind.value}(micro-batch {self.micro_batch}, chunk {self.chunk})"
+
+
+Order = tuple[Action, ...]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Schedule:
+    """One ordered tuple of actions per stage. Nothing is checked here: `checks.check_schedule` does that."""
+
+    stages: int
+    chunks: int
+    micro_batches: int
+    orders: tuple[Order, ...]
+    custom_placement: Placement | None = None
+    """None: Megatron's, which is also what Megatron's own table becomes."""
+
+    def __post_init__(self) -> None:
+        if self.custom_placement is not None and self.custom_placement == interleaved(self.stages, self.chunks):
+            object.__setattr__(self, "custom_placement", None)
+
+    def __repr__(self) -> str:
+        return f"<Schedule: {self.stages} stages x {self.chunks} chunks, {self.micro_batches} micro-batches>"
+
+    @property
+    def placement(self) -> Placement:
+        """Which stage runs each virtual stage, and so where each message goes."""
+        return self.custom_placement or interleaved(self.stages, self.chunks)
+
+    @property
+    def virtual_stages(self) -> int:
+        return self.stages * self.chunks
+
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether any backward is split in input and weight gradient."""
+        return any(action.kind is Kind.BACKWARD_INPUT for order in self.orders for action in order)

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an iteration of a job costs: data-parallel pipelines (replicas) that run one plan, each with its own costs.
+
+Replicas meet once per iteration: the gradient synchronisation of a stage starts when the last replica has ended its
+last action there. The ranks of a stage that share its work (tensor and context parallel peers) act as one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from adaptra_megatron.schedule.costs import (
+    CostError,
+    Costs,
+    LinkCost,
+    PerChunk,
+    PerMicroBatch,
+    costs_from_json,
+    is_number,
+    is_per_micro_batch,
+    micro_batches_from_json,
+    table_from_json,
+)
+from adaptra_megatron.schedule.ir import Placement
+
+MOST_REPLICAS = 1 << 20
+
+
+class LinkChange(NamedTuple):
+    """New costs of a directed link; None keeps what it had."""
+
+    latency_s: float | None = None
+    occupancy_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """How the costs of some replicas differ from the job's."""
+
+    replicas: tuple[int, ...] | None = None
+    """None: all of them."""
+    links: Mapping[tuple[int, int], LinkChange] = field(default_factory=dict)
+    tables: Mapping[str, PerChunk] = field(default_factory=dict)
+    """New seconds per stage and chunk, by the names of `Costs.tables`."""
+    micro_batches: Mapping[str, PerMicroBatch] = field(default_factory=dict)
+    """New seconds per stage, chunk and micro-batch, by the same names."""
+    slow_stages: Mapping[int, float] = field(default_factory=dict)
+    """Factor on all seconds of a stage, such as 1.3 for a GPU that takes 30% longer."""
+
+    def applied_to(self, costs: Costs) -> Costs:
+        """`costs` with these changes. Raises CostError for a stage or link that is none of the pipeline's."""
+        kept = {name: table for name, table in costs.micro_batch_factors.items() if name not in self.tables}
+        costs = dataclasses.replace(costs.with_tables(self.tables), micro_batch_factors=kept)
+        costs = costs.with_micro_batches(self.micro_batches)
+        tables = costs.tables()
+        for stage, factor in self.slow_stages.items():
+            if not 0 <= stage < costs.stages:
+                raise CostError(f"slow stage {stage} is none of the stages 0..{costs.stages - 1}")
+            if not is_number(factor) or factor <= 0:
+                raise CostError(f"factor of slow stage {stage} must be a number above 0, got {factor!r}")
+            for name, table in tables.items():
+                slow = tuple(factor * seconds for seconds in table[stage])
+                tables[name] = (*table[:stage], slow, *table[stage + 1 :])
+        links = dict(costs.links)
+        for (source, target), change in self.links.items():
+            before = costs.link(source, target)
+            given = {name: seconds for name, seconds in change._asdict().items() if seconds is not None}
+            links[source, target] = before._replace(**given)
+        return dataclasses.replace(costs, links=links).with_tables(tables)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaGroup:
+    """Replicas with equal costs."""
+
+    replicas: tuple[int, ...]
+    costs: Costs
+
+    def __str__(self) -> str:
+        return f"replica{'s' if len(self.replicas) > 1 else ''} {ranges(self.replicas)}"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class JobCosts:
+    """Costs of one iteration of a job; make it with `job_costs` or `job_json.job_costs_from_json`."""
+
+    base: Costs
+    """Costs of a replica that nothing is overridden for."""
+    overrides: tuple[Override, ...]
+    groups: tuple[ReplicaGroup, ...]
+    """Every replica is in one; ascending by first replica."""
+    ranks_per_stage: int
+    """Ranks that share the work of one stage of one replica: tensor x context parallel size."""
+    gradient_sync_s: tuple[float, ...]
+    """Per stage: seconds of the collective over all replicas at the end of the iteration."""
+    message_bytes: int | None
+    """Bytes of one activation or gradient on a link, where known: what turns a bandwidth into an occupancy."""
+
+    def __repr__(self) -> str:
+        base = self.base
+        return (
+            f"<JobCosts: {base.stages} stages x {base.chunks} chunks, {base.micro_batches} micro-batches, "
+            f"{self.replicas} replicas of {len(self.groups)} kinds>"
+        )
+
+    @property
+    def replicas(self) -> int:
+        return sum(len(group.replicas) for group in self.groups)
+
+    @property
+    def ranks(self) -> int:
+        return self.base.stages * self.replicas * self.ranks_per_stage
+
+    @property
+    def is_one_pipeline(self) -> bool:
+        """Return whether there is nothing but the makespan of a single pipeline to know."""
+        return self.replicas == 1 and not any(self.gradient_sync_s)
+
+    def placed(self, placement: Placement) -> JobCosts:
+        """The same job with the parts of the model placed otherwise, in all replicas. Raises CostError as `Costs`."""
+        return dataclasses.replace(self, base=self.base.placed(placement)).changed()
+
+    def changed(self, *overrides: Override, replicas: int | None = None) -> JobCosts:
+        """The same job with more overrides, or another number of replicas. Raises CostError as `job_costs`."""
+        return job_costs(
+            self.base,
+            replicas=self.replicas if replicas is None else replicas,
+            overrides=(*self.overrides, *overrides),
+            ranks_per_stage=self.ranks_per_stage,
+            gradient_sync_s=self.gradient_sync_s,
+            message_bytes=self.message_bytes,
+        )
+
+
+def job_costs(
+    base: Costs,
+    *,
+    replicas: int = 1,
+    overrides: Sequence[Override] = (),
+    ranks_per_stage: int = 1,
+    gradient_sync_s: Sequence[float] = (),
+    message_bytes: int | None = None,
+) -> JobCosts:
+    """The job of `replicas` pipelines that cost `base`, but for `overrides`, applied in their order.
+
+    Empty `gradient_sync_s`: 0 for every stage. Raises CostError for counts below 1 and for replicas, stages and links
+    that do not exist.
+    """
+    for name, count in (("replicas", replicas), ("ranks_per_stage", ranks_per_stage), ("message_bytes", message_bytes)):
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise CostError(f"{name} must be a whole number of at least 1, got {count!r}")
+    if replicas > MOST_REPLICAS:
+        raise CostError(f"replicas must be at most {MOST_REPLICAS}, got {replicas}")
+    sync_s = tuple(gradient_sync_s) or (0.0,) * base.stages
+    if len(sync_s) != base.stages:
+        raise CostError(f"gradient_sync_s has {len(sync_s)} entries for {base.stages} stages")
+    for stage, seconds in enumerate(sync_s):
+        if not is_number(seconds) or seconds < 0:
+            raise CostError(f"gradient_sync_s of stage {stage} must be seconds >= 0, got {seconds!r}")
+    return JobCosts(
+        base=base,
+        overrides=tuple(overrides),
+        groups=_groups(base, replicas, overrides),
+        ranks_per_stage=ranks_per_stage,
+        gradient_sync_s=sync_s,
+        message_bytes=message_bytes,
+    )
+
+
+def worst_costs(groups: Sequence[ReplicaGroup]) -> Costs:
+    """The slowest of each stage and link over all `groups`: no replica's own costs, but no replica is slower."""
+    all_costs = [group.costs for group in groups]
+
+    def worst(name: str) -> PerChunk:
+        rows = zip(*(getattr(costs, name) for costs in all_costs), strict=True)
+        return tuple(tuple(map(max, zip(*row, strict=True))) for row in rows)
+
+    links = {
+        ends: [costs.link(*ends) for costs in all_costs] for ends in sorted({e for c in all_costs for e in c.links})
+    }
+    worst_tables = {name: worst(name) for name in all_costs[0].tables()}
+    found = dataclasses.replace(
+        all_costs[0].with_tables(worst_tables),
+        links={
+            ends: LinkCost(
+                max(cost.latency_s for cost in costs),
+                max(cost.occupancy_s for cost in costs),
+                any(cost.rendezvous for cost in costs),
+            )
+            for ends, costs in links.items()
+        },
+    )
+    varied = {name for costs in all_costs for name in costs.micro_batch_factors}
+    return found.with_micro_batches({name: _worst_micro_batches(name, all_costs) for name in sorted(varied)})
+
+
+def _worst_micro_batches(name: str, all_costs: Sequence[Costs]) -> PerMicroBatch:
+    def worst(stage: int, chunk: int) -> tuple[float, ...]:
+        return tuple(map(max, zip(*(costs.micro_batch_s(name, stage, chunk) for costs in all_costs), strict=True)))
+
+    stages, chunks = range(all_costs[0].stages), range(all_costs[0].chunks)
+    return tuple(tuple(worst(stage, chunk) for chunk in chunks) for stage in stages)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text: `0-2, 17`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _groups(base: Costs, replicas: int, overrides: Sequence[Override]) -> tuple[ReplicaGroup, ...]:
+    changes: list[tuple[int, ...]] = [()] * replicas
+    for number, override in enumerate(overrides):
+        for replica in range(replicas) if override.replicas is None else sorted(set(override.replicas)):
+            if not 0 <= replica < replicas:
+                raise CostError(
+                    f"an override names replica {replica}, but there are {replicas} (0..{replicas - 1}): name one of "
+                    "those, or raise the count of replicas"
+                )
+            changes[replica] += (number,)
+    members: dict[tuple[int, ...], list[int]] = {}
+    for replica, numbers in enumerate(changes):
+        members.setdefault(numbers, []).append(replica)
+    # Different overrides may come to the same costs.
+    equal: dict[tuple[Any, ...], ReplicaGroup] = {}
+    for numbers, found in members.items():
+        costs = base
+        for number in numbers:
+            costs = overrides[number].applied_to(costs)
+        factors = tuple(sorted(costs.micro_batch_factors.items()))
+        key = (*costs.tables().values(), tuple(sorted(costs.links.items())), factors)
+        others = equal[key].replicas if key in equal else ()
+        equal[key] = ReplicaGroup(replicas=tuple(sorted((*others, *found))), costs=costs)
+    return tuple(sorted(equal.values(), key=lambda group: group.replicas[0]))
+
+
+# Reads the costs of a job from JSON: those of one pipeline, and what its replicas add.
+
+_JOB_FIELDS = ("replicas", "ranks_per_stage", "gradient_sync_s", "message_bytes")
+
+
+def job_costs_from_json(document: Any) -> JobCosts:
+    """Costs of a job from the parsed JSON document of `costs_from_json`, with these optional fields more:
+
+    `replicas`, either a number or `{"count": 256, "overrides": [{"replicas": [3, "8-15"], "links": [...], "forward_s":
+    ..., "slow_stages": [{"stage": 5, "factor": 1.3}]}]}`; `ranks_per_stage`; `gradient_sync_s`, one number or one per
+    stage; `message_bytes`. An override without `replicas` is one of all; what a link in it does not say stays as it
+    is. Raises CostError for a missing or unknown field or a wrong value.
+    """
+    if not isinstance(document, dict):
+        raise CostError(f"costs must be a JSON object, got {type(document).__name__}")
+    base = costs_from_json({name: value for name, value in document.items() if name not in _JOB_FIELDS})
+    replicas = document.get("replicas", 1)
+    if not isinstance(replicas, dict):
+        replicas = {"count": replicas}
+    _require_known(replicas, {"count", "overrides"}, "replicas")
+    if "count" not in replicas:
+        raise CostError("replicas needs a 'count'")
+    sync_s = document.get("gradient_sync_s", ())
+    if is_number(sync_s):
+        sync_s = (sync_s,) * base.stages
+    if not isinstance(sync_s, (list, tuple)):
+        raise CostError(f"gradient_sync_s must be seconds, or a list with one number per stage, got {sync_s!r}")
+    overrides = replicas.get("overrides", [])
+    if not isinstance(overrides, list):
+        raise CostError(f"overrides of replicas must be a list of objects, got {overrides!r}")
+    return job_costs(
+        base,
+        replicas=replicas["count"],
+        overrides=[_override_from_json(entry, base) for entry in overrides],
+        ranks_per_stage=document.get("ranks_per_stage", 1),
+        gradient_sync_s=sync_s,
+        message_bytes=document.get("message_bytes"),
+    )
+
+
+def _override_from_json(entry: Any, base: Costs) -> Override:
+    if not isinstance(entry, dict):
+        raise CostError(f"an override of replicas must be an object, got {entry!r}")
+    _require_known(entry, {"replicas", "links", "slow_stages", *base.tables()}, "an override of replicas")
+    links: dict[tuple[int, int], LinkChange] = {}
+    for link in _objects(entry, "links", {"from", "to"}, {"latency_s", "occupancy_s"}):
+        links[link["from"], link["to"]] = LinkChange(link.get("latency_s"), link.get("occupancy_s"))
+    given = {name: entry[name] for name in base.tables() if name in entry}
+    slow = {entry["stage"]: entry["factor"] for entry in _objects(entry, "slow_stages", {"stage", "factor"}, set())}
+    if not all(isinstance(number, int) for number in (*slow, *(end for ends in links for end in ends))):
+        raise CostError("stages of an override of replicas must be whole numbers")
+    return Override(
+        replicas=replica_numbers(entry["replicas"]) if "replicas" in entry else None,
+        links=links,
+        tables={
+            name: table_from_json(name, value, base.stages, base.chunks)
+            for name, value in given.items()
+            if not is_per_micro_batch(value)
+        },
+        micro_batches={
+            name: micro_batches_from_json(name, value, base)
+            for name, value in given.items()
+            if is_per_micro_batch(value)
+        },
+        slow_stages=slow,
+    )
+
+
+def replica_numbers(value: Any) -> tuple[int, ...]:
+    """Numbers from a list such as `[3, "8-15"]`. Raises CostError for what is no number and no range."""
+    if not isinstance(value, (list, tuple)) or not value:
+        raise CostError(f'replicas of an override must be a list such as [3, "8-15"], got {value!r}')
+    numbers: list[int] = []
+    for entry in value:
+        first, _, last = entry.partition("-") if isinstance(entry, str) else (str(entry), "", "")
+        last = last or first
+        if isinstance(entry, bool) or not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise CostError(f'{entry!r} is no replica and no range of replicas such as "8-15"')
+        if int(last) >= MOST_REPLICAS:
+            raise CostError(f"replica {last} is beyond the {MOST_REPLICAS} that a job may have")
+        numbers += range(int(first), int(last) + 1)
+    return tuple(numbers)
+
+
+def _objects(entry: dict[str, Any], name: str, needed: set[str], optional: set[str]) -> list[dict[str, Any]]:
+    found = entry.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(item, dict) and needed <= set(item) for item in found):
+        raise CostError(f"{name} of an override must be a list of objects with {' and '.join(sorted(needed))}")
+    for item in found:
+        _require_known(item, needed | optional, f"{name} of an override")
+    return found
+
+
+def _require_known(entry: dict[str, Any], known: set[str], where: str) -> None:
+    unknown = sorted(set(entry) - known)
+    if unknown:
+        raise CostError(f"unknown field {unknown[0]!r} in {where}; known are {', '.join(sorted(known))}")

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds one schedule for all replicas of a job, which must run the same: the one whose slowest replica is fastest.
+
+A plan for the slowest of every stage and link over all replicas suits a pipeline that does not exist, and under a cap
+it may serve the real ones badly. So plans are also made for few replicas at a time: for the one with most to do, then
+for the slowest of that one and whichever replica the plan left behind, and so on (a cutting plane in the space of
+replicas), and for costs near the first ones. The plan with the shortest simulated iteration of all replicas wins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adaptra_megatron.schedule.bounds import LowerBound
+from adaptra_megatron.schedule.ir import Schedule
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts, ReplicaGroup, worst_costs
+from adaptra_megatron.schedule.jobs.job_simulation import (
+    JobSimulation,
+    Progress,
+    first_behind,
+    fixed_order,
+    hardest_first,
+    job_bound,
+    simulate_job,
+)
+from adaptra_megatron.schedule.planner import ENOUGH, default_deadline_s, nearby_costs, plan
+
+_OTHERS = 8
+"""Plans after the one for all replicas."""
+_FEW = 4
+"""Replicas that a plan is made for, at most, when it is not made for all."""
+_LEAST_S = 0.1
+"""Deadline of the plan for all replicas, where none is given, and of those after it together; at least one search."""
+_NO_GAP = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """A schedule for all replicas, what an iteration takes, and how far that may be from the best."""
+
+    schedule: Schedule
+    simulation: JobSimulation
+    lower_bound: LowerBound
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the lower bound: 0.02 is 2%."""
+        return self.lower_bound.gap_of(self.simulation.makespan_s)
+
+
+def plan_job(
+    job: JobCosts, *, deadline_s: float | None = None, split: bool = True, progress: Progress | None = None
+) -> JobPlan:
+    """The best schedule found for all replicas of `job`.
+
+    Deterministic as `plan`, and paid for as there: half of `deadline_s` plans for all replicas at once, the rest for
+    the others; simulating replicas comes on top. None: twice 0.1 s, or
+    two searches where these take longer (of equal replicas: as `plan`), until the plan is within `ENOUGH` of its bound.
+    Raises PlanError if no schedule fits the caps.
+    """
+    if len(job.groups) == 1:
+        return _plan_for_equals(job, deadline_s, split, progress)
+    total_s, enough = deadline_s, _NO_GAP
+    if total_s is None:
+        total_s, enough = 2.0 * max(_LEAST_S, default_deadline_s(job.base, split=split)), ENOUGH
+    bound = job_bound(job, progress=progress)
+    schedule = plan(worst_costs(job.groups), deadline_s=0.5 * total_s, split=split).schedule
+    simulation = simulate_job(schedule, job, progress=progress)
+    best = JobPlan(schedule=schedule, simulation=simulation, lower_bound=bound)
+    chosen: tuple[ReplicaGroup, ...] = (hardest_first(job)[0],)
+    variants = 0
+    for number in range(_OTHERS):
+        if progress is not None:
+            progress("planning", 1 + number, 1 + _OTHERS)
+        if best.gap <= enough:
+            break
+        costs = worst_costs(chosen)
+        if chosen == job.groups:
+            costs, variants = nearby_costs(costs, variants), variants + 1
+        schedule = plan(costs, deadline_s=0.5 * total_s / _OTHERS, split=split).schedule
+        behind = _behind(schedule, best)
+        if behind is None:
+            simulation = simulate_job(schedule, job, progress=progress)
+            best = JobPlan(schedule=schedule, simulation=simulation, lower_bound=bound)
+            behind = job.groups[simulation.slowest]
+        if chosen != job.groups:
+            chosen = job.groups if behind in chosen or len(chosen) == _FEW else (*chosen, behind)
+    return best
+
+
+def _behind(schedule: Schedule, best: JobPlan) -> ReplicaGroup | None:
+    """A replica with which `schedule` is no better than `best`; those that are slow there come first: found soon."""
+    job, slow_s = best.simulation.job, best.simulation.pipelines_s
+    order = sorted(range(len(slow_s)), key=lambda index: -slow_s[index])
+    limit_s = best.simulation.makespan_s * (1.0 - _NO_GAP)
+    return first_behind(fixed_order(schedule, job.base), job, [job.groups[index] for index in order], limit_s)
+
+
+def _plan_for_equals(job: JobCosts, deadline_s: float | None, split: bool, progress: Progress | None) -> JobPlan:
+    schedule = plan(job.groups[0].costs, deadline_s=deadline_s, split=split, progress=progress).schedule
+    simulation = simulate_job(schedule, job)
+    return JobPlan(schedule=schedule, simulation=simulation, lower_bound=job_bound(job))

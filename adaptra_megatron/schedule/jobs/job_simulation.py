@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long an iteration of a job of many replicas takes, which replica is the slowest, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from adaptra_megatron.schedule import _native
+from adaptra_megatron.schedule.bounds import LowerBound, lower_bound
+from adaptra_megatron.schedule.costs import Costs, PerChunk
+from adaptra_megatron.schedule.ir import Schedule
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts, ReplicaGroup
+from adaptra_megatron.schedule.native import encode_schedule, problem_from_costs
+from adaptra_megatron.schedule.simulator import peak_in_flight, require_room_for_chunks, simulate
+from adaptra_megatron.schedule.transfers.blocking import encoded_programs
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how many of its parts are, and how many there are; from the caller's thread."""
+
+Finish = tuple[float, ...]
+"""Per stage: seconds at which its last action ends."""
+
+_BOUNDED = 8
+"""Groups of replicas whose lower bounds are worked out: those with the largest simple ones."""
+_ROUNDING = 1e-9
+_SUSPECTS = 8
+"""Links and stages of a slow replica that are tried as the cause: those with the most time to lose."""
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSimulation:
+    """One iteration of a job."""
+
+    job: JobCosts
+    makespan_s: float
+    """Until the last gradient synchronisation has ended."""
+    finish_s: tuple[Finish, ...]
+    """Per group of `job.groups`."""
+    peak_in_flight: tuple[float, ...]
+    """Most activations each stage holds at once, in any replica."""
+    slowest: int
+    """The group that the others wait for."""
+
+    @property
+    def pipelines_s(self) -> tuple[float, ...]:
+        """Per group: makespan of its pipeline, without synchronisation."""
+        return tuple(max(finish) for finish in self.finish_s)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What slows a replica most: the link or stage without whose slowness it would gain the most."""
+
+    what: str
+    """Such as "link 3-4" or "stage 7"."""
+    gain_s: float
+    """By how much its pipeline would be faster if that cost what it costs other replicas."""
+
+
+def simulate_job(
+    schedule: Schedule, job: JobCosts, *, blocking: bool = False, progress: Progress | None = None
+) -> JobSimulation:
+    """Every replica runs `schedule`; equal ones are simulated once, several at a time.
+
+    Raises SimulationError or ScheduleError as `simulate`.
+    """
+    simulate_one = fixed_order(schedule, job.base, blocking=blocking)
+    finish_s = for_groups(simulate_one, job.groups, "simulating replicas", progress)
+    return _job_simulation(job, finish_s, peak_in_flight(schedule, job.base.released_at_backward_input))
+
+
+def simulate_job_online(job: JobCosts, *, progress: Progress | None = None) -> JobSimulation:
+    """Every replica dispatches for itself. Raises CostError as `simulate_online`."""
+    require_room_for_chunks(job.base)
+    found = for_groups(
+        lambda costs: _native.dispatch_finish(problem_from_costs(costs)), job.groups, "dispatching replicas", progress
+    )
+    peaks = tuple(map(max, zip(*(peaks for _, peaks in found), strict=True)))
+    return _job_simulation(job, [tuple(finish) for finish, _ in found], peaks)
+
+
+def fixed_order(schedule: Schedule, costs: Costs, *, blocking: bool = False) -> Callable[[Costs], Finish]:
+    """What replays `schedule` for costs of the pipeline of `costs`, for which it is checked.
+
+    Raises SimulationError if it does not fit or deadlocks, which depends on no cost; ScheduleError as `simulate`.
+    """
+    simulate(schedule, costs)
+    if blocking:
+        programs = encoded_programs(schedule)
+        return lambda other: tuple(_native.blocking_finish(problem_from_costs(other), programs))
+    orders = _native.EncodedOrders(encode_schedule(schedule))
+    return lambda other: tuple(_native.replay_finish(problem_from_costs(other), orders))
+
+
+def online_order(costs: Costs) -> Finish:
+    """When the stages end under online dispatch."""
+    return tuple(_native.dispatch_finish(problem_from_costs(costs))[0])
+
+
+def iteration_s(finish_s: Iterable[Finish], gradient_sync_s: Sequence[float]) -> float:
+    """A stage's synchronisation starts when the last replica has finished there; the last one ends the iteration."""
+    last: Iterable[float] = map(max, zip(*finish_s, strict=True))
+    return max(end + sync for end, sync in zip(last, gradient_sync_s, strict=True))
+
+
+def for_groups(
+    work: Callable[[Costs], Result], groups: Sequence[ReplicaGroup], doing: str = "", progress: Progress | None = None
+) -> list[Result]:
+    """`work` for the costs of each group, on every core: native code releases the GIL."""
+    results: list[Result] = []
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
+        for result in threads.map(lambda group: work(group.costs), groups):
+            results.append(result)
+            if progress is not None:
+                progress(doing, len(results), len(groups))
+    return results
+
+
+def first_behind(
+    run: Callable[[Costs], Finish], job: JobCosts, groups: Sequence[ReplicaGroup], limit_s: float
+) -> ReplicaGroup | None:
+    """The first of `groups` that ends its iteration after `limit_s`, None if none does. Simulates a few at a time."""
+    few = os.cpu_count() or 1
+    for first in range(0, len(groups), few):
+        some = groups[first : first + few]
+        for group, finish in zip(some, for_groups(run, some), strict=True):
+            if iteration_s([finish], job.gradient_sync_s) > limit_s:
+                return group
+    return None
+
+
+def find_cause(simulation: JobSimulation, run: Callable[[Costs], Finish]) -> Cause | None:
+    """Why the slowest replica is: `run` tells its stages' ends under other costs (`fixed_order`, `online_order`).
+
+    The links and stages that cost it more than a replica without overrides (if it is one: than free links and stages
+    like most others) are set back one by one. None if no single one makes a difference.
+    """
+    base, costs = simulation.job.base, simulation.job.groups[simulation.slowest].costs
+    before_s = max(simulation.finish_s[simulation.slowest])
+    suspects = [*_suspects(costs, base)] or [*_suspects(costs, _even(base))]
+    suspects = sorted(suspects, key=lambda suspect: -suspect[0])[:_SUSPECTS]
+    ends = [(max(run(without)), what) for _, what, without in suspects]
+    best_s, what = min(ends, default=(before_s, ""))
+    return Cause(what, before_s - best_s) if best_s < before_s * (1.0 - _ROUNDING) else None
+
+
+def job_bound(job: JobCosts, *, progress: Progress | None = None) -> LowerBound:
+    """No plan and no dispatch makes an iteration of the job shorter, whatever each replica runs.
+
+    The largest bound of the replicas with most to do, plus the synchronisation that the last stage to end still needs.
+    """
+    sync_s = job.gradient_sync_s
+    hardest = hardest_first(job)
+    found = for_groups(lower_bound, hardest[:_BOUNDED], "bounding replicas", progress)
+    best, group = max(zip(found, hardest, strict=False), key=lambda pair: pair[0].seconds)
+    seconds, simple_s = best.seconds + min(sync_s), simple_bound_s(hardest[0].costs, sync_s)
+    if simple_s > seconds:
+        return LowerBound(seconds=simple_s, kind="synchronisation", where=str(hardest[0]))
+    return LowerBound(
+        seconds=seconds, kind=best.kind, where=best.where if len(hardest) == 1 else f"{best.where} of {group}"
+    )
+
+
+def hardest_first(job: JobCosts) -> list[ReplicaGroup]:
+    """The groups of `job` by descending `simple_bound_s`."""
+    return sorted(job.groups, key=lambda group: -simple_bound_s(group.costs, job.gradient_sync_s))
+
+
+def simple_bound_s(costs: Costs, gradient_sync_s: Sequence[float]) -> float:
+    """The way of the first micro-batch to a stage, all its work, and its synchronisation, at the worst stage."""
+    way_s = worst_s = 0.0
+    places = costs.placement.places
+    for place, following in zip(places, (*places[1:], None), strict=True):
+        stage, chunk = place
+        if chunk > 0:
+            break
+        split_s = map(sum, zip(costs.backward_input_s[stage], costs.backward_weight_s[stage], strict=True))
+        backward_s = sum(map(min, split_s, costs.whole_backward_s[stage]))
+        work_s = costs.micro_batches * (sum(costs.forward_s[stage]) + backward_s)
+        worst_s = max(worst_s, (way_s + work_s + gradient_sync_s[stage]) * (1.0 - _ROUNDING))
+        way_s += costs.forward_s[stage][chunk]
+        if following is not None:
+            way_s += costs.link(stage, following.stage).transfer_s
+    return worst_s
+
+
+def _job_simulation(job: JobCosts, finish_s: Sequence[Finish], peaks: tuple[float, ...]) -> JobSimulation:
+    ends = [iteration_s([finish], job.gradient_sync_s) for finish in finish_s]
+    return JobSimulation(
+        job=job,
+        makespan_s=max(ends),
+        finish_s=tuple(finish_s),
+        peak_in_flight=peaks,
+        slowest=ends.index(max(ends)),
+    )
+
+
+def _suspects(costs: Costs, usual: Costs) -> Iterable[tuple[float, str, Costs]]:
+    """Each link (both ways) and stage that costs more than usual: seconds it may lose, its name, costs without that."""
+    for stage in range(costs.stages):
+        pairs = {name: (table, usual.tables()[name][stage]) for name, table in costs.tables().items()}
+        slow_s = sum(sum(table[stage]) - sum(row) for name, (table, row) in pairs.items() if name != "backward_s")
+        if slow_s > 0.0:
+            tables = {name: (*table[:stage], row, *table[stage + 1 :]) for name, (table, row) in pairs.items()}
+            yield costs.micro_batches * slow_s, f"stage {stage}", costs.with_tables(tables)
+    for ends in sorted({(min(link), max(link)) for link in costs.links}):
+        links, lost_s = dict(costs.links), 0.0
+        for link in (ends, ends[::-1]):
+            here, there = costs.link(*link), usual.link(*link)
+            lost_s += here.transfer_s - there.transfer_s
+            links[link] = there
+        if lost_s > 0.0:
+            yield costs.micro_batches * lost_s, f"link {ends[0]}-{ends[1]}", dataclasses.replace(costs, links=links)
+
+
+def _even(costs: Costs) -> Costs:
+    """The same pipeline with free links, and with the median of its stages everywhere."""
+
+    def median(table: PerChunk) -> PerChunk:
+        return (tuple(map(statistics.median_low, zip(*table, strict=True))),) * costs.stages
+
+    tables = {name: median(table) for name, table in costs.tables().items()}
+    return dataclasses.replace(costs, links={}).with_tables(tables)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an iteration of a job costs whose micro-batches may pass each stage at any replica's cell."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.schedule.costs import CostError, Costs, LinkCost, is_number
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts
+
+
+class RoutingError(CostError):
+    """A job that cannot be routed: the message names the rule, the cell or the count, and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedCosts:
+    """Costs of one iteration of a job whose cells of one stage hold the same weights.
+
+    `replicas[d]` are those of replica d's own pipeline: its seconds are what its cells take, its
+    `Costs.micro_batch_factors` how its micro-batches differ, wherever they run. `links` joins cells of neighbouring
+    stages; between two replicas a link that is not listed costs the worse of what the two replicas' own links do.
+    A rendezvous link is busy until its message has arrived. `sync_s[stage]` are seconds after the last action of a
+    stage (gradient synchronisation and optimizer step).
+
+    Raises RoutingError for a stage without a live cell, and for what is not routed: several chunks (a cell's cap has to
+    keep room for the later chunks of micro-batches that come back to it from any replica: `interleaved` does so around
+    dead cells, with little in flight), shared queues, placements that are not Megatron's.
+    """
+
+    replicas: tuple[Costs, ...]
+    dead: frozenset[Cell] = frozenset()
+    """Cells that take no work."""
+    links: Mapping[tuple[Cell, Cell], LinkCost] = field(default_factory=dict)
+    sync_s: tuple[float, ...] = ()
+    staggered: bool = False
+    """True: a stage starts its next iteration when it has synchronised itself, without waiting for the others
+    (ReCycle's staggered optimizer): then the period counts, the longest time that one stage is at work."""
+    pinned: frozenset[int] = frozenset()
+    """Stages whose micro-batches stay at their own replicas."""
+
+    def __post_init__(self) -> None:
+        if not self.replicas:
+            raise RoutingError("a job needs at least one replica")
+        first = self.replicas[0]
+        for replica, costs in enumerate(self.replicas):
+            if (costs.stages, costs.micro_batches) != (first.stages, first.micro_batches):
+                raise RoutingError(
+                    f"replica {replica} has {costs.stages} stages and {costs.micro_batches} micro-batches, replica 0 "
+                    f"has {first.stages} and {first.micro_batches}: cells can only help each other where these agree"
+                )
+            if costs.chunks != 1:
+                raise RoutingError(
+                    f"replica {replica} runs {costs.chunks} chunks per stage: micro-batches are routed by "
+                    "speed with one only, for with several a cap on what a cell holds may deadlock; set chunks to 1"
+                )
+            if costs.shared_queue or costs.custom_placement is not None:
+                what = "a shared queue" if costs.shared_queue else "a placement of its own"
+                raise RoutingError(f"replica {replica} has {what}: micro-batches are routed without one")
+            if (costs.backward_s is None) != (first.backward_s is None):
+                raise RoutingError(f"backward_s of replica {replica} and of replica 0 must both be given, or neither")
+        self._check_cells()
+        if not self.sync_s:
+            object.__setattr__(self, "sync_s", (0.0,) * self.stages)
+        if len(self.sync_s) != self.stages or not all(is_number(each) and each >= 0 for each in self.sync_s):
+            raise RoutingError(f"sync_s must have seconds >= 0 for each of {self.stages} stages, got {self.sync_s!r}")
+
+    def _check_cells(self) -> None:
+        known = {Cell(replica, stage) for replica in range(len(self.replicas)) for stage in range(self.stages)}
+        named = {*self.dead, *(cell for ends in self.links for cell in ends)}
+        if unknown := sorted(named - known):
+            raise RoutingError(
+                f"cell {unknown[0]} is none of the {len(self.replicas)} replicas x {self.stages} stages of the job"
+            )
+        for source, target in self.links:
+            if abs(source.stage - target.stage) != 1:
+                raise RoutingError(f"link {source}->{target} does not join cells of neighbouring stages")
+        if kept := sorted(cell for cell in self.dead if cell.stage in self.pinned):
+            raise RoutingError(
+                f"cell {kept[0]} is dead, and its stage is pinned: its micro-batches cannot go elsewhere"
+            )
+        for stage in range(self.stages):
+            if all(Cell(replica, stage) in self.dead for replica in range(len(self.replicas))):
+                raise RoutingError(
+                    f"all {len(self.replicas)} cells of stage {stage} take no work: no replica has its weights, "
+                    "restart from a checkpoint"
+                )
+
+    @property
+    def stages(self) -> int:
+        return self.replicas[0].stages
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one replica."""
+        return self.replicas[0].micro_batches
+
+    @property
+    def job_micro_batches(self) -> int:
+        """Micro-batches of all replicas: number m of replica d is `d * micro_batches + m` in the job."""
+        return len(self.replicas) * self.micro_batches
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """All cells, dead ones too, in the order in which plans list them: replica by replica."""
+        return tuple(Cell(replica, stage) for replica in range(len(self.replicas)) for stage in range(self.stages))
+
+
+def routed_costs(
+    job: JobCosts,
+    *,
+    dead: Collection[Cell] = (),
+    links: Mapping[tuple[Cell, Cell], LinkCost] | None = None,
+    staggered: bool = False,
+) -> RoutedCosts:
+    """The costs of `job`'s replicas, with cells that take no work. Raises RoutingError as `RoutedCosts`."""
+    return RoutedCosts(
+        replicas=replica_costs(job),
+        dead=frozenset(dead),
+        links=links or {},
+        sync_s=job.gradient_sync_s,
+        staggered=staggered,
+    )
+
+
+def replica_costs(job: JobCosts) -> tuple[Costs, ...]:
+    """The costs of each replica of `job`, by its number."""
+    found: dict[int, Costs] = {replica: group.costs for group in job.groups for replica in group.replicas}
+    return tuple(found[replica] for replica in range(job.replicas))
+
+
+def seconds_of_cells(costs: Sequence[Costs], name: str) -> list[list[float]]:
+    """Seconds [replica][stage] of the table `name`, "backward_s" being what whole backwards take."""
+    tables = (each.whole_backward_s if name == "backward_s" else getattr(each, name) for each in costs)
+    return [[row[0] for row in table] for table in tables]

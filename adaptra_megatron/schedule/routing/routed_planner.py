@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds which cells run which micro-batches, and in which order, so that an iteration of the job is shortest.
+
+Each stage's work is spread over its live cells by what they take. Only so much is moved as pays: shares are tried from
+the least moved (what dead cells leave, then what the slowest stage does not hide) up to even loads, besides dropping
+the replicas that have a dead cell. Every share is dispatched in order of time: backwards before forwards before weight
+gradients, by number of the micro-batch, a cell's own first (ReCycle's adaptive pipelining with decoupled backwards).
+The best are tried in other manners (1F1B's among them, with fewer and more activations held), and improved by
+what remains after each of their actions, and by single micro-batches elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.schedule import _native
+from adaptra_megatron.schedule.bounds import LowerBound
+from adaptra_megatron.schedule.ir import ScheduleError
+from adaptra_megatron.schedule.planner import ACTIONS_PER_SECOND
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts
+from adaptra_megatron.schedule.routing.routed_plans import RoutedSchedule, Routing, unrouted
+from adaptra_megatron.schedule.routing.routed_simulator import (
+    RoutedSimulation,
+    decode_hosts,
+    decode_orders,
+    encode_hosts,
+    problem_from_routed,
+    routed_simulation,
+)
+
+LEAST_GAIN = 0.02
+"""Share of the present routing's time that another one has to save."""
+
+_PASSES = 4_000
+"""Dispatches of a whole job by default, unless that is more than the following."""
+_MOST_ACTIONS = 4_000_000
+"""Simulated actions by default: about half a second on one core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedPlan:
+    """A routing with its orders, what an iteration takes, and how far that may be from the best."""
+
+    simulation: RoutedSimulation
+    lower_bound: LowerBound
+    present_s: float | None
+    """Period of the present routing, planned as the others at first; None where that has a dead cell."""
+    kept: bool
+    """Set if the routing is the present one, since no other saves enough."""
+
+    @property
+    def schedule(self) -> RoutedSchedule:
+        return self.simulation.schedule
+
+    @property
+    def routing(self) -> Routing:
+        return self.simulation.schedule.routing
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the lower bound: 0.02 is 2%."""
+        return self.lower_bound.gap_of(self.simulation.period_s)
+
+
+def plan_routed(
+    costs: RoutedCosts,
+    *,
+    present: Routing | None = None,
+    least_gain: float = LEAST_GAIN,
+    split: bool = True,
+    deadline_s: float | None = None,
+) -> RoutedPlan:
+    """The best routing found for `costs`, and its orders.
+
+    `present` (None: every micro-batch at its own replica) is kept, with new orders, unless it uses a dead cell or
+    another routing takes less by a share of more than `least_gain`. Deterministic: `deadline_s` stands for a number of
+    simulated actions, and one routing is always made. With `split` False each backward is whole. Raises ScheduleError
+    for a `present` of another job.
+    """
+    present = present or unrouted(len(costs.replicas), costs.stages, costs.micro_batches)
+    shape = (len(costs.replicas), costs.micro_batches, costs.stages)
+    if (present.replicas, present.micro_batches, len(present.hosts)) != shape:
+        raise ScheduleError(
+            f"the present routing is of {present.replicas} replicas with {present.micro_batches} micro-batches and "
+            f"{len(present.hosts)} stages, the costs of {shape[0]} with {shape[1]} and {shape[2]}: plan without it"
+        )
+    usable = not any(Cell(host, stage) in costs.dead for stage, row in enumerate(present.hosts) for host in set(row))
+    actions = 3 * costs.stages * costs.job_micro_batches
+    budget = min(_MOST_ACTIONS, _PASSES * actions) if deadline_s is None else int(deadline_s * ACTIONS_PER_SECOND / 10)
+    hosts = encode_hosts(present) if usable else []
+    found = _native.plan_routed(problem_from_routed(costs), split, hosts, least_gain, budget)
+    schedule = RoutedSchedule(
+        routing=decode_hosts(found["hosts"], costs), orders=decode_orders(found["orders"], costs.micro_batches)
+    )
+    return RoutedPlan(
+        simulation=routed_simulation(schedule, costs, found),
+        lower_bound=LowerBound(seconds=found["bound_s"], kind="stage", where=f"stage {found['bound_stage']}"),
+        present_s=found["present_s"] if usable else None,
+        kept=found["kept"],
+    )
+
+
+def routed_bound(costs: RoutedCosts, *, split: bool = True) -> LowerBound:
+    """No routing and no order takes less: a stage's work over its live cells, with the way to it and back.
+
+    With `split` False: no order of whole backwards does.
+    """
+    seconds, stage = _native.routed_bound(problem_from_routed(costs), split)
+    return LowerBound(seconds=seconds, kind="stage", where=f"stage {stage}")

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures behind what `adaptra analyze` says of a recording."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.tools.recordings.recording import Recording
+from adaptra_megatron.tools.replay.operations import RecordedStep, ReplayError
+from adaptra_megatron.tools.replay.remedies import Remedies, Remedy, remedies_for
+from adaptra_megatron.tools.replay.replay_engine import (
+    Batch,
+    batches_of,
+    changed_at,
+    paces_of,
+    slowness_of,
+    stage_paces_of,
+)
+from adaptra_megatron.tools.replay.replay_graph import StepGraph, StepTimes, graph_of
+from adaptra_megatron.tools.replay.replayed_what_if import Stragglers, ideal_seconds, stragglers_of
+
+Progress = Callable[[str, int, int], None]
+CREDIBLE = 0.05
+"""Share of a step by which a replay may differ from the recording, and still say something about it."""
+_TOO_LONG = 0.02
+"""Share of a step by which the ideal may be longer than what was recorded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartAnalysis:
+    """Steps in a row between two changes that the log of a run tells of."""
+
+    why: str
+    """What began it; empty for the first."""
+    stragglers: Stragglers
+    """Beside the ideals of the whole recording."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """What is known of a recording."""
+
+    recording: Recording
+    """The steps that could be replayed."""
+    left_out: tuple[str, ...]
+    """Why other steps could not."""
+    stragglers: Stragglers
+    doubt: str
+    """Why the replay does not explain the recording, so that no cause and no remedy is named; empty if it does."""
+    parts: tuple[PartAnalysis, ...]
+    """More than one, or none."""
+    slowness: dict[Cell, float]
+    """Time of each cell as a multiple of the others' of its stage."""
+    stage_shares: dict[int, float]
+    """Computation of each stage, over the mean of all stages."""
+    steps_changed_at: int | None
+    """The step from which on steps took another time; None if they did not."""
+    cells_changed_at: dict[Cell, int | None]
+    stages_changed_at: dict[int, int | None]
+    remedies: Remedies
+    activation_gib: float | None
+    """GiB of the activations of one micro-batch on a stage, where given."""
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        return self.recording.steps[0].cells
+
+    def extra_gib(self, remedy: Remedy) -> float | None:
+        """Memory that a remedy takes on a stage; None where it is not known."""
+        return None if self.activation_gib is None else self.activation_gib * remedy.extra_activations
+
+
+def analyse(recording: Recording, *, activation_gib: float | None = None, progress: Progress | None = None) -> Analysis:
+    """Replay `recording` and ask what would be if. Raises ReplayError if none of its steps can be replayed."""
+    tell = progress or (lambda doing, done, total: None)
+    tell("analysing", 0, 4)
+    steps, batches, left_out = replayable(recording)
+    tell("analysing", 1, 4)
+    stragglers = stragglers_of(steps, batches)
+    doubt = doubt_of(stragglers.recorded_s, stragglers.replayed_s, stragglers.prompt_s, stragglers.ideal_s)
+    tell("analysing", 2, 4)
+    parts = () if doubt else _parts(recording, steps, batches)
+    tell("analysing", 3, 4)
+    paces, stage_paces = paces_of(batches), stage_paces_of(batches)
+    remedies = Remedies(step=typical(steps).number, now_s=0.0, pipelines_s=0.0, rows=(), why_not=doubt)
+    return Analysis(
+        recording=replace(recording, steps=tuple(steps)),
+        left_out=tuple(left_out),
+        stragglers=stragglers,
+        doubt=doubt,
+        parts=parts,
+        slowness=slowness_of(batches),
+        stage_shares={stage: sum(shares.values()) / len(shares) for stage, shares in sorted(stage_paces.items())},
+        steps_changed_at=changed_at(dict(zip(stragglers.numbers, stragglers.recorded_s, strict=True))),
+        cells_changed_at={cell: changed_at(row) for cell, row in paces.items()},
+        stages_changed_at={stage: changed_at(row) for stage, row in stage_paces.items()},
+        remedies=remedies if doubt else remedies_for(typical(steps), batches),
+        activation_gib=activation_gib,
+    )
+
+
+def doubt_of(
+    recorded_s: Sequence[float], replayed_s: Sequence[float], prompt_s: Sequence[float], ideal_s: float
+) -> str:
+    """Why a replay does not explain what was recorded, and what is missing; empty if it does. Of each step: as
+    recorded, replayed with and without launch delays."""
+
+    def off(made_s: Sequence[float]) -> float:
+        return statistics.median(
+            made / was - 1.0 if was > 0.0 else 0.0 for made, was in zip(made_s, recorded_s, strict=True)
+        )
+
+    if abs(replayed := off(replayed_s)) > CREDIBLE:
+        return (
+            f"replayed, a step takes {abs(replayed):.0%} {'longer' if replayed > 0 else 'less'} than was recorded: "
+            "actions began before what they are taken to wait for was over. Stages, micro-batches or clocks are others "
+            "than the recording says, or actions of a stage ran side by side"
+        )
+    if abs(prompt := off(prompt_s)) > CREDIBLE:
+        return (
+            f"for {abs(prompt):.0%} of a step nothing that was recorded runs or is waited for: hosts launch late "
+            "(garbage collection, data loading, processes that share cores), or work is missing in the recording "
+            "(collectives, the optimizer, other ranks, messages)"
+        )
+    if ideal_s > (1.0 + _TOO_LONG) * statistics.fmean(recorded_s):
+        return (
+            f"with every operation at the mean of its kind a step would take {ideal_s:.3g} s, longer than the "
+            f"{statistics.fmean(recorded_s):.3g} s that were recorded: some operations' times contain waits, or are of "
+            "other operations"
+        )
+    return ""
+
+
+def _parts(recording: Recording, steps: Sequence[RecordedStep], batches: Sequence[Batch]) -> tuple[PartAnalysis, ...]:
+    """What slowed each part of a run, beside the ideals of the whole."""
+    ideals = ideal_seconds(steps, batches)
+    whys = {each.step: each.why for each in recording.beginnings}
+    found: list[tuple[str, list[RecordedStep]]] = []
+    for step in sorted(steps, key=lambda step: step.number):
+        begun = [number for number in whys if number <= step.number]
+        why = whys[max(begun)] if begun else ""
+        if not found or found[-1][0] != why:
+            found.append((why, []))
+        found[-1][1].append(step)
+    if len(found) < 2:
+        return ()
+    return tuple(PartAnalysis(why=why, stragglers=stragglers_of(rows, batches_of(rows), ideals)) for why, rows in found)
+
+
+def figures(analysis: Analysis) -> dict[str, Any]:
+    """Everything as one JSON object. Its keys are an interface: add, never rename. Where the recording is not
+    understood, what would be findings is null or empty."""
+    told = _figures(analysis)
+    if analysis.doubt:
+        for key, value in told.items():
+            if key.startswith(_FINDINGS):
+                told[key] = type(value)() if isinstance(value, dict | list) else None
+    return told
+
+
+_FINDINGS = ("slow", "m_w", "m_s", "lengths", "launch", "messages", "steps_changed")
+"""How the keys of what is said of causes begin."""
+
+
+def _figures(analysis: Analysis) -> dict[str, Any]:
+    found, remedies = analysis.stragglers, analysis.remedies
+    return {
+        "trace": analysis.recording.name,
+        "understood": not analysis.doubt,
+        "doubt": analysis.doubt or None,
+        "notes": list(analysis.recording.notes),
+        "steps": list(found.numbers),
+        "left_out": list(analysis.left_out),
+        "recorded_s": list(found.recorded_s),
+        "replayed_s": list(found.replayed_s),
+        "prompt_s": list(found.prompt_s),
+        "ideal_s": found.ideal_s,
+        "slowdown": found.slowdown,
+        "launch_slowdown": found.launch_slowdown,
+        "m_w": found.workers_share,
+        "m_s": found.last_stage_share,
+        "lengths_share": found.lengths_share,
+        "slowest_workers": [str(cell) for cell in found.slowest_workers],
+        "slowdown_by_optype": {str(optype): each for optype, each in found.by_optype.items()},
+        "slowdown_by_stage": {str(stage): each for stage, each in found.by_stage.items()},
+        "slowdown_by_replica": {str(replica): each for replica, each in found.by_replica.items()},
+        "slowdown_by_worker": {str(cell): each for cell, each in found.by_worker.items()},
+        "slowdown_by_link": _by_link(found),
+        "slowness": {str(cell): each for cell, each in analysis.slowness.items()},
+        "messages_slowdown": found.messages_slowdown,
+        "steps_changed_at": analysis.steps_changed_at,
+        "parts": [
+            {
+                "steps": list(part.stragglers.numbers),
+                "why": part.why,
+                "recorded_s": list(part.stragglers.recorded_s),
+                "slowdown": part.stragglers.slowdown,
+                "slowdown_by_link": _by_link(part.stragglers),
+            }
+            for part in analysis.parts
+        ],
+        "remedies": {
+            "step": remedies.step,
+            "now_s": remedies.now_s,
+            "why_not": remedies.why_not,
+            "rows": [
+                {
+                    "key": remedy.key,
+                    "title": remedy.title,
+                    "step_s": remedy.seconds,
+                    "gain": remedies.gain(remedy),
+                    "extra_activations": remedy.extra_activations,
+                    "extra_gib": analysis.extra_gib(remedy),
+                    "note": remedy.note,
+                }
+                for remedy in remedies.rows
+            ],
+        },
+    }
+
+
+def _by_link(found: Stragglers) -> dict[str, float]:
+    return {f"{source}->{target}": each for (source, target), each in found.by_link.items()}
+
+
+def replayable(recording: Recording) -> tuple[list[RecordedStep], list[Batch], list[str]]:
+    """The steps that have a graph and all cells, their batches, and why others are left out. Raises ReplayError if
+    there is none."""
+    steps = recording.steps
+    most = max(len(step.cells) for step in steps)
+    kept: list[RecordedStep] = []
+    graphs: list[tuple[StepGraph, StepTimes]] = []
+    left_out = list(recording.left_out)
+    for step in steps:
+        try:
+            graph = graph_of(step)
+        except ReplayError as error:
+            left_out.append(str(error))
+            continue
+        if len(step.cells) < most:
+            left_out.append(f"step {step.number} has records of {len(step.cells)} of {most} cells")
+        elif missing := step.missing():
+            left_out.append(missing)
+        else:
+            kept.append(step)
+            graphs.append(graph)
+    if not kept:
+        raise ReplayError(f"no step can be replayed: {left_out[0]}")
+    return kept, batches_of(kept, graphs), left_out
+
+
+def typical(steps: list[RecordedStep]) -> RecordedStep:
+    """The step whose time is the median."""
+    return sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What-if questions from Python and notebooks: the functions behind `adaptra plan`, `simulate` and `analyze`.
+
+Options are those of the command line, with the same spelling of values: `slow_link="3-4:latency=60ms"`.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adaptra_megatron.schedule import simulator
+from adaptra_megatron.schedule.bounds import LowerBound
+from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.csv_format import schedule_to_csv
+from adaptra_megatron.schedule.ir import Schedule
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts, job_costs, job_costs_from_json
+from adaptra_megatron.schedule.jobs.job_planner import plan_job
+from adaptra_megatron.schedule.jobs.job_simulation import JobSimulation, job_bound, simulate_job, simulate_job_online
+from adaptra_megatron.schedule.simulator import Simulation
+from adaptra_megatron.tools.cli.planning.changed_costs import Change, WhatIf, link_values, slow_link, slow_stage
+from adaptra_megatron.tools.cli.planning.cost_inputs import read_given
+from adaptra_megatron.tools.cli.planning.inputs import InputError, fixed_schedule, placed_for
+from adaptra_megatron.tools.cli.planning.sweep import STOCK, Sweep, stock_of
+from adaptra_megatron.tools.cli.planning.sweep import sweep as sweep_over
+from adaptra_megatron.tools.cli.planning.values import Value, whole_value
+from adaptra_megatron.tools.report.simulated import Drawn
+
+if TYPE_CHECKING:
+    from adaptra_megatron.tools.analysis.analysis import Analysis
+
+Strings = str | Iterable[str]
+Count = int | str | None
+"""A number or, in a sweep, a range such as "8..20/6"."""
+_ROW_PIXELS, _PAGE_PIXELS = 60, 260
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Answer:
+    """What an iteration takes in one order of actions. Notebooks show its timeline."""
+
+    name: str
+    job: JobCosts
+    schedule: Schedule
+    """The order of actions; of online dispatch, the one that resulted in the slowest replica."""
+    makespan_s: float
+    lower_bound: LowerBound
+    peak_in_flight: tuple[float, ...]
+    """Most activations each stage holds at once, in any replica."""
+    simulation: Simulation
+    """When each action of the slowest replica starts and ends."""
+    costs: Costs
+    """Costs of that replica."""
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the lower bound: 0.02 is 2%."""
+        return self.lower_bound.gap_of(self.makespan_s)
+
+    @property
+    def csv(self) -> str:
+        """The order in the format of torch.distributed.pipelining."""
+        return schedule_to_csv(self.schedule)
+
+    def __repr__(self) -> str:
+        costs = self.costs
+        many = f", {self.job.replicas} replicas" if self.job.replicas > 1 else ""
+        return (
+            f"<{self.name}: {self.makespan_s:.6g} s, {self.gap:.2%} above its bound ({self.lower_bound.where}); "
+            f"{costs.stages} stages x {costs.chunks} chunks, {costs.micro_batches} micro-batches{many}>"
+        )
+
+    def _repr_html_(self) -> str | None:
+        """A frame with the timeline; None, and so the words alone, where it knows no such placement."""
+        from adaptra_megatron.tools.report.plan_page import plan_page  # Jinja
+
+        if self.costs.custom_placement is not None:
+            return None
+        headline = f"{self.makespan_s:.4g} s, {self.gap:.2%} above its bound"
+        page = plan_page(self.name, headline, [Drawn(self.name, self.simulation, self.costs)])
+        height = _PAGE_PIXELS + _ROW_PIXELS * self.costs.stages
+        return f'<iframe srcdoc="{html.escape(page)}" style="width:100%;height:{height}px;border:0"></iframe>'
+
+
+def read_costs(source: Path | str | dict[str, Any], *, plan: int | None = None) -> JobCosts:
+    """Costs from a dict, or from what `adaptra plan` takes: COSTS.json, a run's directory, its event log, or a trace.
+
+    `plan`: number of the plan of a run whose costs are taken; None: the latest. Raises CostError for costs that cannot
+    be, cli.planning.inputs.InputError for what cannot be read.
+    """
+    return job_costs_from_json(source) if isinstance(source, dict) else read_given(Path(source), plan).job
+
+
+def plan(costs: JobCosts | Costs, *, deadline_s: float | None = None, **changes: Any) -> Answer:
+    """The fastest order of actions found within the caps; `changes` as for `what_if`.
+
+    Deterministic. Raises PlanError if nothing fits the caps, InputError or ValueError for changes that cannot be.
+    """
+    job = _changed(costs, changes)
+    found = plan_job(job, deadline_s=deadline_s)
+    return _answer("planned", found.schedule, found.simulation)
+
+
+def simulate(
+    schedule: Schedule | Answer | str, costs: JobCosts | Costs, *, blocking: bool = False, **changes: Any
+) -> Answer:
+    """What `schedule` takes; `changes` as for `what_if`.
+
+    It is an order, an answer whose order is kept, a name that `adaptra simulate --schedule` takes, "stock" (which
+    blocks), or a CSV file. Raises ScheduleError if it cannot run at these costs; the rest as `plan`.
+    """
+    job, name = _changed(costs, changes), schedule if isinstance(schedule, str) else "simulated"
+    if isinstance(schedule, Answer):
+        name, schedule = schedule.name, schedule.schedule
+    if isinstance(schedule, str):
+        job = placed_for(None if schedule == STOCK else schedule, job)
+        if schedule == "planned":
+            return plan(job)
+        if schedule == "online":
+            return _answer(name, None, simulate_job_online(job))
+        if schedule == STOCK:
+            stock = stock_of(job.base)
+            if stock is None:
+                raise InputError("stock's order does not run with these numbers of stages, chunks and micro-batches")
+            schedule, blocking = stock
+        else:
+            schedule = fixed_schedule(schedule, job.base)
+    return _answer(name, schedule, simulate_job(schedule, job, blocking=blocking), blocking=blocking)
+
+
+def sweep(
+    costs: JobCosts | Costs, *, schedule: str | None = None, deadline_s: float | None = None, **changes: Any
+) -> Sweep:
+    """A table over one or two ranges in `changes`, such as `slow_link="3-4:latency=0..100ms/10"`.
+
+    `schedule`: a name; None: stock's order, the zero-bubble one, plans and online dispatch. Notebooks show the table;
+    `document()` gives its figures. Raises InputError where there is no range.
+    """
+    job, asked = _job(costs), what_if(**changes)
+    axes = asked.axes(job)
+    if not axes:
+        raise InputError("a sweep needs a range, such as slow_link='3-4:latency=0..100ms/10', or each_link")
+    return sweep_over(job, asked, axes, schedule=schedule, deadline_s=deadline_s)
+
+
+def analyze(
+    path: Path | str,
+    *,
+    stages: int | None = None,
+    replicas: int | None = None,
+    activation_gib: float | None = None,
+) -> Analysis:
+    """What is slow in a recorded job, as `adaptra analyze` finds it; `doubt` says why nothing can be said. Needs numpy.
+
+    `stages`, `replicas`: pipeline size and number of pipelines, where traces do not say it. Raises RecordingError for
+    what is no recording, ReplayError where no step can be replayed.
+    """
+    from adaptra_megatron.tools.analysis.analysis import analyse
+    from adaptra_megatron.tools.recordings.reading import read_recording
+    from adaptra_megatron.tools.recordings.recorded_places import Asked
+
+    recording = read_recording(Path(path), asked=Asked(stages=stages, replicas=replicas))
+    return analyse(recording, activation_gib=activation_gib)
+
+
+def what_if(
+    *,
+    slow_link: Strings = (),
+    slow_stage: Strings = (),
+    each_link: str | None = None,
+    replicas: int | None = None,
+    max_in_flight: Count = None,
+    micro_batches: Count = None,
+) -> WhatIf:
+    """Changes of costs, spelt as the options of `adaptra plan`; `slow_link` and `slow_stage` may be several.
+
+    Raises ValueError for what is spelt otherwise.
+    """
+    changes: list[Change] = [*map(_parse_link, _strings(slow_link)), *map(_parse_stage, _strings(slow_stage))]
+    return WhatIf(
+        changes=tuple(changes),
+        replicas=replicas,
+        max_in_flight=_count(max_in_flight),
+        micro_batches=_count(micro_batches),
+        each_link=None if each_link is None else link_values(each_link),
+    )
+
+
+_parse_link, _parse_stage = slow_link, slow_stage
+
+
+def _strings(given: Strings) -> Iterable[str]:
+    return [given] if isinstance(given, str) else given
+
+
+def _count(given: Count) -> Value | None:
+    return None if given is None else whole_value(str(given))
+
+
+def _job(costs: JobCosts | Costs) -> JobCosts:
+    return job_costs(costs) if isinstance(costs, Costs) else costs
+
+
+def _changed(costs: JobCosts | Costs, changes: dict[str, Any]) -> JobCosts:
+    job, asked = _job(costs), what_if(**changes)
+    if axes := asked.axes(job):
+        raise InputError(f"{axes[0].name} is a range: sweep() takes one")
+    return asked.applied_to(job)
+
+
+def _answer(name: str, schedule: Schedule | None, found: JobSimulation, *, blocking: bool = False) -> Answer:
+    costs = found.job.groups[found.slowest].costs
+    if schedule is None:
+        simulation = simulator.simulate_online(costs)
+    else:
+        simulation = simulator.simulate(schedule, costs, blocking=blocking)
+    return Answer(
+        name=name,
+        job=found.job,
+        schedule=simulation.schedule,
+        makespan_s=found.makespan_s,
+        lower_bound=job_bound(found.job),
+        peak_in_flight=found.peak_in_flight,
+        simulation=simulation,
+        costs=costs,
+    )

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`adaptra check`: would a job start with --adaptra, and what would it get?"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from adaptra_megatron.config import ConfigError, add_adaptra_arguments, config_from_arguments, validate_files
+from adaptra_megatron.megatron.job_settings import check_numbers, settings_of_command_line, settings_of_objects
+from adaptra_megatron.megatron.prospects import REFUSED, Feature, Prospects, counts, prospects_of
+from adaptra_megatron.megatron.refusals import pipeline_stages
+from adaptra_megatron.tools.cli.planning.inputs import InputError
+
+_DESCRIPTION = """\
+Say whether a job would start with --adaptra, and what it would get: what is refused, which backwards are split, which
+paths messages have. Nothing of the job is started, and no GPU is touched.
+
+  adaptra check -- pretrain_gpt.py ARGUMENTS...       a command line of Megatron-LM
+  adaptra check --settings FILE.json                  settings by the names of Megatron's configs, JSON or YAML
+  adaptra check --recipe module:function              a recipe of Megatron-Bridge or NeMo, which is built
+
+FILE.json holds an object, or a list of them; one may have its settings under "settings", or a command line as a list
+under "argv". Exit status 0 if all of them start, 1 if one does not, 2 for input that cannot be read.
+"""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `check` to the commands of `adaptra`."""
+    parser = commands.add_parser(
+        "check",
+        help="say whether a job would start with --adaptra, and what it would get",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--settings", type=Path, metavar="FILE", help="settings of one job or of many, JSON or YAML")
+    parser.add_argument("--recipe", metavar="MODULE:FUNCTION", help="a function that returns a recipe")
+    parser.add_argument("--json", action="store_true", help="print JSON: an object, or a list where FILE holds a list")
+    parser.add_argument("line", nargs="*", metavar="-- SCRIPT ARGUMENTS", help="a command line of Megatron-LM")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if (options.settings is not None) + (options.recipe is not None) + bool(options.line) != 1:
+        raise InputError("give one of --settings FILE, --recipe MODULE:FUNCTION, and -- SCRIPT ARGUMENTS")
+    if options.settings is not None:
+        jobs, many = _jobs_in(options.settings)
+    elif options.recipe is not None:
+        jobs, many = {options.recipe: _settings_of_recipe(options.recipe)}, False
+    else:
+        jobs, many = {options.line[0]: _settings_of_line(options.line)}, False
+    found = {name: prospects_of(settings) for name, settings in jobs.items()}
+    version = _version()
+    if options.settings is None and version["verdict"] == "not supported":
+        found = {name: _refused_by_version(each, version) for name, each in found.items()}
+    if options.json:
+        documents = [{"id": name, **asdict_of(each), "version": version} for name, each in found.items()]
+        print(json.dumps(documents if many else documents[0]))
+    else:
+        print("\n\n".join("\n".join(_lines(name, each)) for name, each in found.items()))
+        print(f"\n{_version_line(version)}")
+        if many:
+            print(_totals(list(found.values())))
+    return 1 if any(each.verdict == REFUSED for each in found.values()) else 0
+
+
+def asdict_of(prospects: Prospects) -> dict[str, Any]:
+    """As JSON has it."""
+    return {**asdict(prospects), "features": [feature._asdict() for feature in prospects.features]}
+
+
+def _jobs_in(path: Path) -> tuple[dict[str, SimpleNamespace], bool]:
+    """Settings of each job in a file, and whether it holds a list of them."""
+    document = _document_in(path)
+    many = isinstance(document, list)
+    jobs: dict[str, SimpleNamespace] = {}
+    for number, entry in enumerate(document if many else [document]):
+        name = str(entry.get("id", f"job {number}")) if isinstance(entry, Mapping) else ""
+        jobs[f"{name} ({number})" if name in jobs else name] = _settings_of_entry(f"--settings {path}: {number}", entry)
+    if not jobs:
+        raise InputError(f"--settings {path} holds an empty list: give at least one object of settings")
+    return jobs, many
+
+
+def _document_in(path: Path) -> Any:
+    """What is in a file of JSON, or of YAML by its name."""
+    is_yaml = path.suffix in (".yaml", ".yml")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if not is_yaml:
+            return json.loads(text)
+        yaml = importlib.import_module("yaml")
+    except ImportError as error:
+        raise InputError(f"--settings {path} needs PyYAML: pip install pyyaml, or give the settings as JSON") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"--settings {path} cannot be read as {'YAML' if is_yaml else 'JSON'}: {error}") from error
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f"--settings {path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+
+
+def _settings_of_entry(place: str, entry: Any) -> SimpleNamespace:
+    settings = entry.get("settings", entry) if isinstance(entry, Mapping) else None
+    words = entry.get("argv") if isinstance(entry, Mapping) else None
+    try:
+        if isinstance(words, list) and all(isinstance(word, str) for word in words):
+            return _settings_of_line(words)
+        if words is None and isinstance(settings, Mapping):
+            found = settings_of_objects(settings)
+            check_numbers(found)
+            return _with_our_flags(found, _our_words(found))
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{place}: {error}") from error
+    raise InputError(f'{place} is neither an object of settings nor one with a list of words under "argv"')
+
+
+def _settings_of_line(words: Sequence[str]) -> SimpleNamespace:
+    """Raises InputError for flags of --adaptra that cannot be, as Megatron's parser would refuse them."""
+    settings = settings_of_command_line(words)
+    try:
+        check_numbers(settings)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return _with_our_flags(settings, [word for word in words if word != "--"])
+
+
+def _our_words(settings: SimpleNamespace) -> list[str]:
+    """The flags of --adaptra that a document has as settings, as on a command line."""
+    words: list[str] = []
+    for name, value in vars(settings).items():
+        if name.startswith("adaptra_") and value not in (None, False):
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return words
+
+
+def _with_our_flags(settings: SimpleNamespace, words: Sequence[str]) -> SimpleNamespace:
+    """Raises InputError for flags of --adaptra among `words` that cannot be."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    add_adaptra_arguments(parser)
+    try:
+        ours, _others = parser.parse_known_args(words)
+        validate_files(config_from_arguments(ours), pipeline_stages(settings))
+    except (ConfigError, argparse.ArgumentError) as error:
+        raise InputError(str(error)) from error
+    vars(settings).update(vars(ours))
+    return settings
+
+
+def _settings_of_recipe(name: str) -> SimpleNamespace:
+    recipe = _recipe(name)
+    settings = settings_of_objects(recipe)
+    try:
+        check_numbers(settings)
+    except ValueError as error:
+        raise InputError(f"--recipe {name}: {error}") from error
+    if len(vars(settings)) < 2:
+        raise InputError(f"--recipe {name} returns no configuration with settings, but {type(recipe).__name__}")
+    return settings
+
+
+def _recipe(name: str) -> Any:
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise InputError(f"--recipe {name} must be of the form module:function")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), function)()
+    except Exception as error:  # whatever a recipe raises
+        raise InputError(f"--recipe {name} cannot be built: {type(error).__name__}: {error}") from error
+
+
+def _version() -> dict[str, Any]:
+    """Of megatron-core as it is installed here, and whether the patches are written for it."""
+    from adaptra_megatron.patches.table import SUPPORTED
+
+    try:
+        installed = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        return {"megatron_core": None, "supported": SUPPORTED, "verdict": "unknown"}
+    fits = SpecifierSet(SUPPORTED, prereleases=True).contains(installed)
+    return {"megatron_core": installed, "supported": SUPPORTED, "verdict": "supported" if fits else "not supported"}
+
+
+def _refused_by_version(found: Prospects, version: Mapping[str, Any]) -> Prospects:
+    remedy = f"pip install 'megatron-core{version['supported']}'"
+    feature = Feature(
+        f"megatron-core {version['megatron_core']}", REFUSED, "the patches are not written for it", remedy
+    )
+    return replace(found, verdict=REFUSED, split="none", split_layers=0, features=[feature, *found.features])
+
+
+def _version_line(version: Mapping[str, Any]) -> str:
+    if version["megatron_core"] is None:
+        return f"megatron-core is not installed here; --adaptra runs with {version['supported']}"
+    return f"megatron-core {version['megatron_core']} is {version['verdict']} ({version['supported']})"
+
+
+def _lines(name: str, found: Prospects) -> list[str]:
+    lines = [f"{name}: {found.verdict}"]
+    if found.verdict != REFUSED:
+        lines.append(
+            f"  split backward: {found.split} ({found.split_layers} of {found.layers} linear layers"
+            f"{'' if found.per == 'model' else ', counted once for all layers'})"
+        )
+        lines.append(f"  messages: {found.paths}; model of the GPU: {found.device}")
+    for feature in found.features:
+        remedy = "" if feature.remedy == "none" else f". {feature.remedy[0].upper()}{feature.remedy[1:]}"
+        lines.append(f"  {feature.effect:8}{feature.name}: {feature.reason}{remedy}")
+    return lines
+
+
+def _totals(found: Sequence[Prospects]) -> str:
+    verdicts, splits = counts(found)
+    start = sum(splits.values())
+    split = splits["all"] + splits["some"]
+    return (
+        f"{start} of {len(found)} start ({start / len(found):.0%}), {verdicts[REFUSED]} are refused; "
+        f"{split} of those that start split backwards"
+    )

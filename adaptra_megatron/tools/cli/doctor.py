@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`adaptra doctor`: what this host can do, in plain words."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+
+from adaptra_megatron import __version__
+from adaptra_megatron.tools.host_checks.gpus import check_gpus
+from adaptra_megatron.tools.host_checks.host_findings import Finding, Level, Roots
+from adaptra_megatron.tools.host_checks.limits import check_limits, limits_of_this_process
+from adaptra_megatron.tools.host_checks.megatron_release import check_patches, check_refusals
+from adaptra_megatron.tools.host_checks.rnics import check_rnics, find_interfaces
+from adaptra_megatron.tools.host_checks.self_test import DEADLINE_S, run_self_test
+from adaptra_megatron.tools.host_checks.software import check_native_modules, check_versions
+from adaptra_megatron.tools.host_checks.transport_checks import USABLE, check_shm, check_tcp, check_verbs
+from adaptra_megatron.transport.host_settings import HostSettings
+
+Report = dict[str, list[Finding]]
+"""Findings by what they are about."""
+_STYLES = {Level.OK: "green", Level.NOTE: "yellow", Level.PROBLEM: "bold red"}
+_WIDEST = 120
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `doctor` to the commands of `adaptra`."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check what this host supports, and what is missing",
+        description="Check what this host supports: RNICs, GPUs, transports, limits, versions, patches. "
+        "Exit status 1 if --adaptra cannot work here.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--self-test",
+        action="store_true",
+        help=f"also exchange tensors between two processes over each usable transport ({DEADLINE_S:g} s at most)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def examine(roots: Roots, environment: Mapping[str, str], *, self_test: bool) -> Report:
+    """All checks, on a live host: only the trees that `roots` names can be made up."""
+    transports = [check_shm(), check_tcp(find_interfaces(roots), environment), check_verbs(roots)]
+    report = {
+        "RNICs": check_rnics(roots),
+        "GPUs": check_gpus(roots, environment),
+        "transports": transports,
+        "limits": check_limits(roots, limits_of_this_process(roots), HostSettings()),
+        "versions": check_versions(roots),
+        "native modules": check_native_modules(),
+        "patches": [*check_patches(), *check_refusals()],
+    }
+    if self_test:
+        usable = [finding.subject for finding in transports if finding.details.get(USABLE)]
+        report["self-test"] = run_self_test(usable)
+    return report
+
+
+def works(report: Report) -> bool:
+    """Return whether nothing keeps --adaptra from working here."""
+    return not any(finding.fatal for findings in report.values() for finding in findings)
+
+
+def _run(options: argparse.Namespace) -> int:
+    report = examine(Roots(), os.environ, self_test=options.self_test)
+    (print_json if options.json else print_text)(report)
+    return 0 if works(report) else 1
+
+
+def print_json(report: Report) -> None:
+    """One JSON object on one line. Its keys are an interface: add, never rename."""
+    findings = [{"section": section, **asdict(finding)} for section, found in report.items() for finding in found]
+    document = {"version": __version__, "host": platform.node(), "works": works(report), "findings": findings}
+    print(json.dumps(document, allow_nan=False))
+
+
+def print_text(report: Report) -> None:
+    """A paragraph per section, a line or two per finding, and the sum of it."""
+    show = _writer()
+    show(f"adaptra {__version__} on {platform.node()}", "bold")
+    width = min(shutil.get_terminal_size((_WIDEST, 24)).columns, _WIDEST)
+    for section, findings in report.items():
+        show(f"\n{section}", "bold")
+        for finding in findings:
+            _show_finding(finding, width, show)
+    show("\n" + _summary(report), "bold")
+
+
+def _show_finding(finding: Finding, width: int, show: Callable[[str, str], None]) -> None:
+    indent = " " * 10
+    lines = [f"{finding.subject}: {finding.text}", *([f"-> {finding.remedy}"] if finding.remedy else [])]
+    wrapped = [
+        textwrap.fill(line, width, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False)
+        for line in lines
+    ]
+    level = finding.level
+    show(f"  {level.value:8}" + "\n".join(wrapped)[len(indent) :], _STYLES[level] if level is not Level.OK else "")
+
+
+def _summary(report: Report) -> str:
+    levels = [finding.level for findings in report.values() for finding in findings]
+    counts = f"problems: {levels.count(Level.PROBLEM)}, notes: {levels.count(Level.NOTE)}"
+    if works(report):
+        return f"--adaptra can run here; {counts}"
+    blocking = [finding.subject for findings in report.values() for finding in findings if finding.fatal]
+    return f"--adaptra cannot run here before this is remedied: {', '.join(dict.fromkeys(blocking))}; {counts}"
+
+
+def _writer() -> Callable[[str, str], None]:
+    """Prints a text in a style, if rich is there and the terminal has colours."""
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        return lambda text, style: print(text)
+    console = Console(highlight=False, soft_wrap=True)
+    return lambda text, style: console.print(Text(text, style=style))

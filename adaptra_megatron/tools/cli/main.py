@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point of `adaptra`: finds the command, turns errors of the user into one line and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from adaptra_megatron import __version__
+from adaptra_megatron.schedule.costs import CostError
+from adaptra_megatron.schedule.ir import ScheduleError
+from adaptra_megatron.tools.cli import analyze, doctor, policy
+from adaptra_megatron.tools.cli import bench_command as bench
+from adaptra_megatron.tools.cli import check_command as check
+from adaptra_megatron.tools.cli import launch_command as launch
+from adaptra_megatron.tools.cli import report_command as report
+from adaptra_megatron.tools.cli import status_command as status
+from adaptra_megatron.tools.cli import trace_command as trace
+from adaptra_megatron.tools.cli.planning import plan_command as plan
+from adaptra_megatron.tools.cli.planning import simulate_command as simulate
+from adaptra_megatron.tools.cli.planning import simulate_sync
+from adaptra_megatron.tools.cli.planning.inputs import InputError
+
+
+class _UsageError(Exception):
+    """Arguments that cannot be parsed; of which program, and why."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse prints its usage in front of an error; one line is what scripts can show."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(self.prog, f"{message} (see {self.prog} --help)")
+
+
+class _PrintCompletion(argparse.Action):
+    """Prints what has a shell complete our command line, and ends."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, option: str | None = None
+    ) -> NoReturn:
+        try:
+            import shtab
+        except ImportError:
+            parser.error(f"{option} needs the package shtab: pip install 'adaptra-megatron[completion]'")
+        print(shtab.complete(parser, str(values)))
+        parser.exit()
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of `adaptra` with all commands, which docs/cli.md is made from."""
+    parser: argparse.ArgumentParser = _Parser(
+        prog="adaptra",
+        description="Pipeline schedules for Megatron-core: plan, simulate, and check hosts, runs and transports.",
+    )
+    parser.add_argument("--version", action="version", version=f"adaptra {__version__}")
+    parser.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        choices=("bash", "zsh", "tcsh"),
+        help="print a script that completes this command line, for the shell's start-up file",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    plan.add_command(commands)
+    simulate.add_command(commands)
+    simulate_sync.add_command(commands)
+    analyze.add_command(commands)
+    launch.add_command(commands)
+    doctor.add_command(commands)
+    check.add_command(commands)
+    bench.add_command(commands)
+    report.add_command(commands)
+    trace.add_command(commands)
+    status.add_command(commands)
+    policy.add_command(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status: its own, or 0; 2 with one line on stderr for bad input.
+
+    With `--json` that line is a JSON object on stdout, {"error": ...}. Without a command: its help, and 0. 1 if stdout
+    was closed. Raises SystemExit for arguments that cannot be parsed, as argparse does.
+    """
+    parser = command_parser()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options = parser.parse_args(given)
+        if "run" not in options:
+            parser.print_help()
+            return 0
+        exit_status: int | None = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough; without this Python complains once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except _UsageError as error:
+        raise SystemExit(_refuse(*error.args, as_json="--json" in given)) from error
+    except (InputError, CostError, ScheduleError) as error:
+        return _refuse(parser.prog, str(error), as_json="--json" in given)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        why = f"{given[0]} needs torch, which is not installed here"
+        return _refuse(parser.prog, why, as_json="--json" in given)
+    return exit_status or 0
+
+
+def _refuse(program: str, message: str, *, as_json: bool) -> int:
+    line = " ".join(message.split())
+    if as_json:
+        print(json.dumps({"error": line}))
+    else:
+        print(f"{program}: {line}", file=sys.stderr)
+    return 2

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of `adaptra plan` and `adaptra simulate` for single cells: slow ones, and ones that take no work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import time
+from dataclasses import dataclass
+
+from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.schedule.classic import stock_order
+from adaptra_megatron.schedule.costs import CostError
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts, Override, ranges
+from adaptra_megatron.schedule.jobs.job_simulation import simulate_job
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts, routed_costs
+from adaptra_megatron.schedule.routing.routed_planner import RoutedPlan, plan_routed
+from adaptra_megatron.tools.cli.planning.inputs import InputError, fixed_schedule
+from adaptra_megatron.tools.cli.planning.picture import picture
+from adaptra_megatron.tools.cli.planning.sweep import STOCK
+from adaptra_megatron.tools.cli.tables import print_table
+
+# What `adaptra plan` and `adaptra simulate` print for a job whose micro-batches run at other replicas' cells.
+
+_MOST_ROWS = 16
+"""Most rows of the table of moves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedOutcome:
+    """A routed plan, beside what the job takes without it."""
+
+    name: str
+    """The schedule that every replica would run for itself."""
+    unrouted_s: float | None
+    """What that takes; None where a dead cell stops it."""
+    costs: RoutedCosts
+    plan: RoutedPlan
+    planning_s: float
+
+    def show(self, *, as_json: bool) -> None:
+        """Print it: one JSON object on one line, or tables and a picture."""
+        (self._print_json if as_json else self._print_text)()
+
+    def _print_json(self) -> None:
+        plan, costs = self.plan, self.costs
+        peaks = plan.simulation.peak_in_flight
+        orders = zip(costs.cells, plan.schedule.orders, strict=True)
+        document = {
+            "makespan_s": plan.simulation.period_s,
+            "lower_bound_s": plan.lower_bound.seconds,
+            "gap": plan.gap,
+            "peak_in_flight": [max(peaks[stage :: costs.stages]) for stage in range(costs.stages)],
+            "planning_s": self.planning_s,
+            "unrouted": {"schedule": self.name, "makespan_s": self.unrouted_s, "planned_s": plan.present_s},
+            "dead": [str(cell) for cell in sorted(costs.dead)],
+            "moves": [
+                {"from": str(move.source), "to": str(move.target), "micro_batches": list(move.micro_batches)}
+                for move in plan.routing.moves()
+            ],
+            "orders": {
+                str(cell): [f"{action.kind}{action.replica}.{action.micro_batch}" for action in order]
+                for cell, order in orders
+            },
+        }
+        print(json.dumps(document, allow_nan=False))
+
+    def _print_text(self) -> None:
+        plan, costs = self.plan, self.costs
+        print(
+            f"routed: {costs.stages} stages x {len(costs.replicas)} replicas, {costs.micro_batches} micro-batches each"
+        )
+        stopped = "stops: " + ", ".join(f"cell {cell} is dead" for cell in sorted(costs.dead))
+        rows = [
+            (
+                self.name,
+                stopped if self.unrouted_s is None else f"{self.unrouted_s:.6g} s",
+                self._gain(self.unrouted_s),
+            ),
+            (
+                "planned, not routed",
+                "-" if plan.present_s is None else f"{plan.present_s:.6g} s",
+                self._gain(plan.present_s),
+            ),
+            ("routed", f"{plan.simulation.period_s:.6g} s", ""),
+            ("lower bound", f"{plan.lower_bound.seconds:.6g} s ({plan.lower_bound.where})", f"gap {plan.gap:.2%}"),
+        ]
+        print_table(("", "makespan", "routed is"), rows)
+        print(f"  planned in   {self.planning_s:.3g} s")
+        self._print_moves()
+        for line in picture(plan.simulation, costs):
+            print(line)
+
+    def _gain(self, seconds: float | None) -> str:
+        return "" if seconds is None else f"{seconds / self.plan.simulation.period_s:.3g} x faster"
+
+    def _print_moves(self) -> None:
+        moves = self.plan.routing.moves()
+        if not moves:
+            print("  nothing is moved: it would not pay")
+            return
+        moved = sum(len(move.micro_batches) for move in moves)
+        print(f"  moved        {moved} of {sum(map(len, self.plan.routing.hosts))} micro-batches of a stage")
+        rows = [(str(move.source), str(move.target), ranges(move.micro_batches)) for move in moves[:_MOST_ROWS]]
+        print_table(("from cell", "to cell", "micro-batches"), rows)
+        if len(moves) > _MOST_ROWS:
+            print(f"  and {len(moves) - _MOST_ROWS} more pairs of cells")
+
+
+def add_cell_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--slow-cell` and `--dead`."""
+    group = parser.add_argument_group(
+        "cells", "a cell is one stage of one replica; with these, micro-batches may run at other replicas' cells"
+    )
+    group.add_argument(
+        "--slow-cell",
+        dest="slow_cells",
+        action="append",
+        default=[],
+        type=_slow_cell,
+        metavar="REPLICA.STAGE:FACTOR",
+        help="a cell whose actions all take FACTOR times as long, such as 0.0:2.4",
+    )
+    group.add_argument(
+        "--dead",
+        action="append",
+        default=[],
+        type=_dead_cell,
+        metavar="REPLICA.STAGE",
+        help="a cell that takes no work",
+    )
+
+
+def asks_for_routing(options: argparse.Namespace) -> bool:
+    """Return whether any cell is named."""
+    return bool(options.slow_cells or options.dead)
+
+
+def routed_outcome(
+    job: JobCosts, options: argparse.Namespace, *, schedule: str | None = None, deadline_s: float | None = None
+) -> RoutedOutcome:
+    """What routing makes of `job` with the cells of `options`, beside a fixed schedule (None: stock's, which blocks).
+
+    Raises InputError for cells that the job does not have, ScheduleError as `simulate_job`.
+    """
+    slow = [Override(replicas=(cell.replica,), slow_stages={cell.stage: factor}) for cell, factor in options.slow_cells]
+    try:
+        job = job.changed(*slow)
+        costs = routed_costs(job, dead=options.dead)
+    except CostError as error:
+        raise InputError(f"cells: {error}") from error
+    start = time.perf_counter()
+    plan = plan_routed(costs, deadline_s=deadline_s)
+    planning_s = time.perf_counter() - start
+    base, unrouted_s = job.base, None
+    if not options.dead:
+        stock = schedule is None
+        fixed = fixed_schedule(schedule, base) if schedule else stock_order(base.stages, base.micro_batches)
+        unrouted_s = simulate_job(fixed, job, blocking=stock).makespan_s
+    return RoutedOutcome(name=schedule or STOCK, unrouted_s=unrouted_s, costs=costs, plan=plan, planning_s=planning_s)
+
+
+def _slow_cell(text: str) -> tuple[Cell, float]:
+    place, _, factor = text.partition(":")
+    try:
+        found = float(factor)
+    except ValueError:
+        found = math.nan
+    if not 0.0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 0.0:2.4, a cell and a factor above 0")
+    return _cell(place, text), found
+
+
+def _dead_cell(text: str) -> Cell:
+    return _cell(text, text)
+
+
+def _cell(place: str, text: str) -> Cell:
+    found = re.fullmatch(r"(\d{1,9})\.(\d{1,9})", place)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} does not begin with a cell such as 1.2: replica 1, stage 2")
+    return Cell(int(found[1]), int(found[2]))

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is lost and could be won back: an iteration when healthy, in stock's order, as it is, planned, at best."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+from typing import Any
+
+from adaptra_megatron.schedule.bounds import LowerBound
+from adaptra_megatron.schedule.costs import Costs, LinkCost
+from adaptra_megatron.schedule.ir import Schedule, ScheduleError
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts, job_costs
+from adaptra_megatron.schedule.jobs.job_planner import plan_job
+from adaptra_megatron.schedule.jobs.job_simulation import (
+    JobSimulation,
+    Progress,
+    find_cause,
+    fixed_order,
+    job_bound,
+    simulate_job,
+)
+from adaptra_megatron.tools.cli.planning.changed_costs import At, WhatIf
+from adaptra_megatron.tools.cli.planning.cost_inputs import PlanInput
+from adaptra_megatron.tools.cli.planning.sweep import STOCK, stock_of
+from adaptra_megatron.tools.cli.tables import print_table
+
+HEADINGS = ("", "iteration", "of healthy", "what binds", "activations")
+_AT_THE_BOUND = 1e-3
+_SLOW = 2.0
+"""A link is slow that takes this many times what links usually take, and a tenth of an action more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One order of actions, or the bound."""
+
+    name: str
+    makespan_s: float | None
+    """None where Megatron would refuse the order."""
+    binds: str
+    simulation: JobSimulation | None = None
+    schedule: Schedule | None = None
+    blocking: bool = False
+
+    @property
+    def peak(self) -> float | None:
+        """Most activations that any stage holds."""
+        return None if self.simulation is None else max(self.simulation.peak_in_flight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The rows, by descending hope: healthy, stock, now, planned, bound."""
+
+    rows: tuple[Row, ...]
+    job: JobCosts
+    healthy: JobCosts
+    healthy_is: str
+    """What was taken for healthy, in words."""
+
+    def __getitem__(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+    @property
+    def healthy_s(self) -> float:
+        found = self["healthy"].makespan_s
+        assert found is not None, "a plan always fits"
+        return found
+
+    def document(self) -> list[dict[str, Any]]:
+        """For JSON."""
+        return [
+            {
+                "name": row.name,
+                "makespan_s": row.makespan_s,
+                "of_healthy": None if row.makespan_s is None else row.makespan_s / self.healthy_s,
+                "binds": row.binds,
+                "peak_in_flight": row.peak,
+            }
+            for row in self.rows
+        ]
+
+    @property
+    def cells(self) -> list[tuple[str, ...]]:
+        """The table as text."""
+        return [
+            (
+                row.name,
+                "refused" if row.makespan_s is None else f"{row.makespan_s:.4g} s",
+                "" if row.makespan_s is None else f"{row.makespan_s / self.healthy_s:.1%}",
+                row.binds,
+                "" if row.peak is None else f"{row.peak:g}",
+            )
+            for row in self.rows
+        ]
+
+    @property
+    def note(self) -> str:
+        """What healthy and now mean in it."""
+        kept = any(row.name == "now" for row in self.rows)
+        return f"healthy: {self.healthy_is}" + ("; now: the order planned for that, kept" if kept else "")
+
+    def print_text(self) -> None:
+        """The table and the note."""
+        print_table(HEADINGS, self.cells)
+        print(f"  {self.note}")
+
+
+def compare(
+    given: PlanInput,
+    asked: WhatIf,
+    *,
+    at: At = {},  # noqa: B006
+    planned: tuple[Schedule, JobSimulation] | None = None,
+    timed: Row | None = None,
+    deadline_s: float | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """All rows for the costs of `given` with what is `asked` at `at`.
+
+    `planned`: the plan, where it is known. `timed`: a row that stands in the place of "now".
+    """
+    job = asked.applied_to(given.job, at)
+    healthy, healthy_is = healthy_form(given, asked, at)
+
+    def plan_for(one: JobCosts) -> tuple[Schedule, JobSimulation]:
+        found = plan_job(one, deadline_s=deadline_s, progress=progress)
+        return found.schedule, found.simulation
+
+    best = planned or plan_for(job)
+    order, fine = best if healthy == job else plan_for(healthy)
+    bound = job_bound(job)
+    rows = [_row("healthy", order, fine, job_bound(healthy))]
+    if (stock := stock_of(job.base)) is not None:
+        rows.append(_row(STOCK, stock[0], simulate_job(stock[0], job, blocking=stock[1]), bound, blocking=stock[1]))
+    else:
+        rows.append(Row(name=STOCK, makespan_s=None, binds="these counts"))
+    rows.append(timed or _now(given, asked, order, job, bound))
+    rows.append(_row("planned", *best, bound))
+    rows.append(Row(name="bound", makespan_s=bound.seconds, binds=in_words(bound)))
+    return Comparison(rows=tuple(rows), job=job, healthy=healthy, healthy_is=healthy_is)
+
+
+def healthy_form(given: PlanInput, asked: WhatIf, at: At = {}) -> tuple[JobCosts, str]:  # noqa: B006
+    """The job without what slows it down, and what that means: without the options; as in a run's first plan; or, where
+    neither says anything, with slow links as fast as the others."""
+    if asked.slows or asked.max_in_flight is not None:
+        return asked.counted(given.job, at), "without what the options change"
+    if given.healthy is not None:
+        return asked.counted(given.healthy, at), "the run's first plan"
+    job = asked.counted(given.job, at)
+    links = _evened(job.base)
+    if links == job.base.links and len(job.groups) == 1:
+        return job, "as given, for no link stands out"
+    even = job_costs(
+        replace(job.base, links=links),
+        replicas=job.replicas,
+        ranks_per_stage=job.ranks_per_stage,
+        gradient_sync_s=job.gradient_sync_s,
+        message_bytes=job.message_bytes,
+    )
+    return even, "slow links as fast as the others" + (", all replicas alike" if len(job.groups) > 1 else "")
+
+
+def in_words(bound: LowerBound) -> str:
+    """What makes the bound what it is."""
+    if bound.kind == "stage":
+        return f"{bound.where}, way and work"
+    return {"memory": "memory of ", "link": "bandwidth of "}.get(bound.kind, f"{bound.kind} of ") + bound.where
+
+
+def _evened(costs: Costs) -> dict[tuple[int, int], LinkCost]:
+    ends = sorted({*costs.placement.links, *costs.links})
+    found = [costs.link(*each) for each in ends]
+    usual = sorted(found, key=lambda cost: cost.transfer_s)[(len(found) - 1) // 2] if found else LinkCost()
+    action_s = statistics.fmean(seconds for row in costs.forward_s for seconds in row)
+    slow_s = max(_SLOW * usual.transfer_s, usual.transfer_s + 0.1 * action_s)
+    return {
+        each: cost._replace(latency_s=usual.latency_s, occupancy_s=usual.occupancy_s)
+        if cost.transfer_s > slow_s
+        else cost
+        for each, cost in costs.links.items()
+    }
+
+
+def _now(given: PlanInput, asked: WhatIf, healthy: Schedule, job: JobCosts, bound: LowerBound) -> Row:
+    """The order that ran, where it is known, else the one that was planned for the healthy job."""
+    unchanged = job == given.job
+    if unchanged and given.order is None and given.now_s is not None:
+        return Row(name="now", makespan_s=given.now_s, binds="the order that ran")
+    order = healthy if given.order is None else given.order
+    try:
+        return _row("now", order, simulate_job(order, job), bound)
+    except ScheduleError as error:
+        return Row(name="now", makespan_s=None, binds=str(error))
+
+
+def _row(name: str, schedule: Schedule, simulation: JobSimulation, bound: LowerBound, *, blocking: bool = False) -> Row:
+    binds = in_words(bound)
+    if bound.gap_of(simulation.makespan_s) > _AT_THE_BOUND:
+        cause = find_cause(simulation, fixed_order(schedule, simulation.job.base, blocking=blocking))
+        binds = "the order of work" if cause is None else f"{cause.what}: {cause.gain_s:.3g} s"
+    return Row(
+        name=name,
+        makespan_s=simulation.makespan_s,
+        binds=binds,
+        simulation=simulation,
+        schedule=schedule,
+        blocking=blocking,
+    )
+
+
+def timed_row(name: str, schedule: Schedule, simulation: JobSimulation, *, blocking: bool) -> Row:
+    """A row for an order that was named."""
+    return _row(name, schedule, simulation, job_bound(simulation.job), blocking=blocking)

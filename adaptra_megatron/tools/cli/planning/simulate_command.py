@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`adaptra simulate`: what a schedule takes under given costs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from adaptra_megatron.schedule.bounds import lower_bound
+from adaptra_megatron.schedule.costs import Costs
+from adaptra_megatron.schedule.csv_format import overlaps
+from adaptra_megatron.schedule.jobs.job_costs import JobCosts
+from adaptra_megatron.schedule.jobs.job_planner import plan_job
+from adaptra_megatron.schedule.jobs.job_simulation import (
+    Finish,
+    Progress,
+    find_cause,
+    fixed_order,
+    job_bound,
+    online_order,
+    simulate_job,
+    simulate_job_online,
+)
+from adaptra_megatron.schedule.planner import plan
+from adaptra_megatron.schedule.simulator import simulate, simulate_online
+from adaptra_megatron.tools.cli.planning.cells import asks_for_routing, routed_outcome
+from adaptra_megatron.tools.cli.planning.changed_costs import Axis, what_if
+from adaptra_megatron.tools.cli.planning.comparison import Row, compare, timed_row
+from adaptra_megatron.tools.cli.planning.cost_inputs import read_given
+from adaptra_megatron.tools.cli.planning.drawings import asks_for_drawings
+from adaptra_megatron.tools.cli.planning.inputs import SCHEDULE_NAMES, InputError, fixed_schedule, placed_for, read_text
+from adaptra_megatron.tools.cli.planning.job_outcome import JobOutcome, Outcome
+from adaptra_megatron.tools.cli.planning.presenting import WHERE_COSTS_ARE, add_shared_options, present
+from adaptra_megatron.tools.cli.planning.sweep import sweep
+from adaptra_megatron.tools.cli.progress import no_cycle_collection, shown_progress
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `simulate` to the commands of `adaptra`."""
+    parser = commands.add_parser(
+        "simulate",
+        help="time a given schedule beside a healthy job, stock's order and a plan",
+        description="Time a schedule, in all replicas if there are some; classic ones may pass the memory cap.\n\n"
+        + WHERE_COSTS_ARE,
+    )
+    parser.add_argument(
+        "--schedule",
+        metavar="SCHEDULE",
+        help=f"{', '.join(SCHEDULE_NAMES)}, or a CSV file in torch.distributed.pipelining's format; "
+        "may be left out where a what-if option has a range, and with --slow-cell and --dead",
+    )
+    parser.add_argument(
+        "--blocking",
+        action="store_true",
+        help="time sends and receives as stock Megatron-core makes them: blocking (1f1b and interleaved only)",
+    )
+    add_shared_options(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    given, asked = read_given(options.costs, options.plan, options.pipeline_size), what_if(options)
+    given = replace(given, job=placed_for(options.schedule, given.job))
+    _note_overlaps(options.schedule)
+    axes, routed = asked.axes(given.job), asks_for_routing(options)
+    _refuse_contradictions(options, axes)
+    with no_cycle_collection():
+        with shown_progress(options.progress) as progress:
+            if axes:
+                table = sweep(given.job, asked, axes, schedule=options.schedule, progress=progress)
+            elif routed:
+                alternative = routed_outcome(asked.applied_to(given.job), options, schedule=options.schedule)
+            else:
+                job = asked.applied_to(given.job)
+                outcome = (_one if job.is_one_pipeline else _many)(job, options.schedule, options.blocking, progress)
+                comparison = compare(given, asked, timed=_row(outcome, job, options.blocking), progress=progress)
+        if axes:
+            table.show(as_json=options.json)
+        elif routed:
+            alternative.show(as_json=options.json)
+        else:
+            present(outcome, comparison, given, options)
+
+
+def _note_overlaps(schedule: str | None) -> None:
+    """Say on stderr that overlapped actions of a CSV file are timed as two."""
+    if schedule is not None and Path(schedule).is_file() and overlaps(read_text(Path(schedule))):
+        print(f"note: {schedule} overlaps actions; they are timed one after the other here", file=sys.stderr)
+
+
+def _refuse_contradictions(options: argparse.Namespace, axes: Sequence[Axis]) -> None:
+    routed = asks_for_routing(options)
+    if routed and (axes or options.blocking or asks_for_drawings(options) or options.schedule in ("planned", "online")):
+        raise InputError(
+            "--slow-cell and --dead are timed beside a fixed schedule: leave out --blocking (stock's order, the "
+            "default, blocks), ranges, pictures, planned and online"
+        )
+    if options.schedule is None and not axes and not routed:
+        raise InputError(f"the following arguments are required: --schedule, one of {', '.join(SCHEDULE_NAMES)}")
+    if options.blocking and (axes or options.schedule == "online"):
+        raise InputError(
+            "--blocking is for one schedule and no range: the table's stock column blocks anyway"
+            if axes
+            else "--blocking needs a fixed order, online dispatch has none"
+        )
+    if axes and asks_for_drawings(options):
+        raise InputError("--html, --trace and --timeline are for one schedule: give a value instead of the range")
+
+
+def _row(outcome: Outcome | JobOutcome, job: JobCosts, blocking: bool) -> Row:
+    """The schedule that was asked for, in the comparison."""
+    if outcome.schedule is None:
+        found = simulate_job_online(job)
+        return Row(name=outcome.name, makespan_s=found.makespan_s, binds="decided as messages come", simulation=found)
+    simulation = simulate_job(outcome.schedule, job, blocking=blocking)
+    return timed_row(outcome.name, outcome.schedule, simulation, blocking=blocking)
+
+
+def _one(job: JobCosts, name: str, blocking: bool, progress: Progress | None) -> Outcome:
+    costs = job.groups[0].costs
+    if name == "online":
+        schedule, simulation = None, simulate_online(costs)
+    else:
+        planned = name == "planned"
+        schedule = plan(costs, progress=progress).schedule if planned else fixed_schedule(name, costs)
+        simulation = simulate(schedule, costs, blocking=blocking)
+    return Outcome(name=name, costs=costs, simulation=simulation, lower_bound=lower_bound(costs), schedule=schedule)
+
+
+def _many(job: JobCosts, name: str, blocking: bool, progress: Progress | None) -> JobOutcome:
+    run: Callable[[Costs], Finish] = online_order
+    if name == "online":
+        schedule, simulation = None, simulate_job_online(job, progress=progress)
+    else:
+        planned = name == "planned"
+        schedule = plan_job(job, progress=progress).schedule if planned else fixed_schedule(name, job.base)
+        simulation = simulate_job(schedule, job, blocking=blocking, progress=progress)
+        run = fixed_order(schedule, job.base, blocking=blocking)
+    return JobOutcome(
+        name=name,
+        simulation=simulation,
+        lower_bound=job_bound(job, progress=progress),
+        cause=find_cause(simulation, run),
+        schedule=schedule,
+    )

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress of long work, on stderr: a bar where rich is installed, lines of text elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from adaptra_megatron.schedule.jobs.job_simulation import Progress
+
+# Work on large schedules without Python's search for cycles.
+
+
+@contextmanager
+def no_cycle_collection() -> Iterator[None]:
+    """A schedule is hundreds of thousands of tuples and no cycle: looking for some takes longer than making them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+_PERIOD_S = 2.0
+"""Between lines of text."""
+
+
+def add_progress_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--progress` and `--no-progress`."""
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        help="show progress on stderr (default: if stderr is a terminal)",
+    )
+
+
+@contextmanager
+def shown_progress(wanted: bool | None) -> Iterator[Progress | None]:
+    """Function that takes progress; None if none is shown. `wanted` None: if stderr is a terminal."""
+    terminal = sys.stderr.isatty()
+    if not (terminal if wanted is None else wanted):
+        yield None
+        return
+    if not terminal:
+        yield _Lines()
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bar
+    except ImportError:
+        yield _Lines()
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, object] = {}
+
+        def tell(doing: str, done: int, total: int) -> None:
+            if doing not in tasks:
+                tasks[doing] = bar.add_task(doing)
+            bar.update(tasks[doing], completed=done, total=total)  # type: ignore[arg-type]
+
+        yield tell
+
+
+class _Lines:
+    """A line every few seconds, so that a log stays short; none for work that takes less."""
+
+    def __init__(self) -> None:
+        self._begun_s = self._told_s = time.monotonic()
+
+    def __call__(self, doing: str, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s < _PERIOD_S:
+            return
+        self._told_s = now_s
+        print(f"{doing}: {done} of {total} ({now_s - self._begun_s:.0f} s)", file=sys.stderr, flush=True)

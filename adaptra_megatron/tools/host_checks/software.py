@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions of what is installed, and whether it can be imported at all."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import platform
+import re
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+from adaptra_megatron import __version__
+from adaptra_megatron.common import torch_release
+from adaptra_megatron.tools.host_checks.host_findings import Finding, Level, Roots, read_text
+
+DISTRIBUTION = "adaptra-megatron"
+NATIVE_MODULES = (
+    "adaptra_megatron.schedule._native",
+    "adaptra_megatron.transport._device",
+    "adaptra_megatron.transport._ring",
+)
+_OPTIONAL = {
+    "transformer-engine": "layers of Transformer Engine",
+    "rich": "tables and colours (pip install 'adaptra-megatron[cli]')",
+    "matplotlib": "pictures of timelines (pip install 'adaptra-megatron[plot]')",
+    "prometheus-client": "metrics (pip install 'adaptra-megatron[metrics]')",
+    "opentelemetry-sdk": "--adaptra-otel (pip install 'adaptra-megatron[otel]')",
+    "perfetto": "traces in Perfetto's own format (pip install 'adaptra-megatron[perfetto]')",
+}
+_IMPORTED = {"megatron-core": "megatron.core", "opentelemetry-sdk": "opentelemetry.sdk"}
+"""Where the name to import is not that of the distribution."""
+
+Import = Callable[[str], ModuleType]
+
+
+def import_quietly(name: str) -> ModuleType:
+    """Without the warnings of what it imports. Raises whatever the module raises, ImportError above all."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
+
+
+def check_versions(roots: Roots, import_module: Import = import_quietly) -> list[Finding]:
+    """Python, what this package requires, CUDA and NCCL as torch has them, libibverbs, and what is optional."""
+    python = f"{platform.python_implementation()} {platform.python_version()}, adaptra-megatron {__version__}"
+    found = [Finding(subject="python", level=Level.OK, text=python, details={"adaptra": __version__})]
+    found += [_requirement(*requirement, import_module) for requirement in _requirements()]
+    if (cuda := _cuda(roots, import_module)) is not None:
+        found.append(cuda)
+    return [*found, _libibverbs(), *_optional()]
+
+
+def check_native_modules(import_module: Import = import_quietly) -> list[Finding]:
+    """Return whether the compiled parts load."""
+    found = []
+    for name in NATIVE_MODULES:
+        subject = name.removeprefix("adaptra_megatron.")
+        try:
+            module = import_module(name)
+        except Exception as cause:
+            found.append(
+                Finding(
+                    subject=subject,
+                    level=Level.PROBLEM,
+                    text=f"does not load: {_first_line(cause)}",
+                    remedy=f"build it for this Python: pip install --force-reinstall --no-deps {DISTRIBUTION} (or `.`)",
+                    fatal=True,
+                )
+            )
+            continue
+        found.append(Finding(subject=subject, level=Level.OK, text=f"loads from {module.__file__}"))
+    return found
+
+
+def _requirements() -> list[tuple[str, str]]:
+    """Names and specifiers of what training needs, from this package's metadata: its extra `megatron` is part of it."""
+    try:
+        lines = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:  # run from its source tree
+        lines = ["torch", "megatron-core", "numpy", "packaging"]
+    needed = [text for text, _, extra in (line.partition(";") for line in lines) if not extra or "megatron" in extra]
+    return [(found[0], found[1]) for line in needed if (found := re.findall(r"^([\w.-]+)\s*(.*)$", line)[0])]
+
+
+def _requirement(name: str, specifier: str, import_module: Import) -> Finding:
+    """Installed, in the right version, and importable: a library built for another machine fails only then."""
+    remedy = f"pip install '{name}{specifier}'"
+    try:
+        module = import_module(_IMPORTED.get(name, name))
+        # A checkout on PYTHONPATH hides what is installed.
+        imported = getattr(module, "__version__", None) if name in _IMPORTED else None
+        version = imported or metadata.version(name)
+        fits = _fits(version, specifier)
+    except metadata.PackageNotFoundError:
+        version, fits = "unknown", True  # on PYTHONPATH, and it does not say
+    except Exception as cause:
+        text = f"cannot be imported: {_first_line(cause)}"
+        return Finding(subject=name, level=Level.PROBLEM, text=text, remedy=remedy, fatal=True)
+    details = {"version": version, "required": specifier}
+    if not fits:
+        text = f"{version} is installed, {specifier} is needed"
+        remedy = torch_release.remedy(version) if name == "torch" else remedy
+        return Finding(subject=name, level=Level.PROBLEM, text=text, remedy=remedy, fatal=True, details=details)
+    return Finding(subject=name, level=Level.OK, text=version, details=details)
+
+
+def _fits(version: str, specifier: str) -> bool:
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:  # a finding of its own
+        return True
+    return SpecifierSet(specifier, prereleases=True).contains(version)
+
+
+def _cuda(roots: Roots, import_module: Import) -> Finding | None:
+    """None where torch is missing, which is a finding of its own."""
+    try:
+        torch = import_module("torch")
+    except Exception:
+        return None
+    driver = re.search(r"(\d+\.\d+(?:\.\d+)?)", read_text(roots.proc / "driver" / "nvidia" / "version"))
+    built, gpus = torch.version.cuda, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None
+    details = {"cuda": built, "nccl": nccl, "driver": driver[1] if driver else None, "gpus": gpus}
+    said = [f"torch built for CUDA {built}" if built else "torch built without CUDA"]
+    said.append(f"NCCL {nccl}" if nccl else "without NCCL")
+    said.append(f"NVIDIA driver {driver[1]}" if driver else "no NVIDIA driver")
+    said.append(f"{gpus} GPUs usable")
+    level, remedy = Level.OK, ""
+    if driver and not gpus:
+        level = Level.PROBLEM
+        remedy = (
+            "install a torch built for CUDA" if not built else "look at nvidia-smi; CUDA_VISIBLE_DEVICES may hide all"
+        )
+    return Finding(subject="CUDA", level=level, text=", ".join(said), remedy=remedy, details=details)
+
+
+def _libibverbs() -> Finding:
+    """rdma-core's release is the last part of its library's file name."""
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        text = "not installed; only verbs needs it"
+        return Finding(subject="libibverbs", level=Level.OK, text=text, details={"rdma_core": None})
+    mapped = re.search(r"\S*/libibverbs\.so\S*", Path("/proc/self/maps").read_text())
+    release = Path(mapped[0]).resolve().name.removeprefix("libibverbs.so.1.").partition(".")[2] if mapped else ""
+    text = f"rdma-core {release}" if release else "installed, release unknown"
+    return Finding(subject="libibverbs", level=Level.OK, text=text, details={"rdma_core": release or None})
+
+
+def _optional() -> list[Finding]:
+    found = []
+    for name, use in _OPTIONAL.items():
+        try:
+            version: str | None = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            version = None
+        text = version or f"not installed; for {use}"
+        found.append(Finding(subject=name, level=Level.OK, text=text, details={"version": version}))
+    return found
+
+
+def _first_line(cause: Exception) -> str:
+    return f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"

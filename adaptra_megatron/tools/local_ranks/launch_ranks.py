@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the processes of a job on this machine, watches them and cleans up after them.
+
+Ranks are plain Python processes, as torchrun's, or come from a `RankServer`, which starts a job in a fraction of the
+time.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from adaptra_megatron.tools.local_ranks.rank_process import PARENT_VARIABLE, STACKS_SIGNAL
+
+POLL_S = 0.02
+GRACE_S = 1.0
+"""Left to the other ranks to say what they have to, once one has failed."""
+PORT_ATTEMPTS = 3
+TAIL_LINES = 60
+Poll = Callable[[int], "int | None"]
+Echo = Callable[[str], object]
+Ended = Callable[[int, int], "Mapping[str, str] | None"]
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """How one rank ended."""
+
+    rank: int
+    returncode: int
+    """0, the status it exited with, or minus the signal that killed it (by us too: after a failure elsewhere)."""
+    log: Path
+    """All that it wrote."""
+
+    @property
+    def output(self) -> str:
+        """What it wrote, stdout and stderr together."""
+        return self.log.read_text(errors="replace")
+
+
+class RankServer(Protocol):
+    """What starts ranks faster than plain Python does, and tells how they ended."""
+
+    def start(self, argv: Sequence[str], environments: Sequence[Mapping[str, str]], logs: Sequence[Path]) -> list[int]:
+        """Start one process per environment; its output goes to its log. Returns their process ids."""
+
+    def poll(self, pid: int) -> int | None:
+        """The exit status of one of them, minus a signal's number; None while it runs."""
+
+
+class LaunchError(RuntimeError):
+    """A job failed or hung; the message shows the end of the logs, with all Python stacks of ranks that hung."""
+
+    def __init__(self, message: str, results: list[RankResult]) -> None:
+        super().__init__(message)
+        self.results = results
+
+
+def run_ranks(
+    world_size: int,
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    log_directory: str | Path | None = None,
+    server: RankServer | None = None,
+    check: bool = True,
+    stop_on_failure: bool = True,
+    echo: Echo | None = None,
+    ended: Ended | None = None,
+    stalled: Callable[[], Sequence[int]] = tuple,
+) -> list[RankResult]:
+    """Run `argv` in `world_size` processes with the environment that torchrun would give them.
+
+    Args:
+        argv: "script.py" or "-m", "module", then arguments.
+        timeout_s: after this time all ranks that still run show their stacks and are killed.
+        env: added to this process's environment.
+        log_directory: gets `rank<N>.log`; default: a new temporary directory, which is left behind.
+        server: fork the ranks from it; None starts plain Python processes.
+        check: raise unless all ranks exit with 0; else return whatever happened.
+        stop_on_failure: once a rank has failed, kill the others after a second.
+        echo: called with every line that the last rank writes, as it writes it.
+        ended: called with each rank that has ended and its exit status. Where it returns environment variables, the
+            rank is started again with them, and goes on with its log.
+        stalled: asked again and again for ranks that are to be killed.
+
+    Raises:
+        LaunchError: with `check`, a rank failed; or one ran past `timeout_s`.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="adaptra-ranks-") if log_directory is None else log_directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    logs = [(directory / f"rank{rank}.log").resolve() for rank in range(world_size)]
+    for attempt in range(1, PORT_ATTEMPTS + 1):
+        for log in logs:
+            log.write_bytes(b"")
+        job = _Job(argv, _environments(world_size, env or {}), logs, server, ended, stalled)
+        hung = job.watch(timeout_s, stop_on_failure, echo)
+        results = job.results()
+        # The port was free when it was chosen, not necessarily when rank 0 listened.
+        if attempt == PORT_ATTEMPTS or not (results[0].returncode and "EADDRINUSE" in results[0].output):
+            break
+    if hung or (check and any(result.returncode for result in results)):
+        raise LaunchError(_failure(argv, results, hung, job.first_failed, timeout_s), results)
+    return results
+
+
+class _Job:
+    """Running ranks. Each leads its own session, so that what it starts can be killed with it."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        logs: Sequence[Path],
+        server: RankServer | None,
+        ended: Ended | None,
+        stalled: Callable[[], Sequence[int]],
+    ) -> None:
+        self._logs, self._on_end, self._stalled = logs, ended, stalled
+        self._environments = environments
+        self._ended: set[int] = set()
+        self.first_failed: int | None = None
+        self._poll: Poll
+        self._start: Callable[[Sequence[Mapping[str, str]], Sequence[Path]], list[int]]
+        if server is not None:
+            self._start = functools.partial(server.start, argv)
+            self._poll = server.poll
+        else:
+            processes: dict[int, subprocess.Popen[bytes]] = {}
+
+            def start(environments: Sequence[Mapping[str, str]], logs: Sequence[Path]) -> list[int]:
+                started = [_start(argv, environment, log) for environment, log in zip(environments, logs, strict=True)]
+                processes.update({process.pid: process for process in started})
+                return [process.pid for process in started]
+
+            self._start = start
+            self._poll = lambda pid: processes[pid].poll()
+        self._pids = self._start(environments, logs)
+
+    def watch(self, timeout_s: float, stop_on_failure: bool, echo: Echo | None) -> list[int]:
+        """Wait until all ranks have ended, ending them where the rules say so. Returns the ranks that hung."""
+        deadline = time.monotonic() + timeout_s
+        failed_at: float | None = None
+        hung: list[int] = []
+        with self._logs[-1].open(errors="replace") as followed:
+            try:
+                while running := self._running():
+                    _follow(followed, echo)
+                    now = time.monotonic()
+                    if failed_at is None and stop_on_failure and self.first_failed is not None:
+                        failed_at = now
+                    if now >= deadline:
+                        hung = running
+                    if hung or (failed_at is not None and now >= failed_at + GRACE_S):
+                        self._show_stacks(running)
+                        break
+                    time.sleep(POLL_S)
+            finally:
+                self.kill()
+                _follow(followed, echo)
+        return hung
+
+    def results(self) -> list[RankResult]:
+        """How the ranks ended; all have."""
+        codes = [self._poll(pid) for pid in self._pids]
+        return [
+            RankResult(rank, -signal.SIGKILL if code is None else code, log)
+            for rank, (code, log) in enumerate(zip(codes, self._logs, strict=True))
+        ]
+
+    def _running(self) -> list[int]:
+        running = []
+        for rank in self._stalled():
+            _signal_group(self._pids[rank], signal.SIGKILL)
+        for rank, pid in enumerate(self._pids):
+            code = self._poll(pid)
+            if code is None:
+                running.append(rank)
+                continue
+            if code and self.first_failed is None:
+                self.first_failed = rank
+            if self._on_end is not None and rank not in self._ended:
+                again = self._on_end(rank, code)
+                if again is not None:
+                    self._pids[rank] = self._start([{**self._environments[rank], **again}], [self._logs[rank]])[0]
+                    running.append(rank)
+                    continue
+            self._ended.add(rank)
+        return running
+
+    def _show_stacks(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            _signal_process(self._pids[rank], STACKS_SIGNAL)
+        time.sleep(GRACE_S / 2)
+
+    def kill(self) -> None:
+        """Kill what still runs, and what the ranks started, and wait for it to be gone (10 s at most)."""
+        for pid in self._pids:
+            if not _signal_group(pid, signal.SIGKILL) and self._poll(pid) is None:
+                _signal_process(pid, signal.SIGKILL)  # forked a moment ago, and not yet the leader of its group
+        deadline = time.monotonic() + 10.0
+        while any(self._poll(pid) is None for pid in self._pids) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+
+def _start(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-u", "-m", "adaptra_megatron.tools.local_ranks.rank_process", *argv],
+            env={**environment, PARENT_VARIABLE: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+BRIEF_LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:5"}
+"""Environment of processes that serve a store, which looks each client's name up while all others wait: where a name
+server loses requests, 5 s each."""
+
+
+def _environments(world_size: int, more: Mapping[str, str]) -> list[dict[str, str]]:
+    port = str(free_port())
+    common = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= BRIEF_LOOKUPS
+    return [
+        rank_environment({**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **more}) for rank in range(world_size)
+    ]
+
+
+def free_port() -> int:
+    """A TCP port without a listener. Below the range from which Linux takes ports for outgoing connections, so
+    that only another launcher could take it meanwhile, and that is unlikely to choose the same."""
+    chooser = random.SystemRandom()
+    while True:
+        port = chooser.randrange(15000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
+def _signal_process(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _signal_group(pid: int, number: int) -> bool:
+    """Return whether there was such a process group: a rank's survives it as long as what it started does."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _follow(log: object, echo: Echo | None) -> None:
+    if echo is None:
+        return
+    for line in log:  # type: ignore[attr-defined]
+        echo(line.rstrip("\n"))
+
+
+def _failure(
+    argv: Sequence[str], results: list[RankResult], hung: list[int], first_failed: int | None, timeout_s: float
+) -> str:
+    codes = ", ".join(f"rank {result.rank}: {result.returncode}" for result in results)
+    what = f"ranks {hung} still ran after {timeout_s:g} s" if hung else f"rank {first_failed} failed first"
+    shown = [results[rank] for rank in hung] if hung else [results[first_failed or 0]]
+    shown += [result for result in results if result not in shown]
+    tails = [
+        f"--- rank {result.rank} ({result.log}) ---\n" + "\n".join(result.output.splitlines()[-TAIL_LINES:])
+        for result in shown
+    ]
+    return "\n".join([f"{' '.join(argv)}: {what} (exit status of {codes})", *tails])
+
+
+def rank_environment(more: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment for a rank on a machine that it shares with the other ranks, and `more`."""
+    environment = dict(os.environ)
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        environment.setdefault(name, "1")
+    # All ranks are here: no name of this machine has to resolve.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    here = str(Path(__file__).parents[3])
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    environment["PYTHONPATH"] = os.pathsep.join([here, *(path for path in paths if path and path != here)])
+    environment.update(more)
+    return environment

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chrome trace JSON in which forwards and backwards are named: Megatron's and MegaScan's, ours, and Kineto's.
+
+An event's name says what it is: forward, fwd or F; backward, bwd or B; I and W for its halves; `PP:1F2` as
+torch.distributed.pipelining names them; everything else as in `OpType`. Behind it may stand the micro-batch ("F 3",
+"fwd_mb3_iter0") and the chunk ("F 3 chunk 1"). Better, `args` says it: see `naming`. Where actions ran, `places` finds
+out; which are read, `ranges`; what makes a step, `steps`. A directory holds one file per rank, or sub-directories with
+those of some steps each. Files are read one at a time, large ones by several processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+from adaptra_megatron.schedule.ir import Placement
+from adaptra_megatron.tools.recordings.contents import head_of, refuse_other_formats
+from adaptra_megatron.tools.recordings.ranges import FileRanges, read_ranges
+from adaptra_megatron.tools.recordings.recorded_places import Asked, Places, places_of
+from adaptra_megatron.tools.recordings.recorded_steps import (
+    ONE_AT_A_TIME,
+    Action,
+    Steps,
+    check_one_job,
+    steps_of,
+    without_waits,
+)
+from adaptra_megatron.tools.recordings.recording import (
+    ALL_STEPS,
+    MOST_NAMED,
+    NoTraceError,
+    Recording,
+    RecordingError,
+    Wanted,
+    understood,
+)
+
+SUFFIXES = (".json", ".json.gz", ".json.bz2", ".json.xz")
+Progress = Callable[[str, int, int], None]
+_WORTH_PROCESSES_NBYTES = 16 << 20
+_MOST_PROCESSES = 8
+_NUMBERS = re.compile(r"(\d+)")
+_FOLDER_STEP = re.compile(r"(?:iteration|step)[ _-]*(\d{1,18})", re.IGNORECASE)
+
+
+def read_chrome(
+    path: Path, wanted: Wanted = ALL_STEPS, asked: Asked | None = None, progress: Progress | None = None
+) -> Recording:
+    """The steps of a trace, or of the traces of a directory, one per rank.
+
+    Raises RecordingError for what is no such trace, for one without named forwards and backwards or that does not say
+    where they ran, and OSError if a file cannot be read.
+    """
+    notes: list[str] = []
+    merged = Steps()
+    placement: Placement | None = None
+    for folder, paths in _groups(path):
+        files = _read_all(path, paths, notes, progress)
+        places = places_of(path, files, asked or Asked())
+        found = _steps(path, files, places, folder, wanted)
+        taken = {step.number for step in merged.steps}
+        if again := sorted(step.number for step in found.steps if step.number in taken):
+            raise RecordingError(f"{path} has step {again[0]} in several sub-directories: name one of them")
+        merged.steps += found.steps
+        merged.left_out += found.left_out
+        notes += [each for each in (*places.notes, *found.notes) if each not in notes]
+        if placement not in (None, places.placement):
+            raise RecordingError(f"{path}: sub-directories are of different jobs: name one of them")
+        placement = places.placement
+    return understood(
+        name=str(path), source="a Chrome trace", steps=merged.steps, left_out=merged.left_out, notes=notes
+    )
+
+
+def _groups(path: Path) -> Iterator[tuple[Path | None, list[Path]]]:
+    """Files that are of the same steps: those of a directory, or of each sub-directory."""
+    if not path.is_dir():
+        yield None, [path]
+        return
+    if found := traces_in(path):
+        yield None, found
+        return
+    folders = [each for each in sorted(path.iterdir(), key=_naturally) if each.is_dir()]
+    groups = [(folder, found) for folder in folders if (found := traces_in(folder))]
+    if not groups:
+        raise RecordingError(f"{path} has neither rank-*.jsonl, which --adaptra-trace-dir writes, nor traces in JSON")
+    yield from groups
+
+
+def traces_in(directory: Path) -> list[Path]:
+    """Files that may be traces, by the numbers in their names."""
+    found = (each for each in directory.iterdir() if each.name.endswith(SUFFIXES) and each.is_file())
+    return sorted(found, key=_naturally)
+
+
+def _naturally(path: Path) -> list[tuple[int, str]]:
+    """rank2 comes before rank10."""
+    return [
+        (int(part), "") if part.isdecimal() and len(part) < 19 else (-1, part) for part in _NUMBERS.split(path.name)
+    ]
+
+
+def _read_all(path: Path, paths: Sequence[Path], notes: list[str], progress: Progress | None) -> list[FileRanges]:
+    """What the files say; those of a directory that are no traces at all are left out."""
+    found: list[FileRanges] = []
+    others: list[NoTraceError] = []
+    if progress is not None:
+        progress("reading traces", 0, len(paths))
+    for number, each in enumerate(_in_processes(paths), start=1):
+        if isinstance(each, NoTraceError):
+            others.append(each)
+        else:
+            found.append(each)
+        if progress is not None:
+            progress("reading traces", number, len(paths))
+    if not found:
+        raise others[0]
+    if others:
+        notes.append(
+            f"{len(others)} file{'s are' if len(others) > 1 else ' is'} left out: {others[0].name} is no trace."
+        )
+    for file in found:
+        if not file.ranges:
+            raise _nothing_named(path if len(found) == 1 else file.path, file)
+        notes += _notes_of(file, alone=len(found) == 1)
+    return found
+
+
+def _in_processes(paths: Sequence[Path]) -> Iterator[FileRanges | NoTraceError]:
+    processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)), len(paths))
+    if processes < 2 or sum(path.stat().st_size for path in paths) < _WORTH_PROCESSES_NBYTES:
+        yield from map(_read, paths)
+        return
+    # No fork: a program that draws a progress bar has threads.
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("forkserver")) as pool:
+        try:
+            yield from pool.map(_read, paths)
+        except BrokenProcessPool as error:
+            raise RecordingError(
+                f"a process that read {paths[0].parent} was killed: is there enough memory?"
+            ) from error
+
+
+def _read(path: Path) -> FileRanges | NoTraceError:
+    refuse_other_formats(path, head_of(path))
+    try:
+        return read_ranges(path)
+    except NoTraceError as error:
+        return error
+
+
+def _nothing_named(path: Path, file: FileRanges) -> RecordingError:
+    there = f"; the ranges in it are called {', '.join(map(repr, file.names))}" if file.names else ""
+    left_out = "; ".join(list(file.left_out)[:MOST_NAMED])
+    return RecordingError(
+        f"{path} names no forwards and backwards{there}: ranges have to be called forward and backward, or F and B, "
+        "with micro-batches (record_function around the steps of the schedule makes them)"
+        + (f". Left out: {left_out}" if left_out else "")
+    )
+
+
+def _notes_of(file: FileRanges, *, alone: bool) -> Iterator[str]:
+    where = "" if alone else f" of {file.path.name}"
+    for what, count in file.left_out.items():
+        more = f", and {count - 1} more like it" if count > 1 else ""
+        yield f"Left out{where}: {what}{more}."
+    if file.insides:
+        apart = (
+            f"; if the {file.hidden} is no part, actions of a stage ran side by side: {ONE_AT_A_TIME}"
+            if file.hidden
+            else ""
+        )
+        yield f"{file.insides} ranges{where} inside other forwards and backwards are parts of them{apart}."
+    if file.divided:
+        yield (
+            f"{file.divided} ranges{where} hold a forward and a backward (OVERLAP_F_B): divided by what each "
+            "takes alone."
+        )
+    if file.waits:
+        yield f"{file.waits} ranges{where} contain the wait for their message: it is taken away."
+    if file.unfinished:
+        yield f"The list of events{where} has no end: the process that wrote it was killed."
+
+
+def _steps(path: Path, files: Sequence[FileRanges], places: Places, folder: Path | None, wanted: Wanted) -> Steps:
+    bases = [file.base_ns for file in files]
+    first_ns = min(bases) if all(bases) else None
+    origin_us = min(each.range.start_us + _behind_us(bases[each.file], first_ns) for each in places.placed)
+    placement = places.placement
+    number = _FOLDER_STEP.search(folder.name) if folder is not None else None
+    actions = []
+    for cell, each, file in places.placed:
+        start_us = each.start_us + _behind_us(bases[file], first_ns) - origin_us
+        chunk = each.labels.get("chunk", 0)
+        if placement is not None and each.virtual_stage is not None:
+            chunk = placement.places[each.virtual_stage].chunk
+        step = each.labels.get("step", None if number is None else int(number[1]))
+        micro_batch = each.labels.get("micro_batch")
+        duration_s = 1e-6 * (each.end_us - each.start_us)
+        actions.append(Action(cell, each.optype, step, chunk, micro_batch, 1e-6 * start_us, duration_s))
+    check_one_job(str(path), actions)
+    found = steps_of(str(path), actions, wanted, placement)
+    if placement is not None and not any(each.range.on_gpu for each in places.placed):
+        found.steps = without_waits(found.steps, found.notes)
+    return found
+
+
+def _behind_us(base_ns: int, first_ns: int | None) -> float:
+    """By how much the times of a file that count from `base_ns` count from later than those of the first one."""
+    return 0.0 if first_ns is None else (base_ns - first_ns) / 1e3

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run as its directory tells it: the traces of one pipeline, the events, and the parts that the run falls into."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from adaptra_megatron.telemetry.action_records import ActionRecord, ArrivalRecord
+from adaptra_megatron.telemetry.events.event_log import FILE_PATTERN as EVENT_FILES
+from adaptra_megatron.telemetry.events.event_log import read_events
+from adaptra_megatron.telemetry.events.events import (
+    IterationsTimed,
+    LinkDetection,
+    PlanSwitched,
+    RanksLost,
+    RunStarted,
+    StageDetection,
+    StampedEvent,
+    StragglerDetection,
+)
+from adaptra_megatron.telemetry.tracing.trace import FILE_PATTERN, RankTrace, TraceError
+from adaptra_megatron.tools.recordings.numbering import Numbering, renumbered
+from adaptra_megatron.tools.recordings.run_files import Progress, cut_short, damaged, find_pipelines, read_pipelines
+from adaptra_megatron.tools.recordings.run_metrics import iteration_span_s
+
+MOST_FILES_TO_COMPARE = 256
+"""Ranks up to which all traces are read to find the slowest pipeline; above, the first pipeline stands for all."""
+STEP = 0.08
+"""Relative change of iteration time, in two iterations running, that begins another part of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunIteration:
+    """One training iteration of one pipeline; without records where it was not traced."""
+
+    number: int
+    """Megatron's, where the log tells it; else that of the trace and of events, which count evaluations, too."""
+    start_s: float
+    """On the job's common clock; 0 of one that was not traced."""
+    seconds: float
+    """From the first action's start to the last one's end, over all stages. Of a run that traced only some iterations:
+    what the leading rank took, the same for all of them."""
+    records: tuple[ActionRecord, ...] = ()
+    arrivals: tuple[ArrivalRecord, ...] = ()
+    order: int | None = None
+    """Hash of every stage's order of actions: equal iterations ran the same plan. None where it is not known."""
+
+    @property
+    def traced(self) -> bool:
+        """Return whether it is known what was done in it."""
+        return bool(self.records)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Iterations in a row between two changes."""
+
+    iterations: tuple[RunIteration, ...]
+    beginning: tuple[StampedEvent, ...]
+    """The detections, losses and switches that began it."""
+    new_order: bool
+    """True if the order of actions is another than before; for runs without events."""
+
+    @property
+    def first(self) -> int:
+        return self.iterations[0].number
+
+    @property
+    def last(self) -> int:
+        return self.iterations[-1].number
+
+    @property
+    def seconds(self) -> float:
+        """Median of an iteration."""
+        return median(iteration.seconds for iteration in self.iterations)
+
+    @property
+    def typical(self) -> RunIteration:
+        """The iteration whose time is the median, of those that were traced if any was."""
+        ordered = sorted(self.traced or self.iterations, key=lambda iteration: iteration.seconds)
+        return ordered[(len(ordered) - 1) // 2]
+
+    @property
+    def traced(self) -> tuple[RunIteration, ...]:
+        """The iterations of which it is known what was done in them."""
+        return tuple(iteration for iteration in self.iterations if iteration.traced)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What is known of a run."""
+
+    directory: Path
+    ranks: tuple[int, ...]
+    """Global ranks of the pipeline that is shown, by stage."""
+    pipelines: int
+    """Number of pipelines; the one shown is the slowest, if it could be told."""
+    iterations: tuple[RunIteration, ...]
+    events: tuple[StampedEvent, ...]
+    parts: tuple[Part, ...]
+    stage_count: int = 0
+    """Number of stages, where some of them left no trace."""
+    missing: tuple[str, ...] = ()
+    """What was not found or could not be read, in sentences."""
+    megatron_numbers: bool = False
+    """True where numbers of iterations are those that Megatron prints."""
+
+    @property
+    def own_events(self) -> list[StampedEvent]:
+        """The events that are about the pipeline that is shown."""
+        return of_replica(self.ranks[0] if self.ranks else 0, self.events)
+
+    @property
+    def stages(self) -> int:
+        return self.stage_count or len(self.ranks)
+
+    @property
+    def traced(self) -> tuple[RunIteration, ...]:
+        """The iterations of which it is known what was done in them."""
+        return tuple(iteration for iteration in self.iterations if iteration.traced)
+
+
+def read_run(directory: Path | str, progress: Progress | None = None) -> RunRecord:
+    """Read the traces and events of a run, as far as they are there; what is not is said in the result's `missing`.
+
+    Ranks that share a stage are taken in order: the first of each stage are one pipeline, and so on, as Megatron places
+    them. Raises TraceError if there is neither a trace nor an event, OSError if a file cannot be read.
+    """
+    directory = Path(directory)
+    missing: list[str] = []
+    as_counted = _read_events(directory, missing)
+    found = find_pipelines(directory, as_counted)
+    lanes, events, numbering = found.lanes, renumbered(as_counted), Numbering(as_counted)
+    if not lanes and not events:
+        raise TraceError(
+            f"no {FILE_PATTERN} and no {EVENT_FILES} that can be read in {directory}: was the run started with "
+            f"--adaptra-trace-dir {directory}?{''.join(f' {each}' for each in found.missing)}"
+        )
+    to_read = lanes if sum(map(len, lanes)) <= MOST_FILES_TO_COMPARE else lanes[:1]
+    candidates, damage = read_pipelines(to_read, progress)
+    missing += [*found.missing, *damage]
+    traces: list[RankTrace] = max(_longest_lived(candidates, events), key=_median_seconds, default=[])
+    numbered = numbering.of if events else numbered_by_traces(traces)
+    missing += cut_short(traces, numbered)
+    if traces and events and all(found.stamp.rank != traces[0].rank for found in events):
+        missing.append(f"rank {traces[0].rank} left no log: what was found and planned is not known")
+    decided_here = of_replica(traces[0].rank if traces else 0, events)
+    attempts = _iterations(traces, found.stages)
+    # After a death an iteration is run again, under one number: the attempt that was committed is the later one.
+    seen = {number: replace(each, number=number) for each in attempts for number in [numbered(each.number)]}
+    iterations = _with_times(list(seen.values()), decided_here)
+    return RunRecord(
+        directory=directory,
+        ranks=tuple(trace.rank for trace in traces),
+        pipelines=max(1, len(lanes)),
+        iterations=tuple(iterations),
+        events=tuple(events),
+        parts=tuple(find_parts(iterations, decided_here)),
+        stage_count=found.stages,
+        missing=tuple(missing),
+        megatron_numbers=numbering.known or not events,
+    )
+
+
+def numbered_by_traces(traces: Sequence[RankTrace]) -> Callable[[int], int]:
+    """Numbers as if the processes that left `traces` had begun with Megatron's first iteration: no log tells."""
+    kinds: dict[int, set[str]] = defaultdict(set)
+    for trace in traces:
+        for record in trace.records:
+            kinds[record.iteration].add(record.kind)
+    evaluations = sorted(number for number, found in kinds.items() if not found & {"B", "I"})
+    return lambda iteration: iteration + 1 - bisect_left(evaluations, iteration)
+
+
+def _read_events(directory: Path, missing: list[str]) -> list[StampedEvent]:
+    """The log, by Megatron's or the process's numbers; what is wrong with it goes into `missing`."""
+    damage: dict[Path, list[str]] = defaultdict(list)
+    events = read_events(directory, lambda problem: damage[problem.path].append(problem.of_line))
+    for path, problems in sorted(damage.items()):
+        missing += damaged(path, problems)
+    return events
+
+
+def _longest_lived(pipelines: list[list[RankTrace]], events: Sequence[StampedEvent]) -> list[list[RankTrace]]:
+    """Those all of whose ranks took part for longest, where some have died; else all."""
+    if not pipelines or not any(isinstance(found.event, RanksLost) for found in events):
+        return pipelines
+    lasts = [
+        min(max((record.iteration for record in trace.records), default=-1) for trace in pipeline)
+        for pipeline in pipelines
+    ]
+    longest = max(lasts)
+    return [pipeline for pipeline, last in zip(pipelines, lasts, strict=True) if last >= longest - 1]
+
+
+def find_parts(iterations: Sequence[RunIteration], events: Sequence[StampedEvent]) -> list[Part]:
+    """Where a run changed: at detections, at switches, at another order of actions, at a step in iteration time."""
+    changes: dict[int, list[StampedEvent]] = defaultdict(list)
+    if not iterations:
+        return []
+    numbers = [iteration.number for iteration in iterations]
+    for stamped in events:
+        if isinstance(stamped.event, (LinkDetection, StageDetection, StragglerDetection, PlanSwitched, RanksLost)):
+            at = next((number for number in numbers if number >= began_at(stamped)), None)
+            if at is not None:
+                changes[at].append(stamped)
+    new_orders = {
+        index
+        for index in range(1, len(iterations))
+        if None not in (orders := (iterations[index - 1].order, iterations[index].order)) and orders[0] != orders[1]
+    }
+    turns = new_orders | {index for index, number in enumerate(numbers) if number in changes}
+    starts = [0]
+    for index in range(1, len(iterations)):
+        # One long iteration is an outlier, unless something was done about it right after.
+        confirmed = iterations[index : index + (1 if index + 1 in turns else 2)]
+        if index in turns or _steps(iterations[starts[-1] : index], confirmed, index + 1 in turns):
+            starts.append(index)
+    parts = []
+    for start, end in zip(starts, [*starts[1:], len(iterations)], strict=True):
+        parts.append(
+            Part(
+                iterations=tuple(iterations[start:end]),
+                beginning=tuple(changes[iterations[start].number]),
+                new_order=start in new_orders,
+            )
+        )
+    return parts
+
+
+def began_at(stamped: StampedEvent) -> int:
+    """The iteration in which what an event reports began: a finding is reported later."""
+    since = getattr(stamped.event, "since_iteration", None)
+    return stamped.stamp.iteration if since is None else int(since)
+
+
+def replicas_of(events: Sequence[StampedEvent]) -> dict[int, int]:
+    """Replica of each rank that has a log; 0 where replicas are not named."""
+    starts = {found.stamp.rank: found.event for found in events if isinstance(found.event, RunStarted)}
+    return {rank: start.layout.get("replica", 0) for rank, start in starts.items()}
+
+
+def of_replica(rank: int, events: Sequence[StampedEvent]) -> list[StampedEvent]:
+    """What was said by ranks of the replica of `rank`, whose plans are its own; all where replicas are not named, or
+    one rank decides for all."""
+    replicas = replicas_of(events)
+    starts = (found.event for found in events if isinstance(found.event, RunStarted))
+    if any(start.config.get("reroute", "off") != "off" for start in starts):
+        return list(events)
+    return [found for found in events if replicas.get(found.stamp.rank, 0) == replicas.get(rank, 0)]
+
+
+def _with_times(traced: list[RunIteration], events: Sequence[StampedEvent]) -> list[RunIteration]:
+    """All iterations that the log has times of, if those are more than were traced."""
+    times_s = {
+        number: seconds
+        for stamped in events
+        if isinstance(stamped.event, IterationsTimed)
+        for number, seconds in enumerate(stamped.event.seconds, stamped.event.first)
+    }
+    known = {iteration.number: iteration for iteration in traced}
+    if times_s.keys() <= known.keys():
+        return traced
+    timed = {number: RunIteration(number=number, start_s=0.0, seconds=seconds) for number, seconds in times_s.items()}
+    for number, iteration in known.items():
+        timed[number] = replace(iteration, seconds=times_s.get(number, iteration.seconds))
+    return [timed[number] for number in sorted(timed)]
+
+
+def _steps(before: Sequence[RunIteration], after: Sequence[RunIteration], alone: bool) -> bool:
+    """Return whether all of `after` are longer, or all shorter, than is usual `before`; one iteration counts only
+    `alone`."""
+    if len(after) < 2 and not alone:
+        return False
+    usual_s = median(iteration.seconds for iteration in before)
+    ratios = [iteration.seconds / usual_s for iteration in after]
+    return min(ratios) > 1.0 + STEP or max(ratios) < 1.0 - STEP
+
+
+def _median_seconds(traces: Sequence[RankTrace]) -> float:
+    seconds = [iteration.seconds for iteration in _iterations(traces, len(traces))]
+    return median(seconds) if seconds else 0.0
+
+
+def _iterations(traces: Sequence[RankTrace], stages: int) -> list[RunIteration]:
+    """The training iterations, without records where not all of `stages` left any. One that only some stages have
+    finished, at the end, is left out: it runs, or ran when the job ended."""
+    records: dict[int, dict[int, list[ActionRecord]]] = defaultdict(dict)
+    arrivals: dict[int, list[ArrivalRecord]] = defaultdict(list)
+    for trace in traces:
+        for record in trace.records:
+            records[record.iteration].setdefault(record.stage, []).append(record)
+        for arrival in trace.arrivals:
+            arrivals[arrival.iteration].append(arrival)
+    found = []
+    last = max(records, default=-1)
+    for number, by_stage in sorted(records.items()):
+        everything = tuple(record for stage in sorted(by_stage) for record in by_stage[stage])
+        whole = len(by_stage) == stages
+        if not any(record.kind in "BI" for record in everything) or (number == last and len(by_stage) < len(traces)):
+            continue
+        start_s, end_s = iteration_span_s(everything)
+        found.append(
+            RunIteration(
+                number=number,
+                start_s=start_s,
+                seconds=end_s - start_s,
+                records=everything if whole else (),
+                arrivals=tuple(arrivals[number]) if whole else (),
+                order=hash(tuple(record[1:5] for record in everything)) if whole else None,
+            )
+        )
+    return found

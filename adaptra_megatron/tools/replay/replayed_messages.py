@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages of recordings that have computation alone: which there were, and how long each was under way.
+
+Two kinds of job are told apart by which of them explains when actions began. Where messages overlap computation, a
+stage that waited for one began the moment it came; a message that came before it was needed is taken for as quick as
+the others of its link usually are, as far as there was time for that. Where exchanges block, as in stock Megatron-core,
+everybody waits for one slow link, and most gaps are longer than any message of their own. So a link takes what its
+quickest messages can have taken, and as few links as possible are slow: one is added to them while it explains more
+than all others do. A single message takes more only where both its ends went on later than that explains.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
+
+from adaptra_megatron.common.job.layout import Cell
+from adaptra_megatron.tools.replay.operations import SENDING, Message, Operation, OpType, RecordedStep, ReplayError
+from adaptra_megatron.tools.replay.replay_graph import Call, Slot, misfit_s, programs_of
+
+_QUICK = 0.05
+"""Share of a link's messages that may be quicker than what the link is said to take: clocks are read a little late."""
+_ROUNDS = 3
+"""Rounds after which calls, whose ends hang on each other, have found their times."""
+_LITTLE = 0.02
+"""Share of an action by which links may differ without one being called slow."""
+_EXPLAINS = 0.5
+"""Share of one of its messages that a slow link has to explain of when actions began, at least."""
+_EXPLAINS_OF_REST = 0.02
+"""The same as a share of everything that is not explained yet."""
+_SLOWER = 2.0
+"""How much longer a message may take than any that was surely waited for."""
+_SAMPLE = 6
+"""Steps, and replicas, that decide whether exchanges block."""
+_CLEARLY = 0.95
+"""Blocking exchanges have to explain the starts of actions this much better."""
+
+Link = tuple[int, int, int]
+"""Replica, and the stages of both ends."""
+
+
+def with_messages(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
+    """The steps of one job, each with the messages that its actions must have had; with recorded ones, as they are.
+
+    Raises ReplayError for a step whose stages hold different numbers of chunks.
+    """
+    bare = [index for index, step in enumerate(steps) if not any(each.optype.peer for each in step.operations)]
+    found = list(steps)
+    for index in bare:
+        found[index] = replace(steps[index], messages=tuple(pairs_of(steps[index])), blocking=False)
+    sample = [found[index] for index in bare[:: -(-len(bare) // _SAMPLE) or 1]]
+    blocking = _block(sample)
+    for index in bare:
+        found[index] = _blocking(found[index])[1] if blocking else _overlapping(found[index])
+    return found
+
+
+def pairs_of(step: RecordedStep) -> Iterator[Message]:
+    """The messages that the actions of `step` must have had, without their seconds. Raises ReplayError for a step
+    whose stages hold different numbers of chunks."""
+    users = {
+        (each.cell, each.optype is OpType.FORWARD, each.chunk, each.micro_batch): each
+        for each in step.operations
+        if each.optype in SENDING
+    }
+    placement = step.placement
+    for operation in step.operations:
+        if operation.optype not in SENDING:
+            continue
+        forward = operation.optype is OpType.FORWARD
+        try:
+            place = (placement.next_place if forward else placement.previous_place)(
+                operation.cell.stage, operation.chunk
+            )
+        except KeyError as error:
+            raise ReplayError(
+                f"step {step.number}: stage {operation.cell.stage} has no chunk {operation.chunk} in a pipeline of "
+                f"{placement.stages} stages x {placement.chunks} chunks: is the recording of that step complete?"
+            ) from error
+        if place is None or place.stage == operation.cell.stage:
+            continue
+        key = (Cell(operation.cell.replica, place.stage), forward, place.chunk, operation.micro_batch)
+        if key in users:
+            yield Message(operation, users[key], 0.0)
+
+
+def _block(sample: Sequence[RecordedStep]) -> bool:
+    """Return whether the job's exchanges are stock's, which block."""
+    overlapping_s = blocking_s = 0.0
+    for step in map(_of_some_replicas, sample):
+        if not step.messages:
+            continue
+        try:
+            blocking_s += sum(map(misfit_s, _blocking(step)))
+        except ReplayError:
+            return False
+        overlapping_s += sum(misfit_s(_overlapping(step, even=even)) for even in (True, False))
+    return blocking_s < _CLEARLY * overlapping_s
+
+
+def _of_some_replicas(step: RecordedStep) -> RecordedStep:
+    replicas = sorted({cell.replica for cell in step.cells})
+    some = set(replicas[:: -(-len(replicas) // _SAMPLE)])
+    if len(some) == len(replicas):
+        return step
+    return replace(
+        step,
+        operations=tuple(each for each in step.operations if each.cell.replica in some),
+        messages=tuple(each for each in step.messages if each.sender.cell.replica in some),
+    )
+
+
+def _link(message: Message) -> Link:
+    return message.sender.cell.replica, *message.link
+
+
+def _little_s(step: RecordedStep) -> float:
+    """Return by how many seconds actions or links may differ and count as equal."""
+    return _LITTLE * statistics.median([each.duration_s for each in step.operations if each.optype.computes] or [0.0])
+
+
+def _quick_s(rows: Mapping[Link, list[float]]) -> dict[Link, float]:
+    """What the quickest messages of each link take."""
+    return {link: sorted(row)[int(_QUICK * len(row))] for link, row in rows.items() if row}
+
+
+def _overlapping(step: RecordedStep, *, even: bool = False) -> RecordedStep:
+    """`step` with the seconds of its messages, which are sent and received beside computation. `even`: each as quick
+    as its link."""
+    ready_s: dict[Operation, float] = {}
+    """Since when a cell had nothing else to do than the action that needs the message."""
+    for operations in step.by_cell().values():
+        over_s = step.start_s
+        for operation in operations:
+            ready_s[operation] = over_s
+            over_s = max(over_s, operation.end_s)
+    rooms_s = [max(0.0, each.user.start_s - each.sender.end_s) for each in step.messages]
+    waited = [ready_s[each.user] <= each.sender.end_s for each in step.messages]
+    rows: dict[Link, list[float]] = defaultdict(list)
+    for message, room_s, was_waited_for in zip(step.messages, rooms_s, waited, strict=True):
+        if was_waited_for:
+            rows[_link(message)].append(room_s)
+    quick_s = _quick_s(rows)
+    usual_s = quick_s if even else {link: statistics.median(row) for link, row in rows.items()}
+    slowest_s = {} if even else {link: _SLOWER * max(row) for link, row in rows.items()}
+    little_s = _little_s(step)
+
+    def seconds(message: Message, room_s: float, was_waited_for: bool) -> float:
+        if was_waited_for and not even:
+            return room_s
+        # The user was free while the message was under way: it waited, if a message of this link can take so long.
+        waited_s = message.user.start_s - ready_s[message.user]
+        if waited_s > little_s and room_s <= slowest_s.get(_link(message), 0.0):
+            return room_s
+        return min(room_s, usual_s.get(_link(message), 0.0))
+
+    found = [
+        message._replace(seconds=seconds(message, room_s, was_waited_for))
+        for message, room_s, was_waited_for in zip(step.messages, rooms_s, waited, strict=True)
+    ]
+    return replace(step, messages=tuple(found), blocking=False)
+
+
+def _blocking(step: RecordedStep) -> tuple[RecordedStep, RecordedStep]:
+    """`step` with the seconds of its messages, which are exchanged as stock Megatron-core does: each as quick as its
+    link; and the same with those that took longer.
+
+    Raises ReplayError for orders that stock does not have.
+    """
+    programs = programs_of(step)
+    little_s = _little_s(step)
+    even: dict[int, float] = {}
+    longer: dict[int, float] = {}
+    for replica in {cell.replica for cell in programs}:
+        calls = _Exchanges(step, {cell: program for cell, program in programs.items() if cell.replica == replica})
+        found = calls.of_links(_fewest_slow_links(calls, little_s))
+        even |= found
+        longer |= calls.extended(found, little_s)
+    return _exchanged(step, even), _exchanged(step, longer)
+
+
+def _exchanged(step: RecordedStep, seconds: Mapping[int, float]) -> RecordedStep:
+    found = [message._replace(seconds=seconds.get(index, 0.0)) for index, message in enumerate(step.messages)]
+    return replace(step, messages=tuple(found), blocking=True)
+
+
+def _fewest_slow_links(calls: _Exchanges, little_s: float) -> dict[Link, float]:
+    """Return the seconds of each link's messages, with as few links slower than the quickest one as explain when
+    actions began: cells wait for each other, so one slow link leaves room for others to be slow, too."""
+    most_s = calls.quickest({})
+    if not most_s:
+        return {}
+    least_s = min(most_s.values())
+    usual_s = {link: min(each_s, least_s + little_s) for link, each_s in most_s.items()}
+    slow: set[Link] = set()
+    maybe = {link for link, each_s in most_s.items() if each_s > usual_s[link]}
+    found, misfit_s = usual_s, calls.misfit_s(usual_s)
+    while maybe:
+        trials = {}
+        for link in sorted(maybe):
+            trial = calls.quickest({one: usual_s[one] for one in most_s if one != link and one not in slow})
+            trials[link] = (calls.misfit_s(trial), trial)
+        best = min(trials, key=lambda link: trials[link][0])
+        gained_s = misfit_s - trials[best][0]
+        if gained_s < max(_EXPLAINS * (trials[best][1][best] - least_s), _EXPLAINS_OF_REST * misfit_s, little_s):
+            break
+        misfit_s, found = trials[best]
+        slow.add(best)
+        maybe.discard(best)
+    return found
+
+
+class _Exchanges:
+    """The calls of a replica: when each end comes to a message, and when it went on."""
+
+    def __init__(self, step: RecordedStep, programs: Mapping[Cell, Sequence[Slot]]) -> None:
+        self._after: dict[int, list[tuple[float, Call | None]]] = defaultdict(list)
+        """For both ends of each message: when it came there, or the call it came from."""
+        self._calls: list[tuple[Call, float]] = []
+        """With the moment at which its cell went on, infinity where that is not known."""
+        self._of: dict[int, list[int]] = defaultdict(list)
+        """The calls of both ends."""
+        for program in programs.values():
+            before: tuple[float, Call | None] = (step.start_s, None)
+            for index, slot in enumerate(program):
+                if not isinstance(slot, Call):
+                    before = (slot.end_s, None)
+                    continue
+                then = program[index + 1] if index + 1 < len(program) else None
+                for message in slot.messages:
+                    self._after[message].append(before)
+                    self._of[message].append(len(self._calls))
+                self._calls.append((slot, then.start_s if isinstance(then, Operation) else math.inf))
+                before = (-math.inf, slot)
+        earlier = {
+            message: [one for _, call in ends if call is not None for one in call.messages]
+            for message, ends in self._after.items()
+        }
+        try:
+            self._order = list(TopologicalSorter(earlier).static_order())
+        except CycleError as error:
+            raise ReplayError(f"exchanges of step {step.number} wait for each other") from error
+        self._links = {message: _link(step.messages[message]) for message in self._order}
+
+    def of_links(self, seconds: Mapping[Link, float]) -> dict[int, float]:
+        """Return the seconds of each message, by its index."""
+        return {message: seconds.get(link, 0.0) for message, link in self._links.items()}
+
+    def _ends(self, seconds: Mapping[int, float]) -> tuple[dict[int, float], dict[int, float]]:
+        """When both ends of each message had come, and when it was over."""
+        come_s: dict[int, float] = {}
+        ends_s: dict[int, float] = {}
+        for message in self._order:
+            come_s[message] = max(
+                at_s if call is None else max(ends_s[one] for one in call.messages)
+                for at_s, call in self._after[message]
+            )
+            ends_s[message] = come_s[message] + seconds[message]
+        return come_s, ends_s
+
+    def quickest(self, known_s: Mapping[Link, float]) -> dict[Link, float]:
+        """The longest that each link can take; `known_s`: of those that take no longer than this."""
+        found: dict[Link, float] = dict(known_s)
+        for _ in range(_ROUNDS):
+            come_s, _ = self._ends(self.of_links(found))
+            rows: dict[Link, list[float]] = defaultdict(list)
+            for message, link in self._links.items():
+                went_on_s = min(self._calls[call][1] for call in self._of[message])
+                if link not in known_s and went_on_s < math.inf:
+                    rows[link].append(max(0.0, went_on_s - come_s[message]))
+            found = {**known_s, **_quick_s(rows)}
+        return found
+
+    def misfit_s(self, seconds: Mapping[Link, float]) -> float:
+        """By how much cells went on later or earlier than their calls were over: the sum."""
+        _, ends_s = self._ends(self.of_links(seconds))
+        return math.fsum(
+            abs(went_on_s - max(ends_s[one] for one in call.messages))
+            for call, went_on_s in self._calls
+            if went_on_s < math.inf
+        )
+
+    def extended(self, seconds: Mapping[int, float], little_s: float) -> dict[int, float]:
+        """`seconds`, and more for a message that ends both its calls, if both ends went on later than that explains."""
+        found = dict(seconds)
+        for _ in range(_ROUNDS):
+            come_s, _ = self._ends(found)
+            lasts_s = [max(come_s[one] + seconds[one] for one in call.messages) for call, _ in self._calls]
+            found = dict(seconds)
+            for message, calls in self._of.items():
+                went_on_s = min(self._calls[call][1] for call in calls)
+                last = all(come_s[message] + seconds[message] > lasts_s[call] - little_s for call in calls)
+                if last and math.inf > went_on_s > little_s + max(lasts_s[call] for call in calls):
+                    found[message] = went_on_s - come_s[message]
+        return found

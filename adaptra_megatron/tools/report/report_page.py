@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts a run's findings on one HTML page that needs nothing but itself: no network, no other file.
+
+What the page says is prepared here; how it looks is in `templates/`, one Jinja template per section of the page, with
+its style and its script beside them. Timelines alone are drawn in Python: bars of one colour are one long path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from adaptra_megatron.telemetry.events.event_wording import duration
+from adaptra_megatron.telemetry.events.events import LinkDetection, PlanMade, PlanSwitched, RunEnded, RunStarted
+from adaptra_megatron.tools.recordings.run_files import Progress
+from adaptra_megatron.tools.recordings.run_record import RunIteration, RunRecord, began_at
+from adaptra_megatron.tools.report.breakdowns import (
+    MOST_COLUMNS,
+    idle_causes,
+    part_bar,
+    slowest_links,
+    slowest_parts,
+    stage_bars,
+    use_class,
+)
+from adaptra_megatron.tools.report.charts import IterationChart
+from adaptra_megatron.tools.report.event_rows import event_rows, worth_a_row
+from adaptra_megatron.tools.report.report_findings import SLOW_SHARE, PartFinding, Use, distinct, find, saved_seconds
+from adaptra_megatron.tools.report.report_wording import (
+    USE_NAMES,
+    headline,
+    link_name,
+    mattering_pairs,
+    percent,
+    span,
+    summary,
+)
+from adaptra_megatron.tools.report.routes_section import MOST_GRIDS, arrivals_of, routes_of
+from adaptra_megatron.tools.report.status_page import status_findings
+from adaptra_megatron.tools.report.timelines import Timeline
+
+MOST_EVENTS = 300
+MOST_LINKS = 24
+MOST_PARTS = 40
+"""Parts of the run in bars and tables."""
+MOST_TIMELINES = 8
+MOST_MISSING = 12
+"""Sentences about what is missing."""
+
+
+class MissingIterationError(ValueError):
+    """An iteration that the trace does not have; names those that it has."""
+
+
+def report_page(
+    run: RunRecord,
+    *,
+    iterations: Sequence[int] | None = None,
+    title: str = "",
+    progress: Progress | None = None,
+) -> str:
+    """The page. `iterations`: which timelines to draw; None: a typical one of each part of the run.
+
+    Raises MissingIterationError if one of `iterations` is not in the trace.
+    """
+    findings = find(run, progress)
+    matters = mattering_pairs(findings, run.events)
+    slow_pairs = [{(min(link), max(link)) for link in _slow_links(run, finding)} & matters for finding in findings]
+    slow_links = [len(pairs) for pairs in slow_pairs]
+    slow = [(found.part.first, found.part.last) for found, count in zip(findings, slow_links, strict=True) if count]
+    rows = event_rows(run, findings)
+    shown = slowest_parts(distinct([finding for finding in findings if finding.traced]), MOST_PARTS)
+    columns = slowest_parts(shown, MOST_COLUMNS)
+    panels = _panels(run, shown, iterations)
+    kinds = {record.kind for panel in panels for record in panel.iteration.records}
+    return (
+        page_environment()
+        .get_template("page.html")
+        .render(
+            run=run,
+            name=title or run.directory.resolve().name,
+            headline=headline(findings),
+            summary=[*summary(run, findings), *_slow_cables(run)],
+            last=findings[-1] if findings else None,
+            slow_links=slow_links[-1] if findings else 0,
+            saved_s=saved_seconds(findings),
+            switches=sum(isinstance(found.event, PlanSwitched) for found in run.own_events),
+            chart=IterationChart(run, slow, [row.mark for row in rows if row.mark is not None]) if findings else None,
+            planned=any(isinstance(found.event, PlanMade) for found in run.events),
+            rows=rows,
+            routes=routes_of(run.events),
+            arrivals=arrivals_of(run.events),
+            plans_kept=sum(isinstance(found.event, PlanMade) and not worth_a_row(found) for found in run.events),
+            shown=shown,
+            used=[use for use in Use if any(finding.share(use) > 0.0005 for finding in shown)],
+            worst=max(shown, key=lambda finding: finding.idle_share, default=None),
+            columns=columns,
+            causes=idle_causes(columns),
+            links=slowest_links(columns),
+            panels=panels,
+            first_panel=max(range(len(panels)), key=lambda index: panels[index].iteration.seconds, default=0),
+            drawn_uses=[use for use in Use if use.idle or use.value in kinds],
+            facts=_facts(run),
+        )
+    )
+
+
+def page_environment() -> Environment:
+    """Where the parts of pages are, and how they are filled in: of this page, and of others that use them."""
+    environment = Environment(
+        loader=PackageLoader("adaptra_megatron.tools.report"),
+        autoescape=True,
+        finalize=lambda value: f"{value:.1f}" if isinstance(value, float) else value,  # a position in a drawing
+        keep_trailing_newline=True,
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    filters = (duration, link_name, part_bar, percent, span, stage_bars, use_class)
+    environment.filters.update({each.__name__: each for each in filters})
+    environment.globals.update(
+        MOST_EVENTS=MOST_EVENTS, MOST_MISSING=MOST_MISSING, MOST_GRIDS=MOST_GRIDS, MOST_LINKS=MOST_LINKS
+    )
+    environment.globals.update(SLOW_SHARE=SLOW_SHARE, USE_NAMES=USE_NAMES, Use=Use)
+    return environment
+
+
+def _slow_links(run: RunRecord, finding: PartFinding) -> list[tuple[int, int]]:
+    """Slow links by the trace of a part, or else by the log at the end of that part."""
+    if finding.traced:
+        return finding.slow_links
+    states = {}
+    for found in run.events:
+        if isinstance(found.event, LinkDetection) and began_at(found) <= finding.part.last:
+            states[found.event.source, found.event.target] = found.event.after
+    return [link for link, state in states.items() if state != "healthy"]
+
+
+def _slow_cables(run: RunRecord) -> list[str]:
+    """What is slow at the end, as `adaptra status` says it."""
+    seconds = {iteration.number: iteration.seconds for iteration in run.iterations}
+    found = [each for each in status_findings(run.events, seconds, -1) if each.kind == "link"]
+    return [f"{each.text[0].upper()}{each.text[1:]}. To do: {each.remedy}." for each in found]
+
+
+class Panel(NamedTuple):
+    """One timeline."""
+
+    iteration: RunIteration
+    note: str
+    drawing: str
+    data: dict[str, Any] | None
+    """Texts that the page's script looks up under the pointer."""
+    title: str = ""
+    """Empty: the number of the iteration."""
+
+    @property
+    def label(self) -> str:
+        """Its name on the page."""
+        return self.title or f"iteration {self.iteration.number}"
+
+
+def _panels(run: RunRecord, shown: Sequence[PartFinding], iterations: Sequence[int] | None) -> list[Panel]:
+    traced = {iteration.number: iteration for iteration in run.traced}
+    notes = dict.fromkeys(iterations or (), "")
+    if iterations is None:
+        ranked = sorted(shown, key=lambda finding: -len(finding.part.iterations) * finding.seconds)[:MOST_TIMELINES]
+        for part in sorted((finding.part for finding in ranked), key=lambda part: part.first):
+            notes[part.typical.number] = f"typical of iterations {span(part)}" if len(part.iterations) > 1 else ""
+    for number in notes:
+        if number not in traced:
+            held = (
+                f"whose training iterations lie between {min(traced)} and {max(traced)}" if traced else "which is empty"
+            )
+            raise MissingIterationError(f"iteration {number} is not in the trace, {held}")
+    actions_s = [record.compute_s for number in notes for record in traced[number].records]
+    slow_s = SLOW_SHARE * sum(actions_s) / max(1, len(actions_s))
+    panels = []
+    for number, note in notes.items():
+        timeline = Timeline(traced[number], slow_s)
+        panels.append(Panel(traced[number], note, timeline.svg(), timeline.data()))
+    return panels
+
+
+def _facts(run: RunRecord) -> list[tuple[str, str]]:
+    """Names and values of what is known of the run besides its times."""
+    start = next((found.event for found in run.events if isinstance(found.event, RunStarted)), None)
+    facts: list[tuple[str, str]] = [("traces", str(run.directory)), ("ranks shown", ", ".join(map(str, run.ranks)))]
+    if start is not None:
+        facts += [(name, str(value)) for name, value in start.layout.items()]
+        facts += [(name, str(value)) for name, value in start.versions.items()]
+        facts += [(f"setting {name}", _setting(value)) for name, value in start.config.items()]
+    ended = next((found.event.reason for found in run.events if isinstance(found.event, RunEnded)), None)
+    counted = "as Megatron does" if run.megatron_numbers else "from the start of the processes, evaluations included"
+    facts.append(("iterations are counted", counted))
+    if run.events:
+        facts.append(("end", ended if ended is not None else "none in the log: it runs on, or was killed"))
+    return facts
+
+
+def _setting(value: object) -> str:
+    """A setting as the log has it, in words."""
+    if value is None:
+        return "not given"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return value if isinstance(value, str) else json.dumps(value)

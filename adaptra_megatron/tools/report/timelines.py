@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One iteration as SVG: a row per stage, what it computed and what it waited for, and the messages between the rows.
+
+Bars of one colour are one path, so that a pipeline of any size stays a small file; what lies under the pointer is
+looked up by the page's script in `timeline_data`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import median
+from typing import Any
+
+from adaptra_megatron.telemetry.events.event_wording import duration
+from adaptra_megatron.tools.recordings.run_record import RunIteration
+from adaptra_megatron.tools.report.breakdowns import use_class
+from adaptra_megatron.tools.report.charts import round_step
+from adaptra_megatron.tools.report.report_findings import Use, use_of
+from adaptra_megatron.tools.report.report_wording import cause_name, percent
+from adaptra_megatron.tools.traces.waiting import Cause, Flight, IdlePeriod, IterationAnalysis, Phase
+
+WIDTH = 1200
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76, 6, 4, 34
+_ROW, _QUICK_LANE, _SLOW_LANE = 26, 10, 30
+"""Heights: of a stage's row, and of the space between two rows, more of it where a slow link is."""
+_NUMBER_SIZE, _LEAST_NUMBER_SIZE, _DIGIT_WIDTH = 10.0, 5.0, 0.6
+"""Font sizes of micro-batch numbers, and the width of a digit as a fraction of that; the page can be zoomed."""
+_MOST_NUMBERS = 3000
+_TICK_ROOM = 28
+"""Half of what the label of a tick takes."""
+_STRIPES_APART = 6.0
+MOST_IN_WORDS = 16
+"""Stages that a picture's label tells of."""
+MOST_LOOKED_UP = 12_000
+"""Actions and waits of an iteration up to which the page can say what lies under the pointer."""
+
+
+class Timeline:
+    """The drawing of one iteration and what is looked up in it."""
+
+    def __init__(self, iteration: RunIteration, slow_s: float, *, axis_s: float | None = None) -> None:
+        """`slow_s`: messages that take longer are drawn as slow. `axis_s`: what the time axis spans; None: the
+        iteration. Iterations that are to be compared by eye need the same."""
+        self._analysis = IterationAnalysis(iteration.records, iteration.arrivals)
+        self._iteration = iteration
+        self._flights: dict[int, list[Flight]] = defaultdict(list)
+        """By the upper of the two rows. Links that wrap from the last stage to the first are not drawn."""
+        for flight in self._analysis.flights():
+            if abs(flight.source - flight.target) == 1:
+                self._flights[min(flight.source, flight.target)].append(flight)
+        self._slow_s = slow_s
+        self._axis_s = self._analysis.seconds if axis_s is None else axis_s
+        self._idle = self._analysis.idle_periods()
+        self._row_tops = self._layout()
+        self.height = self._row_tops[-1] + _ROW + _BOTTOM
+        """In units of the drawing, of which it is WIDTH wide."""
+
+    def svg(self) -> str:
+        """An <svg> that needs the page's style."""
+        parts = [
+            f'<svg class="timeline" viewBox="0 0 {WIDTH} {self.height}" role="img" '
+            f'aria-label="What each stage did in iteration {self._iteration.number}: {self._in_words()}">'
+        ]
+        for stage, top in enumerate(self._row_tops):
+            parts.append(
+                f'<text class="tick" x="{_LEFT - 8}" y="{top + _ROW / 2 + 4}" text-anchor="end">stage {stage}</text>'
+            )
+        parts += self._paths()
+        parts += self._messages()
+        parts += self._numbers()
+        parts += self._time_axis()
+        return "".join([*parts, "</svg>"])
+
+    def data(self) -> dict[str, Any] | None:
+        """What is under each point, times in microseconds from the start; None if that would be too much."""
+        if len(self._iteration.records) + len(self._idle) > MOST_LOOKED_UP:
+            return None
+        rows: list[list[tuple[int, int, int]]] = [[] for _ in self._row_tops]
+        texts: dict[str, int] = {}
+        several = self._analysis.chunks > 1
+        for record in self._iteration.records:
+            name = f"{_KIND_NAMES[record.kind]} of micro-batch {record.micro_batch}"
+            name += f", chunk {record.chunk}" if several else ""
+            number = texts.setdefault(name, len(texts))
+            rows[record.stage].append((self._micros(record.start_s), self._micros(record.end_s), number))
+        for period in self._idle:
+            number = texts.setdefault(_idle_text(period.phase, period.cause), len(texts))
+            rows[period.stage].append((self._micros(period.start_s), self._micros(period.end_s), number))
+        return {
+            "left": _LEFT,
+            "scale": self._scale / 1e6,
+            "width": WIDTH,
+            "height": self.height,
+            "row": _ROW,
+            "tops": self._row_tops,
+            "texts": list(texts),
+            "rows": [sorted(row) for row in rows],
+        }
+
+    def _in_words(self) -> str:
+        """What a listener learns of the picture."""
+        seconds = self._analysis.seconds
+        idle_s = [0.0] * self._analysis.stages
+        for period in self._idle:
+            idle_s[period.stage] += period.seconds
+        told = [f"stage {stage} idle {percent(each / seconds)}" for stage, each in enumerate(idle_s[:MOST_IN_WORDS])]
+        return ", ".join([f"{duration(seconds)} long", *told])
+
+    @property
+    def _scale(self) -> float:
+        """Units of the drawing per second."""
+        return (WIDTH - _LEFT - _RIGHT) / self._axis_s
+
+    def _x(self, moment_s: float) -> float:
+        return _LEFT + (moment_s - self._analysis.start_s) * self._scale
+
+    def _micros(self, moment_s: float) -> int:
+        return round((moment_s - self._analysis.start_s) * 1e6)
+
+    def _layout(self) -> list[int]:
+        tops = [_TOP]
+        for stage in range(self._analysis.stages - 1):
+            slow = [flight.seconds > self._slow_s for flight in self._flights[stage]]
+            tops.append(tops[-1] + _ROW + (_SLOW_LANE if 4 * sum(slow) > len(slow) else _QUICK_LANE))
+        return tops
+
+    def _paths(self) -> list[str]:
+        shapes: dict[str, list[str]] = defaultdict(list)
+        for period in self._idle:
+            use = use_of(period.phase, period.cause)
+            self._add_bar(shapes[use_class(use)], period)
+            if use is Use.LINK:
+                shapes["hatch"] += self._stripes(period)
+        for record in self._iteration.records:
+            name = use_class(Use(record.kind)) + (" later" if record.chunk else "")
+            left, right = self._x(record.start_s), self._x(record.end_s)
+            # A sliver between neighbours tells them apart without a border.
+            width = right - left - min(0.6, 0.1 * (right - left))
+            shapes[name].append(f"M{left:.2f} {self._row_tops[record.stage]}h{width:.2f}v{_ROW}h{-width:.2f}z")
+        return [f'<path class="{name}" d="{"".join(bars)}"/>' for name, bars in shapes.items()]
+
+    def _add_bar(self, bars: list[str], period: IdlePeriod) -> None:
+        left, width = self._x(period.start_s), period.seconds * self._scale
+        if width >= 0.2:
+            bars.append(f"M{left:.1f} {self._row_tops[period.stage]}h{width:.1f}v{_ROW}h{-width:.1f}z")
+
+    def _stripes(self, period: IdlePeriod) -> list[str]:
+        """Lines across a bar, which tell it from others without a colour."""
+        left, right = self._x(period.start_s), self._x(period.end_s)
+        count = int((right - left) / _STRIPES_APART)
+        top = self._row_tops[period.stage]
+        return [f"M{left + _STRIPES_APART * (index + 0.5):.1f} {top}v{_ROW}" for index in range(count)]
+
+    def _messages(self) -> list[str]:
+        """Each message is a line from the row it left, when it left, to the row it reached, when it arrived."""
+        lines: dict[str, list[str]] = defaultdict(list)
+        for upper, flights in self._flights.items():
+            above, below = self._row_tops[upper] + _ROW, self._row_tops[upper + 1]
+            for flight in flights:
+                name = "flight slow" if flight.seconds > self._slow_s else f"flight {flight.kind.lower()}"
+                start_y, end_y = (above, below) if flight.source == upper else (below, above)
+                lines[name].append(f"M{self._x(flight.sent_s):.1f} {start_y}L{self._x(flight.arrived_s):.1f} {end_y}")
+        return [f'<path class="{name}" d="{"".join(marks)}"/>' for name, marks in lines.items()]
+
+    def _numbers(self) -> list[str]:
+        """The micro-batch in each bar, all in the size in which most fit; none in a bar that is too short."""
+        records = self._iteration.records
+        digits = max(len(str(record.micro_batch)) for record in records)
+        usual_width = median(record.compute_s for record in records) * self._scale
+        size = min(_NUMBER_SIZE, usual_width / (digits * _DIGIT_WIDTH))
+        if size < _LEAST_NUMBER_SIZE or len(records) > _MOST_NUMBERS:
+            return []
+        texts = []
+        for record in records:
+            text = str(record.micro_batch)
+            if len(text) * _DIGIT_WIDTH * size <= 1.05 * record.compute_s * self._scale:
+                middle = self._x((record.start_s + record.end_s) / 2)
+                top = self._row_tops[record.stage] + _ROW / 2 + 0.35 * size
+                texts.append(f'<text class="on-{record.kind.lower()}" x="{middle:.1f}" y="{top:.1f}">{text}</text>')
+        return [f'<g class="numbers" style="--size:{size:.1f}px">', *texts, "</g>"]
+
+    def _time_axis(self) -> list[str]:
+        bottom = self._row_tops[-1] + _ROW
+        parts = [f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{bottom + 6}" y2="{bottom + 6}"/>']
+        step_s = round_step(self._axis_s / 6, (1, 2, 2.5, 5, 10))
+        for number in range(int(self._axis_s / step_s + 1e-9) + 1):
+            seconds = step_s * number
+            x = self._x(self._analysis.start_s + seconds)
+            anchor = "start" if number == 0 else "end" if x > WIDTH - _RIGHT - _TICK_ROOM else "middle"
+            label = duration(seconds) if number else "0"
+            parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 22}" text-anchor="{anchor}">{label}</text>')
+        return parts
+
+
+_KIND_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+def _idle_text(phase: Phase, cause: Cause) -> str:
+    if phase is Phase.END:
+        return "idle: its work of this iteration was done"
+    return f"idle, waiting for {cause_name(cause)}"

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chrome trace JSON, which opens in Perfetto (ui.perfetto.dev) and chrome://tracing; native_trace writes it in
+Perfetto's own format, too.
+
+One process per pipeline stage, two threads per rank: what it computes, under one slice per iteration, and what it waits
+for; counters of the activations that each rank holds, and of what messages of each link took. Arrows follow the
+messages from the action that sent them to the action that used them. Perfetto colours slices by their name without
+numbers, so "F 3" and "F 4" share a colour; `cname` does the same for chrome://tracing.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+from adaptra_megatron.schedule.ir import interleaved
+from adaptra_megatron.telemetry.action_records import ActionRecord
+from adaptra_megatron.telemetry.tracing.trace import RankTrace, read_traces
+from adaptra_megatron.tools.traces.native_trace import SUFFIXES, perfetto_package, write_packets
+
+Event = dict[str, Any]
+
+_CHROME_COLOURS = {"F": "rail_response", "B": "rail_animation", "I": "rail_animation", "W": "rail_idle"}
+_USERS_OF = {"F": ("F",), "B": ("I", "B"), "I": ("I", "B"), "W": ()}
+"""Which kinds use the message an action sends."""
+_SHORTEST_WAIT_S = 20e-6
+"""Shorter waits are the price of asking whether the message is there, and would only fill the file."""
+
+
+class _Numbers(NamedTuple):
+    """Process and thread numbers, above 0 (0 is the idle process to trace viewers) and unique over runs."""
+
+    run: int
+
+    def process(self, stage: int) -> int:
+        return 10_000 * self.run + stage + 1
+
+    def compute_thread(self, rank: int) -> int:
+        return 1_000_000 * self.run + 2 * rank + 1
+
+    def waiting_thread(self, rank: int) -> int:
+        return self.compute_thread(rank) + 1
+
+
+class Instant(NamedTuple):
+    """Something that happened to the whole run."""
+
+    time_s: float
+    """On the clock of the records."""
+    name: str
+    why: str
+
+
+def chrome_trace(
+    ranks: Sequence[RankTrace],
+    *,
+    label: str = "",
+    run: int = 0,
+    instants: Iterable[Instant] = (),
+    wall_clock_offset_s: float | None = None,
+) -> Event:
+    """The trace document of one run. `wall_clock_offset_s`: what to add to times of records to get seconds since the
+    epoch; where it is there, the document says when its time 0 was, as those of torch.profiler do.
+
+    Its time 0 is the run's first action, so several runs, each with a `label` and a number `run` of its own, can be
+    laid beside each other in one file by `write_trace`.
+    """
+    numbers = _Numbers(run)
+    records = [record for rank in ranks for record in rank.records]
+    origin_s = min((record.wait_start_s for record in records), default=0.0)
+    chunks = 1 + max((record.chunk for record in records), default=0)
+    events: list[Event] = []
+    for rank in ranks:
+        events += _names(rank, label, numbers)
+    timed: list[Event] = []
+    for rank in ranks:
+        process = numbers.process(rank.stage)
+        compute, waiting = numbers.compute_thread(rank.rank), numbers.waiting_thread(rank.rank)
+        timed += _iteration_slices(rank.records, origin_s, process, compute)
+        for record in rank.records:
+            timed.append(_compute_slice(record, chunks, origin_s, process, compute))
+            if record.wait_s >= _SHORTEST_WAIT_S:
+                timed.append(_wait_slice(record, origin_s, process, waiting))
+        timed += _activations_held(rank, origin_s, process)
+    timed += _arrows(ranks, chunks, origin_s, numbers)
+    if ranks:
+        first = ranks[0]
+        thread = numbers.process(first.stage), numbers.compute_thread(first.rank)
+        timed += [_instant(each, origin_s, *thread) for each in instants if each.time_s >= origin_s]
+    timed.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
+    document: Event = {"displayTimeUnit": "ms", "traceEvents": events + timed}
+    if wall_clock_offset_s is not None:
+        document["baseTimeNanoseconds"] = round((origin_s + wall_clock_offset_s) * 1e9)
+    return document
+
+
+def write_trace(path: Path | str, *documents: Event) -> Path:
+    """Write the events of all `documents` (at least one) as one trace, compressed if the name ends in .gz; returns the
+    path. In Perfetto's own format if it ends in one of native_trace.SUFFIXES before that, otherwise JSON.
+
+    Raises OSError if it cannot be written, and trace.TraceError where its own format needs a package that is not there.
+    """
+    path = Path(path)
+    events = [event for document in documents for event in document["traceEvents"]]
+    package = perfetto_package() if path.name.removesuffix(".gz").endswith(SUFFIXES) else None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb") as opened:
+        file = cast("IO[bytes]", opened)
+        if package is not None:
+            write_packets(package, file, events, documents[0].get("baseTimeNanoseconds"))
+        else:
+            file.write(json.dumps({**documents[0], "traceEvents": events}, separators=(",", ":")).encode())
+    return path
+
+
+def merge_traces(
+    directory: Path | str,
+    output: Path | str | None = None,
+    *,
+    instants: Iterable[Instant] = (),
+    wall_clock_offset_s: float | None = None,
+) -> Path:
+    """Join the files of all ranks in `directory` into one trace, `directory/trace.json.gz` unless `output` is given.
+    The others: as for `chrome_trace`.
+
+    Raises trace.TraceError if there are no files or one is damaged, OSError if `output` cannot be written.
+    """
+    output = Path(directory) / "trace.json.gz" if output is None else Path(output)
+    document = chrome_trace(read_traces(directory), instants=instants, wall_clock_offset_s=wall_clock_offset_s)
+    return write_trace(output, document)
+
+
+def _names(rank: RankTrace, label: str, numbers: _Numbers) -> Iterator[Event]:
+    process = numbers.process(rank.stage)
+    name = f"{label} stage {rank.stage}".strip()
+    yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
+    compute, waiting = numbers.compute_thread(rank.rank), numbers.waiting_thread(rank.rank)
+    for thread, what in ((compute, "compute"), (waiting, "waiting")):
+        name = f"rank {rank.rank} {what}"
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
+
+
+def _slice(name: str, category: str, process: int, thread: int, origin_s: float, start_s: float, end_s: float) -> Event:
+    """A complete event. Both ends are rounded before the difference is taken, so that neighbours never overlap."""
+    start_ns, end_ns = round((start_s - origin_s) * 1e9), round((end_s - origin_s) * 1e9)
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": process,
+        "tid": thread,
+        "ts": start_ns / 1000,
+        "dur": (end_ns - start_ns) / 1000,
+    }
+
+
+def _compute_slice(record: ActionRecord, chunks: int, origin_s: float, process: int, thread: int) -> Event:
+    name = f"{record.kind} {record.micro_batch}" + (f" chunk {record.chunk}" if chunks > 1 else "")
+    event = _slice(name, "compute", process, thread, origin_s, record.start_s, record.end_s)
+    event["cname"] = _CHROME_COLOURS[record.kind]
+    event["args"] = _arguments(record)
+    return event
+
+
+def _wait_slice(record: ActionRecord, origin_s: float, process: int, thread: int) -> Event:
+    name = f"wait for {record.kind} {record.micro_batch}"
+    event = _slice(name, "wait", process, thread, origin_s, record.wait_start_s, record.start_s)
+    event["args"] = _arguments(record)
+    return event
+
+
+def _arguments(record: ActionRecord) -> dict[str, int]:
+    return {"iteration": record.iteration, "chunk": record.chunk, "micro_batch": record.micro_batch}
+
+
+def _iteration_slices(records: Sequence[ActionRecord], origin_s: float, process: int, thread: int) -> Iterator[Event]:
+    spans_s: dict[int, tuple[float, float]] = {}
+    for record in records:
+        start_s, end_s = spans_s.get(record.iteration, (record.start_s, record.end_s))
+        spans_s[record.iteration] = (min(start_s, record.start_s), max(end_s, record.end_s))
+    for iteration, (start_s, end_s) in spans_s.items():
+        event = _slice(f"iteration {iteration}", "iteration", process, thread, origin_s, start_s, end_s)
+        yield {**event, "args": {"iteration": iteration}}
+
+
+def _arrows(ranks: Sequence[RankTrace], chunks: int, origin_s: float, numbers: _Numbers) -> Iterator[Event]:
+    """A pair of flow events per message: from the end of the sending action to the start of the one that used it.
+
+    The ranks of one stage are taken in order, so the first replica's stages are joined to each other, and so on.
+    """
+    replicas: dict[int, list[RankTrace]] = defaultdict(list)
+    for rank in ranks:
+        replicas[rank.stage].append(rank)
+    if sorted(replicas) != list(range(len(replicas))):
+        return  # a stage left no trace, so the senders of its neighbours' messages are unknown
+    stages = len(replicas)
+    placement = interleaved(stages, chunks)
+    message = 100_000_000 * numbers.run
+    arrived = _arrivals(ranks)
+    for lane in range(min(len(same_stage) for same_stage in replicas.values())):
+        threads = [numbers.compute_thread(replicas[stage][lane].rank) for stage in range(stages)]
+        done = {
+            (record.iteration, placement.virtual_stage(stage, record.chunk), record.kind, record.micro_batch): record
+            for stage in range(stages)
+            for record in replicas[stage][lane].records
+        }
+        for (iteration, virtual, kind, micro_batch), record in done.items():
+            for user_kind in _USERS_OF[kind]:
+                user = done.get((iteration, virtual + (1 if kind == "F" else -1), user_kind, micro_batch))
+                if user is None:
+                    continue
+                message += 1
+                sent_s, used_s = record.end_s - origin_s, user.start_s - origin_s
+                link = f"link {record.stage}->{user.stage}"
+                yield _flow("s", link, message, sent_s, numbers.process(record.stage), threads[record.stage], -1)
+                yield _flow("f", link, message, used_s, numbers.process(user.stage), threads[user.stage], 0)
+                receiver = replicas[user.stage][lane].rank
+                key = (receiver, iteration, "F" if kind == "F" else "B", user.chunk, micro_batch)
+                if (arrived_s := arrived.get(key)) is not None:
+                    yield {
+                        "ph": "C",
+                        "name": f"{link}, rank {receiver}, ms",
+                        "pid": numbers.process(user.stage),
+                        "tid": 0,
+                        "ts": round((arrived_s - origin_s) * 1e9) / 1000,
+                        "args": {"ms": round((arrived_s - record.end_s) * 1e3, 3)},
+                    }
+
+
+def _arrivals(ranks: Sequence[RankTrace]) -> dict[tuple[int, int, str, int, int], float]:
+    """When messages arrived, by the receiving rank, iteration, kind, chunk of the action that used it, micro-batch."""
+    return {
+        (rank.rank, each.iteration, each.kind, each.chunk, each.micro_batch): each.arrived_s
+        for rank in ranks
+        for each in rank.arrivals
+    }
+
+
+def _activations_held(rank: RankTrace, origin_s: float, process: int) -> Iterator[Event]:
+    """A value whenever the number of micro-batches changes whose forward has begun and whose gradients are not done."""
+    split = {(each.iteration, each.chunk, each.micro_batch) for each in rank.records if each.kind == "W"}
+    changes = []
+    for record in rank.records:
+        if record.kind == "F":
+            changes.append((record.start_s, 1))
+        elif record.kind in "BW" and not (
+            record.kind == "B" and (record.iteration, record.chunk, record.micro_batch) in split
+        ):
+            changes.append((record.end_s, -1))
+    if all(change > 0 for _time_s, change in changes):
+        return  # an evaluation keeps nothing
+    held = 0
+    for time_s, change in sorted(changes):
+        held += change
+        yield {
+            "ph": "C",
+            "name": f"activations held, rank {rank.rank}",
+            "pid": process,
+            "tid": 0,
+            "ts": round((time_s - origin_s) * 1e9) / 1000,
+            "args": {"activations": held},
+        }
+
+
+def _instant(instant: Instant, origin_s: float, process: int, thread: int) -> Event:
+    return {
+        "ph": "i",
+        "s": "g",
+        "name": instant.name,
+        "cat": "event",
+        "pid": process,
+        "tid": thread,
+        "ts": round((instant.time_s - origin_s) * 1e9) / 1000,
+        "args": {"why": instant.why},
+    }
+
+
+def _flow(phase: str, link: str, number: int, time_s: float, process: int, thread: int, shift_ns: int) -> Event:
+    """One end of an arrow, moved by `shift_ns` to lie inside its slice (the end of a slice is already outside)."""
+    event = {"ph": phase, "id": number, "name": link, "cat": "message", "pid": process, "tid": thread}
+    event["ts"] = (round(time_s * 1e9) + shift_ns) / 1000
+    return {**event, "bp": "e"} if phase == "f" else event

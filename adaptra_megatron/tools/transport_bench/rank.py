@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In each of two ranks: measure the host path's transports. Rank 0 sends, rank 1 receives.
+
+python -m adaptra_megatron.tools.transport_bench.rank REQUEST.json REPORT.json
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from adaptra_megatron.common.job.identity import host_identity
+from adaptra_megatron.tools.transport_bench.bench import (
+    MEBIBYTE,
+    RANKS,
+    BenchReport,
+    BenchRequest,
+    Measured,
+    request_from_json,
+)
+from adaptra_megatron.tools.transport_bench.yardsticks import Yardsticks, iperf_installed
+from adaptra_megatron.transport.dual_path.host_transport import HostTransport
+from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.message_keys import Direction, MessageKey
+from adaptra_megatron.transport.setup.rendezvous import Rendezvous
+from adaptra_megatron.transport.wires.verbs.verbs_device import why_unavailable
+
+TIMEOUT_S = 60.0
+"""For any one message."""
+WARM_UP_ROUNDS = 2
+"""The first ones pay for fresh memory."""
+BURST_NBYTES = 512 * MEBIBYTE
+BURST_MESSAGES = 2000
+"""At most as many messages, or bytes, are sent for one value of throughput; four at least."""
+ROUND_TRIPS, ROUND_TRIP_NBYTES = 300, 128 * MEBIBYTE
+"""The same for one value of latency."""
+YARDSTICK_NBYTES = MEBIBYTE
+"""Smaller messages than that are limited by wake-ups, not by copies."""
+
+Yardstick = Callable[[int], float]
+
+
+class Pair:
+    """This rank's half of the measurements over one transport."""
+
+    def __init__(self, transport: str, lanes: int) -> None:
+        """Raises TransportError if the link does not come up."""
+        settings = HostSettings(transport=transport, lanes=lanes, timeout_s=TIMEOUT_S)
+        world = dist.group.WORLD
+        assert world is not None, "torch.distributed has been initialised"
+        self._transport = HostTransport(Rendezvous.of(world, TIMEOUT_S), 1, settings)
+        self._rank = dist.get_rank()
+        self._iteration = 0
+
+    @property
+    def chosen(self) -> str:
+        """The transport that the link has come up with."""
+        return self._transport.counters().links[1 - self._rank].transport
+
+    def burst_gb_per_s(self, nbytes: int) -> float:
+        """Throughput of messages posted one after the other, until the last is acknowledged. Rank 1 gets 0."""
+        self._iteration += 1
+        count = max(4, min(BURST_MESSAGES, BURST_NBYTES // nbytes))
+        keys = [self._key(Direction.ACTIVATION, number) for number in range(count)]
+        if self._rank == 1:
+            for key in keys:
+                self._transport.post_receive(key, 0)
+            dist.barrier()
+            for key in keys:
+                self._transport.wait(key, _deadline())
+            dist.barrier()
+            return 0.0
+        message = torch.ones(nbytes, dtype=torch.uint8)
+        dist.barrier()
+        start_s = time.monotonic()
+        for key in keys:
+            self._transport.post_send(key, 1, message)
+        self._transport.flush(_deadline())
+        took_s = time.monotonic() - start_s
+        dist.barrier()
+        return nbytes * count / took_s / 1e9
+
+    def one_way_us(self, nbytes: int) -> float:
+        """Median of half a round trip: post, wake the peer's waiting thread, and back. Rank 1 gets 0."""
+        message, halves = torch.ones(nbytes, dtype=torch.uint8), []
+        dist.barrier()
+        for _ in range(max(4, min(ROUND_TRIPS, ROUND_TRIP_NBYTES // nbytes))):
+            self._iteration += 1
+            there, back = self._key(Direction.ACTIVATION, 0), self._key(Direction.GRADIENT, 0)
+            if self._rank == 0:
+                self._transport.post_receive(back, 1)
+                start_s = time.monotonic()
+                self._transport.post_send(there, 1, message)
+                self._transport.wait(back, _deadline())
+                halves.append((time.monotonic() - start_s) / 2)
+            else:
+                self._transport.post_receive(there, 0)
+                self._transport.wait(there, _deadline())
+                self._transport.post_send(back, 0, message)
+        self._transport.flush(_deadline())
+        return statistics.median(halves or [0.0]) * 1e6
+
+    def close(self) -> None:
+        dist.barrier()
+        self._transport.close()
+
+    def _key(self, direction: Direction, number: int) -> MessageKey:
+        return MessageKey(self._iteration, direction, 0, number)
+
+
+def measure(request: BenchRequest) -> BenchReport | None:
+    """Called by both ranks of a job, whose environment is as torchrun makes it; rank 0 gets the report.
+
+    Raises TransportError if a link does not come up or breaks.
+    """
+    dist.init_process_group("gloo", timeout=timedelta(seconds=10 * TIMEOUT_S))
+    hosts: list[Any] = [None] * RANKS
+    dist.all_gather_object(hosts, (host_identity(), why_unavailable([])))
+    one_host = hosts[0][0] == hosts[1][0]
+    report = BenchReport()
+    yardsticks = _yardsticks(request, one_host, report)
+    for transport in request.transports:
+        cause = _cannot_be_measured(transport, one_host, [host[1] for host in hosts])
+        if cause is not None:
+            report.left_out.append(f"{transport} is left out: {cause}")
+            continue
+        pair = Pair(transport, request.lanes)
+        assert pair.chosen == transport, f"{transport} was asked for, and the link came up over {pair.chosen}"
+        for nbytes in request.sizes:
+            report.measured.append(_measure_size(pair, transport, nbytes, request.rounds, yardsticks.get(transport)))
+        pair.close()
+    sends = dist.get_rank() == 0
+    dist.destroy_process_group()
+    return report if sends else None
+
+
+def _cannot_be_measured(transport: str, one_host: bool, lacks_verbs: list[str | None]) -> str | None:
+    if transport == "shm" and not one_host:
+        return "the two ranks share no memory"
+    if transport == "verbs":
+        return next((cause for cause in lacks_verbs if cause is not None), None)
+    return None
+
+
+def _yardsticks(request: BenchRequest, one_host: bool, report: BenchReport) -> dict[str, dict[str, Yardstick]]:
+    """By transport and name. None across hosts: what limits the network there is not seen from a pair of ranks."""
+    if not one_host or max(request.sizes) < YARDSTICK_NBYTES:
+        return {}
+    made = Yardsticks(max(request.sizes), request.lanes)
+    found: dict[str, dict[str, Yardstick]] = {
+        "shm": {
+            "memcpy in by one process, out by the other": made.two_processes,
+            "memcpy in and out by one thread": made.one_thread,
+        }
+    }
+    if iperf_installed():
+        found["tcp"] = {f"iperf3 -P {request.lanes}": made.iperf}
+    elif "tcp" in request.transports:
+        report.left_out.append("iperf3 is not installed: tcp has no yardstick (apt-get install iperf3)")
+    return found
+
+
+def _measure_size(
+    pair: Pair, transport: str, nbytes: int, rounds: int, yardsticks: dict[str, Yardstick] | None
+) -> Measured:
+    row = Measured(transport, nbytes, [], [])
+    used = yardsticks if yardsticks is not None and nbytes >= YARDSTICK_NBYTES else {}
+    row.yardsticks.update({name: [] for name in used})
+    for round_number in range(-WARM_UP_ROUNDS, rounds):
+        ours = pair.burst_gb_per_s(nbytes)
+        limits = {name: yardstick(nbytes) for name, yardstick in used.items()}
+        one_way_us = pair.one_way_us(nbytes)
+        if round_number >= 0:
+            row.gb_per_s.append(ours)
+            row.one_way_us.append(one_way_us)
+            for name, limit in limits.items():
+                row.yardsticks[name].append(limit)
+    return row
+
+
+def _deadline() -> float:
+    return time.monotonic() + TIMEOUT_S
+
+
+def main(arguments: list[str]) -> None:
+    """In a rank started by `transport_bench.run_on_this_host`."""
+    wanted, found = map(Path, arguments)
+    report = measure(request_from_json(wanted.read_text()))
+    if report is not None:
+        found.write_text(report.to_json())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

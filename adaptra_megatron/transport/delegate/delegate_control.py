@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training process and its delegate say to each other, over a unix socket that no other process holds.
+
+One JSON object per packet, with file descriptors where memory or sockets are handed over. The end of the socket is the
+end of the other process. No torch here: the delegate imports this.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from adaptra_megatron.common.authentication.tagged_json import Natural, kinds_of, packed, unpacked
+
+_LARGEST_NBYTES = 1 << 16
+_MOST_DESCRIPTORS = 4
+
+
+class ControlEndedError(ConnectionError):
+    """The other process is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """To the delegate, first: who it works for. With the listening sockets named in `listeners`."""
+
+    name: ClassVar[str] = "start"
+    rank: Natural
+    job: str
+    """Its name, hexadecimal as the secret."""
+    secret: str = field(repr=False)
+    listeners: list[str]
+    """What the descriptors are: "shm" (unix socket), "tcp" (for verbs too)."""
+    handshake_s: float
+    stall_s: float
+    max_message_nbytes: Natural
+    rnics: list[str] = field(default_factory=list)
+    """verbs: RDMA devices to use; none for all with a link."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Open:
+    """To the delegate: bring up the link to `peer`. With the outbound ring and, except over shm, the inbound ring.
+
+    A link that is up goes down first. `session` counts the attempts; what is said of an earlier one is void.
+    """
+
+    name: ClassVar[str] = "open"
+    peer: Natural
+    """Its rank, as everywhere here."""
+    session: Natural
+    transport: str
+    """shm, tcp, or verbs, which falls to tcp for good if no session over verbs begins."""
+    connects: bool
+    """Set if this side connects (to `address`); otherwise it waits for the peer to."""
+    address: list[str | int]
+    """shm: name of the abstract unix socket. tcp, verbs: host and port."""
+    source: str
+    """tcp, verbs: address to connect from; "" for any."""
+    lanes: Natural
+    """shm: 1. tcp: how many connections. verbs: how many if it falls to tcp."""
+    opening: Natural = 1
+    """Which opening of the link this is: see handshake.Purpose."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Close:
+    """To the delegate: let what is in the outbound ring leave, then forget the link to `peer` and refuse its like."""
+
+    name: ClassVar[str] = "close"
+    peer: Natural
+    opening: Natural
+    drain_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listen:
+    """To the delegate: accept connections on the listening socket that comes with it, too."""
+
+    name: ClassVar[str] = "listen"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """To the delegate: ask for `Counters`."""
+
+    name: ClassVar[str] = "report"
+    number: Natural
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ping:
+    """To the delegate: ask for `Pong`, which proves that it runs."""
+
+    name: ClassVar[str] = "ping"
+    number: Natural
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """To the delegate: let what is in the outbound rings leave, then end."""
+
+    name: ClassVar[str] = "stop"
+    drain_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Up:
+    """From the delegate: the link carries frames. Over shm with the inbound ring."""
+
+    name: ClassVar[str] = "up"
+    peer: Natural
+    session: Natural
+    transport: str
+    """shm, tcp or verbs: what carries them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Down:
+    """From the delegate: the link's session is over, and its rings are closed."""
+
+    name: ClassVar[str] = "down"
+    peer: Natural
+    session: Natural
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """From the delegate: what it has seen since it started."""
+
+    name: ClassVar[str] = "counters"
+    number: Natural
+    refused: dict[str, Natural] = field(default_factory=dict)
+    """Connections that were not admitted, by handshake.Refusal."""
+    sent_nbytes: Natural = 0
+    received_nbytes: Natural = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pong:
+    """From the delegate: the answer to the `Ping` of that number."""
+
+    name: ClassVar[str] = "pong"
+    number: Natural
+
+
+Message = Start | Open | Close | Listen | Report | Ping | Stop | Up | Down | Counters | Pong
+_KINDS: dict[str, type[Message]] = kinds_of(Message)
+
+
+def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
+    """Raises ControlEndedError if the other process is gone or does not listen."""
+    try:
+        socket.send_fds(channel, [packed(message)], list(descriptors))
+    except OSError as cause:
+        raise ControlEndedError(f"the other process does not listen: {cause}") from cause
+
+
+def receive(channel: socket.socket) -> tuple[Message, list[int]]:
+    """The next message and its descriptors, which the caller then owns. Raises ControlEndedError, BlockingIOError."""
+    try:
+        packet, descriptors, flags, _address = socket.recv_fds(
+            channel, _LARGEST_NBYTES, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+    except ConnectionError as cause:
+        raise ControlEndedError(str(cause)) from cause
+    if not packet or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise ControlEndedError("the other process is gone" if not packet else "a message was cut off")
+    try:
+        return unpacked(packet, _KINDS, _LARGEST_NBYTES), descriptors
+    except ValueError as cause:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise ControlEndedError(f"invalid message from the other process: {cause}") from cause

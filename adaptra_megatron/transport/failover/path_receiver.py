@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receiving end of a directed link with two paths: what to expect on the device path, and when to give it up.
+
+Pure bookkeeping, as the sending end in sender.py. Messages of the host path need none: they say what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from adaptra_megatron.transport.failover.control_messages import (
+    Close,
+    CreateSession,
+    Dead,
+    Failed,
+    FromReceiver,
+    FromSender,
+    Measure,
+    Open,
+    Probed,
+    QuerySent,
+    ReadyForProbe,
+    ReceivePosted,
+    SentCount,
+    SwitchAt,
+)
+from adaptra_megatron.transport.link_paths import PROBE_NBYTES, PathSettings, TransferTimes
+from adaptra_megatron.transport.message_keys import MessageKey
+
+Specification = TypeVar("Specification")
+
+_REMEMBERED = 1024
+"""Messages asked for, the latest: a dead host path leaves no more than its window without an acknowledgement."""
+_CONFIRMED_TOGETHER = 8
+_CONFIRMED_NBYTES = 32 << 20
+_PROVES, _MEASURES = -1, -2
+"""Instead of a message's number: that of a probe, by what it is for."""
+
+
+@dataclass(frozen=True)
+class DeviceReceive(Generic[Specification]):
+    """To be received in this session with this index; a negative number means a probe."""
+
+    session: int
+    index: int
+    number: int
+    specification: Specification | None
+    """What it looks like; None for a probe."""
+    probe_nbytes: int = PROBE_NBYTES
+
+
+@dataclass
+class ReceiverEffects(Generic[Specification]):
+    """What is to be done now."""
+
+    notes: list[FromReceiver] = field(default_factory=list)
+    receives: list[DeviceReceive[Specification]] = field(default_factory=list)
+    confirm: tuple[int, int] | None = None
+    """Session, and how much of it has arrived, for the sender to know."""
+    begin: list[int] = field(default_factory=list)
+    """Sessions whose group is to be made."""
+    end: list[int] = field(default_factory=list)
+    """Sessions whose group is to be given up."""
+
+    def __bool__(self) -> bool:
+        return bool(self.notes or self.receives or self.confirm or self.begin or self.end)
+
+
+@dataclass
+class _Interval:
+    """Numbers that a session carries."""
+
+    next: int
+    """The first that no receive has been issued for."""
+    until: int | None
+    skipped: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Burst:
+    """Probes that a session carries between two intervals."""
+
+    count: int
+    nbytes: int
+
+
+@dataclass
+class _Session:
+    number: int
+    ready: bool = False
+    issued: int = 0
+    """Receives so far: the index of the next."""
+    received: int = 0
+    confirmed: int = 0
+    unconfirmed_nbytes: int = 0
+    ahead: deque[_Interval | _Burst] = field(default_factory=deque)
+    """What receives are yet to be issued for, in order."""
+    opened: _Interval | None = None
+    """The latest interval."""
+    frozen: int | None = None
+    """While the sender makes up its mind, nothing from this number on is issued."""
+    waiting: deque[int] = field(default_factory=deque)
+    """Numbers of the receives under way, in order; negative for probes."""
+    asked_s: float = math.inf
+    sent: int = 0
+    """How much the sender says it has sent, when that came, and how large the first of it is that has not come."""
+    sent_s: float = math.inf
+    sent_nbytes: int = 0
+
+
+class Receiver(Generic[Specification]):
+    """Not safe for threads: its link's lock guards it."""
+
+    def __init__(self, settings: PathSettings) -> None:
+        self.posted = 0
+        self.effects: ReceiverEffects[Specification] = ReceiverEffects()
+        self.deaths = 0
+        """Device sessions that ended."""
+        self.cause = "it has not come up yet"
+        self.died: str | None = None
+        """Cause of death of the last session that had let its probes through."""
+        self.was_healthy = False
+        """Set if the session that ended last had carried messages."""
+        self._settings = settings
+        self._transfers = TransferTimes(settings)
+        self._asked: dict[int, tuple[MessageKey, Specification]] = {}
+        self._session: _Session | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Return whether messages may come by the device path."""
+        return self._session is not None
+
+    @property
+    def proven(self) -> bool:
+        """Return whether the device path has let all probes of its session through."""
+        return self._session is not None and self._session.received >= self._settings.probes
+
+    @property
+    def carries(self) -> bool:
+        """Return whether messages have come by the device path, or are expected on it, since it was last made."""
+        return self._session is not None and self._session.opened is not None
+
+    @property
+    def in_use(self) -> bool:
+        """Return whether messages are to come by the device path from now on, or are still under way on it."""
+        current = self._session
+        if current is None or current.opened is None:
+            return False
+        return current.opened.until is None or any(number >= 0 for number in current.waiting)
+
+    def expects(self, key: MessageKey) -> bool:
+        """Return whether the device path owes this message."""
+        return self._session is not None and any(
+            number >= 0 and self.key(number) == key for number in self._session.waiting
+        )
+
+    def post(self, key: MessageKey, specification: Specification) -> int:
+        """The training asks for the next message of the directed link; returns its number."""
+        number = self.posted
+        self._asked[number] = (key, specification)
+        self._asked.pop(number - _REMEMBERED, None)
+        self.posted += 1
+        self._issue()
+        return number
+
+    def key(self, number: int) -> MessageKey:
+        """Key of a message that was asked for, not too long ago."""
+        return self._asked[number][0]
+
+    def made(self, session: int) -> None:
+        """The group of a session has been made at this end."""
+        current = self._session
+        if current is None or current.number != session:
+            self.effects.end.append(session)
+            return
+        current.ready = True
+        for _ in range(self._settings.probes):
+            self._receive(current, _PROVES)
+        self._issue()
+
+    def arrived(self, session: int, nbytes: int, now_s: float) -> int | None:
+        """The session's next message is here; returns its number, None if the session is over: then it never came."""
+        current = self._session
+        if current is None or current.number != session:
+            return None
+        number = current.waiting.popleft()
+        self._transfers.took(nbytes, now_s - current.sent_s if current.sent > current.received else 0.0)
+        current.received += 1
+        current.asked_s = current.sent_s = math.inf
+        current.unconfirmed_nbytes += nbytes
+        due = current.received - current.confirmed
+        # Messages that are awaited come before the sender waits for this; probes may leave only with those after them.
+        more = any(each >= 0 for each in current.waiting)
+        if not more or due >= _CONFIRMED_TOGETHER or current.unconfirmed_nbytes >= _CONFIRMED_NBYTES:
+            current.confirmed, current.unconfirmed_nbytes = current.received, 0
+            self.effects.confirm = (session, current.received)
+        if number == _MEASURES:
+            self.effects.notes.append(Probed(session, current.received - 1, now_s))
+        return number
+
+    def confirm_again(self) -> None:
+        """The sender may have missed the last confirmation."""
+        if self._session is not None and self._session.confirmed:
+            self.effects.confirm = (self._session.number, self._session.confirmed)
+
+    def failed(self, session: int, cause: str) -> None:
+        """The session is over: what has not arrived will come by the host path."""
+        current = self._session
+        if current is None or current.number != session:
+            return
+        self.deaths += 1
+        if self.proven:
+            self.died = cause
+        self.cause, self.was_healthy = cause, current.opened is not None
+        self._session = None
+        self.effects.confirm = None
+        self.effects.notes.append(Dead(session, current.received, cause))
+        self.effects.end.append(session)
+
+    def heard(self, note: FromSender, now_s: float) -> None:
+        """A note has come; but for Meet, those of other sessions mean nothing."""
+        if isinstance(note, CreateSession):
+            if self._session is not None:
+                self.failed(self._session.number, "the sender began another session")
+            self._session = _Session(note.session)
+            self.effects.begin.append(note.session)
+            return
+        current = self._session
+        if current is None or current.number != note.session:
+            return
+        if isinstance(note, Failed):
+            self.failed(note.session, note.cause)
+        elif isinstance(note, Open):
+            current.opened = _Interval(note.number, None, frozenset(note.skipped))
+            current.ahead.append(current.opened)
+            self._issue()
+        elif isinstance(note, Measure):
+            current.ahead.append(_Burst(note.count, note.nbytes))
+            self._issue()
+        elif isinstance(note, Close):
+            assert current.opened is not None, "the sender leaves what it never took"
+            current.frozen = max(self.posted, current.opened.next)
+            self.effects.notes.append(ReceivePosted(note.session, current.frozen))
+        elif isinstance(note, SwitchAt):
+            assert current.opened is not None, "the sender leaves what it never took"
+            current.opened.until = note.number
+            current.frozen = None
+            self._issue()
+        elif isinstance(note, SentCount):
+            current.sent, current.sent_s, current.sent_nbytes = note.count, now_s, note.nbytes
+
+    def suspect(self, since_s: float, now_s: float) -> float:
+        """The training has waited since `since_s` for something that the device path owes.
+
+        Asks the sender whether it was sent at all, and gives the session up where it was and still does not come.
+        Returns when to call this again.
+        """
+        current, settings = self._session, self._settings
+        if current is None or not current.waiting:
+            return now_s + settings.suspicion_s
+        index = current.received
+        if current.sent > index and math.isfinite(current.sent_s):
+            until_s = current.sent_s + settings.stall_s + self._transfers.allowed_s(current.sent_nbytes)
+            if now_s < until_s:
+                return until_s
+            waited_s = now_s - current.sent_s
+            self._transfers.took(current.sent_nbytes, waited_s)
+            self.failed(current.number, f"what was sent did not arrive for {waited_s:.1f} s")
+            return math.inf
+        asked_s = current.asked_s if math.isfinite(current.asked_s) else since_s
+        if now_s < asked_s + settings.suspicion_s:
+            return asked_s + settings.suspicion_s
+        current.asked_s = now_s
+        self.effects.notes.append(QuerySent(current.number, index))
+        return now_s + settings.suspicion_s
+
+    def _issue(self) -> None:
+        """Issue the receives that are due, in the order in which the sender sends: only of what has been asked for, as
+        the others' sizes are not known yet."""
+        current = self._session
+        if current is None or not current.ready:
+            return
+        while current.ahead:
+            part = current.ahead[0]
+            if isinstance(part, _Burst):
+                for _ in range(part.count):
+                    self._receive(current, _MEASURES, part.nbytes)
+                self.effects.notes.append(ReadyForProbe(current.number))
+            else:
+                self._issue_interval(current, part)
+                if part.until is None or part.next < part.until:
+                    return
+            current.ahead.popleft()
+
+    def _issue_interval(self, current: _Session, interval: _Interval) -> None:
+        limit = self.posted
+        if interval.until is not None:
+            limit = min(limit, interval.until)
+        elif current.frozen is not None:
+            limit = min(limit, current.frozen)
+        while interval.next < limit:
+            if interval.next not in interval.skipped:
+                self._receive(current, interval.next)
+            interval.next += 1
+
+    def _receive(self, current: _Session, number: int, probe_nbytes: int = PROBE_NBYTES) -> None:
+        specification = None if number < 0 else self._asked[number][1]
+        receive = DeviceReceive(current.number, current.issued, number, specification, probe_nbytes)
+        self.effects.receives.append(receive)
+        current.issued += 1
+        current.waiting.append(number)

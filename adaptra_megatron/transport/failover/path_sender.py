@@ -1,0 +1,518 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sending end of a directed link with two paths: which path each message takes, and what a failure leaves to do.
+
+Pure bookkeeping: times are given (seconds of the monotonic clock), effects are left in lists for the caller to carry
+out. The sender alone decides. A move of messages to another path is first agreed with the receiver on the number
+from which on they move, so that a receiver expects each message on exactly one path; only a dead session needs sending
+again, and then only what the receiver has not got.
+
+Phases of a device session; messages take the device path while it carries or drains, else the host path:
+
+    PROPOSED -> PROVING -> STANDBY -> CARRYING -> DRAINING      Meet, group made, probes arrived, Open, Close
+                              ^----------------------'          posted up to the number that Frozen and Until agree on
+    any of them -> FAILED -> no session, for a back-off         Failed, or the receiver's Dead, which ends the session
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from adaptra_megatron.common.backoff import Backoff
+from adaptra_megatron.transport.failover.control_messages import (
+    Close,
+    CreateSession,
+    Dead,
+    Failed,
+    FromReceiver,
+    FromSender,
+    Measure,
+    Open,
+    Probed,
+    QuerySent,
+    ReadyForProbe,
+    Received,
+    ReceivePosted,
+    SentCount,
+    SwitchAt,
+)
+from adaptra_megatron.transport.gpu.cuda_device import Computed
+from adaptra_megatron.transport.link_paths import PROBE_NBYTES, Path, PathSettings, ProbeTimes, TransferTimes, why_down
+from adaptra_megatron.transport.message_keys import MessageKey
+
+# Bursts of probes that measure the path which a link's messages do not take, to choose between the two.
+# The probes of a burst go one after the other, each once the one before is known to have arrived: so each finds the
+# path idle, and tells what one message takes. A burst counts as a whole or not at all.
+
+
+@dataclass
+class Burst:
+    """Pure bookkeeping of one burst at its sender; its link's lock guards it."""
+
+    path: Path
+    nbytes: int
+    count: int
+    sent_s: list[float] = field(default_factory=list)
+    arrived_s: list[float] = field(default_factory=list)
+    _number: int = -1
+    """Number of the probe that left last."""
+
+    @property
+    def due(self) -> bool:
+        """Return whether the next probe is to leave now."""
+        return len(self.sent_s) == len(self.arrived_s) < self.count
+
+    @property
+    def over(self) -> bool:
+        """Return whether all have arrived."""
+        return len(self.arrived_s) == self.count
+
+    def sent(self, number: int, now_s: float) -> None:
+        """The next probe leaves, under this number."""
+        self._number = number
+        self.sent_s.append(now_s)
+
+    def answered(self, number: int, arrived_s: float) -> bool:
+        """A probe has arrived; False if it is none of this burst's, but of one that was cut short."""
+        if self.waiting_since_s is None or number != self._number:
+            return False
+        self.arrived_s.append(arrived_s)
+        return True
+
+    @property
+    def waiting_since_s(self) -> float | None:
+        """When the probe left that has not arrived; None where there is none."""
+        return self.sent_s[-1] if len(self.sent_s) > len(self.arrived_s) else None
+
+    def times(self, peer: int) -> list[ProbeTimes]:
+        """Times of the probes of a burst that is over."""
+        pairs = zip(self.sent_s, self.arrived_s, strict=True)
+        return [ProbeTimes(peer, self.path, self.nbytes, sent_s, arrived_s) for sent_s, arrived_s in pairs]
+
+
+class HostProber:
+    """Probes the host path of a link, a burst at a time. Its link's lock guards it."""
+
+    def __init__(self, peer: int, count: int, send: Callable[[Computed, int, float], None]) -> None:
+        """`count`: probes in a burst. `send(message, number, now_s)`: send a probe under this number; never waits."""
+        self._peer, self._count, self._send = peer, count, send
+        self._burst: Burst | None = None
+        self._message: Computed | None = None
+        self._next = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Return whether a burst is."""
+        return self._burst is not None
+
+    def begin(self, message: Computed, now_s: float) -> None:
+        """A burst of probes that are all this message, whose content is not read."""
+        self._burst, self._message = Burst(Path.HOST, message.tensor.nbytes, self._count), message
+        self._send_next(now_s)
+
+    def answered(self, number: int, arrived_s: float, now_s: float) -> list[ProbeTimes]:
+        """The peer has a probe, by its own clock; what the burst has told, if that was the last one."""
+        burst = self._burst
+        if burst is None or not burst.answered(number, arrived_s):
+            return []
+        if not burst.over:
+            self._send_next(now_s)
+            return []
+        self.drop()
+        return burst.times(self._peer)
+
+    def drop(self) -> None:
+        """What is under way tells nothing."""
+        self._burst = self._message = None
+
+    def _send_next(self, now_s: float) -> None:
+        assert self._burst is not None
+        assert self._message is not None
+        number, self._next = self._next, self._next + 1
+        self._burst.sent(number, now_s)
+        self._send(self._message, number, now_s)
+
+
+Payload = TypeVar("Payload")
+
+
+@dataclass(frozen=True)
+class Posted(Generic[Payload]):
+    """One message of the directed link. Holding it holds its bytes."""
+
+    number: int
+    key: MessageKey
+    payload: Payload
+
+
+@dataclass(frozen=True)
+class DeviceSend(Generic[Payload]):
+    """To be sent in this session with this index; no message means a probe."""
+
+    session: int
+    index: int
+    message: Posted[Payload] | None
+    probe_nbytes: int = PROBE_NBYTES
+
+
+@dataclass
+class SenderEffects(Generic[Payload]):
+    """What is to be done now, in this order within each list."""
+
+    notes: list[FromSender] = field(default_factory=list)
+    sends: list[DeviceSend[Payload]] = field(default_factory=list)
+    resends: list[Posted[Payload]] = field(default_factory=list)
+    """By the host path."""
+    withdrawals: list[int] = field(default_factory=list)
+    """Numbers that the host path need not carry any more."""
+    begin: list[int] = field(default_factory=list)
+    """Sessions whose group is to be made."""
+    end: list[int] = field(default_factory=list)
+    """Sessions whose group is to be given up, after the sends."""
+    measured: Burst | None = None
+    """What the probes of the device path have told."""
+
+    def __bool__(self) -> bool:
+        return bool(
+            self.notes or self.sends or self.resends or self.withdrawals or self.begin or self.end or self.measured
+        )
+
+
+class Phase(enum.Enum):
+    """Phase of a device session, at its sending end."""
+
+    PROPOSED = "its group is being made"
+    PROVING = "probes are under way"
+    STANDBY = "proven, and in reserve"
+    CARRYING = "messages take it"
+    DRAINING = "messages take it up to a number that is being agreed on, or has been"
+    FAILED = "this end has called it dead, and waits for what the receiver has got of it"
+
+
+_HEALTHY = (Phase.STANDBY, Phase.CARRYING, Phase.DRAINING)
+_CARRIES = (Phase.CARRYING, Phase.DRAINING)
+
+
+@dataclass
+class _Session(Generic[Payload]):
+    """A device session, from the proposal to make it until the receiver's word that it is dead."""
+
+    number: int
+    since_s: float
+    phase: Phase = Phase.PROPOSED
+    carried: bool = False
+    """Set if messages took it when it failed."""
+    proven_s: float = math.inf
+    """When all probes had arrived."""
+    probed: int = 0
+    next_probe_s: float = 0.0
+    sent: int = 0
+    received: int = 0
+    until: int | None = None
+    """While it drains: messages from this number on go by the host path. None until that is agreed on."""
+    retained: dict[int, Posted[Payload]] = field(default_factory=dict)
+    """By index: what may have to be sent again."""
+    burst: Burst | None = None
+    """What the receiver has been told to expect, or nothing."""
+    probe_nbytes: int = PROBE_NBYTES
+    """The size of the probe that was sent last."""
+    awaited: bool = False
+    """Set once the receiver expects that burst."""
+
+
+class Sender(Generic[Payload]):
+    """Not safe for threads: its link's lock guards it."""
+
+    def __init__(
+        self,
+        settings: PathSettings,
+        nbytes_of: Callable[[Payload], int],
+        is_computed: Callable[[Payload], bool] = lambda payload: True,
+    ) -> None:
+        """`is_computed`: whether what was handed over to be sent is there; until then the receiver cannot miss it."""
+        self.posted = 0
+        """Messages posted so far: the number of the next one."""
+        self.effects: SenderEffects[Payload] = SenderEffects()
+        self.by_path = {Path.DEVICE: 0, Path.HOST: 0}
+        """Messages posted, by the path they were first sent on."""
+        self.switches = 0
+        """How often messages began to go by the other path, for whatever reason."""
+        self.failures = 0
+        """Device sessions that died after they had been healthy."""
+        self.cause = "it has not come up yet"
+        """Cause of the last failure."""
+        self.died: str | None = None
+        """Cause of death of the last healthy session."""
+        self.was_healthy = False
+        """Set if the session that failed last had been."""
+        self._settings, self._nbytes_of, self._is_computed = settings, nbytes_of, is_computed
+        self._transfers = TransferTimes(settings)
+        self._preferred = settings.preferred
+        self._session: _Session[Payload] | None = None
+        self._sessions = 0
+        self._rest_until_s = -math.inf
+        self._backoff = Backoff(settings.first_rest_s, settings.longest_rest_s)
+
+    @property
+    def preferred(self) -> Path:
+        """What is used while it is healthy."""
+        return self._preferred
+
+    @property
+    def path(self) -> Path:
+        """The path of the next message."""
+        return Path.DEVICE if self._session is not None and self._session.phase in _CARRIES else Path.HOST
+
+    @property
+    def device_healthy(self) -> bool:
+        """Return whether the device path carries messages, or could."""
+        return self._session is not None and self._session.phase in _HEALTHY
+
+    @property
+    def retained(self) -> int:
+        """Messages of the device path that are kept because the receiver has not confirmed them."""
+        return len(self._session.retained) if self._session is not None else 0
+
+    @property
+    def given_up(self) -> str | None:
+        """Why the device path carries nothing; None while it could, and before it has come up for the first time."""
+        return why_down(self.died, self.cause) if self._backoff.failures and not self.device_healthy else None
+
+    def oldest_retained(self) -> MessageKey | None:
+        """What the receiver should have confirmed first."""
+        return next((each.key for each in self._session.retained.values()), None) if self._session else None
+
+    def prefer(self, path: Path) -> None:
+        """Takes effect with the next `tick`."""
+        self._preferred = path
+
+    def post(self, key: MessageKey, payload: Payload) -> tuple[Posted[Payload], Path]:
+        """Number a message and say which path it takes. For the device path, a send is left in the effects."""
+        path = self.path
+        message = Posted(self.posted, key, payload)
+        self.posted += 1
+        self.by_path[path] += 1
+        if path is Path.DEVICE:
+            assert self._session is not None
+            self._send(self._session, message)
+            self._leave_if_over(self._session)
+        return message, path
+
+    def measure(self, nbytes: int) -> None:
+        """Have the device path probed while it carries no messages; nothing happens while it is not healthy,
+        and where it is not held ready."""
+        session = self._session
+        if session is None or session.phase is not Phase.STANDBY or session.burst is not None:
+            return
+        if not self._settings.standby:
+            return
+        session.burst, session.awaited = Burst(Path.DEVICE, nbytes, self._settings.measuring_probes), False
+        self.effects.notes.append(Measure(session.number, session.burst.count, nbytes))
+
+    def made(self, session: int, now_s: float) -> None:
+        """The group of a session has been made at this end."""
+        if self._session is not None and self._session.number == session:
+            if self._session.phase is Phase.PROPOSED:
+                self._session.phase = Phase.PROVING
+            self._session.next_probe_s = now_s
+        else:
+            self.effects.end.append(session)
+
+    def failed(self, session: int, cause: str) -> None:
+        """This end saw a session fail. The receiver decides what has arrived."""
+        current = self._session
+        if current is not None and current.number == session and current.phase is not Phase.FAILED:
+            current.carried, current.phase = current.phase in _CARRIES, Phase.FAILED
+            self.cause = cause
+            self.effects.notes.append(Failed(session, cause))
+
+    def confirmed(self, session: int, received: int) -> None:
+        """The receiver has the first `received` of what the session carried."""
+        current = self._session
+        if current is None or current.number != session:
+            return
+        for index in [index for index in current.retained if index < received]:
+            del current.retained[index]
+        current.received = max(current.received, received)
+
+    def heard(self, note: FromReceiver, now_s: float) -> None:
+        """A note has come; those of earlier sessions mean nothing."""
+        current = self._session
+        if current is None or current.number != note.session:
+            return
+        if isinstance(note, Dead):
+            self._on_session_closed(current, note, now_s)
+        elif isinstance(note, Received):
+            self.confirmed(note.session, note.count)
+        elif isinstance(note, QuerySent):
+            # The receiver may keep this until more has come, which comes only once all before it is confirmed.
+            self.confirmed(note.session, note.index)
+            waiting = (index for index, each in current.retained.items() if not self._is_computed(each.payload))
+            asked_for = current.retained.get(note.index)
+            nbytes = self._nbytes_of(asked_for.payload) if asked_for is not None else current.probe_nbytes
+            self.effects.notes.append(SentCount(note.session, next(waiting, current.sent), nbytes))
+        elif isinstance(note, ReadyForProbe):
+            current.awaited = True
+            self._measure(current, now_s)
+        elif isinstance(note, Probed):
+            self._probed(current, note, now_s)
+        elif isinstance(note, ReceivePosted) and current.phase is Phase.DRAINING and current.until is None:
+            current.until = max(self.posted, note.number)
+            self.effects.notes.append(SwitchAt(note.session, current.until))
+            self._leave_if_over(current)
+
+    def tick(
+        self, now_s: float, host_down_s: float, host_unacknowledged: Callable[[], Sequence[Posted[Payload]]]
+    ) -> None:
+        """Do what time brings. `host_down_s`: for how long the host path has been down, 0 while it is up."""
+        if self._session is None:
+            wanted = self._settings.standby or host_down_s > self._settings.host_patience_s
+            if wanted and now_s >= self._rest_until_s:
+                self._sessions += 1
+                self._session = _Session(self._sessions, now_s)
+                self.effects.notes.append(CreateSession(self._sessions))
+                self.effects.begin.append(self._sessions)
+            return
+        self._prove(self._session, now_s)
+        self._give_up_measuring(self._session, now_s)
+        self._choose(self._session, host_down_s, host_unacknowledged)
+
+    @property
+    def next_tick_s(self) -> float:
+        """When `tick` has something to do though nothing happens."""
+        session = self._session
+        if session is None:
+            # While the host path is down, that ticks.
+            return self._rest_until_s if self._settings.standby else math.inf
+        if session.phase is Phase.FAILED:
+            return math.inf
+        if session.phase in _HEALTHY:
+            return self._probe_due_s(session)
+        limit_s = session.since_s + self._settings.probe_limit_s
+        return min(limit_s, session.next_probe_s) if session.phase is Phase.PROVING else limit_s
+
+    def _prove(self, session: _Session[Payload], now_s: float) -> None:
+        """Send the probes that are due, and judge."""
+        if session.phase not in (Phase.PROPOSED, Phase.PROVING):
+            return
+        settings = self._settings
+        if session.received >= settings.probes:
+            session.phase, session.proven_s, session.next_probe_s = Phase.STANDBY, now_s, math.inf
+            return
+        if now_s >= session.since_s + settings.probe_limit_s:
+            self.failed(session.number, f"its probes did not get through in {settings.probe_limit_s:g} s")
+            return
+        while session.phase is Phase.PROVING and session.probed < settings.probes and now_s >= session.next_probe_s:
+            self._send_probe(session, PROBE_NBYTES)
+            # A path that has failed before must hold for a while, not just for a moment.
+            session.next_probe_s = now_s + (settings.probe_pause_s if self._backoff.failures else 0.0)
+        if session.probed == settings.probes:
+            session.next_probe_s = math.inf
+
+    def _send_probe(self, session: _Session[Payload], nbytes: int) -> None:
+        self.effects.sends.append(DeviceSend(session.number, session.sent, None, nbytes))
+        session.sent += 1
+        session.probed += 1
+        session.probe_nbytes = nbytes
+
+    def _measure(self, session: _Session[Payload], now_s: float) -> None:
+        """Send the probe of the burst that is due."""
+        burst = session.burst
+        if burst is not None and session.awaited and burst.due:
+            burst.sent(session.sent, now_s)
+            self._send_probe(session, burst.nbytes)
+
+    def _probed(self, session: _Session[Payload], note: Probed, now_s: float) -> None:
+        burst = session.burst
+        since_s = burst.waiting_since_s if burst is not None else None
+        if burst is None or since_s is None or not burst.answered(note.index, note.arrived_s):
+            return
+        self._transfers.took(burst.nbytes, now_s - since_s)
+        if burst.over:
+            self.effects.measured, session.burst = burst, None
+        else:
+            self._measure(session, now_s)
+
+    def _give_up_measuring(self, session: _Session[Payload], now_s: float) -> None:
+        burst = session.burst
+        if burst is not None and now_s >= self._probe_due_s(session):
+            assert burst.waiting_since_s is not None
+            waited_s = now_s - burst.waiting_since_s
+            self._transfers.took(burst.nbytes, waited_s)
+            self.failed(session.number, f"a probe did not arrive in {waited_s:.1f} s")
+
+    def _probe_due_s(self, session: _Session[Payload]) -> float:
+        """When the probe that is under way must have arrived."""
+        burst = session.burst
+        if burst is None or burst.waiting_since_s is None:
+            return math.inf
+        return burst.waiting_since_s + self._settings.probe_limit_s + self._transfers.allowed_s(burst.nbytes)
+
+    def _cut_burst_short(self, session: _Session[Payload]) -> None:
+        """Messages are to go by the device path: what the receiver expects before them leaves at once, unmeasured."""
+        if session.burst is not None:
+            for _ in range(session.burst.count - len(session.burst.sent_s)):
+                self._send_probe(session, session.burst.nbytes)
+            session.burst = None
+
+    def _choose(
+        self,
+        session: _Session[Payload],
+        host_down_s: float,
+        host_unacknowledged: Callable[[], Sequence[Posted[Payload]]],
+    ) -> None:
+        if session.phase not in _HEALTHY:
+            return
+        host_dead = host_down_s > self._settings.host_patience_s
+        stranded = host_unacknowledged() if host_dead else ()
+        if stranded and (session.phase is not Phase.STANDBY or session.sent > session.probed):
+            # Their numbers lie below what the session carries, and a receiver goes up: they need a new one.
+            self.failed(session.number, "messages were left on a dead host path")
+        elif session.phase is Phase.STANDBY and (self._preferred is Path.DEVICE or host_dead):
+            self._open(session, stranded)
+        elif session.phase is Phase.CARRYING and self._preferred is Path.HOST and host_down_s == 0:
+            session.phase = Phase.DRAINING
+            self.effects.notes.append(Close(session.number))
+
+    def _open(self, session: _Session[Payload], stranded: Sequence[Posted[Payload]]) -> None:
+        """From now on, and for what is stranded on a dead host path, the device path."""
+        self._cut_burst_short(session)
+        first = min((message.number for message in stranded), default=self.posted)
+        taken = {message.number for message in stranded}
+        skipped = [number for number in range(first, self.posted) if number not in taken]
+        self.effects.notes.append(Open(session.number, first, skipped))
+        session.phase, session.until = Phase.CARRYING, None
+        self.switches += 1
+        for message in sorted(stranded, key=lambda message: message.number):
+            self._send(session, message)
+            self.effects.withdrawals.append(message.number)
+
+    def _send(self, session: _Session[Payload], message: Posted[Payload]) -> None:
+        session.retained[session.sent] = message
+        self.effects.sends.append(DeviceSend(session.number, session.sent, message))
+        session.sent += 1
+
+    def _leave_if_over(self, session: _Session[Payload]) -> None:
+        """Once the last message before the agreed number has been posted; the session stays, in reserve."""
+        if session.phase is Phase.DRAINING and session.until is not None and self.posted >= session.until:
+            session.phase = Phase.STANDBY
+            self.switches += 1
+
+    def _on_session_closed(self, session: _Session[Payload], note: Dead, now_s: float) -> None:
+        self.confirmed(note.session, note.received)
+        self.cause = note.cause
+        self.was_healthy = math.isfinite(session.proven_s)
+        if self.was_healthy:
+            self.failures += 1
+            self.died = note.cause
+            if now_s - session.proven_s >= self._settings.forgiven_after_s:
+                self._backoff.reset()
+        if session.carried or session.phase in _CARRIES:
+            self.switches += 1
+        self._rest_until_s = now_s + self._backoff.next_s()
+        self.effects.resends += session.retained.values()
+        self.effects.end.append(session.number)
+        self._session = None

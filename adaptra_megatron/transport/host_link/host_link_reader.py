@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receiving half of one end of a link: events out of the inbound ring, by two threads.
+
+A waiting thread reads the ring too: a message that it waits for then wakes it at once, instead of waking the reading
+thread that wakes it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from adaptra_megatron.transport._ring import Event, FrameError, Inbox, Ring, RingClosedError, RingError
+from adaptra_megatron.transport.gpu.copies import Copies, Receipt
+from adaptra_megatron.transport.host_link.frames import ask, is_tensor, tensor_of, type_of
+from adaptra_megatron.transport.host_link.host_link_state import HostLinkState, Session
+from adaptra_megatron.transport.host_link.host_link_writer import HostLinkWriter
+from adaptra_megatron.transport.host_link.link_thread import LinkThread, Work, without
+from adaptra_megatron.transport.host_settings import HostSettings
+from adaptra_megatron.transport.message_keys import MessageKey
+
+ACKNOWLEDGED_TOGETHER = 8
+SIGNALS_S = 0.5
+"""How long a native wait may keep the main thread from handling a signal."""
+_IDLE_S = 60.0
+"""How long the thread looks for something in a silent ring, or for another ring, at a time."""
+
+
+class ReaderEvents(Protocol):
+    """What the reader tells and asks its link, with the lock held."""
+
+    def take(self, event: Event, receipt: Receipt | None) -> None:
+        """An event has come, with its tensor if it is a message. Raises ValueError for one that cannot be."""
+
+    def given_up_from_s(self, key: MessageKey | None) -> float:
+        """When waiting for `key` (None: for everything to be sent) stops making sense."""
+
+    def look_again_s(self, key: MessageKey | None, since_s: float, now_s: float) -> float:
+        """When to look whether something has to be done for what has been waited for since `since_s`; does what has to
+        be done now."""
+
+
+class HostLinkReader:
+    """All of a link's sessions, one after the other. Callers hold the link's lock, unless it says otherwise."""
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        state: HostLinkState,
+        copies: Copies,
+        writer: HostLinkWriter,
+        due: deque[int],
+        events: ReaderEvents,
+        settings: HostSettings,
+    ) -> None:
+        """`due`: the sequence numbers that `writer` is to acknowledge."""
+        self._lock, self._state, self._copies = lock, state, copies
+        self._writer, self._due, self._events = writer, due, events
+        self._inbox = Inbox(
+            max_message_nbytes=settings.max_message_nbytes,
+            pooled_nbytes=copies.pooled_nbytes,
+            window_nbytes=settings.window_nbytes,
+            for_device=copies.by_parts,
+        )
+        self._session: Session | None = None
+        """What the thread reads, or has read to the end."""
+        self.thread = LinkThread(lock, f"adaptra-host-receive-{state.ends.peer}", self._next_work)
+        """Ends by itself once the link closes and the ring does."""
+
+    @property
+    def doubles(self) -> int:
+        """Messages that came again and were dropped. With or without the lock."""
+        return self._inbox.doubles
+
+    def ask(self, key: MessageKey) -> None:
+        """A message is asked for before it is here: let it take the shortest way. With or without the lock."""
+        if self._copies.by_parts:
+            ask(self._inbox, key)
+
+    def wait_for(self, done: Callable[[], bool], deadline_s: float, key: MessageKey | None = None) -> bool:
+        """Return whether `done` became true by the deadline, and before the link was broken.
+
+        `key`: what is waited for, None for everything to be sent.
+        """
+        self._state.waiting = threading.get_ident()
+        try:
+            return self._read_until(done, deadline_s, key)
+        finally:
+            self._state.waiting = None
+
+    def _read_until(self, done: Callable[[], bool], deadline_s: float, key: MessageKey | None) -> bool:
+        ended, state, since_s = None, self._state, time.monotonic()
+        while not done():
+            now_s = time.monotonic()
+            look_again_s = self._events.look_again_s(key, since_s, now_s)
+            until_s = min(deadline_s, self._events.given_up_from_s(key))
+            if now_s >= until_s:
+                return False
+            until_s = max(now_s, min(until_s, look_again_s))
+            session = state.session
+            if session is None or session is ended:
+                state.news.wait(until_s - now_s)
+                continue
+            read_s = min(until_s, now_s + SIGNALS_S)
+            if not without(self._lock, partial(self._read, session, read_s, session.inbound.pokes, hurry=True)):
+                ended = session
+        return True
+
+    def _next_work(self) -> Work[None] | float | None:
+        state = self._state
+        if self._session is None or state.read_out:
+            if state.session is None or state.session is self._session:
+                if not state.closing:
+                    return _IDLE_S
+                self._session = None  # gives its rings back
+                return None
+            self._session, state.read_out = state.session, False
+        return partial(self._read_on, self._session)
+
+    def _read_on(self, session: Session) -> Callable[[], None]:
+        """Without the lock."""
+        return partial(self._end_if_over, session, self._read(session, time.monotonic() + _IDLE_S))
+
+    def _end_if_over(self, session: Session, settle: Callable[[], bool]) -> None:
+        """Where everything of the session has been read."""
+        if not settle():
+            session.give_up(None)
+            self._state.read_out = True
+            self._state.fin_received()
+            self._state.note_end()
+
+    def _read(
+        self, session: Session, until_s: float, seen_pokes: int | None = None, hurry: bool = False
+    ) -> Callable[[], bool]:
+        """Look for an event of the inbound ring for a while, without the lock.
+
+        Returns what is to be done about it with the lock, which returns False where nothing more comes in this session.
+        """
+        try:
+            event = self._inbox.next(session.inbound, until_s, seen_pokes, hurry)
+        except RingClosedError:
+            return partial(self._acknowledge, session, more=False)
+        except (FrameError, RingError) as cause:
+            there = self._state.ends.there
+            sent = isinstance(cause, FrameError)
+            what = f"{there} sent an invalid frame" if sent else f"the ring from {there} is spoilt"
+            return partial(self._spoilt, session, f"{what}: {cause}")
+        except MemoryError:
+            return self._no_memory
+        if event is None:
+            return partial(self._acknowledge, session)
+        # Before the lock is taken, for new memory may have to be page-locked.
+        return partial(self._take, session, event, self._received(event, session.inbound))
+
+    def _spoilt(self, session: Session, cause: str) -> bool:
+        self._state.corrupted(session, cause)
+        return False
+
+    def _no_memory(self) -> bool:
+        self._state.fail(f"there is no memory for what {self._state.ends.there} sent")
+        return False
+
+    def _take(self, session: Session, event: Event, receipt: Receipt | None) -> bool:
+        if receipt is not None or event.kind != Event.Kind.PART:
+            try:
+                self._events.take(event, receipt)
+            except ValueError as cause:
+                self._state.fail(f"{self._state.ends.there} sent an invalid message: {cause}")
+                return False
+        if receipt is not None:
+            self._state.spoilt_in_a_row = 0
+        return self._acknowledge(session)
+
+    def _acknowledge(self, session: Session, *, more: bool = True) -> bool:
+        """Have acknowledgements that are due written. Each wakes the peer, so several go together while there is
+        something to be read, after which this is called again. Returns `more`."""
+        due = len(self._due)
+        if due and (due >= ACKNOWLEDGED_TOGETHER or not more or not session.inbound.backlog):
+            self._writer.acknowledge()
+        return more
+
+    def _received(self, event: Event, ring: Ring) -> Receipt | None:
+        """The message that is complete with this event; None where there is none with a key. Without the lock."""
+        if event.kind == Event.Kind.PART:
+            return self._copies.receive_part(event, type_of(event), ring)
+        return self._copies.receive(tensor_of(event), event.block_nbytes) if is_tensor(event) else None

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sending half of one end of a link: acknowledgements and a retransmit queue's messages into the outbound ring.
+
+A thread does what may have to wait. What is small, and finds room at once, the posting thread writes itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from adaptra_megatron.common.log import logger_of
+from adaptra_megatron.transport._ring import Description, RingClosedError, RingError
+from adaptra_megatron.transport.gpu.copies import Payload
+from adaptra_megatron.transport.host_link.frames import describe, describe_note, describe_probe
+from adaptra_megatron.transport.host_link.host_link_state import HostLinkState, Session
+from adaptra_megatron.transport.host_link.link_thread import LinkThread, Work
+from adaptra_megatron.transport.host_link.message_queues import Outgoing, RetransmitQueue
+from adaptra_megatron.transport.message_keys import MessageKey, TransportError
+
+logger = logger_of(__name__)
+
+FAREWELL_S = 1.0
+"""How long closing waits for the last acknowledgements to be written."""
+INLINE_NBYTES = 1 << 16
+"""What the posting thread writes itself if that needs no waiting: waking another thread would take longer."""
+_IDLE_S = 60.0
+"""How long the thread sleeps where no signal wakes it."""
+
+
+class _Outcome(enum.Enum):
+    WRITTEN = enum.auto()
+    FULL = enum.auto()
+    """Nothing, or a part, is in the ring at the deadline."""
+    FAILED = enum.auto()
+    """The device does not give it away."""
+    CLOSED = enum.auto()
+    SPOILT = enum.auto()
+    """There is what cannot be in the ring."""
+
+
+class HostLinkWriter:
+    """Callers hold the link's lock, unless it says otherwise."""
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        state: HostLinkState,
+        retransmit_queue: RetransmitQueue,
+        due: deque[int],
+        timeout_s: float,
+    ) -> None:
+        """`due`: sequence numbers to acknowledge, in order; `timeout_s`: longest wait for room in the ring."""
+        self._state, self._retransmit_queue, self._due, self._timeout_s = state, retransmit_queue, due, timeout_s
+        self._writing = False
+        self._cause = ""
+        """What is wrong with a ring that is spoilt, or with the device."""
+        self.thread = LinkThread(lock, f"adaptra-host-send-{state.ends.peer}", self._next_work)
+        """Ends by itself once the link closes, after a farewell to the peer."""
+
+    def enqueue(
+        self, key: MessageKey | None, payload: Payload, number: int, now_s: float, *, probe: bool = False
+    ) -> None:
+        """Send a message, or a note or a probe (no key)."""
+        message = self._retransmit_queue.post(key, payload, number, now_s, probe=probe)
+        if payload.nbytes > INLINE_NBYTES or not self._write_at_once(message):
+            self.thread.wake()
+
+    def acknowledge(self) -> None:
+        """Write what is due, or have it written."""
+        session = self._state.session
+        if self._writing or session is None:
+            self.thread.wake()
+            return
+        for _ in range(len(self._due)):
+            sequence = self._due.popleft()
+            self._settle(session, sequence, self._write(session, sequence, 0.0))
+
+    def _write_at_once(self, message: Outgoing) -> bool:
+        """Return whether it was the message's own turn, without waiting."""
+        session = self._state.session
+        if session is None or self._writing or not message.payload.inline:
+            return False
+        if self._retransmit_queue.next_to_write() is not message:
+            return False
+        self._retransmit_queue.mark_written(message)
+        self._settle(session, message, self._write(session, message, 0.0))
+        return True
+
+    def _next_work(self) -> Work[None] | float | None:
+        session, due = self._state.session, self._next_due()
+        if session is not None and due is not None:
+            self._writing = True
+            return partial(self._write_due, session, due)
+        if not self._state.closing:
+            return _IDLE_S
+        self._say_bye()
+        return None
+
+    def _write_due(self, session: Session, due: Outgoing | int) -> Callable[[], None]:
+        """Without the lock."""
+        outcome = self._write(session, due, time.monotonic() + self._timeout_s)
+        return partial(self._written, session, due, outcome)
+
+    def _written(self, session: Session, due: Outgoing | int, outcome: _Outcome) -> None:
+        self._writing = False
+        self._settle(session, due, outcome)
+
+    def _next_due(self) -> Outgoing | int | None:
+        """An acknowledgement (its sequence number) before any message."""
+        if self._state.session is None:
+            return None
+        if self._due:
+            return self._due.popleft()
+        message = None if self._state.closing else self._retransmit_queue.next_to_write()
+        if message is None or not message.payload.ready:
+            return None
+        self._retransmit_queue.mark_written(message)
+        return message
+
+    def _write(self, session: Session, work: Outgoing | int, deadline_s: float) -> _Outcome:
+        """Into the ring, by `deadline_s`. With or without the lock; with it, the deadline has passed."""
+        try:
+            if isinstance(work, int):
+                session.outbound.write_ack(work, deadline_s)
+            else:
+                work.payload.write(session.outbound, _description(work), deadline_s)
+        except TimeoutError:
+            return _Outcome.FULL
+        except TransportError as cause:
+            self._cause = str(cause)
+            return _Outcome.FAILED
+        except RingClosedError:
+            return _Outcome.CLOSED
+        except RingError as cause:
+            self._cause = f"the ring to {self._state.ends.there} is spoilt: {cause}"
+            return _Outcome.SPOILT
+        return _Outcome.WRITTEN
+
+    def _settle(self, session: Session, work: Outgoing | int, outcome: _Outcome) -> None:
+        """What does not get in is due again."""
+        state = self._state
+        if outcome is _Outcome.CLOSED and state.session is session:
+            # The next session has other rings, and begins with all that is not acknowledged.
+            state.session = None
+            state.health.down("its rings were closed", time.monotonic())
+            session.give_up(None)
+        elif outcome is _Outcome.SPOILT:
+            state.corrupted(session, self._cause)
+        elif outcome is _Outcome.FAILED:
+            state.fail(self._cause)
+        elif outcome is _Outcome.FULL and state.session is session:
+            if isinstance(work, int):
+                self._due.append(work)
+            else:
+                self._retransmit_queue.mark_unwritten(work)
+            self.thread.wake()
+
+    def _say_bye(self) -> None:
+        session = self._state.session
+        if session is not None:
+            try:
+                session.outbound.write_bye(time.monotonic() + FAREWELL_S)
+            except (RingError, TimeoutError) as cause:
+                logger.debug("link %s: no farewell to %s: %s", self._state.ends, self._state.ends.there, cause)
+
+
+def _description(work: Outgoing) -> Description:
+    if work.key is None and work.probe:
+        return describe_probe(work.sequence, work.number, work.payload)
+    if work.key is None:
+        return describe_note(work.sequence, work.number, work.payload)
+    return describe(work.sequence, work.key, work.payload)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two delegates say to each other about their queue pairs, over their proven TCP connection.
+
+A length of four bytes (little-endian) and one JSON object. Sizes, names and types are checked before anything is used.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from adaptra_megatron.common.authentication.tagged_json import Natural, kinds_of, packed, unpacked
+
+LARGEST_NBYTES = 1 << 16
+_LENGTH = struct.Struct("<I")
+
+
+class Endpoint(NamedTuple):
+    """One end of a queue pair, for the other to connect to."""
+
+    gid: str
+    lid: Natural
+    """0 over Ethernet."""
+    number: Natural
+    packet_sequence: Natural
+    mtu: Natural
+    """As libibverbs counts: 1 is 256 bytes, 5 is 4096."""
+    address: Natural
+    """Address of the slots that the peer writes into."""
+    key: Natural
+    """What the peer needs to write there through this RNIC."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    """First, from both: rings and rails must match."""
+
+    name: ClassVar[str] = "hello"
+    rails: Natural
+    slots: Natural
+    slot_nbytes: Natural
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unable:
+    """Instead: this end has no verbs."""
+
+    name: ClassVar[str] = "unable"
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grant:
+    """There are slots for all chunks below `chunks`. For when no rail can carry it, and after one has failed."""
+
+    name: ClassVar[str] = "grant"
+    chunks: Natural
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raise:
+    """From the side that connects: this end of the rail is ready for the other to connect to it."""
+
+    name: ClassVar[str] = "raise"
+    rail: Natural
+    attempt: Natural
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raised:
+    """The answer: the other end is connected."""
+
+    name: ClassVar[str] = "raised"
+    rail: Natural
+    attempt: Natural
+    endpoint: Endpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """From the side that connects: a probe went through."""
+
+    name: ClassVar[str] = "ready"
+    rail: Natural
+    attempt: Natural
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fenced:
+    """Nothing can arrive over this end of the rail any more; what had arrived, over any rail, is named."""
+
+    name: ClassVar[str] = "fenced"
+    rail: Natural
+    attempt: Natural
+    below: Natural
+    beyond: list[Natural]
+    cause: str
+
+
+RailMessage = Raise | Raised | Ready | Fenced
+VerbsMessage = Hello | Unable | Grant | RailMessage
+_KINDS: dict[str, type[VerbsMessage]] = kinds_of(VerbsMessage)
+
+
+def encode(message: VerbsMessage) -> bytes:
+    body = packed(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Decoder:
+    """Cuts a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._unread = bytearray()
+
+    def feed(self, data: bytes) -> list[VerbsMessage]:
+        """The messages that are complete now. Raises ValueError for anything else than a message."""
+        self._unread += data
+        messages = []
+        while len(self._unread) >= _LENGTH.size:
+            (nbytes,) = _LENGTH.unpack_from(self._unread)
+            if nbytes > LARGEST_NBYTES:
+                raise ValueError(f"a message of {nbytes} bytes exceeds the limit of {LARGEST_NBYTES}")
+            end = _LENGTH.size + nbytes
+            if len(self._unread) < end:
+                break
+            messages.append(unpacked(bytes(self._unread[_LENGTH.size : end]), _KINDS, LARGEST_NBYTES))
+            del self._unread[:end]
+        return messages

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that die at a moment of a training, or of an admission of those that were started again, by SIGKILL; or stand
+still from then on, by SIGSTOP."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from adaptra_megatron.common.job.membership import START_VARIABLE, MembershipRecords
+from testing.faults.emulated_compute import EmulationError
+from testing.faults.operation_board import WAITING, OperationBoard
+
+if TYPE_CHECKING:
+    from adaptra_megatron.megatron.computation import StageComputation
+    from testing.faults.late_operations import LateRank
+
+ARRIVES_S, _LOOKS_S = 60.0, 0.05
+POINTS = ("ready", "receiving", "joining", "meeting", "admitting", "sending")
+"""Points of an admission: a process that was started again stands ready, receives the state of the job, joins what it
+has with the other ranks of its cell, and meets the others, who admit it, and one of whom sends that state."""
+FORM = (
+    f"RANK:ITERATION:ACTION[:stop]|RANK:ITERATION:+MS[:stop]|RANK:ITERATION:reducing+MS|RANK:late+MS"
+    f"|RANK:START:{{{','.join(POINTS)}}}+MS[:stop]"
+)
+
+
+@dataclass(frozen=True)
+class Death:
+    """Death of `rank` in iteration `iteration` (from 0): as it begins its action number `action` (from 0: forwards,
+    backwards, weight gradients), or `after_s` seconds after the iteration has begun, wherever it is then, or after it
+    has launched the first reduction of its gradients."""
+
+    rank: int
+    iteration: int
+    action: int | None = None
+    after_s: float = 0.0
+    stops: bool = False
+    """It is stopped, not killed."""
+    reducing: bool = False
+
+
+@dataclass(frozen=True)
+class DeathOnceLate:
+    """Death of `rank`, `after_s` seconds after another has launched the operation that is late on purpose (see
+    `lateness.LateOperation`)."""
+
+    rank: int
+    after_s: float
+
+
+@dataclass(frozen=True)
+class DeathAtAdmission:
+    """Death of the process of `rank` that was started again `start` times, `after_s` seconds after it has first come to
+    `point` (of `POINTS`)."""
+
+    rank: int
+    start: int
+    point: str
+    after_s: float
+    stops: bool = False
+    """It is stopped, not killed: its launcher does that, once others find that it stands still."""
+
+
+AnyDeath = Death | DeathOnceLate | DeathAtAdmission
+
+
+def parse_death(text: str) -> AnyDeath:
+    """The one that `--emulate-death` asks for. Raises EmulationError for anything else."""
+    if (found := re.fullmatch(r"(\d+):late\+(\d+)", text)) is not None:
+        return DeathOnceLate(int(found[1]), int(found[2]) / 1e3)
+    if (found := re.fullmatch(r"(\d+):(\d+):reducing\+(\d+)", text)) is not None:
+        return Death(int(found[1]), int(found[2]), after_s=int(found[3]) / 1e3, reducing=True)
+    if (found := re.fullmatch(rf"(\d+):(\d+):({'|'.join(POINTS)})\+(\d+)(:stop)?", text)) is not None:
+        return DeathAtAdmission(int(found[1]), int(found[2]), found[3], int(found[4]) / 1e3, stops=bool(found[5]))
+    if (found := re.fullmatch(r"(\d+):(\d+):(\+)?(\d+)(:stop)?", text)) is None:
+        raise EmulationError(f"--emulate-death {text!r} is not {FORM}, as 3:2:5, 3:2:+120 or 3:1:receiving+0")
+    rank, iteration, number = int(found[1]), int(found[2]), int(found[4])
+    action, after_s = (None, number / 1e3) if found[3] else (number, 0.0)
+    return Death(rank, iteration, action, after_s, stops=bool(found[5]))
+
+
+class Deaths:
+    """Those of one rank. The training tells it each iteration and decorates its computation."""
+
+    def __init__(
+        self,
+        deaths: Collection[AnyDeath],
+        rank: int,
+        settled: Collection[int] = (),
+        late: LateRank | None = None,
+    ) -> None:
+        """`settled`: iterations that begin once this rank has died of all that has been set off. `late`: what is late
+        in this rank. Raises EmulationError where there is none, for deaths that depend on it."""
+        ours = [death for death in deaths if death.rank == rank]
+        self._ours = [death for death in ours if isinstance(death, Death)]
+        start = int(os.environ.get(START_VARIABLE) or 0)
+        self._at_admission = [each for each in ours if isinstance(each, DeathAtAdmission) and each.start == start]
+        self._iteration = self._actions = 0
+        self._settled, self._timers = settled, list[threading.Timer]()
+        self._late = late
+        once_late = [death for death in ours if isinstance(death, DeathOnceLate)]
+        if late is None:
+            if once_late or any(death.reducing for death in self._ours):
+                raise EmulationError("deaths as operations begin need --adaptra-reroute failures and --dump-state")
+            return
+        late.reduction_begins = self._reduction_begins
+        for death in [] if start else once_late:
+            late.when_marked(functools.partial(self._set_off, death.after_s))
+
+    def set_iteration(self, iteration: int) -> None:
+        """`iteration` (from 0) is about to begin."""
+        if iteration in self._settled:
+            for timer in self._timers:
+                timer.join()
+        self._iteration, self._actions = iteration, 0
+        for death in self._ours:
+            if (death.iteration, death.action, death.reducing) == (iteration, None, False):
+                self._set_off(death.after_s, stops=death.stops)
+
+    def action(self) -> None:
+        """An action begins: the last thing that a rank does whose time has come."""
+        for death in self._ours:
+            if (death.iteration, death.action) == (self._iteration, self._actions):
+                self._die(stops=death.stops)
+        self._actions += 1
+
+    def _reduction_begins(self) -> None:
+        for death in [each for each in self._ours if each.reducing and each.iteration == self._iteration]:
+            self._ours.remove(death)
+            self._set_off(death.after_s)
+
+    def decorate(self, computation: StageComputation) -> StageComputation:
+        """`computation` during which this rank dies where it is to."""
+        from adaptra_megatron.megatron.computation import SurroundedComputation
+
+        def begins(*_action: object) -> AbstractContextManager[None]:
+            self.action()
+            return nullcontext()
+
+        return SurroundedComputation(computation, begins) if self._ours else computation
+
+    @contextmanager
+    def at_admissions(self) -> Iterator[None]:
+        """Have this rank die at admissions, while the context lasts."""
+        undo: list[Callable[[], None]] = []
+        for death in self._at_admission:
+            owner, name = _functions()[death.point]
+            before = getattr(owner, name)
+            setattr(owner, name, self._before(before, death))
+            undo.append(functools.partial(setattr, owner, name, before))
+        try:
+            yield
+        finally:
+            for each in reversed(undo):
+                each()
+
+    def _before(self, function: Callable[..., Any], death: DeathAtAdmission) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def called(*given: Any, **keywords: Any) -> Any:
+            self._set_off(death.after_s, stops=death.stops)
+            return function(*given, **keywords)
+
+        return called
+
+    def _set_off(self, after_s: float, *, stops: bool = False) -> None:
+        if not after_s and not stops:
+            self._die()
+        timer = threading.Timer(after_s, self._die, kwargs={"stops": stops})
+        timer.start()
+        self._timers.append(timer)
+
+    def _die(self, *, stops: bool = False) -> None:
+        if self._late is not None and not stops:
+            self._late.board.note_death()
+        os.kill(os.getpid(), signal.SIGSTOP if stops else signal.SIGKILL)
+
+
+def _functions() -> dict[str, tuple[Any, str]]:
+    """What runs at each of `POINTS`: its owner, and its name there."""
+    from adaptra_megatron.elastic.job_joining import RejoiningRank
+    from adaptra_megatron.elastic.survival import RecoveryManager
+    from adaptra_megatron.engine import rejoining
+
+    return {
+        "ready": (RejoiningRank, "stand_ready"),
+        "receiving": (rejoining, "_receive_whole"),
+        "joining": (rejoining, "joined_job"),
+        "meeting": (RejoiningRank, "meet"),
+        "admitting": (RecoveryManager, "_admission_begins"),
+        "sending": (rejoining, "_send"),
+    }
+
+
+class Arrivals:
+    """Has iterations wait until all ranks that have died stand ready again, however long that takes on this machine."""
+
+    def __init__(self, iterations: Collection[int], board: OperationBoard | None = None) -> None:
+        """`board`: where this rank says that it waits."""
+        self._iterations, self._board = iterations, board
+        self._joins = bool(os.environ.get(START_VARIABLE))
+        """True in a process that was started again, until its first iteration: in that, others wait for it."""
+
+    def set_iteration(self, iteration: int) -> None:
+        """`iteration` (from 0) is about to begin. Raises EmulationError where no rank dies within ARRIVES_S.
+
+        Where ranks neither leave nor come back for so long, the job may have ended: the training goes on, and sees.
+        """
+        joins, self._joins = self._joins, False
+        if joins or iteration not in self._iterations:
+            return
+        if self._board is not None:
+            self._board.add(WAITING)
+        try:
+            self._wait(iteration)
+        finally:
+            if self._board is not None:
+                self._board.add(WAITING, -1)
+
+    def _wait(self, iteration: int) -> None:
+        records, since_s, found = MembershipRecords.of_rank(ARRIVES_S), time.monotonic(), None
+        while found is None or len(found.live) < found.world_size or not found.left:
+            time.sleep(_LOOKS_S)
+            before, found = found, records.newest()
+            if found != before:
+                since_s = time.monotonic()
+            elif time.monotonic() > since_s + ARRIVES_S:
+                if found is None or not found.left:
+                    raise EmulationError(f"iteration {iteration}: no rank has died for {ARRIVES_S:g} s")
+                return

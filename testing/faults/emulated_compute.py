@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Emulated compute: forward, input gradient and weight gradient last a given time, whatever the machine.
+
+The real operation runs, on tensors small enough to be done sooner, and what is left of the time is slept. So the
+numbers stay those of the real model, to the bit, and many stages can be timed on few cores.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from testing.faults.precise_sleep import sleep_until
+from testing.replacing import Replaced, Replacement
+
+if TYPE_CHECKING:
+    import torch
+
+    from adaptra_megatron.megatron.computation import StageComputation
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+SecondsOfCall = Callable[..., float]
+_CHUNK_ATTRIBUTE = "emulated_compute_chunk"
+
+
+class EmulationError(ValueError):
+    """Something to emulate is given wrongly; the message says what is accepted."""
+
+
+@dataclass
+class ComputeCounts:
+    """What an `EmulatedCompute` has done: the proof that it was in force and that its times were kept."""
+
+    calls: int = 0
+    overruns: int = 0
+    """Operations whose real work alone took longer than the time to emulate."""
+    worst_overrun_s: float = 0.0
+    real_s: float = 0.0
+    """Time of the real operations."""
+    emulated_s: float = 0.0
+    """Time that they were to last."""
+
+
+class _Pace:
+    """Keeps the lateness of one wake-up from adding to the next operation: a sleep ends when the machine has a core to
+    spare, which no device to emulate waits for."""
+
+    _AT_ONCE_S = 0.0005
+    """An operation that starts later than this after the last one has waited for something else meanwhile."""
+
+    def __init__(self) -> None:
+        self._woke_s = float("-inf")
+        self._late_s = 0.0
+        self.worst_late_s = 0.0
+        """Longest delay of any operation so far beyond its time."""
+
+    def start(self, now_s: float) -> float:
+        """When an operation that is entered now starts: earlier, by what the last sleep was late, if it follows it."""
+        return now_s - self._late_s if now_s - self._woke_s < self._AT_ONCE_S else now_s
+
+    def end(self, due_s: float) -> None:
+        """An operation that was to end at `due_s` has ended."""
+        self._woke_s = time.monotonic()
+        self.worst_late_s = max(self.worst_late_s, self._woke_s - due_s)
+        self._late_s = max(0.0, min(self._woke_s - due_s, 2 * self._AT_ONCE_S))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedCompute:
+    """Times of one stage's operations, per chunk; a single one counts for every chunk.
+
+    A call within another (our executor's step calls Megatron's) is part of the outer one, whose time alone counts. So
+    both may be decorated.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_input_s: tuple[float, ...]
+    backward_weight_s: tuple[float, ...]
+    slow_down: Callable[[], float] = field(default=lambda: 1.0, compare=False, repr=False)
+    """By what all of these are to be multiplied now."""
+    full_length: int | None = None
+    """Tokens of a sequence that lasts these times, where shorter ones last less under --adaptra; None: all do."""
+    counts: ComputeCounts = field(default_factory=ComputeCounts, compare=False)
+    _pace: _Pace = field(default_factory=lambda: _Pace(), compare=False, repr=False)
+    _nesting: list[None] = field(default_factory=list, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("forward_s", "backward_input_s", "backward_weight_s"):
+            values = getattr(self, name)
+            if not values or not all(0 <= value < float("inf") for value in values):
+                raise EmulationError(f"{name} is {values}; it needs at least one time, none below 0")
+
+    def forward_seconds(self, chunk: int = 0) -> float:
+        """How long the forward of `chunk` lasts."""
+        return self.forward_s[min(chunk, len(self.forward_s) - 1)]
+
+    def backward_seconds(self, chunk: int = 0, *, split: bool = False) -> float:
+        """How long the backward of `chunk` lasts: input and weight gradient or, split, the input gradient alone."""
+        last = len(self.backward_input_s) - 1
+        return self.backward_input_s[min(chunk, last)] + (0.0 if split else self.weight_seconds(chunk))
+
+    def weight_seconds(self, chunk: int = 0) -> float:
+        """How long the weight gradient of `chunk` lasts."""
+        return self.backward_weight_s[min(chunk, len(self.backward_weight_s) - 1)]
+
+    def action_seconds(self, kind: str, chunk: int) -> float:
+        """How long an action of `chunk` lasts now; `kind`: that of `schedule.actions.Kind`, by its letter."""
+        backward_s = self.backward_seconds(chunk, split=kind == "I")
+        return self.slow_down() * {"F": self.forward_seconds(chunk), "W": self.weight_seconds(chunk)}.get(
+            kind, backward_s
+        )
+
+    def lasting(self, function: Function, seconds_of_call: SecondsOfCall) -> Function:
+        """Decorate `function` so that a call lasts `seconds_of_call(*args, **keywords)`, or as long as it does if
+        that is longer (counted as an overrun). Its result and its exceptions pass through."""
+
+        @functools.wraps(function)
+        def decorated(*args: Any, **keywords: Any) -> Any:
+            if self._nesting:
+                return function(*args, **keywords)
+            entered_s = time.monotonic()
+            started_s = self._pace.start(entered_s)
+            self._nesting.append(None)
+            try:
+                result = function(*args, **keywords)
+            finally:
+                self._nesting.pop()
+            seconds = self.slow_down() * seconds_of_call(*args, **keywords)
+            self._count(time.monotonic() - entered_s, seconds)
+            sleep_until(started_s + seconds)
+            self._pace.end(started_s + seconds)
+            return result
+
+        return cast(Function, decorated)
+
+    def _count(self, real_s: float, emulated_s: float) -> None:
+        counts = self.counts
+        counts.calls += 1
+        counts.real_s += real_s
+        counts.emulated_s += emulated_s
+        if real_s > emulated_s:
+            counts.overruns += 1
+            counts.worst_overrun_s = max(counts.worst_overrun_s, real_s - emulated_s)
+
+    def take_lateness_s(self) -> float:
+        """By how much the worst operation since the last call ended after its time: the machine was busy."""
+        worst_s, self._pace.worst_late_s = self._pace.worst_late_s, 0.0
+        return worst_s
+
+    def install_on_stock(self, schedules: ModuleType) -> Replaced:
+        """Decorate `forward_step` and `backward_step` of Megatron's `schedules`, whose callers look them up there.
+
+        A backward lasts as long as both gradients. Its chunk, which Megatron does not pass, is the one whose forward
+        made the output.
+        """
+        stock_forward, stock_backward = schedules.forward_step, schedules.backward_step
+
+        @functools.wraps(stock_forward)
+        def forward_step(*args: Any, **keywords: Any) -> Any:
+            result = stock_forward(*args, **keywords)
+            for output in _as_list(result[0]):
+                setattr(output, _CHUNK_ATTRIBUTE, forward_chunk(*args, **keywords))
+            return result
+
+        forward_chunk = _argument_getter(stock_forward, "vp_stage", 0)
+        output_of_call = _argument_getter(stock_backward, "output_tensor", None)
+
+        def backward_seconds(*args: Any, **keywords: Any) -> float:
+            outputs = _as_list(output_of_call(*args, **keywords))
+            return self.backward_seconds(getattr(outputs[0], _CHUNK_ATTRIBUTE, 0))
+
+        reason = "emulated compute"
+        return Replaced(
+            [
+                Replacement(
+                    schedules,
+                    "forward_step",
+                    self.lasting(forward_step, lambda *a, **k: self.forward_seconds(forward_chunk(*a, **k))),
+                    reason,
+                ),
+                Replacement(schedules, "backward_step", self.lasting(stock_backward, backward_seconds), reason),
+            ]
+        )
+
+    def decorate(self, computation: StageComputation) -> StageComputation:
+        """`computation` with operations that last their times; a backward that is split, that of the input gradient."""
+        return _EmulatedComputation(computation, self)
+
+
+class _EmulatedComputation:
+    """StageComputation whose operations last the times of an EmulatedCompute."""
+
+    def __init__(self, computation: StageComputation, compute: EmulatedCompute) -> None:
+        self._forward, self._full_length = computation.forward, compute.full_length
+        self._shares: dict[tuple[int, int], float] = {}
+        """By chunk and micro-batch: its length as a share of the full one, where times go by that."""
+        self.forward = compute.lasting(
+            self._measured, lambda chunk, number, *_: compute.forward_seconds(chunk) * self._share(chunk, number)
+        )
+        self.backward = compute.lasting(
+            computation.backward,
+            lambda chunk, number, *_, split: compute.backward_seconds(chunk, split=split) * self._share(chunk, number),
+        )
+        self.weight_gradient = compute.lasting(
+            computation.weight_gradient,
+            lambda chunk, number: compute.weight_seconds(chunk) * self._share(chunk, number),
+        )
+
+    def _measured(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
+        output = self._forward(chunk, micro_batch, input_tensor)
+        if self._full_length is not None:
+            passed = output if input_tensor is None else input_tensor  # [sequence, micro-batch, hidden]
+            self._shares[chunk, micro_batch] = passed.shape[0] / self._full_length
+        return output
+
+    def _share(self, chunk: int, micro_batch: int) -> float:
+        return self._shares.get((chunk, micro_batch), 1.0)
+
+
+def _as_list(outputs: Any) -> list[Any]:
+    return outputs if isinstance(outputs, list) else [outputs]
+
+
+def _argument_getter(function: Callable[..., Any], name: str, default: Any) -> Callable[..., Any]:
+    """A function that finds the argument called `name` in a call of `function`; None counts as `default`."""
+    signature = inspect.signature(function)
+
+    def get(*args: Any, **keywords: Any) -> Any:
+        found = signature.bind(*args, **keywords).arguments.get(name)
+        return default if found is None else found
+
+    return get
+
+
+def parse_compute(
+    text: str, *, stage: int, stages: int, slow_down: Callable[[], float] = lambda: 1.0, full_length: int | None = None
+) -> EmulatedCompute:
+    """The times of `stage` in `--emulate-compute-ms`: "F,B,W" for all stages, or one triple per stage between
+    semicolons. Milliseconds. `slow_down`, `full_length`: see EmulatedCompute.
+
+    Raises:
+        EmulationError: it is neither.
+    """
+    triples = [part.strip() for part in text.split(";")]
+    if len(triples) not in (1, stages):
+        raise EmulationError(
+            f"--emulate-compute-ms {text!r} has {len(triples)} triples; give one for all or one for each of "
+            f"{stages} stages"
+        )
+    triple = triples[stage if len(triples) > 1 else 0]
+    try:
+        forward, backward_input, backward_weight = (float(value) / 1000 for value in triple.split(","))
+    except ValueError:
+        raise EmulationError(f"--emulate-compute-ms: {triple!r} is not F,B,W in milliseconds, as 20,20,10") from None
+    return EmulatedCompute(
+        forward_s=(forward,),
+        backward_input_s=(backward_input,),
+        backward_weight_s=(backward_weight,),
+        slow_down=slow_down,
+        full_length=full_length,
+    )

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Iterations that wait for a file: a test makes it once it has seen what it looks for, and depends on no speed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from testing.faults.emulated_compute import EmulationError
+
+FORM = "ITERATION:FILE"
+HELD_S, _LOOKS_S = 120.0, 0.02
+
+
+class Hold(NamedTuple):
+    """`iteration` (from 0) begins once `file` exists."""
+
+    iteration: int
+    file: Path
+
+
+def parse_hold(text: str) -> Hold:
+    """What `--emulate-hold` names. Raises EmulationError for anything else."""
+    iteration, _, file = text.partition(":")
+    if not iteration.isdecimal() or not file:
+        raise EmulationError(f"--emulate-hold {text!r} is not {FORM}, as 34:/tmp/seen")
+    return Hold(int(iteration), Path(file))
+
+
+class Holds:
+    """Those of one rank."""
+
+    def __init__(self, holds: Sequence[Hold]) -> None:
+        self._holds = holds
+
+    def set_iteration(self, iteration: int) -> None:
+        """`iteration` (from 0) is about to begin. Raises EmulationError where a file is not made within HELD_S."""
+        until_s = time.monotonic() + HELD_S
+        for hold in self._holds:
+            while hold.iteration == iteration and not hold.file.exists():
+                if time.monotonic() > until_s:
+                    raise EmulationError(f"iteration {iteration}: nobody has made {hold.file} for {HELD_S:g} s")
+                time.sleep(_LOOKS_S)

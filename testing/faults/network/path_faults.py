@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device paths that die: a decorator around `PairGroup` that swallows messages of a directed link, or raises.
+
+A fault is armed and begins with the next message that the link would carry, so that none is without effect; it heals
+by itself. The host path is not touched.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from adaptra_megatron.transport.device_session.pair_group import PairGroup, Work
+from testing.replacing import Replaced, Replacement
+
+_UNANSWERED_TAG = (1 << 31) - 2
+"""No message has this tag: receiving it is work as a lost message's, which ends with its group alone."""
+
+Link = tuple[int, int]
+"""Source and target stage."""
+
+
+class Mode(str, enum.Enum):
+    """How a device path dies."""
+
+    SILENT = "silent"
+    """What is sent never arrives, and sending never completes. Strikes at the source."""
+    ERROR = "error"
+    """Sending and receiving raise RuntimeError, as gloo and NCCL do. Strikes at the end where it is installed."""
+
+
+class Strike(NamedTuple):
+    """The first message that a fault struck."""
+
+    link: Link
+    mode: Mode
+    at_s: float
+    """Moment on `time.monotonic()`."""
+
+
+@dataclass
+class _Fault:
+    mode: Mode
+    duration_s: float
+    until_s: float | None = None
+    """None while nothing has been struck."""
+
+
+class PathFaults:
+    """Faults of the device path in this process, from `install()` to `close()`. Also a context manager."""
+
+    def __init__(self, stage_of_rank: Callable[[int], int] = lambda rank: rank) -> None:
+        """`stage_of_rank`: pipeline stage of a global rank; the identity to name ranks instead of stages."""
+        self.begun: list[Strike] = []
+        """Faults that have struck at least one message."""
+        self.struck: dict[Mode, int] = dict.fromkeys(Mode, 0)
+        """Messages swallowed, and calls that raised."""
+        self._stage_of_rank = stage_of_rank
+        self._faults: dict[Link, _Fault] = {}
+        self._lock = threading.Lock()
+        self._replaced: Replaced | None = None
+
+    def arm(self, link: Link, mode: Mode, duration_s: float) -> None:
+        """The device path of `link` dies at the next message, for `duration_s`. Replaces what was armed before."""
+        with self._lock:
+            self._faults[link] = _Fault(mode, duration_s)
+
+    @property
+    def armed(self) -> int:
+        """Faults that have struck nothing yet."""
+        with self._lock:
+            return sum(fault.until_s is None for fault in self._faults.values())
+
+    def install(self) -> PathFaults:
+        """Put the decorators around `PairGroup.send` and `PairGroup.receive`."""
+        if self._replaced is None:
+            reason = "emulated death of the device path"
+            self._replaced = Replaced(
+                [
+                    Replacement(PairGroup, "send", self._decorate_send(PairGroup.send, PairGroup.receive), reason),
+                    Replacement(PairGroup, "receive", self._decorate_receive(PairGroup.receive), reason),
+                ]
+            )
+        return self
+
+    def close(self) -> None:
+        """Take the decorators off: every link is healthy again."""
+        if self._replaced is not None:
+            self._replaced.undo()
+            self._replaced = None
+
+    def _decorate_send(self, send: Callable[..., Work], receive: Callable[..., Work]) -> Callable[..., Work]:
+        @functools.wraps(send)
+        def faulty(pair: PairGroup, tensor: torch.Tensor, tag: int) -> Work:
+            mode = self._strikes(pair, (Mode.SILENT, Mode.ERROR))
+            if mode is Mode.ERROR:
+                raise RuntimeError(f"emulated: sending {tensor.nbytes} bytes failed: connection reset by peer")
+            if mode is Mode.SILENT:
+                return receive(pair, torch.empty(1, dtype=torch.uint8), _UNANSWERED_TAG)
+            return send(pair, tensor, tag)
+
+        return faulty
+
+    def _decorate_receive(self, receive: Callable[..., Work]) -> Callable[..., Work]:
+        @functools.wraps(receive)
+        def faulty(pair: PairGroup, buffer: torch.Tensor, tag: int) -> Work:
+            if self._strikes(pair, (Mode.ERROR,)) is not None:
+                raise RuntimeError(f"emulated: receiving {buffer.nbytes} bytes failed: connection reset by peer")
+            return receive(pair, buffer, tag)
+
+        return faulty
+
+    def _strikes(self, pair: PairGroup, modes: tuple[Mode, ...]) -> Mode | None:
+        """How the call that is about to be made is struck, if it is; counts it."""
+        link = (self._stage_of_rank(pair.ends.source), self._stage_of_rank(pair.ends.target))
+        now_s = time.monotonic()
+        with self._lock:
+            fault = self._faults.get(link)
+            if fault is None or fault.mode not in modes:
+                return None
+            if fault.until_s is None:
+                fault.until_s = now_s + fault.duration_s
+                self.begun.append(Strike(link, fault.mode, now_s))
+            elif now_s >= fault.until_s:
+                del self._faults[link]
+                return None
+            self.struck[fault.mode] += 1
+            return fault.mode
+
+    def __enter__(self) -> PathFaults:
+        return self.install()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

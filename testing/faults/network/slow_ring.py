@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decorator around the ring into which a host path writes: what is written comes out late, in order and whole.
+
+Everything that the host path says to its peer goes through that ring (messages, notes, acknowledgements), so all of it
+travels over the slow link. A message is copied when it is written and enters the real ring at its arrival time. For
+messages in host memory: into this ring no device copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from adaptra_megatron.transport._ring import Description, Ring, RingError
+from testing.faults.precise_sleep import sleep_until
+
+CLOSING_S = 2.0
+"""How long closing waits for what is still on its way."""
+PATIENCE_S = 1.0
+"""How long one attempt to write into a full ring lasts before the ring is looked at again."""
+
+DueTime = Callable[[int | None], float]
+"""When a message of this many bytes, or an acknowledgement (None), that is written now arrives: seconds of
+`time.monotonic()`, not after the present where the link is healthy."""
+
+
+@dataclass(frozen=True)
+class _Delayed:
+    due_s: float
+    write: Callable[[float], None]
+    """To be called with a deadline; raises TimeoutError or RingError."""
+
+
+class SlowRing:
+    """The producer's side of a Ring. One thread at a time writes, as into a Ring itself; writing never waits.
+
+    When the ring is closed meanwhile (the link broke), what is on its way is lost, as on a link that breaks.
+    """
+
+    def __init__(self, ring: Ring, name: str, due_s: DueTime) -> None:
+        """`name`: of the link, for the thread."""
+        self._ring, self._due_s = ring, due_s
+        self._unwritten = 0
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Delayed | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write_late, name=f"slow-host-path-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Return whether the real ring is."""
+        return self._ring.closed
+
+    def write(self, description: Description, address: int, nbytes: int, deadline_s: float) -> None:
+        """As Ring.write, but late. Raises RingClosedError, and what Ring.write raises where the link is healthy."""
+        due_s = self._due_s(nbytes)
+        if self._passes(due_s):
+            self._ring.write(description, address, nbytes, deadline_s)
+            return
+        content = ctypes.create_string_buffer(nbytes)
+        ctypes.memmove(content, address, nbytes)
+        self._put(
+            _Delayed(due_s, lambda until_s: self._ring.write(description, ctypes.addressof(content), nbytes, until_s))
+        )
+
+    def write_ack(self, sequence: int, deadline_s: float) -> None:
+        """As Ring.write_ack, but late."""
+        due_s = self._due_s(None)
+        if self._passes(due_s):
+            self._ring.write_ack(sequence, deadline_s)
+        else:
+            self._put(_Delayed(due_s, lambda until_s: self._ring.write_ack(sequence, until_s)))
+
+    def write_bye(self, deadline_s: float) -> None:
+        """As Ring.write_bye, but late."""
+        due_s = self._due_s(None)
+        if self._passes(due_s):
+            self._ring.write_bye(deadline_s)
+        else:
+            self._put(_Delayed(due_s, self._ring.write_bye))
+
+    def close(self) -> None:
+        """Let what is on its way arrive, for two seconds at most, then close the real ring. Safe to call twice."""
+        self.retire()
+        self._thread.join(CLOSING_S)
+        self._ring.close()
+
+    def retire(self) -> None:
+        """End the thread once what is on its way has arrived. Returns at once."""
+        self._queue.put(None)
+
+    def _passes(self, due_s: float) -> bool:
+        """Return whether to write at once: nothing is before it, and it is not late. A closed ring is to say so
+        itself."""
+        with self._lock:
+            return self._ring.closed or (not self._unwritten and due_s <= time.monotonic())
+
+    def _put(self, delayed: _Delayed) -> None:
+        with self._lock:
+            self._unwritten += 1
+        self._queue.put(delayed)
+
+    def _write_late(self) -> None:
+        while (delayed := self._queue.get()) is not None:
+            sleep_until(delayed.due_s)
+            with contextlib.suppress(RingError):  # its producer sees by itself that the ring is closed
+                self._write(delayed)
+            with self._lock:
+                self._unwritten -= 1
+
+    def _write(self, delayed: _Delayed) -> None:
+        while True:
+            try:
+                delayed.write(time.monotonic() + PATIENCE_S)
+                return
+            except TimeoutError:
+                continue  # the peer is slow: a ring that is full and then closed raises RingClosedError

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strangers who connect to a job's listeners without its secret: some say nothing, some send rubbish."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Collection
+
+from adaptra_megatron.common.authentication.handshake import CHALLENGE_NBYTES
+
+_MOST_OPEN = 200
+"""Connections at once: three times as many as a acceptor lets wait unproven."""
+_PAUSE_S = 0.002
+_CONNECT_S = 0.5
+_RUBBISH_NBYTES = 4096
+
+
+def flood(ports: Collection[int], names: Collection[str], seconds: float) -> int:
+    """Connect to each TCP port of this host and each abstract unix name ("@...") in turn, for as long.
+
+    Returns how many connections were answered with a challenge.
+    """
+    places: list[tuple[int, tuple[str, int] | str]] = [(socket.AF_INET, ("127.0.0.1", port)) for port in ports]
+    places += [(socket.AF_UNIX, "\0" + name[1:]) for name in names]
+    answered, until_s = 0, time.monotonic() + seconds
+    waiting: deque[socket.socket] = deque()
+    for number, (family, address) in enumerate(itertools.cycle(places)):
+        if time.monotonic() >= until_s:
+            break
+        waiting.append(_knock(family, address, rubbish=bool(number // len(places) % 2)))
+        if len(waiting) > _MOST_OPEN:
+            answered += _leave(waiting.popleft())
+        time.sleep(_PAUSE_S)
+    return answered + sum(_leave(stranger) for stranger in waiting)
+
+
+def _knock(family: int, address: tuple[str, int] | str, *, rubbish: bool) -> socket.socket:
+    stranger = socket.socket(family)
+    stranger.settimeout(_CONNECT_S)
+    with contextlib.suppress(OSError):  # nothing listens, or the backlog is full
+        stranger.connect(address)
+        if rubbish:
+            stranger.send(os.urandom(_RUBBISH_NBYTES))
+    stranger.setblocking(False)
+    return stranger
+
+
+def _leave(stranger: socket.socket) -> bool:
+    """Return whether it was answered."""
+    with stranger, contextlib.suppress(OSError):
+        return len(stranger.recv(CHALLENGE_NBYTES)) == CHALLENGE_NBYTES
+    return False

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages that stand still for a moment, as in a garbage collection or while a checkpoint is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from testing.faults.network.link_story import Pause
+
+if TYPE_CHECKING:
+    from adaptra_megatron.megatron.computation import StageComputation
+
+
+class Pauses:
+    """Those of one stage. The training tells it each iteration and decorates its computation."""
+
+    def __init__(self, pauses: Sequence[Pause], stage: int) -> None:
+        self._pauses = [pause for pause in pauses if pause.stage == stage]
+        self._iteration = 0
+        self.made = 0
+        """So far."""
+
+    def set_iteration(self, iteration: int) -> None:
+        """`iteration` (from 0) is about to begin; returns after the pauses before it."""
+        self._iteration = iteration
+        self._pause(None)
+
+    def decorate(self, computation: StageComputation) -> StageComputation:
+        """`computation` whose forwards pause where they are to."""
+        return _PausingComputation(computation, self)
+
+    def forward(self, micro_batch: int) -> None:
+        """A forward of `micro_batch` begins."""
+        self._pause(micro_batch)
+
+    def _pause(self, micro_batch: int | None) -> None:
+        for pause in self._pauses:
+            if (pause.iteration, pause.micro_batch) == (self._iteration, micro_batch):
+                time.sleep(pause.seconds)
+                self.made += 1
+
+
+class _PausingComputation:
+    """A StageComputation that pauses in its forwards."""
+
+    def __init__(self, computation: StageComputation, pauses: Pauses) -> None:
+        self._forward, self._pauses = computation.forward, pauses
+        self.backward, self.weight_gradient = computation.backward, computation.weight_gradient
+
+    def forward(self, chunk: int, micro_batch: int, input_tensor: torch.Tensor | None) -> torch.Tensor:
+        self._pauses.forward(micro_batch)
+        return self._forward(chunk, micro_batch, input_tensor)

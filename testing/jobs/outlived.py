@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job on this machine whose ranks may die while the others go on, as under `adaptra launch --no-kill`.
+
+The store and the launcher's coordinator are this process's; ranks are forked, which starts a job in a fraction of the
+time that the launcher's processes take.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from torch._C._distributed_c10d import TCPStore
+
+from adaptra_megatron.common.job.control_store import serve_store
+from adaptra_megatron.common.job.membership import START_VARIABLE, launch_store
+from adaptra_megatron.elastic.launch.launch_messages import Ending, HostReport, host_key, write
+from adaptra_megatron.elastic.launch.launcher_link import Coordinator
+from adaptra_megatron.elastic.launch.roster import Policy
+from adaptra_megatron.tools.local_ranks.launch_ranks import RankResult, free_port, run_ranks
+from testing.jobs.fork_server import ForkServer
+
+RUN_ID = "outlived"
+_STORE_S, _TICK_S, _CLOSES_S = 60.0, 0.05, 2.0
+
+
+class Host:
+    """The one host of the job, in place of its launcher: reports how ranks end, and has the coordinator draw the
+    consequences."""
+
+    def __init__(self, world_size: int, *, restarts: int = 0, store: TCPStore | None = None) -> None:
+        """`restarts`: how often each rank that has died is started again. `store`: a client of one that is served
+        elsewhere; None: this process serves it."""
+        self._store = serve_store("127.0.0.1", free_port(), _STORE_S) if store is None else store
+        self._mine, self._restarts = launch_store(self._store, RUN_ID), restarts
+        policy = Policy(no_kill=True, min_ranks=1, heartbeat_timeout_s=_STORE_S, join_timeout_s=_STORE_S)
+        self._coordinator = Coordinator(self._mine, 1, policy)
+        self._report = HostReport(socket.gethostname(), world_size)
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self.environment = {
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": RUN_ID,
+        }
+        """For the ranks, beside what `run_ranks` gives them."""
+        self.stalled: list[int] = []
+        """Ranks whose processes stand still, and are to be killed."""
+        self._tick()
+        self._thread = threading.Thread(target=self._work, name="adaptra-host", daemon=True)
+        self._thread.start()
+
+    @property
+    def endings(self) -> Sequence[Ending]:
+        """How processes have ended so far, those that were started again among them; local ranks are the job's."""
+        return self._report.endings
+
+    def ended(self, rank: int, status: int) -> Mapping[str, str] | None:
+        """`rank` has ended; with any status but 0 the job has lost it. Returns what a process has in its environment
+        that is to take its place."""
+        with self._lock:
+            start = self._starts(rank)
+            ending = Ending(rank, 0, status, time.time(), "", start=start)
+            self._report = replace(self._report, endings=(*self._report.endings, ending))
+            self._tick()
+        again = status and start < self._restarts and not self._coordinator.has_ended
+        return {START_VARIABLE: str(start + 1)} if again else None
+
+    def close(self) -> None:
+        """End the thread, unless it waits for a store that does not answer."""
+        self._closed.set()
+        self._thread.join(_CLOSES_S)
+
+    def _starts(self, rank: int) -> int:
+        """How often a rank had been started before its present process."""
+        return sum(each.local_rank == rank for each in self._report.endings)
+
+    def _work(self) -> None:
+        with suppress(RuntimeError):  # of a store that is gone, whose job ends
+            while not self._closed.wait(_TICK_S):
+                with self._lock:
+                    self._tick()
+
+    def _tick(self) -> None:
+        self._report = replace(self._report, beat=self._report.beat + 1)
+        write(self._mine, host_key(0), self._report)
+        self._coordinator.tick()
+        self.stalled = [rank for rank, start in self._coordinator.stalled.items() if start == self._starts(rank)]
+
+
+def run_with_failures(
+    world_size: int,
+    argv: Sequence[str],
+    *,
+    timeout_s: float,
+    log_directory: Path,
+    server: ForkServer | None = None,
+    env: Mapping[str, str] | None = None,
+    restarts: int = 0,
+    host: Host | None = None,
+) -> list[RankResult]:
+    """Run `argv` as `run_ranks` does, until all ranks have ended; whatever happened to each is returned. `restarts`:
+    how often each rank that has died is started again, whose place the new process takes.
+
+    `host`: of this job, and closed with it; None: one that serves the store. Raises LaunchError for a job that runs
+    past `timeout_s`.
+    """
+    host = Host(world_size, restarts=restarts) if host is None else host
+    try:
+        return run_ranks(
+            world_size,
+            argv,
+            timeout_s=timeout_s,
+            env={**host.environment, **(env or {})},
+            log_directory=log_directory,
+            server=server,
+            check=False,
+            stop_on_failure=False,
+            ended=host.ended,
+            stalled=lambda: host.stalled,
+        )
+    finally:
+        host.close()

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives the actions of a training by megatron.training times of their own, longer at some cells, and has ranks die."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.training import training
+
+from adaptra_megatron.common.job.membership import START_VARIABLE
+from testing.faults.deaths import Arrivals, Deaths, parse_death
+from testing.faults.emulated_compute import parse_compute
+from testing.faults.planners import exact_times
+from testing.faults.slow_cells import CellSpeed, parse_slow_cell
+from testing.replacing import Replaced, Replacement
+
+
+@contextlib.contextmanager
+def timed_cells(times_ms: str, slow_cells: Sequence[str], *, exact: bool = False) -> Iterator[None]:
+    """Have each forward_step and backward_step last as `times_ms` say meanwhile: "F,B,W", as --emulate-compute-ms of
+    `train_gpt.py` for all stages alike. `slow_cells`: see `parse_slow_cell`. `exact`: measured times are those, too.
+
+    Where a backward is split, its input gradient lasts as long as both parts, and its weight gradient as long as it
+    does. Raises EmulationError for what cannot be read.
+    """
+    cells = [parse_slow_cell(text) for text in slow_cells]
+
+    @functools.cache
+    def speed() -> CellSpeed:
+        """Made in the first iteration: there are no replicas and stages before Megatron has been initialized."""
+        place = parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+        return CellSpeed(cells, *place)
+
+    compute = parse_compute(times_ms, stage=0, stages=1, slow_down=lambda: speed().factor)
+    with (
+        compute.install_on_stock(schedules),
+        _counted(lambda number: speed().set_iteration(number)),
+        exact_times(compute) if exact else contextlib.nullcontext(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def dying_ranks(deaths: Sequence[str], back: Sequence[int]) -> Iterator[None]:
+    """Have ranks die meanwhile, each once. `deaths`: see `parse_death`; those at an action have no effect. `back`: see
+    `Arrivals`."""
+    if os.environ.get(START_VARIABLE):
+        yield
+        return
+    parsed = [parse_death(text) for text in deaths]
+
+    @functools.cache
+    def ours() -> Deaths:
+        """Made in the first iteration: there are no ranks before Megatron has been initialized."""
+        return Deaths(parsed, torch.distributed.get_rank())
+
+    arrivals = Arrivals(back)
+
+    def begins(number: int) -> None:
+        arrivals.set_iteration(number)
+        ours().set_iteration(number)
+
+    with _counted(begins):
+        yield
+
+
+@contextlib.contextmanager
+def _counted(begins: Callable[[int], None]) -> Iterator[None]:
+    """Have `begins` called meanwhile with the number of each iteration (from 0), before it."""
+    numbers, train_step = itertools.count(), training.train_step
+
+    @functools.wraps(train_step)
+    def step(*arguments: Any, **keywords: Any) -> Any:
+        begins(next(numbers))
+        return train_step(*arguments, **keywords)
+
+    with Replaced([Replacement(training, "train_step", step, "something is emulated in some iterations")]):
+        yield

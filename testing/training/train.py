@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training job of `scripts/train_gpt.py`: a GPT on megatron.core, in Megatron's own steps.
+
+`train()` may be called again and again in one process (all ranks alike): every call builds everything anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from testing.results import TrainingResult, model_tensors, optimizer_tensors, save_result
+from testing.stock import trace_stock
+from testing.training.checkpointing import check_can_save, load_checkpoint, save_checkpoint
+from testing.training.conditions import emulate_conditions, late_rank
+from testing.training.data import Batch, build_datasets, micro_batches
+from testing.training.exact_sums import make_sums_exact
+from testing.training.model import build_config, build_model, build_optimizer
+from testing.training.process_groups import join_job, seed_everything, set_up_groups
+from testing.training.training_arguments import check_arguments
+
+if TYPE_CHECKING:
+    from adaptra_megatron.elastic.live_groups import FaultTolerantGroups
+    from adaptra_megatron.engine.runtime import AdaptraRuntime
+    from testing.faults.late_operations import LateRank
+
+logger = logging.getLogger("adaptra_megatron.training")  # its lines are those of Megatron's own training
+
+
+def train(args: argparse.Namespace) -> TrainingResult:
+    """Train as `args` say and return this rank's result. Collective: all processes of the job must call it.
+
+    When a peer fails, the collective or message that misses it raises within --distributed-timeout-minutes.
+
+    Raises:
+        TrainingArgumentsError: the arguments do not fit each other or the number of processes.
+    """
+    applied = None
+    with contextlib.ExitStack() as stack:
+        if (late := late_rank(args)) is not None:
+            stack.enter_context(late)
+        groups = _live_groups(args)
+        world_size = join_job(args)
+        check_arguments(args, world_size)
+        set_up_groups(args)
+        conditions = stack.enter_context(emulate_conditions(args, world_size, late))
+        if args.adaptra:
+            from adaptra_megatron.patches import enable
+
+            from adaptra_megatron.config import config_from_arguments
+
+            applied = enable(config_from_arguments(args), decorate=conditions.decorate, groups=groups)
+            stack.callback(applied.undo)
+        elif args.adaptra_trace_dir is not None:
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            stack.enter_context(trace_stock(schedules, args.adaptra_trace_dir, rank=dist.get_rank(), stage=stage))
+        runtime = None if applied is None else applied.runtime
+        trainer = Trainer(args, conditions.watchers, runtime, late)
+        trainer.run()
+        conditions.report(trainer.result)
+        if runtime is not None:
+            trainer.result.adaptra = runtime.summary()
+    if args.dump_state:
+        save_result(trainer.result, args.dump_state, rank=dist.get_rank(), world_size=world_size)
+    return trainer.result
+
+
+def _live_groups(args: argparse.Namespace) -> FaultTolerantGroups | None:
+    """Process groups that survive failures of their members, where `args` ask for that: before there are any."""
+    if not args.adaptra:
+        return None
+    from adaptra_megatron.config import config_from_arguments
+    from adaptra_megatron.elastic.live_groups import live_groups
+
+    return live_groups(config_from_arguments(args))
+
+
+class Trainer:
+    """Model, optimizer, data and loop of one training."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        watchers: Sequence[Callable[[int], None]] = (),
+        runtime: AdaptraRuntime | None = None,
+        late: LateRank | None = None,
+    ) -> None:
+        """`watchers` are called with the number of each iteration (from 0) when it begins. `runtime`: where it is
+        given, the plan of each iteration is noted. `late`: is told each call of Megatron's schedules."""
+        self.args = args
+        self._watchers, self._runtime, self._late = watchers, runtime, late
+        if args.save:
+            check_can_save()
+        self.result = TrainingResult()
+        seed_everything(args.seed)
+        self.config = build_config(args)
+        self.model = build_model(args, self.config)
+        if args.emulate_exact_sums:
+            make_sums_exact(self.model, args.data_parallel_size)
+        self.optimizer, self.scheduler = build_optimizer(args, self.config, self.model)
+        self.iteration = load_checkpoint(args, self.model, self.optimizer, self.scheduler) if args.load else 0
+        self.training_data, self.validation_data = build_datasets(args)
+        device = torch.cuda.current_device()
+        length = args.seq_length
+        self._attention_mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
+
+    def run(self) -> None:
+        """Train up to --train-iters, evaluating, saving and logging on the way; fills `result`."""
+        args = self.args
+        self._take_place()
+        iterators = self._iterators(self.training_data, self.iteration * args.global_batch_size)
+        for chunk in self.model:
+            chunk.train()
+        while self.iteration < args.train_iters:
+            for watcher in self._watchers:
+                watcher(self.iteration)
+            started = time.perf_counter()
+            grad_norm = self._train_step(iterators)
+            if self._runtime is not None and (plan := self._runtime.last_plan()) is not None:
+                self.result.plans.append(plan)
+            self.iteration += 1
+            self.result.grad_norms.append(grad_norm)
+            self.result.iteration_seconds.append(time.perf_counter() - started)
+            if self.iteration % args.log_interval == 0:
+                self._log_iteration()
+            if args.eval_iters and self.iteration % args.eval_interval == 0:
+                self._evaluate()
+            if args.save and args.save_interval and self.iteration % args.save_interval == 0:
+                self._save()
+        if self._runtime is not None:
+            self._runtime.settle()
+        self.result.grad_norms = [float(norm) for norm in self.result.grad_norms]
+        with self._parameters_gathered():
+            dist.barrier()  # as Megatron's print_datetime, once training is done
+            self.result.parameters = model_tensors(self.model)
+        self.result.optimizer_state = optimizer_tensors(self.optimizer)
+        if args.save and not (args.save_interval and self.iteration % args.save_interval == 0):
+            self._save()
+
+    def _take_place(self) -> None:
+        """Go on from where the others are, if this process is started again."""
+        if self._runtime is None:
+            return
+        from adaptra_megatron.engine.rejoining import Training, settings_of
+
+        self._runtime.training = Training(
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            lambda: {"iteration": self.iteration},
+            settings_of(self.args),
+        )
+        if (progress := self._runtime.take_place()) is not None:
+            self.iteration = progress["iteration"]
+
+    def _train_step(self, iterators: Any) -> Any:
+        """One iteration, as Megatron's train_step. Returns the norm of the gradient; float() may wait for it."""
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        entered_s = time.monotonic()
+        losses = self._forward_backward(iterators, forward_only=False)
+        self.result.forward_backward_s.append((entered_s, time.monotonic()))
+        self._record_losses(losses)
+        _, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(increment=self.args.global_batch_size)
+        return grad_norm
+
+    def _forward_backward(self, iterators: Any, *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+        args = self.args
+        # Looked up each time, as Megatron's evaluate() does: what it returns may be replaced meanwhile.
+        with contextlib.nullcontext() if self._late is None else self._late.call():
+            losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+                forward_step_func=self._forward_step,
+                data_iterator=iterators,
+                model=self.model if len(self.model) > 1 else self.model[0],
+                num_microbatches=args.num_micro_batches,
+                seq_length=args.seq_length,
+                micro_batch_size=args.micro_batch_size,
+                forward_only=forward_only,
+            )
+        return losses
+
+    def _forward_step(
+        self, iterator: Iterator[Batch], chunk: DistributedDataParallel
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
+        batch = get_batch_on_this_cp_rank(next(iterator))
+        length = batch["tokens"].shape[1]
+        future = self._attention_mask[..., :length, :length]
+        output = chunk(batch["tokens"], batch["position_ids"], future, labels=batch["labels"])
+
+        def loss_function(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            mask = batch["loss_mask"].view(-1).float()
+            loss = torch.sum(losses.view(-1).float() * mask)
+            tokens = mask.sum().to(torch.int)
+            return loss, tokens, {"lm loss": torch.stack([loss.detach().clone(), tokens.float()])}
+
+        return output, loss_function
+
+    def _iterators(self, sequences: Any, consumed_samples: int) -> Any:
+        """One iterator per chunk where the schedule is interleaved, else one."""
+        found = [
+            micro_batches(
+                sequences,
+                micro_batch_size=self.args.micro_batch_size,
+                data_parallel_rank=parallel_state.get_data_parallel_rank(),
+                data_parallel_size=self.args.data_parallel_size,
+                consumed_samples=consumed_samples,
+                device=torch.cuda.current_device(),
+                cut=self.args.sequences_vary,
+            )
+            for _ in self.model
+        ]
+        return found if len(found) > 1 else found[0]
+
+    def _record_losses(self, losses: list[dict[str, torch.Tensor]]) -> None:
+        if not losses:
+            return
+        sums = torch.stack([reported["lm loss"] for reported in losses]).double()
+        self.result.micro_batch_losses.append((sums[:, 0] / sums[:, 1]).tolist())
+        self.result.losses.append(self._mean_loss(sums))
+
+    def _mean_loss(self, sums: torch.Tensor) -> float:
+        """Mean loss of a token over data- and context-parallel ranks. `sums`: [micro-batches, 2], loss and tokens."""
+        total = sums.sum(dim=0)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        return float(total[0] / total[1])
+
+    @contextlib.contextmanager
+    def _parameters_gathered(self) -> Iterator[None]:
+        """Parameters complete and no gathering under way, as Megatron arranges before it evaluates or saves."""
+        overlapped = self.args.overlap_param_gather
+        if overlapped:
+            for chunk in self.model:
+                chunk.disable_forward_pre_hook()
+        yield
+        if overlapped:
+            for chunk in self.model:
+                chunk.enable_forward_pre_hook()
+
+    def _evaluate(self) -> None:
+        args = self.args
+        earlier = self.iteration // args.eval_interval - 1
+        consumed = earlier * args.eval_iters * args.global_batch_size
+        iterators = self._iterators(self.validation_data, consumed)
+        for chunk in self.model:
+            chunk.eval()
+        reported: list[torch.Tensor] = []
+        with torch.no_grad(), self._parameters_gathered():
+            for _ in range(args.eval_iters):
+                losses = self._forward_backward(iterators, forward_only=True)
+                reported += [loss["lm loss"] for loss in losses]
+        for chunk in self.model:
+            chunk.train()
+        if reported:
+            self.result.evaluation_losses.append(self._mean_loss(torch.stack(reported).double()))
+            if _speaks():
+                logger.info(
+                    " validation loss at iteration %d | lm loss value: %.6E |",
+                    self.iteration,
+                    self.result.evaluation_losses[-1],
+                )
+
+    def _save(self) -> None:
+        def write() -> None:
+            save_checkpoint(self.args, self.model, self.optimizer, self.scheduler, self.iteration)
+
+        with self._parameters_gathered():
+            write() if self._runtime is None else self._runtime.save(write)
+
+    def _log_iteration(self) -> None:
+        if not _speaks():
+            return
+        recent = self.result.iteration_seconds[-self.args.log_interval :]
+        logger.info(
+            " iteration %8d/%8d | consumed samples: %12d | elapsed time per iteration (ms): %.1f | "
+            "learning rate: %.6E | global batch size: %5d | lm loss: %.6E | grad norm: %.3f |",
+            self.iteration,
+            self.args.train_iters,
+            self.iteration * self.args.global_batch_size,
+            1000 * sum(recent) / len(recent),
+            self.optimizer.param_groups[0]["lr"],
+            self.args.global_batch_size,
+            self.result.losses[-1],
+            self.result.grad_norms[-1],
+        )
+
+
+def _speaks() -> bool:
+    """Return whether this rank writes the log: the last, as Megatron's print_rank_last, for it knows the loss."""
+    return bool(dist.get_rank() == dist.get_world_size() - 1)

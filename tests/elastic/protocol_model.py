@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of the recovery protocol, explored in every order: ranks fail at any step, rejoin, and leave operations late.
+
+Ranks are the product's own (`protocol.Rank`), one for each cell, and so is how the launcher's membership changes; here
+are the store, and the memory in which a late operation writes. A step is one look at what others do, or one word for
+them, with what a rank does by itself before it: the order of that and of others' steps is no matter. Each state is
+explored once. What no rank can look at any more is left out of a state.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from adaptra_megatron.common.job.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.job.membership import Departure, Membership, Readiness
+from adaptra_megatron.elastic import generation as generations
+from adaptra_megatron.elastic.failure_errors import UnrecoverableError
+from adaptra_megatron.elastic.protocol import (
+    Arrive,
+    Arrived,
+    Attempt,
+    Await,
+    AwaitAll,
+    AwaitChange,
+    Changed,
+    Done,
+    Found,
+    HandedIn,
+    HandOver,
+    Interrupted,
+    LookUp,
+    Phase,
+    Put,
+    PutOnce,
+    Rank,
+)
+
+READY = Readiness(0, 0, "host", "boot/net")
+_NOT_YET_IN = (Phase.RECEIVING, Phase.COMING, Phase.AWAITING_WORD, Phase.CALLING_OFF, Phase.LEFT)
+"""Of a process that rejoins: it does not train in its generation yet."""
+_NOT_ALONE = (Phase.BETWEEN, Phase.ATTEMPTING, Phase.COUNTING)
+"""In which the order of its step and those of others is of importance, or it may have other choices later."""
+_GIVES = (Phase.HANDING_OVER, Phase.COMING, Phase.COUNTING, Phase.ADMITS, Phase.AWAITING_WORD, Phase.CALLING_OFF)
+"""In which a rank has begun to hand its state over; what it has begun may go on later."""
+
+
+class ViolationError(AssertionError):
+    """An invariant of the protocol does not hold; with the steps that lead there."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is explored."""
+
+    replicas: int = 2
+    stages: int = 2
+    calls: int = 2
+    failures: int = 2
+    admissions: int = 2
+    late_operations: int = 1
+    fenced: bool = True
+    """False: rules without a fence."""
+
+
+class Process(NamedTuple):
+    """One process of a rank."""
+
+    state: Rank | None
+    """None: it has failed; or is started again, and waits for its ticket."""
+    seen: int = 0
+    """Epoch of the membership that it has seen last."""
+    steps: tuple[int, int] = (0, 0)
+    """How many optimizer steps the two halves of its parameters have taken; -1: not received yet."""
+    late: int | None = None
+    """Turn of an attempt whose operation may still write."""
+    arrival: int = 0
+    """Epoch of the membership in which it stands ready, of one that is started again."""
+
+
+Key = tuple[generations.GenerationId | None, str]
+"""In the store: of a generation, or of the job."""
+
+
+class World(NamedTuple):
+    """A state of the whole job."""
+
+    processes: tuple[Process, ...]
+    memberships: tuple[Membership, ...]
+    store: Mapping[Key, Any]
+    came: frozenset[tuple[str, int]] = frozenset()
+    """Which ranks have come to the ends of which attempts."""
+    failures: int = 0
+    admissions: int = 0
+    lates: int = 0
+
+
+Steps = Iterator[tuple[str, World]]
+
+
+def layout_of(scope: Scope, rank: int) -> JobLayout:
+    """One rank in each cell, replicas innermost."""
+    cells = {each: Cell(each % scope.replicas, each // scope.replicas) for each in range(scope.replicas * scope.stages)}
+    return JobLayout(rank, {each: Worker(cell, 0, "host", "boot/net") for each, cell in cells.items()}, "job")
+
+
+class Model:
+    """Explores a scope from the start, depth first."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.layouts = [layout_of(scope, rank) for rank in range(scope.replicas * scope.stages)]
+        self.states = self.ends = 0
+        self._chosen: random.Random | None = None
+
+    def explore(self, most_states: int | None = None, seed: int | None = None) -> int:
+        """Explore all states, or `most_states` of them; return their number. `seed`: of the order in which steps are
+        looked at. Raises ViolationError."""
+        self._chosen = None if seed is None else random.Random(seed)
+        processes = tuple(self._settled(Process(Rank.first(layout))) for layout in self.layouts)
+        first = World(processes, (Membership(0, len(self.layouts), 0.0, ()),), {})
+        seen, stack, trace = {self._key(first)}, [self._steps(first)], list[str]()
+        while stack:
+            try:
+                found = next(stack[-1], None)
+            except ViolationError as violation:
+                raise ViolationError("\n".join([*trace, str(violation)])) from None
+            if found is None:
+                stack.pop()
+                del trace[-1:]
+                continue
+            label, after = found[0], self._needed(found[1])
+            key = self._key(after)
+            if key in seen:
+                continue
+            seen.add(key)
+            if len(seen) == most_states:
+                break
+            trace.append(label)
+            stack.append(self._steps(after))
+        self.states = len(seen)
+        return self.states
+
+    # What can happen next.
+
+    def _steps(self, world: World) -> Steps:
+        """All worlds that follow. Raises ViolationError."""
+        steps = self._in_order(world)
+        if self._chosen is None:
+            yield from steps
+            return
+        shuffled = list(steps)
+        self._chosen.shuffle(shuffled)
+        yield from shuffled
+
+    def _in_order(self, world: World) -> Steps:
+        if (alone := self._alone(world)) is not None:
+            yield from alone
+            return
+        moved = False
+        for rank, process in enumerate(world.processes):
+            for label, after in self._of_process(world, rank, process):
+                moved = True
+                yield f"{rank} {label}", after
+        if not moved:
+            self._check_end(world)
+        yield from self._faults(world)
+
+    def _alone(self, world: World) -> list[tuple[str, World]] | None:
+        """Return the steps of one process that need no others' beside them, if there is one (a persistent set).
+
+        They are that where nothing can change the membership any more, the process has all its choices now, and none
+        of them changes what others look at or an invariant speaks of.
+        """
+        if world.failures < self.scope.failures or world.admissions < self.scope.admissions:
+            return None
+        for process in world.processes:
+            if process.arrival or (process.state is not None and process.state.phase in _NOT_YET_IN):
+                return None
+        for rank, process in enumerate(world.processes):
+            state = process.state
+            if state is None or state.phase in _NOT_ALONE or isinstance(state.request, PutOnce):
+                continue
+            steps = list(self._of_process(world, rank, process))
+            if steps and all(_says_as_before(state, after.processes[rank].state) for _, after in steps):
+                return [(f"{rank} {label}", after) for label, after in steps]
+        return None
+
+    def _of_process(self, world: World, rank: int, process: Process) -> Steps:
+        state, newest = process.state, world.memberships[-1]
+        if state is None:
+            ticket = world.store.get((None, f"ticket/{rank}/{process.arrival}")) if process.arrival else None
+            if ticket is not None and rank in newest.live:
+                called = Process(Rank.rejoins(self.layouts[rank], ticket), newest.epoch, (-1, -1))
+                yield "is called in", self._with(world, rank, called)
+            return
+        if state.phase is Phase.LEFT:
+            return
+        request = None if state.phase is Phase.BETWEEN else state.request
+        if request is None or isinstance(request, (Attempt, Arrive, Await, AwaitAll, HandOver)):
+            for membership in world.memberships[process.seen :]:
+                if state.is_struck_by(membership):
+                    struck = process._replace(seen=membership.epoch)
+                    yield from self._interrupted(world, rank, struck, isinstance(request, Attempt))
+                    break
+        if request is not None:
+            yield from self._carried_out(world, rank, process, request)
+
+    def _interrupted(self, world: World, rank: int, process: Process, attempts: bool) -> Steps:
+        state = process.state
+        assert state is not None
+        if state.phase is Phase.BETWEEN:
+            yield "is interrupted", self._with(world, rank, self._settled(process._replace(state=state.interrupted())))
+            return
+        yield "is interrupted", self._answered(world, rank, process, Interrupted())
+        if attempts and world.lates < self.scope.late_operations:
+            after = self._answered(world, rank, process._replace(late=state.turn), Interrupted())
+            if after.processes[rank].late is not None:  # else the fence has waited for it
+                yield "is interrupted and leaves an operation late", after._replace(lates=world.lates + 1)
+
+    def _carried_out(self, world: World, rank: int, process: Process, request: Any) -> Steps:
+        state = process.state
+        assert state is not None
+        match request:
+            case Attempt(name):
+                yield from self._arrives(world, rank, process, name)
+            case AwaitChange(tried):
+                for membership in world.memberships[process.seen :]:
+                    if generations.live_ranks(state.layout, membership, state.generation.admitted) != tried:
+                        sees = process._replace(seen=membership.epoch)
+                        yield f"sees epoch {membership.epoch}", self._answered(world, rank, sees, Changed(membership))
+            case Put(generation, key, value):
+                wrote = world._replace(store={**world.store, (generation, key): value})
+                yield f"puts {key}", self._answered(wrote, rank, process, Done())
+            case PutOnce(generation, key, word):
+                there = world.store.get((generation, key), word)
+                wrote = world._replace(store={**world.store, (generation, key): there})
+                yield f"puts {key} once: {there}", self._answered(wrote, rank, process, Found(there))
+            case Await(generation, key):
+                if (there := world.store.get((generation, key))) is not None:
+                    yield f"finds {key}", self._answered(world, rank, process, Found(there))
+            case AwaitAll(generation, keys):
+                found = tuple(world.store.get((generation, key)) for key in keys)
+                if None not in found:
+                    yield f"finds {keys[0]}", self._answered(world, rank, process, Found(found))
+                elif state.phase is Phase.COUNTING:
+                    yield "has waited for too long", self._answered(world, rank, process, Interrupted())
+            case HandOver():
+                yield from self._handed_over(world, rank, process)
+            case _:
+                raise AssertionError(request)
+
+    def _arrives(self, world: World, rank: int, process: Process, name: str) -> Steps:
+        """It comes to the end of its attempt, and knows any membership since the one that it has seen last."""
+        state = process.state
+        assert state is not None
+        wrote = world._replace(came=world.came | {(name, rank)})
+        last = all((name, each) in wrote.came for each in state.generation.live)
+        arrives = process._replace(state=state.after(Done()))
+        for newest in world.memberships[process.seen :] if last else world.memberships[-1:]:
+            yield f"arrives, knowing epoch {newest.epoch}", self._answered(wrote, rank, arrives, Arrived(last, newest))
+
+    def _handed_over(self, world: World, rank: int, process: Process) -> Steps:
+        """The state goes half by half from the lowest live rank of the stage, which may train on meanwhile."""
+        state = process.state
+        assert state is not None
+        if state.phase is Phase.HANDING_OVER:
+            yield "hands over", self._answered(world, rank, process, Done())
+            return
+        stage = state.layout.cell.stage
+        peers = (each for each in sorted(state.before) if state.layout.workers[each].cell.stage == stage)
+        source = world.processes[next(peers)]
+        if source.state is None:
+            return
+        begun = (
+            source.state.phase in _GIVES
+            and source.state.next is not None
+            and source.state.next.id == state.generation.id
+        )
+        if process.steps[0] < 0 and begun:
+            yield "receives the first half", self._with(world, rank, process._replace(steps=(source.steps[0], -1)))
+        elif process.steps[0] >= 0:
+            whole = process._replace(steps=(process.steps[0], source.steps[1]))
+            yield "receives the second half", self._answered(world, rank, whole, Done())
+
+    def _faults(self, world: World) -> Steps:
+        newest, scope = world.memberships[-1], self.scope
+        for rank, process in enumerate(world.processes):
+            state = process.state
+            runs, lives = state is not None or process.arrival > 0, rank in newest.live
+            if state is not None and state.phase is Phase.LEFT:
+                yield f"{rank} ends", self._without(world, rank, newest, "was not admitted")
+            elif runs and lives and world.failures < scope.failures and (state is None or state.call < scope.calls):
+                failed = self._without(world, rank, newest, "failed")
+                yield f"{rank} fails", failed._replace(failures=world.failures + 1)
+            if not runs and not lives and world.admissions < scope.admissions:
+                after = newest.with_ready({rank: READY}, 0.0)
+                grown = world._replace(memberships=(*world.memberships, after), admissions=world.admissions + 1)
+                yield f"{rank} stands ready", self._with(grown, rank, Process(None, arrival=after.epoch))
+
+    def _without(self, world: World, rank: int, newest: Membership, why: str) -> World:
+        after = newest.without([Departure(rank, newest.epoch + 1, "host", why, 0.0)], 0.0)
+        return self._with(world._replace(memberships=(*world.memberships, after)), rank, Process(None))
+
+    # What follows from steps, and what must hold.
+
+    def _answered(self, world: World, rank: int, process: Process, answer: Any) -> World:
+        before = process.state
+        assert before is not None
+        try:
+            after = self._settled(self._advanced(process, before.after(answer)))
+        except UnrecoverableError:  # the job is lost, which is said: nothing is wrong with that
+            gone = tuple(Process(None) for _ in world.processes)
+            return World(gone, world.memberships[-1:], {}, frozenset(), self.scope.failures, self.scope.admissions)
+        return self._with(world, rank, after)
+
+    def _settled(self, process: Process) -> Process:
+        """Go on with what a rank does by itself, until it needs something of others."""
+        while (state := process.state) is not None:
+            if state.phase is Phase.BETWEEN and state.call < self.scope.calls:
+                process = self._advanced(process, state.begin(trains=True))
+            elif state.phase is Phase.FENCING:
+                fenced = process._replace(late=None) if self.scope.fenced else process
+                process = self._advanced(fenced, state.after(Done()))
+            else:
+                break
+        return process
+
+    def _advanced(self, process: Process, after: Rank) -> Process:
+        before, steps = process.state, process.steps
+        assert before is not None
+        here, there = before.generation, after.generation
+        if here.id == there.id and here.live != there.live:
+            raise ViolationError(f"{after.rank}: generation {there.id} has another live set than before")
+        if after.call > before.call:
+            if steps != (before.call, before.call):
+                raise ViolationError(f"{after.rank} takes step {before.call} after {steps}")
+            steps = after.call, after.call
+        process = process._replace(state=after, steps=steps)
+        if after.phase is Phase.ATTEMPTING:
+            if steps != (after.call, after.call):
+                raise ViolationError(f"{after.rank} begins call {after.call} with {steps} steps")
+            if process.late is not None:  # it may write at any time from now on
+                raise ViolationError(
+                    f"{after.rank}: an operation of turn {process.late} writes into gradients of turn {after.turn}"
+                )
+        return process
+
+    def _with(self, world: World, rank: int, process: Process) -> World:
+        state = process.state
+        if state is not None and state.phase is Phase.ADMITTING:
+            request = state.request
+            assert isinstance(request, LookUp)
+            membership = next(each for each in world.memberships if each.epoch == request.epoch)
+            process = self._advanced(process, state.after(Changed(membership)))
+        processes = (*world.processes[:rank], process, *world.processes[rank + 1 :])
+        after = world._replace(processes=processes)
+        self._check_generations(after)
+        return after
+
+    def _check_generations(self, world: World) -> None:
+        """Ranks in one generation have one live set, and have committed the same calls but for the one under way."""
+        known: dict[Any, tuple[frozenset[int], int]] = {}
+        for process in world.processes:
+            state = process.state
+            if state is None or (state.generation is state.next and state.phase in _NOT_YET_IN):
+                continue
+            here = state.generation
+            live, call = known.setdefault(here.id, (here.live, state.call))
+            if live != here.live:
+                raise ViolationError(f"generation {here.id} has live ranks {sorted(live)} and {sorted(here.live)}")
+            if abs(call - state.call) > 1:
+                raise ViolationError(f"ranks of generation {here.id} are at calls {call} and {state.call}")
+
+    def _check_end(self, world: World) -> None:
+        """Nothing but faults can happen: all live ranks have carried out all calls, or wait for one that has ended."""
+        self.ends += 1
+        states = [each.state for each in world.processes if each.state is not None]
+        finished = [state for state in states if state.call >= self.scope.calls]
+        waiting = [state for state in states if state.call < self.scope.calls and state.phase is not Phase.LEFT]
+        if waiting and not finished:
+            raise ViolationError(f"all wait: {[(each.rank, each.phase.value) for each in waiting]}")
+
+    # States that go on alike are one.
+
+    def _needed(self, world: World) -> World:
+        """Return `world` without what no rank can look at any more."""
+        states = [each.state for each in world.processes if each.state is not None]
+        oldest = min((state.generation.id for state in states), default=generations.FIRST)
+        meets = {state.next.id for state in states if state.next is not None}
+        of_these = {key: value for key, value in world.store.items() if _may_be_met(key[0], oldest, meets)}
+        names = {name for state in states for name in (state.attempt, state.attempted, *state.open)}
+        names |= {value.attempted for value in of_these.values() if isinstance(value, HandedIn)}
+        store = {key: of_these[key] for key in of_these if key[1][:5] != "fate/" or key[1][5:] in names}
+        came = frozenset(each for each in world.came if each[0] in names)
+        return world._replace(store=store, came=came)
+
+    def _key(self, world: World) -> int:
+        newest = world.memberships[-1]
+        first = min((each.seen for each in world.processes if each.state is not None), default=newest.epoch)
+        members = tuple(
+            (len(each.left), tuple((back.rank, back.epoch) for back in each.arrived))
+            for each in world.memberships[first:]
+        )
+        left = tuple((each.rank, each.epoch) for each in newest.left)
+        processes = tuple((each.state and _state_key(each.state), *each[1:]) for each in world.processes)
+        store = frozenset((key, value if isinstance(value, str) else repr(value)) for key, value in world.store.items())
+        return hash((processes, store, world.came, left, members, world.failures, world.admissions, world.lates))
+
+
+def _may_be_met(generation: generations.GenerationId | None, oldest: generations.GenerationId, meets: set[Any]) -> bool:
+    return generation is None or generation > oldest or generation in meets
+
+
+def _says_as_before(before: Rank, after: Rank | None) -> bool:
+    """Return whether invariants that speak of several ranks see the same of a rank."""
+    return after is not None and (before.call, before.generation) == (after.call, after.generation)
+
+
+def _state_key(state: Rank) -> Any:
+    here, met = state.generation, state.next
+    return (
+        *(state.call, state.turn, state.phase, state.inside, state.attempted, state.due, state.open, state.rank),
+        (here.id, here.live, tuple(sorted(here.admitted.items())), tuple(sorted(here.refused.items()))),
+        None if met is None else (met.id, met.live),
+        None if state.agreement is None else (state.agreement.committed, state.agreement.turn),
+    )
+
+
+def numbered_by_membership(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Rules of old: an admission takes the number of the membership that it follows from."""
+
+    def old(layout: Any, membership: Any, before: Any, call: int) -> Any:
+        found = original(layout, membership, before, call)
+        return replace(found, id=generations.GenerationId(membership.epoch))
+
+    return old

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that are started again and refused: they would train with other settings, or cannot take part at all."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from adaptra_megatron.common.job.membership import START_VARIABLE
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.elastic.failure_errors import UnrecoverableError
+from adaptra_megatron.elastic.job_joining import refuse_other_settings
+from adaptra_megatron.elastic.live_groups import live_groups
+from adaptra_megatron.engine.rejoining import settings_of
+
+
+def settings(**changed: Any) -> dict[str, str]:
+    config = AdaptraConfig(reroute="failures", prometheus_port=changed.pop("prometheus_port", 1024))
+    return {**config.common, **settings_of(Namespace(**{"lr": 0.1, "seed": 7, "log_dir": "here", **changed}))}
+
+
+def test_all_differences_are_named() -> None:
+    with pytest.raises(
+        UnrecoverableError, match=r"--lr is 0.2 here and 0.1 there; --seed is not known here and 7 there"
+    ):
+        refuse_other_settings(3, {"--lr": "0.2"}, {"--lr": "0.1", "--seed": "7"})
+    both = r"--lr is 0.2 here and 0.1 there; --seed is not known here and 7 there"
+    with pytest.raises(UnrecoverableError, match=both):
+        refuse_other_settings(3, {"--lr": "0.2"}, {"--lr": "0.1", "--seed": "7"})
+    with pytest.raises(UnrecoverableError, match=r"rank 3 has been started again with other settings .*: --lr is 0.2 "):
+        refuse_other_settings(3, settings(lr=0.2), settings())
+
+
+def test_what_belongs_to_a_host_may_differ() -> None:
+    refuse_other_settings(3, settings(prometheus_port=2048, log_dir="there"), settings())
+
+
+@pytest.mark.parametrize("reroute", ["off", "stragglers"])
+def test_a_job_that_does_not_outlive_ranks_lets_none_in(reroute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert live_groups(AdaptraConfig(reroute=reroute)) is None
+    monkeypatch.setenv(START_VARIABLE, "1")
+    with pytest.raises(UnrecoverableError, match=f"rank 3 has been started again .* --adaptra-reroute {reroute} it"):
+        live_groups(AdaptraConfig(reroute=reroute))

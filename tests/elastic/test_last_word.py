@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rank that fails is seen first: in the log, and as the first process that ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from adaptra_megatron.common.authentication.sealed_store import SealedStore
+from adaptra_megatron.common.authentication.tagged_json import packed
+from adaptra_megatron.common.job.identity import process_identity
+from adaptra_megatron.elastic import last_word
+from adaptra_megatron.elastic.failure_errors import OtherRankError, UnrecoverableError
+from adaptra_megatron.elastic.last_word import (
+    Ending,
+    EndingProcess,
+    ErrorNotice,
+    check_abort,
+    publish_error,
+    publish_finished,
+)
+
+NAME = "rank 1 (stage 0 on host)"
+
+
+@pytest.fixture
+def store() -> SealedStore:
+    return SealedStore(dist.HashStore(), bytes(32), "place")
+
+
+def failed(error: Exception) -> Exception:
+    with pytest.raises(type(error)) as caught:
+        raise error
+    return caught.value
+
+
+class Silent:
+    """A store that does not answer."""
+
+    def peek(self, key: str) -> bytes:
+        raise dist.DistNetworkError("...")
+
+
+def test_a_traceback_is_in_the_log_before_anything_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    error = failed(ValueError("a matrix is singular"))
+    publish_error(Silent(), NAME, error)  # type: ignore[arg-type]
+    assert "Traceback" in caplog.text
+    assert "ValueError: a matrix is singular" in caplog.text
+    assert NAME in caplog.text
+    caplog.clear()
+    publish_error(Silent(), NAME, error)  # type: ignore[arg-type]
+    assert not caplog.text, "once is enough"
+    publish_error(Silent(), NAME, failed(ValueError("seen by Python")), printed=True)  # type: ignore[arg-type]
+    assert not caplog.text
+
+
+def test_the_first_that_fails_is_the_one_that_counts(store: SealedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ErrorNotice, "wait_for_end", lambda word: None)
+    check_abort(store, "rank 0")
+    publish_error(store, NAME, failed(ValueError("first")))
+    publish_error(store, "rank 2", failed(ValueError("second")))
+    publish_finished(store)
+    with pytest.raises(OtherRankError, match=r"an error of rank 1 \(stage 0 on host\): ValueError: first$"):
+        check_abort(store, "rank 0")
+
+
+def test_the_end_of_the_training_is_no_error(store: SealedStore) -> None:
+    publish_finished(store)
+    with pytest.raises(UnrecoverableError, match="rank 0 cannot finish"):
+        check_abort(store, "rank 0")
+
+
+def test_a_rank_ends_after_the_process_that_has_failed(store: SealedStore, caplog: pytest.LogCaptureFixture) -> None:
+    """And that has ended for its launcher, too, which looks now and then."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"])
+    seen: list[float] = []
+
+    def look() -> None:
+        time.sleep(1.0)
+        process.wait()
+        seen.append(time.monotonic())
+
+    launcher = threading.Thread(target=look)
+    launcher.start()
+    store.set("last_word", packed(ErrorNotice(NAME, "ValueError: ...", process.pid, process_identity())))
+    with pytest.raises(OtherRankError):
+        check_abort(store, "rank 0")
+    ended_s = time.monotonic()
+    launcher.join()
+    assert seen[0] <= ended_s < seen[0] + last_word._GOES_S - 1.0
+
+
+def test_a_process_that_does_not_end_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that cannot be seen from here: of another host, or in another container."""
+    monkeypatch.setattr(last_word, "_GOES_S", 0.3)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        here = ErrorNotice(NAME, "...", process.pid, process_identity())
+        for word in (here, replace(here, process=2**22 + 1, identity="elsewhere")):
+            begun_s = time.monotonic()
+            word.wait_for_end()
+            assert time.monotonic() - begun_s >= 0.3
+        process.kill()
+    begun_s = time.monotonic()
+    replace(here, process=2**22 + 1).wait_for_end()
+    assert time.monotonic() - begun_s < 0.3
+
+
+def test_an_error_is_logged_by_the_package(caplog: pytest.LogCaptureFixture) -> None:
+    last_word.log_own(NAME, failed(ValueError("...")))
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("adaptra_megatron.elastic.last_word", logging.ERROR)
+
+
+def test_the_process_that_serves_the_store_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not waited for, and waits for those that it sees, which may be longer than they need; not for ever."""
+    ErrorNotice(NAME, "...", os.getpid(), process_identity(), serves=True).wait_for_end()
+    store = SealedStore(dist.HashStore(), bytes(32), "last word")
+    lent = SimpleNamespace(lent=lambda *_: nullcontext(store))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        going = EndingProcess(other.pid, process_identity())
+        store.set("going/1", packed(going))
+        assert not going.over(process_identity())
+        assert not going.over("another host's")
+        threading.Timer(0.3, other.stdin.close).start()  # type: ignore[union-attr]
+        Ending(lent, None, 1).wait()  # type: ignore[arg-type]
+        assert going.over(process_identity()), "though nobody has asked for its exit status"
+    assert going.over(process_identity())
+    monkeypatch.setattr(last_word, "_LAST_S", 0.2)
+    Ending(lent, None, 2).wait()  # type: ignore[arg-type]

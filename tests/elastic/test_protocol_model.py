@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recovery protocol holds in every order in which ranks fail and rejoin; rules of old do not."""
+
+from __future__ import annotations
+
+import pytest
+from elastic.protocol_model import Model, Scope, ViolationError, layout_of, numbered_by_membership
+
+from adaptra_megatron.elastic import protocol
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "scope",
+    [
+        Scope(calls=2, failures=1, admissions=0),
+        Scope(calls=2, failures=1, admissions=1),
+    ],
+    ids=["fails", "fails-and-rejoins"],
+)
+def test_invariants_hold_in_every_order(scope: Scope) -> None:
+    model = Model(scope)
+    assert model.explore() > 1000
+    assert model.ends
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_invariants_hold_in_some_orders_of_two_failures_and_two_admissions(replicas: int) -> None:
+    """As many as fit into seconds; the slow test has millions."""
+    assert Model(Scope(replicas=replicas)).explore(25_000, seed=replicas) == 25_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_invariants_hold_in_millions_of_orders_of_two_failures_and_two_admissions(replicas: int) -> None:
+    Model(Scope(replicas=replicas)).explore(2_000_000, seed=replicas)
+
+
+def test_without_a_fence_a_late_operation_writes_into_the_next_attempt() -> None:
+    with pytest.raises(ViolationError, match="an operation of turn 0 writes into gradients of turn 1"):
+        Model(Scope(failures=1, admissions=0, fenced=False)).explore()
+
+
+def test_an_admission_that_shares_its_number_with_a_failure_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "with_rejoining", numbered_by_membership(protocol.with_rejoining))
+    with pytest.raises(ViolationError, match="generation 3 has another live set than before"):
+        Model(Scope(late_operations=0, admissions=1)).explore(60_000, seed=4)
+
+
+def test_all_ranks_know_that_an_attempt_is_repeated_until_the_next_call() -> None:
+    """Whichever rank finds the next one unsound: it is an error then."""
+    finds, other = (protocol.Rank.first(layout_of(Scope(), rank)).begin(trains=True) for rank in (0, 1))
+    finds = finds.after(protocol.Unsound())
+    assert finds.request == protocol.PutOnce(None, f"fate/{other.attempt}", protocol.REPEAT)
+    found = protocol.Found(protocol.REPEAT)
+    again = [finds.after(found), other.after(protocol.Done()).after(protocol.Arrived(False, None)).after(found)]
+    assert {(each.phase, each.turn, each.repeated) for each in again} == {(protocol.Phase.ATTEMPTING, 1, True)}
+    arrived = [each.after(protocol.Done()).after(protocol.Arrived(False, None)) for each in again]
+    committed = [each.after(protocol.Found(protocol.COMMIT)) for each in arrived]
+    assert [(each.call, each.begin(trains=True).repeated) for each in committed] == [(1, False)] * 2

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that stand still, found by those that run."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from adaptra_megatron.common.authentication.sealed_store import SealedStore
+from adaptra_megatron.common.job.layout import Cell, JobLayout, Worker
+from adaptra_megatron.common.job.membership import Stalled
+from adaptra_megatron.elastic.membership_watch import answer_roll, is_called
+
+RANKS = 4
+LIVE = frozenset(range(RANKS))
+ADMITTED = {3: 7}
+
+
+class Job:
+    """Ranks in threads, with one store."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+
+    def client(self) -> SealedStore:
+        return SealedStore(self._store, b"0" * 32, "roll call")
+
+    def answer(self, rank: int, timeout_s: float, *, saved: bool = False) -> Stalled | None:
+        layout = JobLayout(rank, {each: Worker(Cell(each, 0), 0, "host", "boot/net") for each in LIVE})
+        return answer_roll(self.client(), layout, LIVE, ADMITTED, timeout_s, lambda: saved)
+
+    def answers(self, ranks: range, timeout_s: float) -> list[Stalled | None]:
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            return list(threads.map(lambda rank: self.answer(rank, timeout_s), ranks))
+
+
+def test_those_that_do_not_answer_stand_still() -> None:
+    job = Job()
+    assert not is_called(job.client())
+    found = job.answers(range(3), 1.0)
+    assert is_called(job.client())
+    assert found == [found[0]] * 3
+    assert found[0] is not None
+    assert (found[0].ranks, found[0].arrivals) == ((3,), ADMITTED)
+    assert "3 other ranks waited for 2.0 s" in found[0].why
+
+
+def test_where_all_answer_none_does() -> None:
+    assert Job().answers(range(4), 60.0) == [None] * 4
+
+
+@pytest.mark.parametrize(("rank", "saved"), [(0, True), (2, False)], ids=["a-death-is-known", "alone"])
+def test_none_is_given_up_without_need_or_by_a_minority(rank: int, saved: bool) -> None:
+    assert Job().answer(rank, 60.0 if saved else 0.5, saved=saved) is None

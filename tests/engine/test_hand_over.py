@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that is started again takes over, or is given up before it keeps the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from adaptra_megatron.engine.rejoining import HandOverLateError, _Lateness
+from adaptra_megatron.tools.local_ranks.launch_ranks import RankResult
+
+RANKS = str(Path(__file__).with_name("hand_over_ranks.py"))
+MIB = 1 << 20
+
+
+@pytest.mark.timeout(120)
+def test_it_is_handed_over_or_given_up_in_time(start_ranks: Callable[..., list[RankResult]]) -> None:
+    for result in start_ranks(2, [RANKS], timeout_s=100):
+        assert "DONE" in result.output, result.output
+
+
+def test_lateness_is_what_goes_beyond_the_fastest_message_and_adds_up() -> None:
+    lateness = _Lateness(1.0)
+    lateness.came(0.4, 0.4, 4 * MIB)  # as announced; 100 ms per MiB are the fastest so far
+    for _ in range(9):
+        lateness.came(1.2, 0.0, 4 * MIB)
+    lateness.check(3, 2.19, 0.0, 4 * MIB)
+    with pytest.raises(HandOverLateError, match=r"^ranks 3, started again, are 1\.1 s late"):
+        lateness.check(3, 2.3, 0.0, 4 * MIB)
+    lateness.came(0.04, 0.0, 4 * MIB)  # 10 ms per MiB
+    lateness.came(0.62, 0.0, 4 * MIB)
+    with pytest.raises(HandOverLateError):
+        lateness.check(3, 0.63, 0.0, 4 * MIB)
+
+
+def test_small_messages_say_nothing_of_large_ones() -> None:
+    lateness = _Lateness(1.0)
+    for _ in range(100):
+        lateness.came(0.015, 0.0, 8)
+    with pytest.raises(HandOverLateError):
+        lateness.check(1, 1.1, 0.0, 4 * MIB)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of a training in which something else fails while ranks go on after a death: `struck_ranks.py FAULT
+TRAINING_ARGUMENTS...`, with "delegate:RANK", "path:RANK", "rank:RANK", "idle:RANK" or "zero:RANK" as the fault.
+
+Decorators around what a rank does in a new generation: the delegate of RANK is killed as it opens links, each first
+message that RANK sends or receives by a device path of these fails, RANK dies as it makes the first group of those that
+live, or RANK plans as if the first stage of replica 2 were dead, too, so that this cell lives and has no work. Or,
+without a death, RANK's gradients are set to 0 between the first micro-batch and the second.
+Or something is no fault: with "pause:RANK", RANK stands still for PAUSED_S; "cap:RANK" has RANK say what it held most.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from testing.megatron.megatron_on_cpu import install
+
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+install(with_fused_weight_gradient=True)
+
+from adaptra_megatron.common.job.layout import Cell  # noqa: E402
+from adaptra_megatron.elastic.generation import FIRST  # noqa: E402
+from adaptra_megatron.elastic.live_groups import FaultTolerantGroups  # noqa: E402
+from adaptra_megatron.engine import iteration_work  # noqa: E402
+from adaptra_megatron.engine.execution.executor import ActivationAccount  # noqa: E402
+from adaptra_megatron.engine.rerouting import rerouting as degraded  # noqa: E402
+from adaptra_megatron.engine.rerouting.rerouting import Rerouting  # noqa: E402
+from adaptra_megatron.megatron.computation import MegatronComputation  # noqa: E402
+from adaptra_megatron.schedule.ir import Kind  # noqa: E402
+from adaptra_megatron.schedule.routing.routed_costs import RoutedCosts  # noqa: E402
+from testing.faults.network.path_faults import Mode, PathFaults  # noqa: E402
+from testing.replacing import Replaced, Replacement  # noqa: E402
+from testing.training.process_groups import leave_job  # noqa: E402
+from testing.training.train import train  # noqa: E402
+from testing.training.training_arguments import parse_arguments  # noqa: E402
+
+STRUCK = "struck: "
+LASTS_S = 0.2
+PAUSED_S, PAUSED_IN = 2, 3
+
+
+def say(what: str) -> None:
+    """For the test: the fault has fired."""
+    sys.stdout.write(f"{STRUCK}{what}\n")
+    sys.stdout.flush()
+
+
+def kill_delegate(enter: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(enter)
+    def struck(rerouting: Rerouting, *arguments: Any) -> None:
+        enter(rerouting, *arguments)
+        transport: Any = rerouting._two_paths
+        os.kill(transport.delegate_process_id, signal.SIGKILL)
+        say("delegate")
+
+    return struck
+
+
+def break_paths(enter: Callable[..., None], faults: PathFaults, rank: int) -> Callable[..., None]:
+    @functools.wraps(enter)
+    def struck(rerouting: Rerouting, *arguments: Any) -> None:
+        enter(rerouting, *arguments)
+        for peer in rerouting._job.layout.workers:
+            faults.arm((rank, peer), Mode.ERROR, LASTS_S)
+            faults.arm((peer, rank), Mode.ERROR, LASTS_S)
+
+    return struck
+
+
+def die(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def struck(groups: FaultTolerantGroups, *arguments: Any) -> Any:
+        if groups._generation != FIRST:
+            say("rank")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return make(groups, *arguments)
+
+    return struck
+
+
+def relieve(plan: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plan)
+    def struck(costs: RoutedCosts, **keywords: Any) -> Any:
+        say("idle")
+        return plan(replace(costs, dead=costs.dead | {Cell(2, 0)}), **keywords)
+
+    return struck
+
+
+def pause(begin: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(begin)
+    def struck(rerouting: Rerouting, call: Any, iteration: int, **keywords: Any) -> Any:
+        if iteration == PAUSED_IN:
+            program = f"kill -STOP {os.getpid()}; sleep {PAUSED_S}; kill -CONT {os.getpid()}"
+            longest_s, seen_s = 0.0, time.monotonic()
+            with subprocess.Popen(["sh", "-c", program]) as process:
+                while process.poll() is None:
+                    longest_s, seen_s = max(longest_s, time.monotonic() - seen_s), time.monotonic()
+                    time.sleep(0.01)
+            say(f"stood still for {max(longest_s, time.monotonic() - seen_s):.1f} s")
+        return begin(rerouting, call, iteration, **keywords)
+
+    return struck
+
+
+def zero(backward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(backward)
+    def struck(computation: Any, chunk: int, micro_batch: int, *given: Any, **keywords: Any) -> Any:
+        if micro_batch == 1:
+            for buffer in computation._call.model_chunks[chunk].buffers:
+                buffer.reset()
+            say("zero")
+        return backward(computation, chunk, micro_batch, *given, **keywords)
+
+    return struck
+
+
+class CountedAccount(ActivationAccount):
+    """Says what any of them has held most in training, at the end."""
+
+    most, caps = 0.0, set[float | None]()
+
+    def after(self, kind: Kind) -> None:
+        super().after(kind)
+        if kind is not Kind.FORWARD:  # evaluation, which has no cap, has nothing else
+            self.caps.add(self._cap)
+            CountedAccount.most = max(self.most, self.peak)
+
+
+def main(fault: str, arguments: list[str]) -> None:
+    kind, _, number = fault.partition(":")
+    rank, faults = int(os.environ["RANK"]), PathFaults()
+    decorated = {
+        "delegate": Replacement(Rerouting, "enter", kill_delegate(Rerouting.enter), "a delegate is killed"),
+        "path": Replacement(Rerouting, "enter", break_paths(Rerouting.enter, faults, rank), "device paths break"),
+        "idle": Replacement(degraded, "plan_routed", relieve(degraded.plan_routed), "a cell has no work"),
+        "pause": Replacement(Rerouting, "begin", pause(Rerouting.begin), "a rank stands still"),
+        "cap": Replacement(iteration_work, "ActivationAccount", CountedAccount, "activations are counted"),
+        "zero": Replacement(MegatronComputation, "backward", zero(MegatronComputation.backward), "gradients are lost"),
+        "rank": Replacement(FaultTolerantGroups, "_make_native", die(FaultTolerantGroups._make_native), "a rank dies"),
+    }
+    args = parse_arguments(arguments)
+    args.distributed_backend = "gloo"
+    with Replaced([decorated[kind]] if rank == int(number) else []), faults:
+        train(args)
+        leave_job()
+    if CountedAccount.most:
+        say(f"held {CountedAccount.most:g} at most, of {CountedAccount.caps}")
+    if faults.begun:
+        say(f"{len(faults.begun)} paths")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Something else fails while ranks go on after a death: they come to the same numbers, or all end and say why."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from adaptra_megatron.tools.local_ranks.launch_ranks import RankResult
+from campaigns.dying_trainings import KILLED, LONGEST_S, TRAIN_GPT, Layout, problems, train
+from testing.jobs.fork_server import ForkServer
+from testing.jobs.job_store import JobStore
+from testing.jobs.outlived import Host, run_with_failures
+
+STRUCK_RANKS = str(Path(__file__).with_name("struck_ranks.py"))
+LAYOUT = Layout(3, 2, flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
+DYING = 1
+SHORT_S, TIMEOUT_S, END_S = 2.0, 3.0, 30.0
+
+
+@pytest.fixture(scope="module")
+def peace(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Path:
+    """Where the training without faults has put its state."""
+    directory = tmp_path_factory.mktemp("peace")
+    assert not any(result.returncode for result in train(LAYOUT, directory, fork_server))
+    return directory
+
+
+class StoppingHost(Host):
+    """Its store's process is stopped as soon as the first death is known, and says nothing more after that."""
+
+    def __init__(self, served: JobStore, lasts_s: float | None) -> None:
+        """`lasts_s`: until it goes on; None: it does not."""
+        self._served, self._lasts_s = served, lasts_s
+        self.stopped_s: float | None = None
+        client = TCPStore("127.0.0.1", int(served.environment["MASTER_PORT"]), is_master=False)
+        super().__init__(LAYOUT.world_size, store=client)
+
+    def ended(self, rank: int, status: int) -> None:
+        if self.stopped_s is not None:
+            return
+        super().ended(rank, status)
+        if status == KILLED:
+            # By now ranks know of the death, or ask for it, and none has come as far as the groups.
+            os.kill(self._served.process_id, signal.SIGSTOP)
+            self.stopped_s = time.monotonic()
+            if self._lasts_s is not None:
+                threading.Timer(self._lasts_s, os.kill, (self._served.process_id, signal.SIGCONT)).start()
+
+
+def run(
+    directory: Path,
+    server: ForkServer,
+    argv: list[str],
+    flags: str = "",
+    host: Host | None = None,
+    deaths: tuple[str, ...] = (f"{DYING}:3:2",),
+) -> list[RankResult]:
+    """A training in which rank DYING dies in the fourth iteration, or ranks die as `deaths` say."""
+    arguments = [*argv, *LAYOUT.arguments(directory, deaths), *flags.split()]
+    logs = directory / "logs"
+    return run_with_failures(
+        LAYOUT.world_size, arguments, timeout_s=LONGEST_S, server=server, log_directory=logs, host=host
+    )
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("fault", "dead"),
+    [
+        pytest.param("delegate:4", {DYING}, marks=pytest.mark.slow),
+        pytest.param("path:2", {DYING}, marks=pytest.mark.slow),
+        ("idle:0", {DYING}),
+        ("rank:3", {DYING, 3}),
+    ],
+)
+def test_a_fault_in_a_new_epoch_changes_no_number(
+    fault: str, dead: set[int], peace: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    results = run(tmp_path, fork_server, [STRUCK_RANKS, fault])
+    kind, _, struck = fault.partition(":")
+    assert "struck: " in results[int(struck)].output, "the fault did not fire"
+    assert {result.rank for result in results if result.returncode == KILLED} == dead
+    assert not problems(LAYOUT, peace, tmp_path, results)
+
+
+@pytest.mark.timeout(150)
+def test_a_rank_that_stands_still_for_less_than_the_timeout_is_no_death(
+    peace: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    results = run(tmp_path, fork_server, [STRUCK_RANKS, "pause:4"], "--adaptra-timeout-s 30", deaths=())
+    (paused_s,) = re.findall(r"struck: stood still for ([0-9.]+) s", results[4].output)
+    assert float(paused_s) > SHORT_S / 2, "the fault did not fire"
+    assert not any(result.returncode or "lost rank" in result.output for result in results)
+    assert not problems(LAYOUT, peace, tmp_path, results)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_caps_of_activations_hold_without_ranks_that_have_died(
+    peace: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """A cell of the first stage may hold three of six micro-batches."""
+    results = run(tmp_path, fork_server, [STRUCK_RANKS, "cap:0"], "--adaptra-max-in-flight 3")
+    assert "struck: held 3 at most, of {3.0}" in results[0].output, results[0].output
+    assert "what was under way has been redone" in results[0].output
+    assert not problems(LAYOUT, peace, tmp_path, results)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_store_that_stands_still_for_less_than_the_timeout_is_waited_for(
+    peace: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    with JobStore(fork_server, tmp_path / "store.log") as served:
+        host = StoppingHost(served, SHORT_S)
+        results = run(tmp_path, fork_server, [TRAIN_GPT], host=host)
+    assert host.stopped_s is not None, "the fault did not fire"
+    assert not problems(LAYOUT, peace, tmp_path, results)
+
+
+@pytest.mark.timeout(150)
+def test_a_store_that_stands_still_for_longer_ends_all_with_its_name(tmp_path: Path, fork_server: ForkServer) -> None:
+    with JobStore(fork_server, tmp_path / "store.log") as served:
+        host = StoppingHost(served, None)
+        results = run(tmp_path, fork_server, [TRAIN_GPT], f"--adaptra-timeout-s {TIMEOUT_S:g}", host=host)
+        ended_s = time.monotonic()
+    assert host.stopped_s is not None, "the fault did not fire"
+    assert ended_s - host.stopped_s < END_S
+    for result in results:
+        if result.rank != DYING:
+            assert result.returncode == 1, result.output
+            assert f"the job's store has not answered for {TIMEOUT_S:g} s" in result.output, result.output
+
+
+@pytest.mark.timeout(150)
+def test_gradients_that_lack_a_micro_batch_are_not_committed(tmp_path: Path, fork_server: ForkServer) -> None:
+    """All replicas would go on with the same wrong sum."""
+    results = run(tmp_path, fork_server, [STRUCK_RANKS, "zero:4"], deaths=())
+    assert all(result.returncode == 1 for result in results)
+    assert "struck: zero" in results[4].output
+    expected = LAYOUT.replicas * LAYOUT.micro_batches
+    said = rf"stage 1, chunk 0, bucket \d: gradients hold {expected - 1} of {expected} micro-batches"
+    assert all(re.search(said, results[rank].output) for rank in (3, 4, 5)), results[4].output
+    assert not list(tmp_path.glob("rank*.pt"))

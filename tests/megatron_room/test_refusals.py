@@ -1,0 +1,473 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each feature that the executor cannot run is refused by name, with a remedy, before anything is computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
+
+import pytest
+import torch
+from adaptra_megatron.patches.application import OUTLIVING_PATCHES
+from megatron.core import ModelParallelConfig
+from megatron.core.enums import ModelType
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+
+from adaptra_megatron.config import AdaptraConfig
+from adaptra_megatron.engine.runtime import AdaptraRuntime
+from adaptra_megatron.megatron import megatron_call
+from adaptra_megatron.megatron.gradients.linear_wgrad import WeightGradientQueue
+from adaptra_megatron.megatron.megatron_call import message_shape, pipeline_call, recomputed_spans, work_of
+from adaptra_megatron.megatron.refusals import (
+    REFUSALS,
+    SEEN_IN_ARGUMENTS,
+    STAGGERING,
+    SYNC_MODES,
+    UnsupportedFeatureError,
+    refuse_arguments,
+    refuse_for_staggering,
+    refuse_for_sync_mode,
+    refuse_to_split,
+    refuse_unsupported,
+)
+
+try:
+    from megatron.core.optimizer import layer_wise_optimizer as layer_wise
+except ImportError:  # before 0.16
+    layer_wise = None
+
+SETTINGS: dict[str, tuple[Any, str]] = {
+    "cuda_graph_impl": ("local", "--cuda-graph-impl"),
+    "enable_cuda_graph": (True, "CUDA graphs"),
+    "external_cuda_graph": (True, "CUDA graphs"),
+    "overlap_moe_expert_parallel_comm": (True, "--overlap-moe-expert-parallel-comm"),
+    "delay_wgrad_compute": (True, "--delay-wgrad-compute"),
+    "hybrid_context_parallel": (True, "--hybrid-context-parallel"),
+    "fine_grained_activation_offloading": (True, "--fine-grained-activation-offloading"),
+    "use_ring_exchange_p2p": (True, "use_ring_exchange_p2p"),
+    "num_microbatches_with_partial_activation_checkpoints": (
+        2,
+        "--num-microbatches-with-partial-activation-checkpoints",
+    ),
+    "moe_paged_stash": (True, "--moe-paged-stash"),
+    "gtp_weight_remat_size": (2, "--tensor-parallel-num-weight-shards"),
+    "expert_gtp_weight_remat_size": (2, "--tensor-parallel-num-weight-shards"),
+    "tensor_parallel_num_weight_shards": (4, "--tensor-parallel-num-weight-shards"),
+    "expert_tensor_parallel_num_weight_shards": (4, "--tensor-parallel-num-weight-shards"),
+}
+ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "use_megatron_fsdp": (True, "--use-megatron-fsdp"),
+    "use_custom_fsdp": (True, "--use-megatron-fsdp"),
+    "use_torch_fsdp2": (True, "--use-torch-fsdp2"),
+    "inprocess_restart": (True, "--inprocess-restart"),
+    "pipeline_model_parallel_comm_backend": ("ucc", "--pipeline-model-parallel-comm-backend ucc"),
+}
+"""What shows in Megatron's parsed arguments alone."""
+OF_LATER_RELEASES = {
+    "moe_paged_stash": "0.19",
+    "gtp_weight_remat_size": "0.19",
+    "expert_gtp_weight_remat_size": "0.19",
+    "tensor_parallel_num_weight_shards": "0.19",
+    "expert_tensor_parallel_num_weight_shards": "0.19",
+}
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
+
+
+class Model(torch.nn.Module):
+    """Fails when anything is computed."""
+
+    def __init__(self, model_type: ModelType = ModelType.encoder_or_decoder, **settings: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(**(DEFAULTS | settings))
+        self.model_type = model_type
+
+    def forward(self, *_: Any) -> NoReturn:
+        raise AssertionError("computed")
+
+
+def refused(model: torch.nn.Module, **arguments: Any) -> str:
+    """The text of the error; the whole way from the patched schedule, with everything of Megatron's out of reach."""
+
+    def forward_step(*_: Any) -> NoReturn:
+        raise AssertionError("computed")
+
+    call = {
+        "forward_step_func": forward_step,
+        "data_iterator": iter(()),
+        "model": model,
+        "num_microbatches": 4,
+        "seq_length": 8,
+        "micro_batch_size": 1,
+        **arguments,
+    }
+    runtime = AdaptraRuntime(AdaptraConfig(), WeightGradientQueue(layers))
+    with pytest.raises(UnsupportedFeatureError) as error:
+        runtime.forward_backward(call, interleaved=False)
+    assert not runtime._pipelines, "something was set up for a call that is refused"
+    return str(error.value)
+
+
+def test_the_defaults_are_not_refused() -> None:
+    refuse_unsupported(Model().config, [Model(), torch.nn.Sequential(Model()).get_submodule("0")], {})
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_is_refused_by_its_flag(name: str) -> None:
+    assert name in DEFAULTS or name in OF_LATER_RELEASES, "no megatron-core has it: it would never fire"
+    value, flag = SETTINGS[name]
+    text = refused(Model(**{name: value}))
+    assert flag in text
+    assert "Drop one of the two" in text
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_only_another_order_breaks_is_observed(name: str) -> None:
+    """Stock's own schedule function runs then, with all that it was given."""
+    value, _flag = SETTINGS[name]
+    by_order = any(each.by_order and each.is_on(Model(**{name: value}).config) for each in REFUSALS)
+    parsed = {"pipeline_model_parallel_size": 2, "adaptra_policy": "observe", name: value}
+    if not by_order:
+        with pytest.raises(UnsupportedFeatureError):
+            refuse_arguments(SimpleNamespace(**parsed))
+        return
+    refuse_arguments(SimpleNamespace(**parsed))
+    runtime = AdaptraRuntime(AdaptraConfig(policy="observe"), WeightGradientQueue(layers))
+    ran: list[Any] = []
+    runtime.run_stock = lambda *given: ran.append(given)  # type: ignore[method-assign]
+    call, stock = {"model": [Model(**{name: value})]}, object()
+    runtime.forward_backward(call, interleaved=True, stock=stock)  # type: ignore[arg-type]
+    assert ran[0][:2] == (stock, call)
+    assert "not timed" in ran[0][2]
+
+
+def test_every_refusal_is_tried_and_says_why() -> None:
+    fired = {
+        refusal.feature
+        for name, (value, _flag) in SETTINGS.items()
+        for refusal in REFUSALS
+        if refusal.is_on(Model(**{name: value}).config)
+    }
+    assert fired == {refusal.feature for refusal in REFUSALS}
+    assert len(fired) == len(REFUSALS)
+    assert all(len(refusal.reason) > 20 for refusal in REFUSALS)
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *ARGUMENTS])
+def test_parsed_arguments_are_refused_before_anything_else_is_done(name: str) -> None:
+    value, flag = {**SETTINGS, **ARGUMENTS}[name]
+    parsed = {"pipeline_model_parallel_size": 2, **dict.fromkeys(ARGUMENTS, False)}
+    refuse_arguments(SimpleNamespace(**parsed))
+    with pytest.raises(UnsupportedFeatureError, match="Drop one of the two") as error:
+        refuse_arguments(SimpleNamespace(**{**parsed, name: value}))
+    assert flag in str(error.value)
+
+
+def test_every_refusal_of_arguments_is_tried() -> None:
+    fired = {
+        one.feature
+        for one in SEEN_IN_ARGUMENTS
+        for name, (value, _flag) in ARGUMENTS.items()
+        if one.is_on(SimpleNamespace(**{name: value}))
+    }
+    assert fired == {one.feature for one in SEEN_IN_ARGUMENTS}
+    assert len(fired) == len(SEEN_IN_ARGUMENTS)
+
+
+@pytest.mark.parametrize("flag", ["use_checkpoint_args", "use_mp_args_from_checkpoint_args"])
+def test_nothing_is_refused_to_a_single_stage_unless_a_checkpoint_may_have_more(flag: str) -> None:
+    asked = {"pipeline_model_parallel_size": 1, "use_torch_fsdp2": True}
+    refuse_arguments(SimpleNamespace(**asked, **{flag: False}))
+    with pytest.raises(UnsupportedFeatureError, match="FSDP"):
+        refuse_arguments(SimpleNamespace(**asked, **{flag: True}))
+
+
+def test_megatrons_own_settings_switch_cuda_graphs_on_in_a_way_that_is_seen() -> None:
+    cuda_graphs = REFUSALS[0].is_on
+    for name in ("enable_cuda_graph", "external_cuda_graph"):
+        config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, **{name: True})
+        assert cuda_graphs(config)
+    assert not cuda_graphs(TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2))
+
+
+def test_several_tensors_per_message_are_refused() -> None:
+    text = refused(Model(), adjust_tensor_shapes_fn=lambda *shapes: shapes)
+    assert "adjust_tensor_shapes_fn" in text
+    assert "Drop one of the two" in text
+
+
+def test_encoder_decoder_models_are_refused() -> None:
+    assert "encoder-decoder models" in refused(Model(ModelType.encoder_and_decoder))
+
+
+@pytest.mark.parametrize("name", ["FullyShardedDataParallel", "TorchFullyShardedDataParallel", "MegatronFSDP"])
+def test_fully_sharded_wrappers_are_refused_by_name(name: str) -> None:
+    text = refused(type(name, (Model,), {})())
+    assert name in text
+    assert "--use-megatron-fsdp" in text
+
+
+def test_other_communicators_are_refused() -> None:
+    class SeveralModels:
+        pass
+
+    text = refused(Model(), p2p_communicator=SeveralModels(), pg_collection=SimpleNamespace())
+    assert "SeveralModels joins several models" in text
+    assert "Drop --adaptra" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": [Model(), Model()], "data_iterator": [None, None]}, "runs 1 model chunk per stage, got 2"),
+        ({"pg_collection": SimpleNamespace()}, "pass p2p_communicator and pg_collection together"),
+        ({"p2p_communicator": SimpleNamespace()}, "pass p2p_communicator and pg_collection together"),
+    ],
+)
+def test_arguments_that_contradict_each_other(changes: dict[str, Any], said: str) -> None:
+    arguments = {"model": Model(), "data_iterator": None, "num_microbatches": 1, "forward_step_func": None}
+    with pytest.raises(ValueError, match=said):
+        pipeline_call({**arguments, **changes}, interleaved=False)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "error", "said"),
+    [(3, RuntimeError, "3 modulo 2 = 1 with 2 stages"), (4, ValueError, "2 model chunks need as many data iterators")],
+)
+def test_the_number_of_micro_batches_is_looked_at_before_iterators_as_in_stock(
+    monkeypatch: pytest.MonkeyPatch, micro_batches: int, error: type[Exception], said: str
+) -> None:
+    pipeline = SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr(megatron_call, "_process_groups", lambda arguments: (pipeline, None))
+    model = Model(microbatch_group_size_per_vp_stage=2)
+    arguments = {"model": [model, model], "data_iterator": [None], "num_microbatches": micro_batches}
+    with pytest.raises(error, match=said):
+        pipeline_call(arguments, interleaved=True)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_distributed_optimizer_has_no_sums_to_make_around_a_straggler(stages: int) -> None:
+    parsed = SimpleNamespace(
+        **dict.fromkeys(ARGUMENTS, False),
+        pipeline_model_parallel_size=stages,
+        adaptra_gradient_sync="stragglar",
+        use_distributed_optimizer=False,
+    )
+    refuse_arguments(parsed)
+    parsed.use_distributed_optimizer = True
+    with pytest.raises(UnsupportedFeatureError, match="--use-distributed-optimizer.*Drop one of the two"):
+        refuse_arguments(parsed)
+    parsed.num_distributed_optimizer_instances = 2  # whose sums are
+    refuse_arguments(parsed)
+    parsed.num_distributed_optimizer_instances = 1
+    parsed.adaptra_gradient_sync = "stock"
+    refuse_arguments(parsed)
+
+
+NOT_STAGGERED: dict[str, Any] = {
+    "fp16": True,
+    "loss_scale": 1024.0,
+    "rerun_mode": "validate_results",
+    "untie_embeddings_and_output_weights": False,
+    "calculate_per_token_loss": True,
+    "num_experts": 2,
+    "num_moe_experts": 2,
+    "fp8": "e4m3",
+    "optimizer": "sgd",
+    "log_num_zeros_in_grad": True,
+    "use_precision_aware_optimizer": True,
+    "optimizer_cpu_offload": True,
+    "optimizer_cuda_graph": True,
+}
+STAGGERED = {"rerun_mode": "disabled", "untie_embeddings_and_output_weights": True, "optimizer": "adam", "bf16": True}
+
+
+@pytest.mark.parametrize("name", NOT_STAGGERED)
+def test_optimizer_steps_are_staggered_where_they_can_be_taken_back_and_something_is_gained(name: str) -> None:
+    refuse_for_staggering(SimpleNamespace(**STAGGERED))
+    with pytest.raises(UnsupportedFeatureError, match="--adaptra-staggered-optimizer does not run with"):
+        refuse_for_staggering(SimpleNamespace(**{**STAGGERED, name: NOT_STAGGERED[name]}))
+
+
+def test_every_refusal_of_staggering_is_tried() -> None:
+    fired = {
+        one.feature
+        for one in STAGGERING
+        for name, value in NOT_STAGGERED.items()
+        if one.is_on(SimpleNamespace(**{name: value}))
+    }
+    assert fired == {one.feature for one in STAGGERING}
+
+
+@pytest.mark.parametrize("reroute", ["off", "stragglers", "failures", "all"])
+def test_a_captured_step_is_refused_where_ranks_are_outlived(reroute: str) -> None:
+    """Elsewhere it runs: the graph holds nothing of a schedule, and threads of ours break no capture."""
+    parsed = SimpleNamespace(adaptra_reroute=reroute, optimizer_cuda_graph=True, pipeline_model_parallel_size=2)
+    if reroute in ("off", "stragglers"):
+        refuse_arguments(parsed)
+        return
+    with pytest.raises(UnsupportedFeatureError, match=rf"{reroute} does not run with --optimizer-cuda-graph: .*Drop"):
+        refuse_arguments(parsed)
+
+
+@pytest.mark.parametrize("reroute", ["off", "stragglers", "failures", "all"])
+def test_checkpoints_in_the_background_are_refused_where_ranks_are_outlived(reroute: str) -> None:
+    parsed = SimpleNamespace(adaptra_reroute=reroute, async_save=True, pipeline_model_parallel_size=2)
+    if reroute in ("off", "stragglers"):
+        refuse_arguments(parsed)
+        return
+    with pytest.raises(UnsupportedFeatureError, match=rf"reroute {reroute} does not run with --async-save: .*Drop one"):
+        refuse_arguments(parsed)
+
+
+@pytest.mark.parametrize("reroute", ["off", "stragglers", "failures", "all"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"optimizer": "dist_muon"},
+        {"optimizer": "dist_made_up"},
+        {"optimizer": "soap", "use_distributed_optimizer": True},
+        {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True},
+    ],
+    ids=lambda optimizer: "-".join(map(str, optimizer.values())),
+)
+def test_shards_without_a_copy_are_refused_where_ranks_are_outlived(optimizer: dict[str, Any], reroute: str) -> None:
+    for accepted in ({"optimizer": "muon"}, {"optimizer": "adam", "use_distributed_optimizer": True}):
+        refuse_arguments(SimpleNamespace(adaptra_reroute=reroute, pipeline_model_parallel_size=2, **accepted))
+    parsed = SimpleNamespace(adaptra_reroute=reroute, pipeline_model_parallel_size=2, **optimizer)
+    if reroute in ("off", "stragglers"):
+        refuse_arguments(parsed)
+        return
+    with pytest.raises(UnsupportedFeatureError, match=r"layer-wise .*--optimizer dist_muon.*Drop one of the two"):
+        refuse_arguments(parsed)
+
+
+@pytest.mark.skipif(layer_wise is None, reason="this release has no layer-wise optimizer")
+def test_a_layer_wise_optimizer_is_refused_as_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no arguments have shown it: a trainer makes its optimizer itself."""
+
+    class OfAnotherName(layer_wise.LayerWiseDistributedOptimizer):  # type: ignore[misc, name-defined]
+        pass
+
+    def make() -> Any:
+        groups = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 1))
+        return OfAnotherName([], SimpleNamespace(bf16=False), groups)
+
+    (patch,) = (each for each in OUTLIVING_PATCHES if each.identity == "chained-optimizer")
+    assert make().chained_optimizers == []
+    owner, attribute = patch.owner()
+    monkeypatch.setattr(owner, attribute, patch.replace(getattr(owner, attribute), cast("Any", None)))
+    with pytest.raises(UnsupportedFeatureError, match="layer-wise"):
+        make()
+    assert ChainedOptimizer([]).chained_optimizers == []
+
+
+APART: dict[str, tuple[Any, str]] = {
+    "use_distributed_optimizer": (True, "--use-distributed-optimizer"),
+    "num_experts": (4, "--num-experts"),
+    "num_moe_experts": (4, "--num-experts"),
+    "context_parallel_size": (2, "--context-parallel-size"),
+    "overlap_grad_reduce": (True, "--overlap-grad-reduce"),
+    "calculate_per_token_loss": (True, "--calculate-per-token-loss"),
+    "fp16": (True, "--fp16"),
+    "loss_scale": (128.0, "--fp16"),
+    "rerun_mode": ("validate_results", "--rerun-mode disabled"),
+    "exit_duration_in_mins": (5, "--exit-duration-in-mins"),
+    "exit_signal_handler": (True, "--exit-signal-handler"),
+    "rampup_batch_size": ([1, 1, 8], "--rampup-batch-size"),
+    "check_weight_hash_across_dp_replicas_interval": (10, "--check-weight-hash-across-dp-replicas-interval"),
+    "log_straggler": (True, "--log-straggler"),
+    "optimizer": ("dist_muon", "--optimizer dist_muon"),
+    "param_name_patterns_for_fp32_local_accumulation": (["all"], "--param-name-patterns-for-fp32-local-accumulation"),
+    "optimizer_cuda_graph": (True, "--optimizer-cuda-graph"),
+}
+"""Settings with which replicas cannot make updates without each other."""
+
+
+@pytest.mark.parametrize("name", APART)
+def test_what_keeps_replicas_together_is_refused(name: str) -> None:
+    value, flag = APART[name]
+    settings = SimpleNamespace(**{name: value}, adaptra_sync_mode="auto", pipeline_model_parallel_size=1)
+    with pytest.raises(UnsupportedFeatureError, match=f"^--adaptra-sync-mode auto does not run with .*{flag}"):
+        refuse_arguments(settings)
+    with pytest.raises(UnsupportedFeatureError, match="Or drop --adaptra-sync-mode"):
+        refuse_for_sync_mode("auto", SimpleNamespace(), settings)
+    settings.adaptra_sync_mode = "ssgd"
+    refuse_arguments(settings)
+
+
+def test_every_refusal_of_replicas_apart_is_tried() -> None:
+    refused = {
+        name
+        for name, (value, _) in APART.items()
+        for each in SYNC_MODES
+        if each.is_on(SimpleNamespace(**{name: value}))
+    }
+    assert refused == set(APART)
+    assert all(
+        any(each.is_on(SimpleNamespace(**{name: value})) for name, (value, _) in APART.items()) for each in SYNC_MODES
+    )
+    refuse_for_sync_mode("auto", SimpleNamespace())
+
+
+def test_one_replica_is_refused() -> None:
+    with pytest.raises(UnsupportedFeatureError, match="--adaptra-sync-mode auto is for replicas .* the job has 1 "):
+        refuse_to_split("auto", 1)
+
+
+LAYERS = 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "spans"),
+    [
+        ({}, 0),
+        ({"recompute_granularity": "selective"}, 0),
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, 3),
+        ({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}, 2),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 0}, 0),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}, 2),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 9}, 3),
+        ({"recompute_granularity": "full", "recompute_layer_ids": [0, 7]}, 2),
+    ],
+)
+def test_spans_of_layers_that_are_recomputed(settings: dict[str, Any], spans: int) -> None:
+    class Layer(torch.nn.Module, BaseTransformerLayer):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+
+    chunks = [torch.nn.Sequential(Layer()), torch.nn.Sequential(*(Layer() for _ in range(LAYERS)))]
+    assert recomputed_spans(Model(**settings).config, chunks) == spans
+
+
+def test_a_config_of_parallelism_alone_is_enough() -> None:
+    """As in Megatron's own tests of schedules; what it does not have is not asked for."""
+    config = ModelParallelConfig(pipeline_model_parallel_size=4, pipeline_dtype=torch.float)
+    assert recomputed_spans(config, [torch.nn.Linear(4, 1)]) == 0
+
+
+@pytest.mark.parametrize(("interleaved", "length"), [(False, 16), (True, 32)])
+def test_stock_ignores_the_decoders_length_where_chunks_are_interleaved(interleaved: bool, length: int) -> None:
+    alone = SimpleNamespace(size=lambda: 1)
+    config = SimpleNamespace(variable_seq_lengths=False, hidden_size=8, sequence_parallel=False)
+    arguments = {"seq_length": 32, "micro_batch_size": 2, "decoder_seq_length": 16}
+    groups = SimpleNamespace(tp=alone, cp=alone)
+    assert message_shape(arguments, config, groups, interleaved=interleaved) == (length, 2, 8)
+
+
+def test_chunks_are_alike_by_their_layers() -> None:
+    class Layer(torch.nn.Module, BaseTransformerLayer):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+
+    one, two, predicting = (torch.nn.Sequential(*(Layer() for _ in range(count))) for count in (1, 2, 2))
+    predicting.mtp = torch.nn.Linear(1, 1)
+    wrapped = torch.nn.Sequential(predicting)
+    assert work_of([one, two, wrapped]) == ("1 layers", "2 layers", "2 layers, mtp")
+    first, last = (torch.nn.Sequential(Layer()) for _ in range(2))
+    first.pre_process, first.post_process = True, False
+    last.pre_process, last.post_process = False, True
+    assert work_of([first, last]) == ("1 layers, embedding", "1 layers, loss")

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank holds the copy of which shard of the distributed optimizer's state."""
+
+from __future__ import annotations
+
+import pytest
+
+from adaptra_megatron.common.job.layout import Cell, JobLayout, Worker
+from adaptra_megatron.megatron.state.shard_copies import holders_of
+
+
+def layout(replicas: int, lanes: int, per_host: int) -> JobLayout:
+    """One stage; lanes innermost. `per_host`: consecutive ranks on each host."""
+    workers = {
+        rank: Worker(Cell(rank // lanes, 0), rank % lanes, f"host{rank // per_host}", "boot/net")
+        for rank in range(replicas * lanes)
+    }
+    return JobLayout(0, workers)
+
+
+def test_each_rank_holds_one_copy_of_another_cells_shard() -> None:
+    for replicas, lanes in ((2, 1), (3, 1), (2, 2), (4, 2), (5, 3)):
+        ranks = range(replicas * lanes)
+        job = layout(replicas, lanes, per_host=1)
+        holders = holders_of(job, ranks)
+        assert sorted(holders) == list(ranks)
+        assert all(job.workers[rank].cell != job.workers[holders[rank]].cell for rank in ranks)
+
+
+def test_copies_are_on_other_hosts_where_there_are_others() -> None:
+    job = layout(8, 1, per_host=4)
+    assert all(
+        job.workers[rank].host != job.workers[holder].host for rank, holder in enumerate(holders_of(job, range(8)))
+    )
+
+
+def test_one_cell_cannot_hold_its_own_copies() -> None:
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] share shards, and no other replica could hold copies"):
+        holders_of(layout(1, 2, per_host=2), [0, 1])
