@@ -196,6 +196,22 @@ def test_an_installed_wheel_works(distributions: tuple[Path, Path], tmp_path: Pa
     check_the_flag_until_uninstalled(interpreter, tmp_path)
 
 
+def test_an_installed_wheel_trains(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+    """Beside torch and megatron-core, away from the source tree: two ranks by links and planner of the wheel."""
+    interpreter = fresh_environment(tmp_path / "environment")
+    install(interpreter, distributions[1], directory=tmp_path)
+    script = tmp_path / "train.py"
+    where = "    import adaptra_megatron as package\n    print(package.__file__)\n"
+    script.write_text((ROOT / "scripts" / "train_gpt.py").read_text() + where)
+    sizes = "--pipeline-model-parallel-size 2 --num-layers 2 --global-batch-size 4 --train-iters 3 --mock-data"
+    flags = ("--emulate-cpu", "--adaptra", "--adaptra-trace-dir", tmp_path / "run")
+    job = (interpreter, "-m", "adaptra_megatron.emulation.jobs.launch", "--nproc", 2, script)
+    said = run(*job, *sizes.split(), *flags, directory=tmp_path)
+    assert "iteration        3/       3" in said
+    assert str(tmp_path / "environment") in said
+    assert len(list((tmp_path / "run").glob("rank-*.jsonl"))) == 2
+
+
 @pytest.mark.slow  # a minute of compiling, for what `make install` does before these tests run
 def test_an_editable_install_works(source: Path, tmp_path: Path) -> None:
     interpreter = fresh_environment(tmp_path / "environment")
