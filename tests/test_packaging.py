@@ -200,12 +200,13 @@ def test_an_installed_wheel_trains(distributions: tuple[Path, Path], tmp_path: P
     """Beside torch and megatron-core, away from the source tree: two ranks by links and planner of the wheel."""
     interpreter = fresh_environment(tmp_path / "environment")
     install(interpreter, distributions[1], directory=tmp_path)
+    shutil.copytree(ROOT / "testing", tmp_path / "testing")  # Megatron on CPUs, which is in no wheel
     script = tmp_path / "train.py"
     where = "    import adaptra_megatron as package\n    print(package.__file__)\n"
     script.write_text((ROOT / "scripts" / "train_gpt.py").read_text() + where)
     sizes = "--pipeline-model-parallel-size 2 --num-layers 2 --global-batch-size 4 --train-iters 3 --mock-data"
     flags = ("--emulate-cpu", "--adaptra", "--adaptra-trace-dir", tmp_path / "run")
-    job = (interpreter, "-m", "adaptra_megatron.emulation.jobs.launch", "--nproc", 2, script)
+    job = (interpreter, "-m", "testing.jobs.launch_command", "--nproc", 2, script)
     said = run(*job, *sizes.split(), *flags, directory=tmp_path)
     assert "iteration        3/       3" in said
     assert str(tmp_path / "environment") in said
