@@ -3,8 +3,9 @@
 
 Ranks are the product's own (`protocol.Rank`), one for each cell, and so is how the launcher's membership changes; here
 are the store, and the memory in which a late operation writes. A step is one look at what others do, or one word for
-them, with what a rank does by itself before it: the order of that and of others' steps is no matter. Each state is
-explored once. What no rank can look at any more is left out of a state.
+them, with what a rank does by itself before it: the order of that and of others' steps is no matter. Looks of a rank go
+together with its next word, and its failure comes before both. Each state is explored once. What no rank can look at
+any more is left out of a state.
 """
 
 from __future__ import annotations
@@ -160,8 +161,8 @@ class Model:
             yield from alone
             return
         moved = False
-        for rank, process in enumerate(world.processes):
-            for label, after in self._of_process(world, rank, process):
+        for rank in range(len(world.processes)):
+            for label, after in self._moves(world, rank):
                 moved = True
                 yield f"{rank} {label}", after
         if not moved:
@@ -187,6 +188,24 @@ class Model:
             if steps and all(_says_as_before(state, after.processes[rank].state) for _, after in steps):
                 return [(f"{rank} {label}", after) for label, after in steps]
         return None
+
+    def _moves(self, world: World, rank: int) -> Steps:
+        """Steps of a rank, each with the looks that come right before it.
+
+        A look finds after others' steps what it finds before them (it is a right mover), and others cannot see it. So
+        no order is missed where it comes right before the rank's next word (Lipton, CACM 18(12), 1975).
+        """
+        process = world.processes[rank]
+        for label, after in self._of_process(world, rank, process):
+            state, then = process.state, after.processes[rank].state
+            if state is not None and _only_looks(state, then, label):
+                further = False
+                for next_label, further_world in self._moves(after, rank):
+                    further = True
+                    yield f"{label}, {next_label}", further_world
+                if further:
+                    continue
+            yield label, after
 
     def _of_process(self, world: World, rank: int, process: Process) -> Steps:
         state, newest = process.state, world.memberships[-1]
@@ -417,6 +436,21 @@ def _may_be_met(generation: generations.GenerationId | None, oldest: generations
 def _says_as_before(before: Rank, after: Rank | None) -> bool:
     """Return whether invariants that speak of several ranks see the same of a rank."""
     return after is not None and (before.call, before.generation) == (after.call, after.generation)
+
+
+def _only_looks(before: Rank, after: Rank | None, label: str) -> bool:
+    """Return whether a step changes nothing that others look at, and is possible later, too."""
+    if after is None:
+        return False
+    if label == "is interrupted" or after.phase is Phase.DECIDING:  # the last to arrive
+        return True
+    match before.request if before.phase is not Phase.BETWEEN else None:
+        case Await() | AwaitAll() | AwaitChange():
+            return not (before.phase is Phase.COUNTING and after.phase is Phase.CALLING_OFF)  # too late: not so later
+        case HandOver():
+            return before.phase is Phase.HANDING_OVER
+        case _:
+            return False
 
 
 def _state_key(state: Rank) -> Any:
