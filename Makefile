@@ -36,7 +36,7 @@ INSTALLED := $(VENV)/.adaptra-installed
 NATIVE := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo megatron test test-slow properties test-native-sanitized fuzz-recordings test-dropin test-versions \
+.PHONY: help install lock demo megatron test test-slow properties test-native-sanitized fuzz-recordings test-dropin test-megatron-units test-versions \
 	test-nccl docs site dist \
 	test-pages test-rdma bench-rdma soak campaign-deaths closed-loop postings lint
 .DELETE_ON_ERROR:
@@ -58,6 +58,7 @@ help:
 	@echo 'make bench-rdma  its throughput there, beside that of ib_write_bw'
 	@echo 'make megatron  the sources of Megatron-LM $(MEGATRON_LM_TAG), into $(MEGATRON_LM)'
 	@echo 'make test-dropin  its own pretrain_gpt.py with and without --adaptra (minutes)'
+	@echo "make test-megatron-units  Megatron-LM's own unit tests of pipelines, on 8 CPU ranks, without and with adaptra"
 	@echo 'make test-nccl  calls of NCCL and CUDA against the libraries that torch comes with (fetches 1.7 GB)'
 	@echo 'make test-versions  the same for every supported release (an hour; needs Python 3.11 and 3.12)'
 	@echo 'make docs     the pages and pictures of docs/ that are made from the code'
@@ -131,6 +132,11 @@ megatron: $(INSTALLED)
 test-dropin: megatron
 	MEGATRON_LM=$(abspath $(MEGATRON_LM)) $(BIN)/python -m pytest -q -m megatron_lm
 
+# The sources come by `make megatron`; any checkout of a supported release does: MEGATRON_LM=...
+test-megatron-units: megatron
+	$(PIP) install --quiet 'pytest-mock==3.17.0'
+	$(BIN)/python scripts/try_megatron_units.py $(MEGATRON_LM)
+
 test-nccl: $(INSTALLED)
 	for nccl in $(NCCL); do \
 	  case $$nccl in cu12*) cuda="$(CUDA_12)";; *) cuda="$(CUDA_13)";; esac; \
@@ -142,6 +148,7 @@ test-nccl: $(INSTALLED)
 test-versions:
 	$(MAKE) megatron VENV=.venv PYTHON=python3.11
 	$(MAKE) megatron VENV=.venv312 PYTHON=python3.12 MEGATRON_LM=build/megatron-lm-core_v0.19.0 MEGATRON_LM_TAG=core_v0.19.0
+	.venv312/bin/python -m pip --disable-pip-version-check install --quiet msgspec  # which main imports
 	$(BIN)/python scripts/try_releases.py --python 3.11=.venv/bin/python --python 3.12=.venv312/bin/python
 
 docs: $(INSTALLED)

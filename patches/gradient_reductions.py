@@ -32,7 +32,7 @@ def _waiting(stock: Callable[..., Any], runtime: AdaptraRuntime) -> Callable[...
 
 
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
-_VERSIONS = ">=0.16,<0.20"
+_VERSIONS = ">=0.16,<0.21"
 """The start stands in for the whole function, and has been held against these."""
 
 PATCHES = (

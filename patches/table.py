@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from adaptra_megatron.engine.runtime import AdaptraRuntime
 
 
-SUPPORTED = ">=0.14,<0.20"
+SUPPORTED = ">=0.14,<0.21"
 """Releases of megatron-core (PEP 440) with which this package is tested: docs/versions.md."""
 
 

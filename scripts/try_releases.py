@@ -11,9 +11,11 @@ place in the table.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -34,11 +36,14 @@ RELEASES = {
     "core_v0.17.1": "3.12",
     "core_v0.18.2": "3.12",
     "core_v0.19.0": "3.12",
+    "0.19.2": "3.12",
     "main": "3.12",
 }
 """With the Python that each is tried on: Megatron-LM asks for 3.12 from 0.17 on."""
+SCRIPTS = {"0.19.2": "core_v0.19.0"}
+"""Releases that are tried from megatron-core's wheel, and with the scripts of which tag."""
 
-TESTS = ("gpt", "features", "layouts", "logging", "spread_sequences")
+TESTS = ("gpt", "features", "layouts", "logging", "spread_sequences", "mtp")
 """Files tests/dropin/test_pretrain_*.py."""
 REASON_LENGTH = 100
 
@@ -49,8 +54,23 @@ Outcomes = dict[str, str]
 def fetch(release: str, interpreter: Path) -> Path:
     """The release's sources."""
     directory = ROOT / "build" / f"megatron-lm-{release}"
-    subprocess.run([ROOT / "scripts" / "fetch_megatron_lm.sh", release, directory, interpreter], check=True)
+    tag = SCRIPTS.get(release, release)
+    subprocess.run([ROOT / "scripts" / "fetch_megatron_lm.sh", tag, directory, interpreter], check=True)
+    if release in SCRIPTS:
+        wheel = ROOT / "build" / f"megatron-core-{release}"
+        pip = (interpreter, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade")
+        subprocess.run([*pip, "--target", wheel, f"megatron-core=={release}"], check=True)
+        shutil.copytree(wheel / "megatron", directory / "megatron", dirs_exist_ok=True)
     return directory
+
+
+def tried(checkout: Path, release: str) -> str:
+    """When the release is tried, and which commit where its name is a branch's."""
+    if release != "main":
+        return str(datetime.date.today())
+    git = ["git", "-C", str(checkout), "rev-parse", "--short=8", "HEAD"]
+    commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+    return f"{datetime.date.today()} ({commit})"
 
 
 def outcomes(checkout: Path, interpreter: Path, chosen: str) -> Outcomes:
@@ -76,13 +96,15 @@ def _reason(problem: ElementTree.Element) -> str:
     refusals = re.findall(r"pretrain_gpt\.py: error: (.*?)(?:; |$)", problem.text or "", re.MULTILINE)
     if refusals:
         return f"refused: {refusals[0]}"
+    if late := re.search(r"still ran after \d+ s", problem.text or ""):
+        return late[0]
     errors = re.findall(r"\[rank\d+\]: (\S*(?:Error|Exception)\b.*)", problem.text or "")
     text = errors[0] if errors else problem.attrib.get("message", problem.tag)
     return " ".join(text.split())[:REASON_LENGTH]
 
 
-def table(record: Mapping[str, Outcomes]) -> str:
-    """One row per test and outcome, with its cases, one column per release; reasons below."""
+def table(record: Mapping[str, Outcomes], days: Mapping[str, list[str]]) -> str:
+    """One row per test and outcome, with its cases, one column per release; on which days these were run; reasons."""
     releases = [release for release in RELEASES if release in record]
     tests = list(dict.fromkeys(test for release in releases for test in record[release]))
     head = ["", *(release.removeprefix("core_v") for release in releases)]
@@ -100,6 +122,7 @@ def table(record: Mapping[str, Outcomes]) -> str:
         name, _, case = test.removeprefix("test_").replace("_", " ").removesuffix("]").partition("[")
         cases.setdefault((name, *cells), []).append(case)
     rows = [[": ".join(filter(None, (name, ", ".join(each)))), *cells] for (name, *cells), each in cases.items()]
+    rows.insert(0, ["run on", *(", ".join(days[release]) for release in releases)])
     numbered = [f"{number}. `{note}`" for number, note in enumerate(notes, 1)]
     return "\n".join([markdown_table(head, rows), "", *numbered]) + "\n"
 
@@ -111,17 +134,18 @@ def _whatever_the_test(found: Outcomes) -> str:
     return only if only.startswith("refused") else "not run"
 
 
-def kept() -> dict[str, Outcomes]:
-    """By release, all that has ever been found out."""
-    record: dict[str, Outcomes] = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-    return record
+def kept() -> tuple[dict[str, Outcomes], dict[str, list[str]]]:
+    """By release, all that has ever been found out, and when."""
+    record = json.loads(RECORD.read_text()) if RECORD.is_file() else {"outcomes": {}, "days": {}}
+    return record["outcomes"], record["days"]
 
 
-def keep(release: str, found: Outcomes) -> None:
-    """Add to what is kept, which another such run may have written to meanwhile."""
-    record = kept()
-    record.setdefault(release, {}).update(found)
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+def keep(release: str, found: Outcomes, when: str, *, whole: bool) -> None:
+    """Add to what is kept, which another such run may have written to; in its place where all tests were run."""
+    record, days = kept()
+    record[release] = found if whole else {**record.get(release, {}), **found}
+    days[release] = [when] if whole else sorted({*days.get(release, []), when})
+    RECORD.write_text(json.dumps({"outcomes": record, "days": days}, indent=1) + "\n")
 
 
 def main() -> int:
@@ -137,9 +161,11 @@ def main() -> int:
             continue
         print(f"== {release}, Python {version}", flush=True)
         interpreter = interpreters[version]
-        keep(release, outcomes(fetch(release, interpreter), interpreter, options.k))
+        checkout = fetch(release, interpreter)
+        found = outcomes(checkout, interpreter, options.k)
+        keep(release, found, tried(checkout, release), whole=not options.k)
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n" + table(kept()) + "\n" + END + rest.partition(END)[2])
+    PAGE.write_text(before + BEGIN + "\n" + table(*kept()) + "\n" + END + rest.partition(END)[2])
     return 0
 
 

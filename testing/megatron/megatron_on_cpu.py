@@ -133,10 +133,15 @@ def megatron_names() -> list[Replacement]:
         moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
         attention: Any = importlib.import_module("megatron.core.transformer.dot_product_attention").DotProductAttention
         latent: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+        prediction: Any = importlib.import_module("megatron.core.transformer.multi_token_prediction")
     reason = "takes none of the arguments that Megatron's latent attention has for Transformer Engine's"
     found = [Replacement(attention, "__init__", _with_channels(attention.__init__), reason)]
     if not isinstance(getattr(latent, "TELinear", None), type):
         found.append(Replacement(latent, "HAVE_TE", False, "True without Transformer Engine", may_be_absent=True))
+    if hasattr(prediction, "is_inference_column_parallel_linear"):  # from 0.20 on
+        reason = "compares with a class of Transformer Engine's, which may be missing"
+        asks = Replacement(prediction, "is_inference_column_parallel_linear", lambda module: False, reason)
+        found.append(asks)
     if not hasattr(moe_utils, "te_general_gemm"):
         reason = "read, but not defined, without Transformer Engine"
         found.append(Replacement(moe_utils, "te_general_gemm", None, reason, may_be_absent=True))

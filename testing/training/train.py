@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -195,7 +196,10 @@ class Trainer:
     def _forward_step(
         self, iterator: Iterator[Batch], chunk: DistributedDataParallel
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        batch = get_batch_on_this_cp_rank(next(iterator))
+        group: dict[str, Any] = {}
+        if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:  # from 0.19 on
+            group = {"is_hybrid_cp": False, "cp_group": parallel_state.get_context_parallel_group()}
+        batch = get_batch_on_this_cp_rank(next(iterator), **group)
         length = batch["tokens"].shape[1]
         future = self._attention_mask[..., :length, :length]
         output = chunk(batch["tokens"], batch["position_ids"], future, labels=batch["labels"])

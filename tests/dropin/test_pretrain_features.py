@@ -99,7 +99,7 @@ MTP = (
 
 
 class TestCheckpoints:
-    @pytest.mark.parametrize("flags", [(), MTP])
+    @pytest.mark.parametrize("flags", [(), MTP], ids=["plain", "mtp"])
     def test_a_run_that_stops_and_resumes_ends_as_one_that_does_not(
         self, flags: tuple[str, ...], tmp_path: Path
     ) -> None:

@@ -55,14 +55,14 @@ JOBS = {
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_the_numbers_are_those_of_stock(job: str, tmp_path: Path) -> None:
+def test_multi_token_prediction(job: str, tmp_path: Path) -> None:
     ranks, arguments = JOBS[job]
     compare_with_stock(ranks, tmp_path, *MTP, *MOCK_DATA, *arguments)
     split = [what_ran(tmp_path / "ours", rank)["adaptra"]["split_weight_gradients"] for rank in range(ranks)]
     assert all(split), split
 
 
-def test_online_dispatch(tmp_path: Path) -> None:
+def test_multi_token_prediction_with_online_dispatch(tmp_path: Path) -> None:
     online = ("--adaptra", "--adaptra-dispatch", "online", "--adaptra-host-transport", "shm", "--adaptra-path", "host")
     arguments = (*PP2, *CHUNKS, UNTIED, "--mtp-num-layers", "2")
     compare_with_stock(2, tmp_path, *MTP, *MOCK_DATA, *arguments, adaptra=online)

@@ -159,16 +159,18 @@ class TestEnabling:
         assert (applied.runtime, applied.identities) == (None, ())
         applied.undo()
 
-    @pytest.mark.parametrize("version", ["0.13.1", "0.14.0rc0", "0.20.0", "0.20.0rc0", "1.0"])
+    @pytest.mark.parametrize("version", ["0.13.1", "0.14.0rc0", "0.21.0", "0.21.0rc0", "1.0"])
     def test_versions_outside_the_window_are_refused(
         self, monkeypatch: pytest.MonkeyPatch, stock: list[Any], version: str
     ) -> None:
         monkeypatch.setattr(megatron.core, "__version__", version)
-        with pytest.raises(PatchError, match=f"{FIRST.identity}.*>=0.14,<0.20, but {version} is installed"):
+        with pytest.raises(PatchError, match=f"{FIRST.identity}.*>=0.14,<0.21, but {version} is installed"):
             enable(AdaptraConfig())
         assert all(one is other for one, other in zip(stock, in_place(), strict=True))
 
-    @pytest.mark.parametrize("version", ["0.14.0", "0.16.1", "0.16.2rc1", "0.16.5+local", "0.17.0rc0", "0.19.2"])
+    @pytest.mark.parametrize(
+        "version", ["0.14.0", "0.16.2rc1", "0.16.5+local", "0.17.0rc0", "0.19.2", "0.20.0+d98e8a6"]
+    )
     def test_versions_inside_the_window_are_accepted(self, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
         """What is on by default is so in all of them."""
         monkeypatch.setattr(megatron.core, "__version__", version)
