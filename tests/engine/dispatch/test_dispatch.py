@@ -135,7 +135,7 @@ HOST, DEVICE = Path.HOST, Path.DEVICE
 
 
 @pytest.mark.parametrize(
-    ("mode", "came_by", "blind", "unsteady", "online"),
+    ("mode", "last_receive_path", "blind", "unsteady", "online"),
     [
         ("planned", {0: HOST, 2: HOST}, (), (0, 2), False),
         ("auto", {0: DEVICE, 2: DEVICE}, (), (0, 2), False),
